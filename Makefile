@@ -1,0 +1,57 @@
+# Every target sets up what it needs, once: a virtual environment in exact versions.
+# Another Python: make demo PYTHON=/path/to/python. Arguments: make test ARGS="-k routing -x".
+
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+export PYTHON
+
+VENV := .venv
+COMPAT := .venv-compat
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: constraints.txt
+$(COMPAT)/.installed: constraints-0.0.3rc99.txt
+$(VENV)/.installed $(COMPAT)/.installed: pyproject.toml
+	@scripts/install $(@D) $(filter constraints%,$^)
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.installed ## Make the environment in .venv
+
+.PHONY: demo
+demo: setup ## Four engines on four virtual CPU devices answer prompts side by side
+	@JAX_PLATFORMS=cpu $(BIN)/python -m enginepool.demo $(ARGS)
+
+.PHONY: test
+test: setup ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-compat
+test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99
+	$(COMPAT)/bin/python -m pytest $(ARGS)
+
+.PHONY: lint
+lint: setup ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: setup ## Check types
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+.PHONY: bench
+bench: setup ## Wall time of four engines, against one engine and against upstream in threads
+	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.concurrency --num-engines 4 --concurrency 4 --warmup-sequential $(ARGS)
+
+.PHONY: constraints
+constraints: ## Write both constraints files anew from the newest versions that fit
+	scripts/lock
+
+.PHONY: clean
+clean: ## Remove the environments
+	rm -rf $(VENV) $(COMPAT)

@@ -1,0 +1,48 @@
+"""The simulated device: a micro model's step takes a fixed time, with the GIL released.
+
+On a TPU the host waits while the device computes. On CPU the same cores do both, so a pool's
+scaling cannot be seen with real steps. Here an engine waits for its result and then sleeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+
+
+class SimulatedDevice:
+    """What an engine's device was made to do: steps, and tokens that they advanced."""
+
+    def __init__(self, engine: Any, step_seconds: float) -> None:
+        """Slow a live engine down, from outside; it must be idle, and stays slow.
+
+        Args:
+            engine: Upstream's Engine, of a pool or not, without overlap scheduling.
+            step_seconds: What a step costs on top of its own time. A step advances every request
+                of its batch by one token.
+        """
+        self.step_seconds = step_seconds
+        self.steps = self.tokens = 0
+        worker = engine.scheduler_info["scheduler"].tp_worker
+        forward = worker.forward_batch_generation
+
+        @functools.wraps(forward)
+        def slow(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            result = jax.block_until_ready(forward(batch, *args, **kwargs))
+            time.sleep(step_seconds)
+            self.steps += 1
+            self.tokens += batch.real_bs
+            return result
+
+        worker.forward_batch_generation = slow
+
+    def reset(self) -> None:
+        self.steps = self.tokens = 0
+
+    @property
+    def tokens_per_simulated_second(self) -> float:
+        """At most the requests of a batch over the step time, or the sleep was skipped."""
+        return self.tokens / (self.steps * self.step_seconds) if self.steps else 0.0

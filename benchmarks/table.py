@@ -1,0 +1,44 @@
+"""The table of a benchmark, and when a figure proves nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def limited_by_cores(engines: int, cpu_ms_per_step: float, step_ms: float) -> bool:
+    """Whether the host had too few cores for these engines: such a point proves nothing."""
+    return engines * cpu_ms_per_step > 0.6 * CORES * step_ms
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print medians, the first row's wall time over the others', and what limits them."""
+    table = Table(
+        "", "wall s", "slowest s", "wall/slowest", "tokens/s", "busy cores", "× first row"
+    )
+    for row in rows:
+        notes = " (limited by cores)" if row.get("limited_by_cores") else ""
+        table.add_row(
+            row["name"] + notes,
+            f"{row['wall_sec']:.3f}",
+            f"{row['slowest_sec']:.3f}",
+            f"{row['wall_over_slowest']:.3f}",
+            f"{row['tokens_per_sec']:.0f}",
+            f"{row['busy_cores']:.2f} of {CORES}",
+            f"{row['wall_sec'] / rows[0]['wall_sec']:.2f}",
+        )
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console.print(table)
+    for row in rows:
+        if "cpu_ms_per_step" in row:
+            simulated = row["runs"][-1]["tokens_per_simulated_second"]
+            console.print(
+                f"{row['name']}: {row['cpu_ms_per_step']:.1f} ms of CPU a step; tokens advanced "
+                f"per simulated second, by engine: {simulated}"
+            )

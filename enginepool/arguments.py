@@ -1,0 +1,43 @@
+"""Arguments of EnginePool as a command line writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from enginepool.errors import InvalidConfig
+
+# They have an option of their own.
+_OWN_OPTIONS = ("model", "devices", "tp_size", "warmup")
+
+
+def parse_devices(text: str | None) -> int | list[int] | None:
+    """`4` is a count, `0,2` are ids, `2,` is one id."""
+    if text is None:
+        return None
+    try:
+        if "," not in text:
+            return int(text)
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InvalidConfig(
+            f"--devices {text!r}: expected a count such as 4, or ids such as 0,2"
+        ) from None
+
+
+def parse_server_args(pairs: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; a value is JSON (1024, 0.8, true, [1, 8], null) or else a string."""
+    parsed: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise InvalidConfig(f"--server-arg {pair!r}: expected NAME=VALUE")
+        if name in _OWN_OPTIONS:
+            raise InvalidConfig(f"--server-arg {pair!r}: use --{name.replace('_', '-')}")
+        try:
+            parsed[name] = json.loads(value)
+        except ValueError:
+            parsed[name] = value
+    return parsed

@@ -1,0 +1,230 @@
+"""The channel: the only door into an engine (upstream's communication backend).
+
+Upstream's loop calls `recv_requests` at the top of every iteration on the engine's own thread,
+so that call is the step boundary: control jobs run there, new requests enter there, and it
+blocks there when there is nothing to do. Nothing else touches an engine from another thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from enginepool.queue import RequestQueue
+from enginepool.requests import Request
+
+if TYPE_CHECKING:
+    from enginepool.scheduler import PinnedScheduler
+
+
+class StopEngine(BaseException):
+    """Ends an engine's loop. No `Exception`: upstream catches those."""
+
+
+class EngineStopped(Exception):
+    """A job could not run: the engine has left."""
+
+
+class EngineBroken(EngineStopped):
+    """Raised by a job that leaves the engine unusable: it ends the engine's loop as well."""
+
+
+class Channel:
+    """One engine's door, used from any thread; what runs inside runs on the engine's thread.
+
+    Attributes:
+        held: The requests that this engine has, by rid. Engine thread only.
+        weight_version: The version that the engine's next step samples from.
+        busy_since: When the first step after the last idling began, in `time.perf_counter`.
+        last_output: When a request last ended here, likewise.
+    """
+
+    def __init__(self, engine_index: int, queue: RequestQueue) -> None:
+        self.engine_index = engine_index
+        self.queue = queue
+        self.scheduler: PinnedScheduler | None = None
+        self.held: dict[str, Request] = {}
+        self.weight_version: int | str = 0
+        self.steps = 0
+        self.busy_since = self.last_output = 0.0
+        self.paused = False
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wake = threading.Event()
+        self._closed: str | None = None
+        self._lock = threading.Lock()
+
+    # Any thread
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def run(self, job: Callable[[], Any]) -> Future[Any]:
+        """Run `job` on the engine's thread at its next step boundary.
+
+        The future fails with `EngineStopped` when the engine has stopped or stops before.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed is None:
+                self._jobs.append((job, future))
+            else:
+                future.set_exception(EngineStopped(self._closed))
+        self._wake.set()
+        return future
+
+    def stop(self) -> None:
+        """End the engine's loop at its next step boundary."""
+
+        def leave() -> None:
+            raise StopEngine
+
+        self.run(leave)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End exactly these requests, if the engine has them, keeping what they have."""
+        rids = [request.rid for request in requests]
+        self.run(lambda: self._abort(rids))
+
+    def load(self) -> int:
+        return len(self.held)
+
+    def kv_usage(self) -> tuple[int, int]:
+        """Tokens of KV cache in use (what the prefix cache may evict is free) and in all."""
+        scheduler = self.scheduler
+        try:
+            return (0, 0) if scheduler is None else scheduler.kv_usage()
+        except AttributeError:  # it is being taken apart at this moment
+            return (0, 0)
+
+    # The engine's thread
+
+    def recv_requests(self) -> list[Any]:
+        """The step boundary. Always returns an empty list: requests are admitted right here,
+        because only here can a resumed one get its outputs put in place."""
+        assert self.scheduler is not None
+        waited = self.steps == 0
+        while True:
+            self._wake.clear()
+            while self._jobs:
+                self._run_job(*self._jobs.popleft())
+            if not self.paused:
+                self._pull()
+                if self.scheduler.has_work():
+                    if waited:
+                        self.busy_since = time.perf_counter()
+                    self.steps += 1
+                    return []
+            self._wake.wait()
+            waited = True
+
+    def send_pyobj(self, message: Any) -> None:
+        """Upstream's notice that it dropped a request which was not running (abort, or no KV)."""
+        request = self.held.pop(getattr(message, "rid", None) or "", None)
+        if request is not None:
+            self._take_over(request)
+            reason = request.abort_reason or {
+                "type": "abort",
+                "message": "the engine's KV cache cannot hold this request",
+                "err_type": "out_of_memory",
+            }
+            request.call.finish(request, reason)
+
+    def wait_for_new_requests(self, timeout: float) -> None:
+        """Upstream's pause of its polling loop; `recv_requests` blocks instead."""
+
+    def close(self, why: str) -> list[Request]:
+        """No job will run any more; returns the requests that were held, progress taken over."""
+        with self._lock:
+            self._closed = why
+            jobs, self._jobs = self._jobs, deque()
+        for _, future in jobs:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineStopped(why))
+        requests = self.retract()
+        self.scheduler = None
+        return requests
+
+    def retract(self) -> list[Request]:
+        """Take every unfinished request out of the books, with the tokens that it has.
+
+        The scheduler's own state is not touched: for an engine that stays, the caller has the
+        scheduler release everything next.
+        """
+        for request in list(self.held.values()):
+            req = request.req
+            if req is not None and req.finished():
+                self.deliver(request, req)
+            else:
+                self._take_over(request)
+        requests, self.held = list(self.held.values()), {}
+        return requests
+
+    def deliver(self, request: Request, req: Any) -> None:
+        """Hand a finished upstream request to its caller."""
+        self.last_output = time.perf_counter()
+        self.held.pop(request.rid, None)
+        self._take_over(request)
+        reason = req.finished_reason.to_json()
+        if reason.get("type") == "abort" and request.abort_reason is not None:
+            reason = request.abort_reason
+        request.call.finish(request, reason)
+
+    def _take_over(self, request: Request, *, keep: bool = False) -> None:
+        """Copy what upstream's request has; it is let go unless the engine goes on with it."""
+        req = request.req
+        if req is None:
+            return
+        request.absorb(
+            list(req.output_ids), list(req.output_token_logprobs_val), self.weight_version
+        )
+        if request.cached_tokens is None:  # later admissions would count the outputs as well
+            request.cached_tokens = req.cached_tokens
+        if not keep:
+            request.req = None
+
+    def _run_job(self, job: Callable[[], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(job())
+        except StopEngine:
+            future.set_result(None)
+            raise
+        except EngineBroken as error:
+            future.set_exception(error)
+            raise
+        except Exception as error:
+            future.set_exception(error)
+
+    def _pull(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler is not None
+        taken = self.queue.take(
+            self.engine_index,
+            load=len(self.held),
+            room=scheduler.room(len(self.held)),
+            cached=scheduler.cached_prefix,
+        )
+        for request in taken:
+            request.engine_index = self.engine_index
+            self.held[request.rid] = request
+        for request in taken:
+            request.req = scheduler.admit(request)
+            if request.abort_reason is not None:  # aborted on its way from the queue to here
+                self._abort([request.rid])
+
+    def _abort(self, rids: list[str]) -> None:
+        assert self.scheduler is not None
+        for rid in rids:
+            request = self.held.get(rid)
+            if request is None:
+                continue
+            if self.paused and request.abort_reason is not None:
+                # No step will end it before the pool goes on; its caller need not wait for that.
+                self._take_over(request, keep=True)
+                request.call.finish(request, request.abort_reason)
+            self.scheduler.abort(rid)

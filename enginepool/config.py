@@ -1,0 +1,165 @@
+"""What a pool is made of: its own options and upstream's `ServerArgs`, checked by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from enginepool.errors import InvalidConfig
+
+Warmup = Literal["sequential", "parallel", "none"]
+WARMUPS: tuple[Warmup, ...] = ("sequential", "parallel", "none")
+
+_NOT_IN_A_POOL = "it is not supported in a pool"
+_POOLS_OWN = "the pool sets it itself"
+_ONE_ENGINE_A_DEVICE = "every engine of a pool is its own replica; use devices= for more of them"
+
+# Refused when set to anything but upstream's default, with the reason.
+REFUSED: Mapping[str, str] = {
+    "model_path": "name the model as the first argument of EnginePool",
+    "dp_size": _ONE_ENGINE_A_DEVICE,
+    "dp_schedule_policy": _ONE_ENGINE_A_DEVICE,
+    "nnodes": "a pool lives in one process on one host",
+    "node_rank": "a pool lives in one process on one host",
+    "dist_init_addr": "a pool lives in one process on one host",
+    "device_indexes": f"{_POOLS_OWN} from devices=",
+    "device": f"{_POOLS_OWN} from the platform of devices=",
+    "enable_single_process": _POOLS_OWN,
+    "enable_engine_loop_run_forever_daemon": _POOLS_OWN,
+    "skip_tokenizer_init": "the pool tokenizes and detokenizes; pass input_ids= to give ids",
+    "enable_deterministic_sampling": (
+        "it is process-wide in upstream; in a pool every request has its own seed: "
+        'use sampling_params["sampling_seed"]'
+    ),
+    "disable_precompile": 'use warmup="none"',
+    "multimodal": _NOT_IN_A_POOL,
+    "is_embedding": _NOT_IN_A_POOL,
+    "enable_return_routed_experts": "upstream captures routed experts for one engine a process",
+    "enable_expert_balance_debug": "upstream balances experts for one engine a process",
+    "enable_expert_distribution_recorder": "upstream records experts for one engine a process",
+    "ep_num_redundant_experts": "upstream balances experts for one engine a process",
+    "ep_dispatch_algorithm": "upstream balances experts for one engine a process",
+    "init_expert_location": "upstream balances experts for one engine a process",
+    "enable_precision_tracer": "upstream traces one engine a process",
+    "hicache_storage": _NOT_IN_A_POOL,
+    "grammar_backend": "structured output is not supported in a pool",
+    "use_sort_for_toppk_minp": "that path of upstream's sampler draws another law",
+    "enable_mixed_chunk": "a batch that mixes prefill and decode has no log-probabilities",
+    "allow_auto_truncate": "a prompt that is too long is an error here, never cut",
+}
+# The same for families of options.
+REFUSED_PREFIXES: Mapping[str, str] = {
+    "speculative_": "speculative decoding is not supported in a pool",
+    "disaggregation_": "disaggregation is not supported in a pool",
+    "pd_": "disaggregation is not supported in a pool",
+    "lora_": "LoRA is not supported in a pool yet",
+    "enable_lora": "LoRA is not supported in a pool yet",
+    "enable_static_lora": "LoRA is not supported in a pool yet",
+    "max_lora": "LoRA is not supported in a pool yet",
+    "max_loaded_loras": "LoRA is not supported in a pool yet",
+}
+
+# Environment variables of upstream that cannot hold in a pool, with the reason.
+REFUSED_ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_JAX_AOT_DISPATCH": "it keeps old weights alive and in use after they were replaced",
+    "SGLANG_PD_WEIGHT_CACHE": "it shares weights between engines on different devices",
+}
+
+# What the CPU platform needs: upstream's native attention copies the whole KV pool in every layer
+# and step, and a sliding-window pool of its own ends Gemma's first forward.
+CPU_DEFAULTS: Mapping[str, Any] = {
+    "attention_backend": "native",
+    "disable_hybrid_swa_memory": True,
+    "max_total_tokens": 1024,
+    "max_running_requests": 8,
+    "max_prefill_tokens": 256,
+    "chunked_prefill_size": 256,
+    "precompile_token_paddings": [64, 256],
+    "precompile_bs_paddings": [1, 8],
+}
+GPU_DEFAULTS: Mapping[str, Any] = {"attention_backend": "native"}
+_PLATFORM_DEFAULTS = {"cpu": CPU_DEFAULTS, "gpu": GPU_DEFAULTS, "cuda": GPU_DEFAULTS}
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """The arguments of `EnginePool`, checked as far as that goes without a device."""
+
+    model: str
+    devices: int | Sequence[Any] | None = None
+    tp_size: int = 1
+    warmup: Warmup = "sequential"
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.warmup not in WARMUPS:
+            raise InvalidConfig(f"warmup={self.warmup!r}: expected one of {', '.join(WARMUPS)}")
+        if type(self.tp_size) is not int or self.tp_size < 1:
+            raise InvalidConfig(f"tp_size={self.tp_size!r}: expected a count of devices, 1 or more")
+        _check_server_args(self.server_args)
+        for name, reason in REFUSED_ENVIRONMENT.items():
+            if os.environ.get(name, "0") not in ("", "0"):
+                raise InvalidConfig(
+                    f"environment variable {name}={os.environ[name]!r}: {reason}; unset it"
+                )
+
+    def for_engine(self, platform: str, device_indexes: list[int]) -> dict[str, Any]:
+        """`ServerArgs` of one engine.
+
+        Args:
+            device_indexes: The engine's devices as offsets from the host's smallest device id;
+                upstream uses them to ask those devices for free memory.
+        """
+        fields = _server_args_fields()
+        defaults = _PLATFORM_DEFAULTS.get(platform, {})
+        return {
+            **{name: value for name, value in defaults.items() if name in fields},
+            "log_level": "error",
+            "grammar_backend": "none",  # see sampling.py
+            **self.server_args,
+            "model_path": self.model,
+            "tp_size": self.tp_size,
+            "device": platform,
+            "device_indexes": device_indexes,
+            "enable_single_process": True,
+            "disable_overlap_schedule": True,  # it runs the forward on a second thread
+            "disable_precompile": True,  # the pool warms up, in the form that its requests have
+        }
+
+
+def _server_args_fields() -> dict[str, Any]:
+    """Upstream's options and their defaults."""
+    from enginepool.guest import restore_environ
+
+    environ = dict(os.environ)
+    try:
+        from sgl_jax.srt.server_args import ServerArgs
+    finally:
+        restore_environ(environ)
+    return {f.name: f.default for f in dataclasses.fields(ServerArgs)}
+
+
+def _check_server_args(server_args: Mapping[str, Any]) -> None:
+    fields = _server_args_fields()
+    own = [f.name for f in dataclasses.fields(PoolConfig) if f.name != "server_args"]
+    for name, value in server_args.items():
+        if name not in fields:
+            known = [*own, *fields]
+            near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidConfig(f"unknown option {name}={value!r}{hint}")
+        reason = REFUSED.get(name) or next(
+            (why for prefix, why in REFUSED_PREFIXES.items() if name.startswith(prefix)), None
+        )
+        if name == "disable_overlap_schedule":
+            if value is not True:
+                raise InvalidConfig(
+                    f"{name}={value!r}: the overlap schedule runs the forward on a second thread, "
+                    "so an engine would have no step boundary; leave it out"
+                )
+        elif reason is not None and (name in ("model_path", "device") or value != fields[name]):
+            raise InvalidConfig(f"{name}={value!r}: {reason}")

@@ -1,0 +1,72 @@
+"""Pause, continue and flush, at the engines' step boundaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from enginepool.channel import Channel, EngineBroken
+from enginepool.errors import InvalidRequest
+from enginepool.runtime import Runtime
+
+PAUSE_MODES = ("retract", "in_place", "abort")
+
+
+def pause(runtime: Runtime, mode: str, engine: int | None = None) -> None:
+    """Stop engines (all, or one) at their next step boundary."""
+    if mode not in PAUSE_MODES:
+        raise InvalidRequest(f"mode={mode!r}: expected one of {', '.join(PAUSE_MODES)}")
+    if engine is None:
+        runtime.queue.paused = True
+
+    def stop(channel: Channel) -> list[Any]:
+        channel.paused = True
+        return [] if mode == "in_place" else take_back(channel)
+
+    taken = [request for group in runtime.on_engines(stop, engine) for request in group]
+    if mode == "abort":
+        if engine is None:
+            taken += runtime.queue.drain()
+        reason = {
+            "type": "abort",
+            "message": "pause_generation(mode='abort')",
+            "err_type": "cancelled",
+        }
+        for request in taken:
+            request.call.finish(request, reason)
+    else:
+        runtime.resume(taken)
+
+
+def resume(runtime: Runtime, engine: int | None = None) -> None:
+    """Let paused engines go on."""
+
+    def go_on(channel: Channel) -> None:
+        channel.paused = False
+
+    runtime.on_engines(go_on, engine)
+    if engine is None:
+        runtime.queue.paused = False
+    runtime.queue.wake_all()
+
+
+def flush_cache(runtime: Runtime, engine: int | None = None) -> None:
+    """Empty the prefix cache of every engine, or of one.
+
+    Upstream refuses while anything runs; here what runs is taken back with the tokens that it
+    has and goes on afterwards.
+    """
+    taken = runtime.on_engines(take_back, engine)
+    runtime.resume(request for group in taken for request in group)
+
+
+def take_back(channel: Channel) -> list[Any]:
+    """On an engine's thread: its requests with the tokens that they have; its KV cache is free."""
+    requests = channel.retract()
+    try:
+        if channel.scheduler is not None:
+            channel.scheduler.release_all()
+    except Exception as error:
+        # The engine holds them again until it has left; then they resume on its siblings.
+        channel.held.update((request.rid, request) for request in requests)
+        raise EngineBroken(f"could not release its requests: {error!r}") from error
+    return requests

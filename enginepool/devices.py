@@ -1,0 +1,101 @@
+"""Which devices the engines of a pool run on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import xla_bridge
+
+from enginepool.errors import InvalidConfig
+
+DeviceSpec = int | Sequence[int] | Sequence[jax.Device] | None
+
+
+def resolve_devices(devices: DeviceSpec, tp_size: int) -> list[list[jax.Device]]:
+    """The devices of each engine, `tp_size` neighbours each, in the order asked for.
+
+    On the CPU platform with a backend that is not initialised yet, a count of N engines asks JAX
+    for N × `tp_size` virtual devices first.
+
+    Args:
+        devices: A count of engines, device ids, `jax.Device`s, or None for all local devices.
+
+    Raises:
+        InvalidConfig: Too few devices (with how to get more), a duplicate or unknown id, a list
+            that `tp_size` does not divide, or more than one JAX process.
+    """
+    if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+        raise InvalidConfig(f"devices={devices!r}: expected a count of 1 or more")
+    if not (devices is None or isinstance(devices, int)) and (
+        isinstance(devices, str) or not hasattr(devices, "__iter__")
+    ):
+        raise InvalidConfig(f"devices={devices!r}: expected a count, or a list of device ids")
+    if isinstance(devices, int):
+        _ask_for_virtual_devices(devices * tp_size)
+    if jax.process_count() != 1:
+        raise InvalidConfig(
+            f"this JAX runtime spans {jax.process_count()} processes; a pool needs exactly one"
+        )
+    local = jax.local_devices()
+    if isinstance(devices, int):
+        chosen = _first(local, devices * tp_size)
+    elif devices is None:
+        chosen = local[: len(local) // tp_size * tp_size]
+        if not chosen:
+            raise InvalidConfig(f"tp_size={tp_size} needs more than the {len(local)} local devices")
+    else:
+        chosen = _named(local, devices)
+        if not chosen or len(chosen) % tp_size:
+            raise InvalidConfig(
+                f"devices={devices!r}: {len(chosen)} devices cannot be split into engines of "
+                f"tp_size={tp_size}"
+            )
+    return [chosen[i : i + tp_size] for i in range(0, len(chosen), tp_size)]
+
+
+def _first(local: list[jax.Device], count: int) -> list[jax.Device]:
+    if count > len(local):
+        platform = local[0].platform
+        remedy = (
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts, or "
+            "open the pool before anything else uses JAX"
+            if platform == "cpu"
+            else "ask for fewer engines"
+        )
+        raise InvalidConfig(
+            f"{count} devices are needed and JAX has {len(local)} on platform {platform}: {remedy}"
+        )
+    return local[:count]
+
+
+def _named(local: list[jax.Device], devices: Sequence[int] | Sequence[jax.Device]) -> list:
+    by_id = {device.id: device for device in local}
+    chosen = []
+    for device in devices:
+        device_id = device if isinstance(device, int) else getattr(device, "id", device)
+        if device_id not in by_id:
+            raise InvalidConfig(f"devices: unknown id {device_id!r}; JAX has {sorted(by_id)}")
+        if by_id[device_id] in chosen:
+            raise InvalidConfig(f"devices: id {device_id} is named twice; one engine a device")
+        chosen.append(by_id[device_id])
+    return chosen
+
+
+def _ask_for_virtual_devices(count: int) -> None:
+    """N virtual CPU devices, where the platform is CPU and JAX has not started yet."""
+    if xla_bridge.backends_are_initialized():
+        return
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    config: Any = jax.config  # its attributes are made at run time
+    platforms = config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")
+    if platforms:
+        on_cpu = platforms.split(",")[0] == "cpu"
+    else:
+        on_cpu = not any(importlib.util.find_spec(plugin) for plugin in ("libtpu", "jax_plugins"))
+    if on_cpu and config.jax_num_cpu_devices < count:
+        jax.config.update("jax_num_cpu_devices", count)

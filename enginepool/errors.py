@@ -1,0 +1,90 @@
+"""What enginepool raises.
+
+EnginePoolError
+├── InvalidConfig (ValueError)      a constructor argument that cannot hold in a pool
+├── InvalidRequest (ValueError)     bad input of a call; nothing of the call has started
+├── PoolClosed                      the pool is closed; a closed pool cannot be opened again
+├── EngineStartFailed               an engine could not be built or warmed up
+├── PoolFailed                      no engine is left to serve
+└── RequestFailed                   one prompt ended early (only inside RequestsFailed)
+RequestsFailed (ExceptionGroup)     what `raise_on_error=True` raises
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class EnginePoolError(Exception):
+    """Base of everything that enginepool raises on its own account."""
+
+
+class InvalidConfig(EnginePoolError, ValueError):
+    """Raised by the constructor or by `open()` for an argument that cannot hold in a pool."""
+
+
+class InvalidRequest(EnginePoolError, ValueError):
+    """Raised for bad input of a call, before anything of that call has started.
+
+    Attributes:
+        prompt_index: Which prompt of the call is meant, or None when it is the call itself.
+    """
+
+    def __init__(self, message: str, *, prompt_index: int | None = None) -> None:
+        where = "" if prompt_index is None else f"prompt {prompt_index}: "
+        super().__init__(where + message)
+        self.prompt_index = prompt_index
+
+
+class PoolClosed(EnginePoolError):
+    """Raised when a closed pool is used, and by calls that were waiting when it closed."""
+
+
+class EngineStartFailed(EnginePoolError):
+    """Raised by `open()` when an engine could not be built; `__cause__` is the reason.
+
+    The engines that had started are closed again, so nothing of the pool is left.
+    """
+
+    def __init__(self, message: str, *, engine_index: int, device_ids: Sequence[int]) -> None:
+        super().__init__(message)
+        self.engine_index = engine_index
+        self.device_ids = tuple(device_ids)
+
+
+class PoolFailed(EnginePoolError):
+    """Raised when no engine is left to serve.
+
+    Attributes:
+        results: One entry a sample, in order, with what each has; a prompt that was not
+            finished has `finish_reason {"type": "abort", ...}`.
+    """
+
+    def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.results = list(results)
+
+
+class RequestFailed(EnginePoolError):
+    """One prompt that ended early: timeout, cancelled, poisoned."""
+
+    def __init__(self, message: str, *, prompt_index: int, err_type: str | None) -> None:
+        super().__init__(f"prompt {prompt_index}: {message}")
+        self.prompt_index = prompt_index
+        self.err_type = err_type
+
+
+class RequestsFailed(ExceptionGroup[RequestFailed]):
+    """What `raise_on_error=True` raises: one `RequestFailed` a prompt that ended early.
+
+    Attributes:
+        results: The whole list that the call would have returned.
+    """
+
+    results: list[dict[str, Any]]
+
+    def derive(self, excs: Sequence[RequestFailed]) -> RequestsFailed:
+        group = RequestsFailed(self.message, excs)
+        group.results = self.results
+        return group

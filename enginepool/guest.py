@@ -1,0 +1,146 @@
+"""A good guest: what building an engine disturbs in the host process, put back.
+
+Upstream's constructors reseed `random` and NumPy, set environment variables, change JAX's
+configuration and start tqdm's monitor thread. Everything here is process-wide, so builds hold
+`BUILD_LOCK`: two at once would each restore what the other had changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm.std import tqdm
+
+BUILD_LOCK = threading.RLock()
+
+# Set by upstream whenever a ServerArgs is made, and by the import of JAX and its TPU support.
+_ENVIRONMENT = (
+    "SGLANG_ENABLE_DETERMINISTIC_SAMPLING",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "TPU_SKIP_MDS_QUERY",
+)
+
+# What upstream's model runner may set (a GPU's matrix precision) and its scheduler may (the
+# persistent compilation cache, where the patch is not applied).
+_JAX_CONFIG = (
+    "jax_default_matmul_precision",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_persistent_cache_enable_xla_caches",
+)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Restore on exit what upstream changes process-wide while it builds.
+
+    Holds `BUILD_LOCK`. Of the environment only upstream's own variables are put back. What the
+    host's other threads draw meanwhile from the global `random` and NumPy generators is drawn
+    again afterwards: upstream seeds both, and that is undone.
+    """
+    with BUILD_LOCK:
+        environ = dict(os.environ)
+        config = {name: getattr(jax.config, name) for name in _JAX_CONFIG}
+        python_random, numpy_random = random.getstate(), np.random.get_state()
+        try:
+            with no_progress_bars(), no_generation_warnings():
+                yield
+        finally:
+            random.setstate(python_random)
+            np.random.set_state(numpy_random)
+            for name, value in config.items():
+                if getattr(jax.config, name) != value:
+                    jax.config.update(name, value)
+            restore_environ(environ)
+
+
+def restore_environ(before: dict[str, str]) -> None:
+    """Undo what upstream's import and constructors did to its variables since `before`."""
+    for name in _ENVIRONMENT:
+        if os.environ.get(name) != before.get(name):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+_quiet_threads: dict[int, int] = {}
+_tqdm_original: tuple[Any, Any] | None = None
+_tqdm_lock = threading.Lock()
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Upstream shows tqdm bars while it loads and compiles; on this thread they stay invisible.
+
+    The first bar of a process also starts tqdm's monitor thread, which never ends, so none is
+    started meanwhile. Threads may overlap: the first one in installs, the last one out restores.
+    """
+    global _tqdm_original
+    thread = threading.get_ident()
+    with _tqdm_lock:
+        if not _quiet_threads:
+            _tqdm_original = (tqdm.__init__, tqdm.monitor_interval)
+            tqdm.__init__, tqdm.monitor_interval = _silenced(tqdm.__init__), 0
+        _quiet_threads[thread] = _quiet_threads.get(thread, 0) + 1
+    try:
+        yield
+    finally:
+        with _tqdm_lock:
+            _quiet_threads[thread] -= 1
+            if not _quiet_threads[thread]:
+                del _quiet_threads[thread]
+            if not _quiet_threads and _tqdm_original is not None:
+                tqdm.__init__, tqdm.monitor_interval = _tqdm_original
+
+
+def _silenced(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: tqdm, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() in _quiet_threads:
+            kwargs["disable"] = True
+        original(self, *args, **kwargs)
+
+    return init
+
+
+@contextmanager
+def no_generation_warnings() -> Iterator[None]:
+    """transformers prints, whatever the host's logging is, what it thinks of a checkpoint's
+    generation_config.json whenever that is read; not on this thread."""
+    thread = threading.get_ident()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger = logging.getLogger("transformers.generation.configuration_utils")
+    logger.addFilter(elsewhere)
+    try:
+        yield
+    finally:
+        logger.removeFilter(elsewhere)
+
+
+@contextmanager
+def quiet_logger(name: str) -> Iterator[None]:
+    """Keep a library's warnings from being printed where the host has not configured logging.
+
+    Python prints what no handler takes. Handlers that the host has, or adds, get everything.
+    """
+    handler = logging.NullHandler()
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,255 @@
+"""EnginePool: one sglang-jax Engine on each device, in this process, used as one."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import threading
+import warnings
+from collections.abc import Callable
+from enum import Enum
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import anyio.to_thread
+
+from enginepool import control, statistics
+from enginepool.config import PoolConfig, Warmup
+from enginepool.devices import DeviceSpec
+from enginepool.errors import InvalidRequest, PoolClosed
+from enginepool.generation import Generation
+from enginepool.runtime import Runtime
+from enginepool.worker import on_engine_thread
+
+PauseMode = Literal["retract", "in_place", "abort"]
+
+_numbers = itertools.count()
+# How long `close()` waits for the engines' threads; one that is in a step cannot be ended.
+CLOSE_SECONDS = 60.0
+
+
+class PoolState(Enum):
+    """Where a pool is in its life."""
+
+    UNOPENED = "not open yet"  # the constructor starts nothing; the first call opens
+    OPEN = "open"
+    CLOSED = "closed"  # for good
+
+
+class EnginePool(Generation):
+    """Engines on all devices of a host behind one object.
+
+    The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or
+    the first call opens the pool; `close()` is final. All methods may be called from any thread,
+    also while an event loop runs there; the async ones on any asyncio or trio loop.
+
+    Args:
+        model: A directory or hub id in Hugging Face layout; left out, the toy that ships with
+            enginepool.
+        devices: A count of engines, a list of device ids or `jax.Device`s, or None for every
+            local device. On the CPU platform with JAX not started yet, N engines mean N virtual
+            devices.
+        tp_size: Devices of one engine.
+        warmup: "sequential" compiles every program before serving, one engine after the other;
+            "parallel" all engines at once; "none" compiles while serving.
+        server_args: Everything else of upstream's `ServerArgs`, under its own names.
+
+    Raises:
+        InvalidConfig: An unknown name, or an option that cannot hold in a pool, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        devices: DeviceSpec = None,
+        tp_size: int = 1,
+        warmup: Warmup = "sequential",
+        **server_args: Any,
+    ) -> None:
+        self._state = PoolState.UNOPENED
+        self._lock = threading.RLock()
+        self._open_runtime: Runtime | None = None
+        self._closing_runtime: Runtime | None = None  # until all of it is given back
+        self.name = f"enginepool-{next(_numbers)}"
+        if model is None:
+            from enginepool import toy
+
+            model = str(toy.checkpoint())
+        self.config = PoolConfig(str(model), devices, tp_size, warmup, server_args)
+
+    def __repr__(self) -> str:
+        runtime = self._open_runtime
+        if runtime is None:
+            return f"<EnginePool {self.name!r} [{self._state.value}]>"
+        running = sum(worker.channel.load() for worker in runtime.workers)
+        return (
+            f"<EnginePool {self.name!r} [{len(runtime.serving())} of {len(runtime.workers)} "
+            f"engines serving | {running} running, {len(runtime.queue)} waiting]>"
+        )
+
+    # Life
+
+    def open(self, *, on_engine: Callable[[dict[str, Any]], None] | None = None) -> Self:
+        """Build and warm up all engines. Idempotent while open.
+
+        Args:
+            on_engine: Called with an engine's part of `stats()` when that engine serves.
+
+        Raises:
+            PoolClosed: The pool was closed.
+            EngineStartFailed: With the device and the cause; the others are closed again, and
+                `open()` may be tried again.
+        """
+        with self._lock:
+            if self._state is PoolState.CLOSED:
+                raise PoolClosed(f"pool {self.name!r} is already closed; make a new one")
+            if self._open_runtime is None:
+                runtime = Runtime(self.config, self.name)
+                report = None
+                if on_engine is not None:
+                    report = lambda worker: on_engine(statistics.engine(worker))  # noqa: E731
+                runtime.open(report)
+                from enginepool.frontend import connect  # imports sgl_jax; patches come first
+
+                try:
+                    connect(runtime)
+                except BaseException:
+                    runtime.close(None)
+                    raise
+                # A script that forgets to close: the engines' threads end before Python does.
+                atexit.register(runtime.close, CLOSE_SECONDS)
+                self._open_runtime, self._state = runtime, PoolState.OPEN
+        return self
+
+    def close(self, timeout: float | None = CLOSE_SECONDS) -> None:
+        """Stop all engines and give everything back to the process. Idempotent and final.
+
+        Callers that wait get `PoolClosed`. A thread inside a step that does not return within
+        `timeout` seconds is left behind, with a warning in the log.
+        """
+        with self._lock:
+            self._state = PoolState.CLOSED
+            if self._open_runtime is not None:
+                self._closing_runtime, self._open_runtime = self._open_runtime, None
+        runtime = self._closing_runtime
+        if runtime is not None:
+            atexit.unregister(runtime.close)
+            runtime.close(timeout)
+            self._closing_runtime = None
+
+    async def aclose(self, timeout: float | None = CLOSE_SECONDS) -> None:
+        """`close` without blocking the event loop; shielded from cancellation."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.close, timeout)
+
+    @property
+    def closed(self) -> bool:
+        return self._state is PoolState.CLOSED
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        await self._async_runtime()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        runtime = getattr(self, "_open_runtime", None)
+        if runtime is None:
+            return
+        warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
+        if on_engine_thread():
+            # The garbage collector ran there: that thread cannot wait for itself, and must not
+            # keep its own pool waiting for this one.
+            threading.Thread(target=self.close, daemon=True).start()
+        else:
+            self.close()
+
+    def _runtime(self) -> Runtime:
+        runtime = self._open_runtime
+        if runtime is None:
+            runtime = self.open()._open_runtime
+        assert runtime is not None
+        return runtime
+
+    async def _async_runtime(self) -> Runtime:
+        if self._open_runtime is None:
+            await anyio.to_thread.run_sync(self.open)
+        return self._runtime()
+
+    # Steering
+
+    @property
+    def engines(self) -> list[Any]:
+        """Upstream's Engine objects, one a replica; opens the pool."""
+        return [worker.engine for worker in self._runtime().workers]
+
+    def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
+        """End the requests whose `meta_info["id"]` is exactly `rid`, or all; they keep what they
+        have. Returns how many were meant."""
+        if (rid is None) != abort_all:
+            raise InvalidRequest("abort_request: give either rid or abort_all=True")
+        runtime = self._runtime()
+        requests = runtime.unfinished() if rid is None else runtime.find(rid)
+        runtime.abort(requests, "abort_request", "cancelled")
+        return len(requests)
+
+    def pause_generation(self, mode: PauseMode = "retract") -> None:
+        """Stop all engines at their next step boundary; new requests wait. Idle is free.
+
+        Args:
+            mode: "in_place" keeps running requests where they are. "retract" takes them back
+                into the queue with the tokens that they have, and frees their KV cache. "abort"
+                ends them, and what waits, with what they have.
+        """
+        control.pause(self._runtime(), mode)
+
+    def continue_generation(self) -> None:
+        """Go on after `pause_generation`. Does nothing if the pool is not paused."""
+        control.resume(self._runtime())
+
+    def flush_cache(self) -> None:
+        """Empty every engine's prefix cache. Running requests go on; their KV is computed anew."""
+        control.flush_cache(self._runtime())
+
+    def stats(self) -> dict[str, Any]:
+        """Engines with their states, queue, prompts and tokens so far, memory by device."""
+        return statistics.pool(self._runtime())
+
+    def get_load(self) -> list[dict[str, Any]]:
+        """Running and waiting requests and KV use of each engine, without stopping any."""
+        return [statistics.load(worker) for worker in self._runtime().workers]
+
+    async def async_abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
+        """`abort_request`; opens the pool without blocking the event loop."""
+        await self._async_runtime()
+        return self.abort_request(rid, abort_all=abort_all)
+
+    async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
+        """`pause_generation` without blocking the event loop."""
+        await anyio.to_thread.run_sync(self.pause_generation, mode)
+
+    async def async_continue_generation(self) -> None:
+        """`continue_generation` without blocking the event loop."""
+        await anyio.to_thread.run_sync(self.continue_generation)
+
+    async def async_flush_cache(self) -> None:
+        """`flush_cache` without blocking the event loop."""
+        await anyio.to_thread.run_sync(self.flush_cache)

@@ -1,0 +1,107 @@
+"""The pool's queue: requests that no engine holds yet. Engines pull from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+
+from enginepool import routing
+from enginepool.requests import Request
+
+# How many of the oldest requests an engine looks at for affinity, at the least.
+WINDOW = 64
+
+
+class RequestQueue:
+    """Waiting requests, oldest first; those that resume go before the rest.
+
+    Thread-safe. `wake` callables are called outside the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Dictionaries keep insertion order and remove in constant time.
+        self._resumed: dict[str, Request] = {}
+        self._fresh: dict[str, Request] = {}
+        self._pinned: dict[int, dict[str, Request]] = {}
+        self._engines: dict[int, tuple[Callable[[], int], Callable[[], None]]] = {}
+        self.paused = False
+
+    def __len__(self) -> int:
+        return len(self._resumed) + len(self._fresh) + sum(map(len, self._pinned.values()))
+
+    def attach(self, engine: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
+        """Register a serving engine: how many requests it holds, and how to wake it."""
+        with self._lock:
+            self._engines[engine] = (load, wake)
+
+    def detach(self, engine: int) -> list[Request]:
+        """Forget an engine; returns the requests that only it could have run."""
+        with self._lock:
+            self._engines.pop(engine, None)
+            return list(self._pinned.pop(engine, {}).values())
+
+    def put(self, requests: Iterable[Request], *, resumed: bool = False) -> None:
+        with self._lock:
+            for request in requests:
+                self._shelf(request, resumed)[request.rid] = request
+        self.wake_all()
+
+    def discard(self, request: Request) -> bool:
+        """Take a request out; False when no engine could get it from here any more."""
+        with self._lock:
+            shelves = (self._resumed, self._fresh, *self._pinned.values())
+            return any(shelf.pop(request.rid, None) is not None for shelf in shelves)
+
+    def drain(self) -> list[Request]:
+        """Take everything out."""
+        with self._lock:
+            shelves = [self._resumed, self._fresh, *self._pinned.values()]
+            requests = [request for shelf in shelves for request in shelf.values()]
+            for shelf in shelves:
+                shelf.clear()
+        return requests
+
+    def wake_all(self) -> None:
+        with self._lock:
+            wakes = [wake for _, wake in self._engines.values()]
+        for wake in wakes:
+            wake()
+
+    def take(
+        self, engine: int, *, load: int, room: int, cached: Callable[[Request], int]
+    ) -> list[Request]:
+        """Hand an engine the requests that it should run now.
+
+        Called on the engine's thread, which may look at its own prefix cache in `cached`.
+        """
+        if self.paused or room <= 0 or not len(self):
+            return []
+        with self._lock:
+            pinned = self._pinned.get(engine, {})
+            waiting = len(pinned) + len(self._resumed) + len(self._fresh)
+            order = chain(pinned.values(), self._resumed.values(), self._fresh.values())
+            window = list(islice(order, max(WINDOW, 2 * room)))
+            loads = [load if i == engine else other() for i, (other, _) in self._engines.items()]
+            chosen = routing.choose(
+                [request.candidate for request in window],
+                waiting=waiting,
+                load=load,
+                loads=loads,
+                room=room,
+                cached=lambda i: cached(window[i]),
+            )
+            if chosen:
+                for i in set(range(max(chosen))).difference(chosen):
+                    window[i].candidate.passed_over += 1
+            taken = [window[i] for i in chosen]
+            for request in taken:
+                for shelf in (pinned, self._resumed, self._fresh):
+                    shelf.pop(request.rid, None)
+            return taken
+
+    def _shelf(self, request: Request, resumed: bool) -> dict[str, Request]:
+        if request.engine is not None:
+            return self._pinned.setdefault(request.engine, {})
+        return self._resumed if resumed else self._fresh

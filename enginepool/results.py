@@ -1,0 +1,96 @@
+"""From finished requests to upstream's result dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from enginepool.errors import PoolFailed, RequestFailed, RequestsFailed
+from enginepool.requests import Call, Request
+from enginepool.tokenizer import Tokenizer
+from enginepool.waiting import Chunk
+
+
+def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The result of a request that has ended.
+
+    `output_ids` are all sampled ids, the stop token included; one log-probability an id.
+    """
+    return _as_dict(request, tokenizer, list(request.output_ids), request.logprobs, final=True)
+
+
+def make_chunk(chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a streamed request has so far; its last chunk equals its result."""
+    request = chunk.request
+    made = _as_dict(request, tokenizer, chunk.output_ids, chunk.logprobs, final=chunk.final)
+    made["index"] = request.position
+    return made
+
+
+def _as_dict(
+    request: Request,
+    tokenizer: Tokenizer,
+    output_ids: list[int],
+    logprobs: Sequence[float],
+    *,
+    final: bool,
+) -> dict[str, Any]:
+    spans = request.weight_versions
+    meta: dict[str, Any] = {
+        "id": request.id or request.rid,
+        "finish_reason": request.finish_reason if final else None,
+        "prompt_tokens": len(request.input_ids),
+        "completion_tokens": len(output_ids),
+        "cached_tokens": request.cached_tokens or 0,
+        "engine_index": request.engine_index,
+        "prompt_index": request.prompt_index,
+        "sample_index": request.sample_index,
+        "weight_version": spans[-1][2] if spans else request.call.weight_version,
+        "weight_versions": [list(span) for span in spans],
+    }
+    if final:
+        meta["e2e_latency"] = request.finished_at - request.created
+    if request.return_logprob:
+        meta["output_token_logprobs"] = [
+            (float(logprob), token_id, None)
+            for logprob, token_id in zip(logprobs, output_ids, strict=False)
+        ]
+        if request.top_logprobs_num:
+            meta["output_top_logprobs"] = [
+                [(value, token_id, None) for value, token_id in zip(values, ids, strict=True)]
+                for values, ids in request.top_logprobs[: len(output_ids)]
+            ]
+    return {
+        "text": tokenizer.text(request, output_ids, final=final),
+        "output_ids": output_ids,
+        "meta_info": meta,
+    }
+
+
+def call_results(call: Call, tokenizer: Tokenizer, raise_on_error: bool) -> list[dict[str, Any]]:
+    """All results of a call that is done, in order; raises what its caller should hear of."""
+    raise_failure(call, tokenizer)
+    results = [make_result(request, tokenizer) for request in call.requests]
+    errors = [
+        RequestFailed(
+            str(reason.get("message") or "ended early"),
+            prompt_index=request.prompt_index,
+            err_type=reason.get("err_type"),
+        )
+        for request in call.requests
+        if raise_on_error and (reason := request.finish_reason or {}).get("type") == "abort"
+    ]
+    if errors:
+        group = RequestsFailed(f"{len(errors)} of {len(results)} outputs ended early", errors)
+        group.results = results
+        raise group
+    return results
+
+
+def raise_failure(call: Call, tokenizer: Tokenizer) -> None:
+    """Raise what ended the call as a whole: the pool was closed, or no engine is left."""
+    if isinstance(call.failure, PoolFailed):
+        results = [make_result(request, tokenizer) for request in call.requests]
+        raise PoolFailed(str(call.failure), results=results)
+    if call.failure is not None:
+        raise call.failure

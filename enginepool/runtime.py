@@ -1,0 +1,271 @@
+"""What a pool is while it is open: workers, queue, tokenizer. Knows nothing of `EnginePool`.
+
+The threads refer to this object and not to the pool, so a pool that is dropped can close itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+
+from enginepool.channel import Channel, EngineStopped, StopEngine
+from enginepool.compilation import ExecutableCache
+from enginepool.config import PoolConfig
+from enginepool.devices import resolve_devices
+from enginepool.errors import EnginePoolError, PoolClosed, PoolFailed
+from enginepool.guest import quiet_logger
+from enginepool.logs import logger
+from enginepool.queue import RequestQueue
+from enginepool.requests import Call, Request
+from enginepool.startup import make_intake, patched, start_workers
+from enginepool.worker import EngineWorker
+
+# A request that was present in this many failures is not tried again.
+MAX_FAILURES = 2
+
+
+class Counts:
+    """What has ended so far. Added to under the lock; read as it is."""
+
+    def __init__(self) -> None:
+        self.finished = self.aborted = self.prompt_tokens = self.completion_tokens = 0
+        self._lock = threading.Lock()
+
+    def add(self, request: Request) -> None:
+        aborted = (request.finish_reason or {}).get("type") == "abort"
+        with self._lock:
+            self.finished += not aborted
+            self.aborted += aborted
+            self.prompt_tokens += len(request.input_ids)
+            self.completion_tokens += len(request.output_ids)
+
+
+class Runtime:
+    """An open pool. Methods are thread-safe unless they say otherwise."""
+
+    def __init__(self, config: PoolConfig, name: str) -> None:
+        self.config = config
+        self.name = name
+        self.queue = RequestQueue()
+        self.cache = ExecutableCache()
+        self.workers: list[EngineWorker] = []
+        self.counts = Counts()
+        self.weight_version: int | str = 0
+        self.closed = False
+        self.guards = ExitStack()
+        self.lock = threading.Lock()
+        self._closing = threading.Lock()  # whoever closes second waits for the first
+        self._calls: set[Call] = set()
+
+    # Opening and closing
+
+    def open(self, on_engine: Callable[[EngineWorker], None] | None = None) -> None:
+        """Build and warm up every engine; on failure nothing is left.
+
+        Args:
+            on_engine: Called when an engine serves, for those who show progress.
+        """
+        groups = resolve_devices(self.config.devices, self.config.tp_size)
+        try:
+            self.guards.enter_context(quiet_logger("sgl_jax"))
+            self.guards.enter_context(patched())
+            self.workers += [self._make_worker(i, group) for i, group in enumerate(groups)]
+            start_workers(self.workers, self.config.warmup, on_engine)
+            self.intake = make_intake(self.workers)
+        except BaseException:
+            self.close(timeout=None)
+            raise
+        logger().info("enginepool.opened", pool=self.name, engines=len(self.workers))
+
+    def _make_worker(self, index: int, devices: Sequence[jax.Device]) -> EngineWorker:
+        first = min(device.id for device in jax.local_devices())
+        return EngineWorker(
+            index,
+            devices,
+            self.config.for_engine(devices[0].platform, [d.id - first for d in devices]),
+            self.queue,
+            self.cache,
+            name=self.name,
+            on_failure=self._engine_left,
+        )
+
+    def close(self, timeout: float | None) -> bool:
+        """Stop every engine and give everything back. Idempotent.
+
+        Waiting callers get `PoolClosed`. Returns whether all threads ended within `timeout`
+        seconds.
+        """
+        with self.lock:
+            self.closed = True
+        with self._closing:
+            return self._close(timeout)
+
+    def _close(self, timeout: float | None) -> bool:
+        error = PoolClosed(f"pool {self.name!r} was closed")
+        self._fail(self.queue.drain(), error)
+        for worker in self.workers:
+            worker.stop()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        stuck = []
+        for worker in self.workers:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not worker.join(left):
+                stuck.append(worker.index)
+        # A stuck engine's callers do not wait for it.
+        self._fail(self._unfinished(), error)
+        self._fail(self.queue.drain(), error)
+        if stuck:
+            logger().warning("enginepool.thread_not_stopped", pool=self.name, engines=stuck)
+        self.guards.close()
+        logger().info("enginepool.closed", pool=self.name)
+        return not stuck
+
+    # Requests
+
+    def submit(self, call: Call) -> None:
+        """Queue a call's requests.
+
+        Raises:
+            PoolClosed: The pool is closed.
+            PoolFailed: No engine is left.
+        """
+        call.on_finish = self._finished
+        with self.lock:
+            if self.closed:
+                raise PoolClosed(f"pool {self.name!r} is already closed")
+            for pinned_to in {request.engine for request in call.requests}:
+                if not self._served(pinned_to):
+                    raise PoolFailed(self._why_failed(pinned_to))
+            if call.requests:
+                self._calls.add(call)
+        self.queue.put(call.requests)
+        self._fail_stranded()
+
+    def abort(self, requests: Iterable[Request], message: str, err_type: str) -> None:
+        """End exactly these requests; they keep what they have.
+
+        Returns at once. A running request ends after its engine's current step.
+        """
+        reason = {"type": "abort", "message": message, "err_type": err_type}
+        by_engine: dict[int, list[Request]] = {}
+        for request in requests:
+            if request.finish_reason is not None:
+                continue
+            # First: whoever moves the request from here on looks at this.
+            request.abort_reason = reason
+            if self.queue.discard(request):
+                request.call.finish(request, reason)
+            elif request.engine_index is not None:
+                by_engine.setdefault(request.engine_index, []).append(request)
+        for index, group in by_engine.items():
+            self.workers[index].channel.abort(group)
+
+    def find(self, rid: str) -> list[Request]:
+        """The unfinished requests whose id, as results show it, is exactly `rid`."""
+        return [request for request in self._unfinished() if rid == (request.id or request.rid)]
+
+    def unfinished(self) -> list[Request]:
+        return self._unfinished()
+
+    def resume(self, requests: Iterable[Request]) -> None:
+        """Queue requests again that were taken out of an engine."""
+        again = []
+        for request in requests:
+            if request.abort_reason is not None:
+                request.call.finish(request, request.abort_reason)
+            else:
+                again.append(request)
+        self.queue.put(again, resumed=True)
+        for request in again:  # aborted between the look and the put
+            if request.abort_reason is not None and self.queue.discard(request):
+                request.call.finish(request, request.abort_reason)
+        self._fail_stranded()
+
+    def serving(self) -> list[EngineWorker]:
+        return [worker for worker in self.workers if worker.serving]
+
+    def on_engines(self, job: Callable[[Channel], Any], engine: int | None = None) -> list[Any]:
+        """Run `job(channel)` on every serving engine's thread at a step boundary, and wait."""
+        workers = [w for w in self.serving() if engine is None or w.index == engine]
+        futures = [
+            worker.channel.run(lambda channel=worker.channel: job(channel)) for worker in workers
+        ]
+        results = []
+        for worker, future in zip(workers, futures, strict=True):
+            try:
+                results.append(future.result())
+            except EngineStopped:
+                logger().debug("enginepool.engine_left", engine=worker.index)
+        if self.closed:
+            raise PoolClosed(f"pool {self.name!r} is already closed")
+        return results
+
+    def _finished(self, request: Request) -> None:
+        self.counts.add(request)
+        if request.call.done:
+            with self.lock:
+                self._calls.discard(request.call)
+
+    def _unfinished(self) -> list[Request]:
+        with self.lock:
+            calls = list(self._calls)
+        return [r for call in calls for r in call.requests if r.finish_reason is None]
+
+    def _fail(self, requests: Iterable[Request], error: EnginePoolError) -> None:
+        reason = {"type": "abort", "message": str(error), "err_type": type(error).__name__}
+        for request in requests:
+            request.call.failure = error
+            request.call.finish(request, reason)
+
+    # An engine's loop has ended (called on its thread)
+
+    def _engine_left(
+        self, worker: EngineWorker, error: BaseException, requests: list[Request]
+    ) -> None:
+        if isinstance(error, StopEngine) or self.closed:
+            self._fail(requests, PoolClosed(f"pool {self.name!r} was closed"))
+            return
+        movable = []
+        for request in requests:
+            request.failures.append(f"engine {worker.index}: {worker.reason}")
+            stays = request.engine == worker.index
+            if stays or len(request.failures) >= MAX_FAILURES:
+                reason = {
+                    "type": "abort",
+                    "message": "; ".join(request.failures),
+                    "err_type": "engine_failed" if stays else "poisoned",
+                }
+                request.call.finish(request, reason)
+            else:
+                movable.append(request)
+        self.resume(movable)
+
+    def _served(self, pinned_to: int | None) -> bool:
+        """Whether an engine is left that may run such a request."""
+        return bool(self.serving()) if pinned_to is None else self.workers[pinned_to].serving
+
+    def _fail_stranded(self) -> None:
+        """End what waits for engines that have left, also between a look and a `put`."""
+        if self.closed:
+            return  # `close` ends everything
+        if not self.serving():
+            self._fail(self.queue.drain(), PoolFailed(self._why_failed(None)))
+        for worker in self.workers:
+            if not worker.serving:
+                stranded = self.queue.detach(worker.index)
+                self._fail(stranded, PoolFailed(self._why_failed(worker.index)))
+
+    def _why_failed(self, pinned_to: int | None) -> str:
+        if pinned_to is not None:
+            worker = self.workers[pinned_to]
+            return (
+                f"engine {pinned_to} of pool {self.name!r} is {worker.state.value} "
+                f"({worker.reason}); calls of the pool itself go to the other engines"
+            )
+        reasons = "; ".join(f"engine {w.index}: {w.reason}" for w in self.workers)
+        return f"pool {self.name!r} has no engine left ({reasons})"

@@ -1,0 +1,168 @@
+"""Sampling parameters: checked before anything starts, and one random stream a sample."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from enginepool.errors import InvalidRequest
+
+_INT32 = 1 << 31
+_UINT32 = 1 << 32
+
+# Ranges of upstream's `SamplingParams.verify`, with ours where upstream accepts what cannot work.
+_FLOATS: Mapping[str, tuple[float, float, str]] = {
+    "temperature": (0.0, math.inf, "0 (greedy) or more"),
+    "top_p": (0.0, 1.0, "above 0 and at most 1"),
+    "min_p": (0.0, 1.0, "between 0 and 1"),
+    "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),
+    "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
+}
+_INTS: Mapping[str, tuple[int, int, str]] = {
+    "max_new_tokens": (1, _INT32 - 1, "an integer, 1 or more"),
+    "min_new_tokens": (0, _INT32 - 1, "an integer, 0 or more"),
+    "n": (1, 1 << 20, "an integer, 1 or more"),
+    "sampling_seed": (-_INT32, _INT32 - 1, "a 32-bit integer"),
+    "stream_interval": (1, _INT32 - 1, "an integer, 1 or more"),
+}
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_IGNORED_BY_UPSTREAM = {"repetition_penalty": 1.0, "logit_bias": None}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One prompt's parameters.
+
+    Attributes:
+        params: Upstream's `SamplingParams`, normalized and verified.
+        seed: The caller's `sampling_seed`, or None.
+        explicit_length: Whether the caller gave `max_new_tokens`.
+    """
+
+    params: Any
+    n: int
+    seed: int | None
+    explicit_length: bool
+
+
+def make_sampling(
+    params: Mapping[str, Any], *, vocab_size: int, tokenizer: Any, explicit: bool = True
+) -> Sampling:
+    """Check one dict of sampling parameters and build upstream's object from it.
+
+    Raises:
+        InvalidRequest: An unknown name (with the nearest), a value of the wrong type, out of
+            range or NaN, or a parameter that upstream accepts and ignores.
+    """
+    from sgl_jax.srt.sampling.sampling_params import SamplingParams
+
+    known = list(inspect.signature(SamplingParams.__init__).parameters)[1:]
+    for name, value in params.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidRequest(f"unknown sampling parameter {name}={value!r}{hint}")
+        _check_value(name, value)
+    given = {name: value for name, value in params.items() if value is not None}
+    try:
+        built = SamplingParams(**given)
+        built.normalize(tokenizer)
+        built.verify(vocab_size)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"sampling parameters {dict(params)!r}: {error}") from error
+    return Sampling(
+        built, built.n, given.get("sampling_seed"), explicit and "max_new_tokens" in given
+    )
+
+
+def _check_value(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if name in _FLOATS:
+        low, high, limits = _FLOATS[name]
+        _require(_is_number(value), name, value, f"a number {limits}")
+        inside = math.isfinite(value) and low <= value <= high and (name != "top_p" or value > 0)
+        _require(inside, name, value, limits)
+    elif name in _INTS:
+        low, high, limits = _INTS[name]
+        _require(_is_int(value) and low <= value <= high, name, value, limits)
+    elif name == "top_k":
+        _require(
+            _is_int(value) and (value == -1 or 1 <= value < _INT32),
+            name,
+            value,
+            "-1 (all) or an integer, 1 or more",
+        )
+    elif name in _IGNORED_BY_UPSTREAM:
+        _require(
+            value == _IGNORED_BY_UPSTREAM[name] or value == {},
+            name,
+            value,
+            f"nothing: sglang-jax accepts {name} and ignores it; leave it out",
+        )
+    elif name in _GRAMMARS:
+        raise InvalidRequest(
+            f"{name}={value!r}: structured output is not supported in a pool: upstream shares one "
+            "grammar's state between requests, and ends the engine on a grammar that does not parse"
+        )
+    elif name == "stop":
+        strings = [value] if isinstance(value, str) else value
+        ok = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
+        _require(ok, name, value, "a non-empty string or a list of them")
+    elif name == "stop_token_ids":
+        ok = isinstance(value, (list, tuple, set)) and all(_is_int(i) and i >= 0 for i in value)
+        _require(ok, name, value, "a list of token ids")
+
+
+def _require(condition: bool, name: str, value: Any, limits: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{name}={value!r}: expected {limits}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Seeds:
+    """A random stream for each sample, whichever engine runs it.
+
+    The patched sampler draws with one key a row, `fold_in(key(seed), position)`. With a seed of
+    the caller's, a sample's stream depends on (seed, prompt index, sample index) alone; without
+    one no two samples of a pool share a stream (of 2**32, counted, not drawn).
+    """
+
+    def __init__(self) -> None:
+        self._base = secrets.randbits(32)
+        self._count = itertools.count()
+
+    def fresh(self) -> int:
+        return _to_int32(_mix(self._base + next(self._count)))
+
+    @staticmethod
+    def derived(seed: int, prompt_index: int, sample_index: int) -> int:
+        # Cantor's pairing: no two samples of a call meet below some 90,000 prompts and samples.
+        diagonal = prompt_index + sample_index
+        pair = diagonal * (diagonal + 1) // 2 + sample_index
+        return _to_int32(_mix(_mix(seed) ^ (pair % _UINT32)))
+
+
+def _mix(value: int) -> int:
+    """A bijection of 32-bit integers without visible structure (xor-shift and odd multipliers)."""
+    value %= _UINT32
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        value = ((value ^ (value >> shift)) * factor) % _UINT32
+    return value ^ (value >> 15)
+
+
+def _to_int32(value: int) -> int:
+    return value - _UINT32 if value >= _INT32 else value

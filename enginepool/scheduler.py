@@ -1,0 +1,254 @@
+"""Upstream's Scheduler, pinned to its devices and fed by a channel.
+
+Together with `engine.py` and `warmup.py` this is where upstream's private attributes are touched.
+Imports sgl_jax: import it only after the patches are applied.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sgl_jax.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sgl_jax.srt.managers.scheduler import Scheduler
+from sgl_jax.srt.mem_cache.radix_cache import RadixKey
+
+try:  # 0.1.0rc0; 0.0.3rc99 takes the key itself
+    from sgl_jax.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+except ImportError:
+    MatchPrefixParams = None
+
+from enginepool.requests import MAX_TOP_LOGPROBS
+
+if TYPE_CHECKING:
+    from enginepool.channel import Channel
+    from enginepool.requests import Request
+
+
+class PinnedScheduler(Scheduler):
+    """A real upstream Scheduler on an explicit mesh, stepped by the thread that built it."""
+
+    def __init__(self, server_args: Any, mesh: Mesh, channel: Channel) -> None:
+        self.channel = channel
+        # No ports: upstream opens none when it is given a channel.
+        unused: Any = None
+        backend: Any = channel
+        super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
+        self._discard_expert_statistics()
+        self._top_logprobs = _TopLogprobs(self.tp_worker.worker.model_runner)
+        channel.scheduler = self
+
+    # What upstream calls
+
+    def init_tokenizer(self) -> None:
+        """Called by upstream's constructor right after it made a zmq context, for sockets that it
+        does not open here. Only a local variable has the context; dropped unclosed it would give
+        a ResourceWarning."""
+        context = sys._getframe(1).f_locals.get("context")
+        if context is not None:
+            context.term()
+        super().init_tokenizer()
+
+    def watchdog_thread(self) -> None:
+        """Upstream's watchdog ends the parent process, and keeps the weights alive for ever."""
+
+    def stream_output(self, reqs: list[Any], *_: Any, **__: Any) -> None:
+        """Take the outputs from the requests themselves, after every step.
+
+        Upstream's message to its detokenizer repeats log-probabilities past 50 tokens and is
+        misaligned in a mixed batch.
+        """
+        held = self.channel.held
+        self._top_logprobs.collect(self.cur_batch, held)
+        for req in reqs:
+            if req.finished():
+                request = held.get(req.rid)
+                if request is not None:
+                    self.channel.deliver(request, req)
+            elif req.stream:
+                request = held.get(req.rid)
+                interval = req.sampling_params.stream_interval or self.stream_interval
+                if request is not None and req.output_ids and len(req.output_ids) % interval == 0:
+                    request.call.publish(
+                        request, list(req.output_ids), list(req.output_token_logprobs_val)
+                    )
+
+    def get_new_batch_prefill(self) -> Any:
+        """Admit requests; upstream reserves room for what they may still sample.
+
+        For one that comes back with outputs upstream reserves `max_new_tokens` beside the outputs
+        it has, more than it can need: a long one would not fit an empty engine, and wait for ever.
+        """
+        resumed = [(req.sampling_params, len(req.output_ids)) for req in self.waiting_queue]
+        for params, sampled in resumed:
+            params.max_new_tokens -= sampled
+        try:
+            return super().get_new_batch_prefill()
+        finally:
+            for params, sampled in resumed:
+                params.max_new_tokens += sampled
+
+    # What the channel calls, on this thread
+
+    def has_work(self) -> bool:
+        return bool(
+            self.waiting_queue
+            or self.last_batch is not None
+            or not self.running_batch.is_empty()
+            or any(req is not None for req in self.chunked_reqs)
+        )
+
+    def room(self, load: int) -> int:
+        """How many more requests can start. None while one still waits for KV space."""
+        return 0 if self.waiting_queue else self.max_running_requests - load
+
+    def cached_prefix(self, request: Request) -> int:
+        """How many tokens of the prompt this engine's prefix cache has."""
+        key: Any = RadixKey(request.input_ids[:-1], request.extra_key, 0)
+        params = key if MatchPrefixParams is None else MatchPrefixParams(key=key)
+        return len(self.tree_cache.match_prefix(params).device_indices)
+
+    def kv_usage(self) -> tuple[int, int]:
+        """Tokens of KV cache in use, without what the prefix cache may evict, and in all."""
+        allocator: Any = self.token_to_kv_pool_allocator
+        free = allocator.available_size(0)
+        total = self.max_total_num_tokens
+        return total - free - self.tree_cache.evictable_size(dp_rank=0), total
+
+    def admit(self, request: Request) -> Any:
+        """Create upstream's request, with the outputs that it already has in place.
+
+        Every request asks for output-only log-probabilities, wanted or not: it is one program,
+        and a batch that mixes both forms ends upstream's loop.
+        """
+        self.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=request.rid,
+                text=request.text,
+                input_ids=request.input_ids,
+                sampling_params=copy.copy(request.sampling),
+                return_logprob=False,
+                return_output_logprob_only=True,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=request.stream,
+                extra_key=request.extra_key,
+                dp_rank=0,
+            )
+        )
+        if request.top_logprobs_num:
+            self._top_logprobs.wanted = True
+        req = self.waiting_queue[-1]
+        if request.output_ids:
+            req.output_ids = list(request.output_ids)
+            req.output_token_logprobs_val = list(request.logprobs)
+            req.output_token_logprobs_idx = list(request.output_ids)
+        return req
+
+    def abort(self, rid: str) -> None:
+        """End one request; the channel hears of it at once or after one more step."""
+        self.abort_request(AbortReq(rid=rid))
+
+    def want_top_logprobs(self, wanted: bool) -> None:
+        self._top_logprobs.wanted = wanted
+
+    def release_all(self) -> None:
+        """Forget every request and give back all KV pages and slots; the prefix cache is empty.
+
+        For a caller that took the requests over (`Channel.retract`). Upstream's own pause loses
+        what was prefilled but has not joined the running batch; here nothing depends on that.
+        """
+        self.waiting_queue = []
+        self.chunked_reqs = [None] * len(self.chunked_reqs)
+        self.last_batch = self.cur_batch = None
+        self.running_batch.filter_batch(keep_indices={rank: [] for rank in range(self.dp_size)})
+        self.flush_cache()
+
+    def abandon(self) -> None:
+        """Drop everything; also what a constructor that failed half way has made.
+
+        Scheduler, worker and model runner refer to each other and to compiled programs: an
+        explicit cut frees the arrays now, not at some later garbage collection.
+        """
+        worker = getattr(self, "tp_worker", None)
+        parts: list[Any] = [self]
+        if worker is not None:
+            self._discard_expert_statistics()
+            parts += [worker, worker.model_runner]
+        for part in parts:
+            vars(part).clear()
+
+    def _discard_expert_statistics(self) -> None:
+        """Stop the thread that upstream wakes at every step for statistics of routed experts.
+
+        The pool refuses the option that reads them, so what the queue gets is dropped.
+        """
+        worker: Any = self.tp_worker.worker
+        thread, queue = worker.sync_expert_ids_d2h_thread, worker.sync_queue
+        if isinstance(queue, _Discard):
+            return
+        worker.sync_queue = _Discard()
+        queue.put(_EndThread())
+        thread.join()
+
+
+class _Discard:
+    def put(self, item: Any) -> None:
+        del item
+
+
+class _EndThread:
+    """Ends upstream's thread where it unpacks what it got; the thread has no other way out."""
+
+    def __iter__(self) -> Any:
+        # Python's own `threading.excepthook` ignores SystemExit; the host's need not.
+        thread: Any = threading.current_thread()
+        thread._invoke_excepthook = lambda *_: None
+        raise SystemExit
+
+
+class _TopLogprobs:
+    """The most probable tokens of a step, in one program of fixed width for every batch.
+
+    Upstream's own compiles anew for every arrangement of widths in a batch.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._original = model_runner.compute_logprobs
+        self._width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
+        self._latest: tuple[jax.Array, jax.Array] | None = None
+        self.wanted = False
+        replicated = NamedSharding(model_runner.mesh, PartitionSpec(None, None))
+
+        @jax.jit
+        def top(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jax.lax.top_k(jax.sharding.reshard(logprobs, replicated), self._width)
+
+        self._top = top
+        model_runner.compute_logprobs = self._compute
+
+    def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:
+        self._latest = self._top(token_logprobs) if self.wanted else None
+        return self._original(token_logprobs, token_ids)
+
+    def collect(self, batch: Any, held: dict[str, Request]) -> None:
+        """Append this step's row to each request that asked; rows are in the batch's order."""
+        latest, self._latest = self._latest, None
+        self.wanted = any(request.top_logprobs_num for request in held.values())
+        if latest is None or batch is None:
+            return
+        values, ids = (np.asarray(array) for array in jax.device_get(latest))
+        reqs = [req for info in batch.reqs_info for req in info.reqs or ()]
+        for row, req in enumerate(reqs):
+            request = held.get(req.rid)
+            if request is None or not request.top_logprobs_num:
+                continue
+            if len(request.top_logprobs) < len(req.output_ids):
+                k = request.top_logprobs_num
+                request.top_logprobs.append((values[row, :k].tolist(), ids[row, :k].tolist()))

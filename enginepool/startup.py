@@ -1,0 +1,104 @@
+"""Opening a pool: patches, engines one after the other, and what callers' input is checked by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import patches
+from enginepool.config import Warmup
+from enginepool.errors import EngineStartFailed
+from enginepool.intake import Intake, Limits
+from enginepool.logs import logger
+from enginepool.tokenizer import Tokenizer, generation_defaults
+from enginepool.worker import EngineWorker
+
+_lock = threading.Lock()
+_open_pools = 0
+_applied: list[Any] = []
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """An opening pool applies the patches that are needed; the last that closes reverts them."""
+    global _open_pools, _applied
+    with _lock:
+        _open_pools += 1
+        if _open_pools == 1:
+            _applied = patches.apply()
+            for patch in _applied:
+                logger().debug("enginepool.patch_applied", name=patch.name, issue=patch.issue)
+    try:
+        yield
+    finally:
+        with _lock:
+            _open_pools -= 1
+            if _open_pools == 0:
+                patches.revert(_applied)
+
+
+def start_workers(
+    workers: Sequence[EngineWorker],
+    warmup: Warmup,
+    on_engine: Callable[[EngineWorker], None] | None,
+) -> None:
+    """Start the engines' threads and wait until all serve.
+
+    Builds never overlap: they change process-wide state and put it back. Warm-ups do, if asked.
+
+    Args:
+        on_engine: Called when an engine serves, for those who show progress.
+
+    Raises:
+        EngineStartFailed: For the first engine that did not start; the caller closes the others.
+    """
+    parallel = warmup == "parallel"
+    for batch in [workers] if parallel else [[worker] for worker in workers]:
+        for worker in batch:
+            worker.start()
+        for worker in batch:
+            _wait(worker, worker.built)
+        for worker in batch:
+            worker.warm_up(compile_programs=warmup != "none")
+        for worker in batch:
+            _wait(worker, worker.warm)
+            if on_engine is not None:
+                on_engine(worker)
+
+
+def make_intake(workers: Sequence[EngineWorker]) -> Intake:
+    """What checks and tokenizes prompts, with the limits of the smallest engine: devices that
+    something else uses too have room for less KV cache."""
+    engines: list[Any] = [worker.engine for worker in workers]
+    args = engines[0].server_args
+    scheduler = min(
+        (engine.scheduler_info["scheduler"] for engine in engines),
+        key=lambda scheduler: scheduler.max_req_len,
+    )
+    limits = Limits(
+        # Upstream's own arithmetic: it refuses a prompt of `max_req_input_len`, and cuts an
+        # output at `max_req_len` - prompt - 1.
+        prompt=scheduler.max_req_input_len - 1,
+        total=scheduler.max_req_len - 1,
+        vocab_size=scheduler.model_config.vocab_size,
+        origin=(
+            f"context_length={scheduler.model_config.context_len}, "
+            f"max_total_tokens={scheduler.max_total_num_tokens}"
+        ),
+    )
+    return Intake(Tokenizer.load(args), limits, generation_defaults(args))
+
+
+def _wait(worker: EngineWorker, future: Future[None]) -> None:
+    try:
+        future.result()
+    except Exception as error:
+        ids = [device.id for device in worker.devices]
+        raise EngineStartFailed(
+            f"engine {worker.index} on device {ids} did not start: {error}",
+            engine_index=worker.index,
+            device_ids=ids,
+        ) from error

@@ -1,0 +1,78 @@
+"""Patches for defects of the installed sglang-jax: one module per defect.
+
+Importing this package changes nothing and imports neither jax nor sgl_jax.
+
+    applied = patches.apply()   # those that the installed upstream needs
+    ...
+    patches.revert(applied)
+
+Programs that JAX compiled before `apply` keep what they were compiled with, so apply before the
+first engine is built. Both functions can be called from any thread, and repeatedly.
+"""
+
+from collections.abc import Sequence
+
+from patches import (
+    _patch,
+    compile_cache,
+    import_side_effects,
+    min_p,
+    min_p_ignored,
+    penalties_after_retract,
+    request_seed,
+    seeded_sampler,
+    signal_handlers,
+    top_p_order,
+    zero_penalty_cache,
+)
+from patches._patch import Patch, PatchError, is_applied
+from patches._table import table
+
+__all__ = ["ALL", "Patch", "PatchError", "apply", "is_applied", "needed", "revert", "table"]
+
+ALL: tuple[Patch, ...] = (
+    # First: it imports, quietly, what the others patch.
+    import_side_effects.PATCH,
+    signal_handlers.PATCH,
+    compile_cache.PATCH,
+    zero_penalty_cache.PATCH,
+    request_seed.PATCH,
+    seeded_sampler.PATCH,
+    top_p_order.PATCH,
+    min_p.PATCH,
+    min_p_ignored.PATCH,
+    penalties_after_retract.PATCH,
+)
+
+
+def needed() -> list[Patch]:
+    """Return the patches whose defect the installed upstream has, applied at present or not."""
+    return [patch for patch in ALL if patch.is_needed()]
+
+
+def apply(patches: Sequence[Patch] | None = None) -> list[Patch]:
+    """Apply patches that are needed and not yet applied.
+
+    Args:
+        patches: The ones to consider; all by default.
+
+    Returns:
+        Exactly those that this call applied.
+
+    Raises:
+        PatchError: A target is missing or looks unlike what its patch was written for. Nothing
+            that this call applied stays applied.
+    """
+    return _patch.apply(ALL if patches is None else patches)
+
+
+def revert(patches: Sequence[Patch] | None = None) -> None:
+    """Put back the identical objects that upstream had, the patch applied last first.
+
+    Args:
+        patches: The ones to revert; all by default. Those not applied are passed over.
+
+    Raises:
+        PatchError: Someone replaced a target again. That patch and those before it stay.
+    """
+    _patch.revert(ALL if patches is None else patches)

@@ -1,0 +1,48 @@
+"""Import upstream without what its import does to the process."""
+
+from __future__ import annotations
+
+import asyncio.events
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+
+# Two threads that import under guard at once would each save the other's half-way state.
+_lock = threading.RLock()
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Return the module, importing it with the process-wide state around it preserved.
+
+    A module that is imported already is returned as it is. The environment needs no guard: the
+    two variables that change are JAX's own and are meant for its native code.
+    """
+    if name in sys.modules:
+        return importlib.import_module(name)
+    with _lock, _preserved():
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _preserved() -> Iterator[None]:
+    """Put back the event-loop policy, threading's exit hook and the root logger's handlers."""
+    root = logging.getLogger()
+    # The private name: get_event_loop_policy() would create a policy where there is none, and
+    # Python 3.14 deprecates it.
+    policy = asyncio.events._event_loop_policy  # type: ignore[attr-defined]
+    register_atexit = threading._register_atexit  # type: ignore[attr-defined]
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        asyncio.events._event_loop_policy = policy  # type: ignore[attr-defined]
+        threading._register_atexit = register_atexit  # type: ignore[attr-defined]
+        # absl, imported by way of orbax, calls logging.basicConfig(); the host's own call would
+        # then do nothing.
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+        root.setLevel(level)

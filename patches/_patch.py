@@ -1,0 +1,245 @@
+"""What a patch is: targets in upstream, a probe, and the registry of what was replaced.
+
+The registry holds, per target, the object that upstream had there (the first original wins)
+and the wrapper that stands there now. Nothing here imports sgl_jax or jax before it is asked to.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import threading
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from patches import _imports
+
+
+class PatchError(Exception):
+    """Raised when a target is missing, looks unlike what the patch knows, or was re-patched."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One binding in upstream that a patch replaces.
+
+    Args:
+        module: Module that holds the binding.
+        attribute: Its name there, `Class.method` for a method.
+        replace: Takes the original, returns what stands in its place. For a class method it
+            takes and returns the plain function.
+        parameters: The parameter names the original must have; None for what is no function.
+        optional: Upstream versions without this binding do not have the defect.
+    """
+
+    module: str
+    attribute: str
+    replace: Callable[[Any], Any]
+    parameters: tuple[str, ...] | None = None
+    optional: bool = False
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+    def holder(self) -> Any:
+        """Import the module, quietly, and return the object that holds the binding."""
+        holder: Any = _imports.import_quietly(self.module)
+        for name in self.attribute.split(".")[:-1]:
+            holder = vars(holder).get(name)
+            if holder is None:
+                raise PatchError(f"{self.path}: upstream has no {name}")
+        return holder
+
+    @property
+    def name(self) -> str:
+        return self.attribute.rpartition(".")[2]
+
+    def current(self) -> Any:
+        """Return what is bound now, a class method unbound; None if an optional one is absent.
+
+        Raises:
+            PatchError: The binding is missing, or is not what the patch was written for.
+        """
+        # vars(), not getattr: a descriptor must come back as it is stored.
+        found = vars(self.holder()).get(self.name)
+        if found is None and not self.optional:
+            raise PatchError(f"{self.path}: upstream has no {self.name}")
+        if found is not None and self.parameters is not None:
+            self._check_parameters(found)
+        return found
+
+    def _check_parameters(self, found: Any) -> None:
+        function = found.__func__ if isinstance(found, classmethod) else found
+        if not callable(function):
+            raise PatchError(f"{self.path}: expected a function, found {found!r}")
+        parameters = tuple(inspect.signature(function).parameters)
+        if parameters != self.parameters:
+            expected = ", ".join(self.parameters or ())
+            raise PatchError(
+                f"{self.path}: expected parameters ({expected}), found ({', '.join(parameters)})"
+            )
+
+    def wrapper(self, original: Any) -> Any:
+        if isinstance(original, classmethod):
+            return classmethod(functools.wraps(original.__func__)(self.replace(original.__func__)))
+        wrapper = self.replace(original)
+        return functools.wraps(original)(wrapper) if callable(original) else wrapper
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """One upstream defect and what is done about it.
+
+    Args:
+        name: The module's name.
+        issue: Upstream issue or pull request, or "not reported".
+        replaced: What is replaced.
+        probe: Called with the originals of `replaced`, in order; tells whether they have the
+            defect. Must not start a JAX backend.
+        prepare: Called once when the patch is applied. Nothing of it is undone by a revert.
+        concerns: What the table names as the target of a patch that replaces nothing.
+    """
+
+    name: str
+    issue: str
+    replaced: tuple[Target, ...]
+    probe: Callable[..., bool]
+    prepare: Callable[[], None] | None = None
+    concerns: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Patch {self.name}>"
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Dotted paths of every binding that the patch replaces."""
+        return tuple(target.path for target in self.replaced) or self.concerns
+
+    def is_needed(self) -> bool:
+        """Tell whether the installed upstream has the defect, patched at present or not.
+
+        Raises:
+            PatchError: A target is missing or looks unlike what the patch was written for.
+        """
+        with _lock:
+            originals = [_original(target) for target in self.replaced]
+        if any(original is None for original in originals):
+            return False
+        try:
+            return bool(self.probe(*originals))
+        except (AttributeError, LookupError, NameError, OSError, TypeError, ValueError) as exc:
+            # The probe drives upstream's code with stand-ins: when it trips, the code has changed.
+            raise PatchError(
+                f"{self.name}: cannot tell whether {', '.join(self.targets)} needs it"
+            ) from exc
+
+    def _install(self) -> list[_Binding]:
+        bindings = []
+        for target in self.replaced:
+            original = target.current()
+            bindings.append(_Binding(target, target.holder(), original, target.wrapper(original)))
+        if self.prepare is not None:
+            self.prepare()
+        for binding in bindings:
+            setattr(binding.holder, binding.target.name, binding.wrapper)
+        return bindings
+
+
+@dataclass(frozen=True, eq=False)
+class _Binding:
+    target: Target
+    holder: Any
+    original: Any
+    wrapper: Any
+
+    def check_untouched(self) -> None:
+        found = vars(self.holder).get(self.target.name)
+        if found is not self.wrapper:
+            raise PatchError(
+                f"{self.target.path}: was patched again by someone else (found {found!r}); "
+                "revert that first"
+            )
+
+    def restore(self) -> None:
+        setattr(self.holder, self.target.name, self.original)
+
+
+# Protects the decision whether a patch is applied, and the registry: several pools may open
+# and close at once. Reentrant because a probe may run while the registry is held.
+_lock = threading.RLock()
+_applied: dict[Patch, list[_Binding]] = {}
+
+
+def _original(target: Target) -> Any:
+    for bindings in _applied.values():
+        for binding in bindings:
+            if binding.target.path == target.path:
+                return binding.original
+    return target.current()
+
+
+def apply(patches: Sequence[Patch]) -> list[Patch]:
+    """Apply those of the patches that are needed and not yet applied, all or none."""
+    done: list[Patch] = []
+    with _lock:
+        try:
+            for patch in patches:
+                if patch not in _applied and patch.is_needed():
+                    _applied[patch] = patch._install()
+                    done.append(patch)
+        except BaseException:
+            revert(done)
+            raise
+    return done
+
+
+def revert(patches: Sequence[Patch]) -> None:
+    """Restore the originals of those of the patches that are applied, the last one first.
+
+    Raises:
+        PatchError: Someone replaced a target again. That patch and those applied before it stay.
+    """
+    with _lock:
+        for patch in reversed([patch for patch in _applied if patch in set(patches)]):
+            bindings = _applied[patch]
+            for binding in bindings:
+                binding.check_untouched()
+            for binding in reversed(bindings):
+                binding.restore()
+            del _applied[patch]
+
+
+def is_applied(patch: Patch) -> bool:
+    """Tell whether the patch stands in upstream at present."""
+    with _lock:
+        return patch in _applied
+
+
+def with_globals(function: Any, **names: Any) -> Any:
+    """Return a copy of a plain function that sees other module globals under these names.
+
+    This is how a probe looks at upstream's own code without a device, and without touching
+    the module that other threads are using.
+    """
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def module(name: str) -> Any:
+    """Return an upstream module, imported without its side effects on the process."""
+    return (
+        _imports.import_quietly(name)
+        if name.startswith("sgl_jax")
+        else importlib.import_module(name)
+    )

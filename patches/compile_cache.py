@@ -1,0 +1,98 @@
+"""The persistent compilation cache stays as the host set it.
+
+What breaks: With JAX_COMPILATION_CACHE_DIR set, building an engine on a device above 0 switches
+JAX's persistent compilation cache off for the whole process, the host's trainer included; an
+engine on device 0 switches it on again and lowers its thresholds.
+
+Why: libtpu crashes when it runs a cached program on devices that do not include device 0
+(https://github.com/jax-ml/jax/issues/38004), so `Scheduler._setup_jit_cache` changes jax.config,
+which is the process's.
+
+What we change: `_setup_jit_cache` changes nothing; JAX reads that variable by itself. The
+protection stays, and is narrower: on TPU a compilation for devices that do not include the host's
+first neither reads nor writes the cache, whichever thread it runs on. It cannot be done with JAX's
+thread-local configuration: whether the cache is used is decided once for the process, and where it
+lies when it is first used.
+
+Remove when: libtpu is fixed, or upstream leaves jax.config alone.
+"""
+
+import builtins
+import logging
+from types import SimpleNamespace
+
+from patches._patch import Patch, Target, with_globals
+
+# Platforms whose cached programs crash on devices that do not include the first.
+AFFECTED_PLATFORMS = frozenset({"tpu"})
+
+logger = logging.getLogger(__name__)
+
+
+def _is_needed(setup_jit_cache, _) -> bool:
+    """Run upstream's method for device 1 with stand-ins for the process's configuration."""
+    changes = []
+    stand_in = with_globals(
+        setup_jit_cache,
+        os=SimpleNamespace(getenv=lambda name, default=None: "a folder", environ={}),
+        jax=SimpleNamespace(
+            config=SimpleNamespace(
+                update=lambda name, value: changes.append(name),
+                jax_persistent_cache_min_compile_time_secs=0,
+            )
+        ),
+        __builtins__={**vars(builtins), "__import__": _import_stand_in},
+    )
+    stand_in(None, SimpleNamespace(device_indexes=[1]))
+    return bool(changes)
+
+
+def _import_stand_in(name, *args):
+    """Return a stand-in for jax's compilation_cache module, which upstream imports and resets."""
+    nothing = SimpleNamespace(reset_cache=lambda: None, set_cache_dir=lambda path: None)
+    return SimpleNamespace(compilation_cache=nothing)
+
+
+def _replace_setup(original):
+    def setup_jit_cache(self, server_args):
+        # The original is not called: all it does is change the process's configuration.
+        logger.debug("XLA persistent compilation cache: left as the process has it")
+
+    return setup_jit_cache
+
+
+def _replace_cache_key(original):
+    def get_cache_key(options, backend, computation, devices, override_fdo_profile=None):
+        if backend.platform in AFFECTED_PLATFORMS and not _include_first(backend, devices):
+            return None  # "Do not use the cache", as the original says it.
+        return original(options, backend, computation, devices, override_fdo_profile)
+
+    return get_cache_key
+
+
+def _include_first(backend, devices) -> bool:
+    first = min(device.id for device in backend.local_devices())
+    return any(device.id == first for device in devices.flat)
+
+
+PATCH = Patch(
+    name="compile_cache",
+    issue="https://github.com/sgl-project/sglang-jax/issues/1216",
+    replaced=(
+        Target(
+            "sgl_jax.srt.managers.scheduler",
+            "Scheduler._setup_jit_cache",
+            _replace_setup,
+            ("self", "server_args"),
+            # 0.0.3rc99 sets the thresholds in the constructor and never switches the cache off.
+            optional=True,
+        ),
+        Target(
+            "jax._src.compiler",
+            "_get_cache_key",
+            _replace_cache_key,
+            ("options", "backend", "computation", "devices", "override_fdo_profile"),
+        ),
+    ),
+    probe=_is_needed,
+)

@@ -1,0 +1,98 @@
+"""Penalties count the outputs that a request already has.
+
+What breaks: A request that re-enters with outputs forgets them: frequency_penalty and
+presence_penalty start from zero, min_new_tokens starts anew. It happens to every request that
+upstream retracts when the KV cache is full, and to one that continues on another engine.
+
+Why: The penalizers count the tokens sampled since the batch was built; what a request brought
+along is not looked at when they are prepared.
+
+What we change: After a penalizer is prepared, the requests' output ids are counted in. A request
+without outputs changes nothing. Under overlap scheduling upstream counts one token late, and the
+last of those outputs is counted twice (without outputs it counts the prompt's last token).
+
+Remove when: Upstream's penalizers look at `req.output_ids` when they are prepared.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from patches._patch import Patch, Target, module
+
+_FREQUENCY = "sgl_jax.srt.sampling.penaltylib.frequency_penalty"
+_PRESENCE = "sgl_jax.srt.sampling.penaltylib.presence_penalty"
+_MIN_NEW_TOKENS = "sgl_jax.srt.sampling.penaltylib.min_new_tokens"
+
+
+def _is_needed(frequency, presence, min_new_tokens) -> bool:
+    """Prepare each penalizer for a request with outputs, and look whether it saw them."""
+    probes = (
+        (_FREQUENCY, "BatchedFrequencyPenalizer", frequency),
+        (_PRESENCE, "BatchedPresencePenalizer", presence),
+        (_MIN_NEW_TOKENS, "BatchedMinNewTokensPenalizer", min_new_tokens),
+    )
+    return any(_forgets(getattr(module(path), name), prepare) for path, name, prepare in probes)
+
+
+def _forgets(penalizer_class, prepare) -> bool:
+    def penalty(output_ids):
+        params = SimpleNamespace(
+            frequency_penalty=1.0, presence_penalty=1.0, min_new_tokens=2, stop_token_ids={1}
+        )
+        tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
+        req = SimpleNamespace(sampling_params=params, output_ids=output_ids, tokenizer=tokenizer)
+        original = type("Original", (penalizer_class,), {"_prepare": prepare})
+        penalizer = original(SimpleNamespace(vocab_size=4, reqs=lambda: [req]))
+        penalizer.prepare()
+        return penalizer.compute_penalty()
+
+    return bool(np.array_equal(penalty([]), penalty([2, 2])))
+
+
+def _outputs(penalizer):
+    return enumerate(req.output_ids or () for req in penalizer.orchestrator.reqs())
+
+
+def _replace_frequency(original):
+    def prepare(self):
+        original(self)
+        for row, output_ids in _outputs(self):
+            np.add.at(self.token_frequencies[row], np.asarray(output_ids, dtype=np.int64), 1)
+
+    return prepare
+
+
+def _replace_presence(original):
+    def prepare(self):
+        original(self)
+        for row, output_ids in _outputs(self):
+            self.token_presence[row, np.asarray(output_ids, dtype=np.int64)] = True
+
+    return prepare
+
+
+def _replace_min_new_tokens(original):
+    def prepare(self):
+        original(self)
+        for row, output_ids in _outputs(self):
+            self.len_output_tokens[row] += len(output_ids)
+
+    return prepare
+
+
+PATCH = Patch(
+    name="penalties_after_retract",
+    issue="not reported",
+    replaced=(
+        Target(_FREQUENCY, "BatchedFrequencyPenalizer._prepare", _replace_frequency, ("self",)),
+        Target(_PRESENCE, "BatchedPresencePenalizer._prepare", _replace_presence, ("self",)),
+        Target(
+            _MIN_NEW_TOKENS,
+            "BatchedMinNewTokensPenalizer._prepare",
+            _replace_min_new_tokens,
+            ("self",),
+        ),
+    ),
+    probe=_is_needed,
+)

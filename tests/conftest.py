@@ -1,0 +1,67 @@
+"""Four virtual CPU devices for every test, pinned here and nowhere else, before JAX starts."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forced import write_scripted_model
+from reference import make_random_model
+from support import SMALL, MakePool
+
+from enginepool import EnginePool, toy
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints by name: "toy", "scripted" (see forced.py), or random weights of a family."""
+
+    @cache
+    def find(name: str) -> Path:
+        if name == "toy":
+            return toy.checkpoint()
+        directory = tmp_path_factory.mktemp(name)
+        if name == "scripted":
+            return write_scripted_model(directory)
+        return make_random_model(directory, name, seed=1)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def make_pool(model_dir: Callable[[str], Path]) -> Iterator[MakePool]:
+    """Open pools, kept for the session: `make_pool(model, devices=4, **options)`.
+
+    The same arguments give the same pool, so a test must leave it as it was.
+    """
+    pools: dict[str, EnginePool] = {}
+    with ExitStack() as stack:
+
+        def make(model: str = "qwen3", devices: int = 4, **options: Any) -> EnginePool:
+            key = repr((model, devices, sorted(options.items())))
+            if key not in pools:
+                pool = EnginePool(str(model_dir(model)), devices=devices, **(SMALL | options))
+                pools[key] = stack.enter_context(pool)
+            return pools[key]
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def pool(make_pool: MakePool) -> EnginePool:
+    """Four engines on a Qwen3 of random weights."""
+    return make_pool("qwen3", 4)
+
+
+@pytest.fixture(scope="session")
+def scripted(make_pool: MakePool) -> EnginePool:
+    """Two engines on the model of which every answer is known."""
+    return make_pool("scripted", 2)

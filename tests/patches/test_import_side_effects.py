@@ -1,0 +1,72 @@
+"""What importing upstream's Engine leaves behind, in fresh processes."""
+
+import asyncio.events
+import json
+import logging
+import subprocess
+import sys
+import threading
+
+from patches import _imports
+
+SCRIPT = """
+import asyncio.events, json, logging, os, sys, threading
+import jax
+register, environment = threading._register_atexit, dict(os.environ)
+{action}
+import sgl_jax.srt.entrypoints.http_server
+policy = asyncio.events._event_loop_policy
+print(json.dumps({{
+    "policy": policy and type(policy).__module__,
+    "register_atexit": threading._register_atexit is register,
+    "handlers": len(logging.getLogger().handlers),
+    "environment": dict(os.environ) == environment,
+}}))
+"""
+
+
+def state_after(action):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(action=action)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_upstream_changes_the_process():
+    """Without the patch, the policy is uvloop's, the exit hook is gone, the root logger set up."""
+    assert state_after("") == {
+        "policy": "uvloop",
+        "register_atexit": False,
+        "handlers": 1,
+        "environment": True,
+    }
+
+
+def test_the_process_stays_as_found():
+    """With the patch, importing changes neither policy, exit hook, root logger nor environment."""
+    action = "import patches; assert patches.apply(patches.ALL[:1]) == [patches.ALL[0]]"
+    assert state_after(action) == {
+        "policy": None,
+        "register_atexit": True,
+        "handlers": 0,
+        "environment": True,
+    }
+
+
+def test_the_host_keeps_its_own_policy(monkeypatch):
+    """What the host had set before is put back, the identical objects."""
+    policy, handler = object(), logging.NullHandler()
+    monkeypatch.setattr(asyncio.events, "_event_loop_policy", policy)
+    monkeypatch.setattr(threading, "_register_atexit", register := lambda *args: None)
+    root = logging.getLogger()
+    before = list(root.handlers)
+    with _imports._preserved():
+        asyncio.events._event_loop_policy = None
+        threading._register_atexit = None
+        root.addHandler(handler)
+    assert asyncio.events._event_loop_policy is policy
+    assert threading._register_atexit is register
+    assert root.handlers == before

@@ -1,0 +1,179 @@
+"""What every patch does: apply, revert, refuse."""
+
+import inspect
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+import patches
+from patches import seeded_sampler, zero_penalty_cache
+
+EACH = pytest.mark.parametrize("patch", patches.ALL, ids=lambda patch: patch.name)
+HEADINGS = ("What breaks:", "Why:", "What we change:", "Remove when:")
+
+
+def bound(patch):
+    """Return what stands at the targets of the patch, as it is stored."""
+    return [vars(target.holder()).get(target.name) for target in patch.replaced]
+
+
+def needed(patch):
+    """Return the patch if this upstream needs it; its own tests say why if not."""
+    if not patch.is_needed():
+        pytest.skip(f"the installed upstream does not need {patch.name}")
+    return patch
+
+
+def test_importing_changes_nothing():
+    """`import patches` imports neither upstream nor jax."""
+    script = "import sys, patches; print(sorted({'jax', 'sgl_jax'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_applying_starts_no_backend():
+    """Neither probing nor applying initialises JAX: the host may still choose its devices."""
+    script = (
+        "import patches; patches.apply(); "
+        "from jax._src import xla_bridge; "
+        "print(xla_bridge.backends_are_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "False\n")
+
+
+@EACH
+def test_apply_and_revert(patch):
+    """Both can be repeated; a revert restores the identical objects."""
+    needed(patch)
+    before = bound(patch)
+    assert patches.apply([patch]) == [patch]
+    assert patches.is_applied(patch)
+    applied = bound(patch)
+    assert all(now is not then for now, then in zip(applied, before, strict=True))
+    assert patches.apply([patch]) == []
+    assert all(now is then for now, then in zip(bound(patch), applied, strict=True))
+    patches.revert([patch])
+    patches.revert([patch])
+    assert not patches.is_applied(patch)
+    assert all(now is then for now, then in zip(bound(patch), before, strict=True))
+
+
+@EACH
+def test_the_signature_stays(patch):
+    """What replaces a function has its name, its signature and its docstring."""
+    before = [inspect.unwrap(getattr(b, "__func__", b)) for b in bound(needed(patch))]
+    patches.apply([patch])
+    for original, now in zip(before, bound(patch), strict=True):
+        if callable(original):
+            function = getattr(now, "__func__", now)
+            assert inspect.signature(function) == inspect.signature(original)
+            assert (function.__name__, function.__doc__) == (original.__name__, original.__doc__)
+
+
+@EACH
+def test_is_needed_tells_about_the_original(patch):
+    """The answer is the same while the patch is applied."""
+    before = patch.is_needed()
+    patches.apply()
+    assert patch.is_needed() == before
+
+
+@EACH
+def test_the_module_says_what_and_why(patch):
+    """Each module's docstring has its four headings, and the patch carries the module's name."""
+    doc = sys.modules[f"patches.{patch.name}"].__doc__
+    positions = [doc.index(f"\n{heading}") for heading in HEADINGS]
+    assert positions == sorted(positions)
+
+
+def test_apply_returns_what_it_applied():
+    """All that are needed, and nothing the second time; revert undoes all."""
+    assert patches.apply() == patches.needed()
+    assert patches.apply() == []
+    patches.revert()
+    assert not any(map(patches.is_applied, patches.ALL))
+
+
+def test_what_is_not_needed_is_left_alone():
+    """A patch that the installed upstream does not need touches nothing, even when named."""
+    before = bound(zero_penalty_cache.PATCH)
+    assert patches.apply([zero_penalty_cache.PATCH]) == []
+    assert bound(zero_penalty_cache.PATCH) == before
+
+
+def test_no_two_patches_replace_the_same():
+    """Each target belongs to one patch, so that any of them can be reverted alone."""
+    targets = [target.path for patch in patches.ALL for target in patch.replaced]
+    assert len(targets) == len(set(targets))
+
+
+def test_threads_apply_once():
+    """Of many threads that apply at once, each patch is applied by exactly one."""
+    with ThreadPoolExecutor(8) as executor:
+        results = [executor.submit(patches.apply) for _ in range(8)]
+        applied = [patch for result in results for patch in result.result()]
+    assert sorted(p.name for p in applied) == sorted(p.name for p in patches.needed())
+
+
+def test_revert_refuses_when_patched_again(monkeypatch):
+    """What somebody else put on top is not thrown away."""
+    patch = seeded_sampler.PATCH
+    [target] = patch.replaced
+    patches.apply([patch])
+    with monkeypatch.context() as context:
+        context.setattr(target.holder(), target.name, lambda operands: None)
+        with pytest.raises(patches.PatchError, match="multinomial_with_seed: was patched again"):
+            patches.revert()
+        assert patches.is_applied(patch)
+    patches.revert()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attribute": "gone"}, "has no gone"),
+        ({"attribute": "Gone.method"}, "has no Gone"),
+        ({"parameters": ("logits",)}, r"expected parameters \(logits\), found \(operands\)"),
+        ({"attribute": "np", "parameters": ()}, "expected a function, found <module 'numpy'"),
+    ],
+)
+def test_an_unknown_upstream_is_refused(changes, message):
+    """A target that is missing or looks different is named, and nothing stays applied."""
+    [target] = seeded_sampler.PATCH.replaced
+    unknown = replace(seeded_sampler.PATCH, replaced=(replace(target, **changes),))
+    with pytest.raises(patches.PatchError, match=message):
+        patches.apply([patches.ALL[1], unknown])
+    assert not patches.is_applied(patches.ALL[1])
+
+
+def test_a_probe_that_trips_is_an_error():
+    """When upstream's code no longer runs under the probe, nobody guesses."""
+    broken = replace(seeded_sampler.PATCH, probe=lambda original: original(None))
+    with pytest.raises(patches.PatchError, match="seeded_sampler: cannot tell"):
+        broken.is_needed()
+
+
+def test_the_table():
+    """One row per patch, with targets, issue and, if asked, whether it is needed here."""
+    lines = patches.table(markdown=True, probe=False).splitlines()
+    assert lines[0] == "| patch | target | upstream issue |"
+    assert len(lines) == 2 + len(patches.ALL)
+    for patch, line in zip(patches.ALL, lines[2:], strict=True):
+        assert f"`{patch.name}`" in line
+        assert patch.issue in line
+    plain = patches.table()
+    assert [line.split()[-1] for line in plain.splitlines() if line.startswith("zero_")] == ["no"]
+    assert all(
+        target.removeprefix("sgl_jax.srt.") in plain for p in patches.ALL for target in p.targets
+    )
+
+
+def test_the_command():
+    """`python -m patches --markdown` prints the table of the README."""
+    command = [sys.executable, "-m", "patches", "--markdown"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == patches.table(markdown=True, probe=False) + "\n"

@@ -1,0 +1,59 @@
+"""The names that enginepool promises."""
+
+import inspect
+
+import enginepool
+from enginepool import EnginePool, EnginePoolError, errors
+
+# Sync verbs whose answer needs no waiting have no twin.
+IMMEDIATE = {"open", "close", "stats", "get_load"}
+
+
+def public(thing: object) -> list[str]:
+    return [name for name in vars(thing) if not name.startswith("_")]
+
+
+def test_all_is_sorted_and_complete() -> None:
+    """`__all__` is sorted, every name in it exists, and no public class is missing."""
+    assert enginepool.__all__ == sorted(enginepool.__all__)
+    for name in enginepool.__all__:
+        assert getattr(enginepool, name) is not None
+    classes = {name for name, value in vars(enginepool).items() if inspect.isclass(value)}
+    assert classes == set(enginepool.__all__)
+    assert {name for name in public(errors) if inspect.isclass(getattr(errors, name))} - {
+        "Any",
+        "Sequence",
+    } == set(enginepool.__all__) - {"EnginePool"}
+
+
+def test_errors() -> None:
+    """Every error derives from EnginePoolError, but for the group that holds several; bad input is
+    a ValueError too; all are in the tree that the module's docstring draws."""
+    for name in set(enginepool.__all__) - {"EnginePool"}:
+        error = getattr(enginepool, name)
+        assert name in (errors.__doc__ or "")
+        assert error.__doc__
+        if name == "RequestsFailed":
+            assert issubclass(error, ExceptionGroup)
+        else:
+            assert issubclass(error, EnginePoolError)
+        assert issubclass(error, ValueError) == name.startswith("Invalid")
+
+
+def test_async_twins() -> None:
+    """Every verb that waits has an async twin with the same arguments, but for the progress bar;
+    every public method says what it does."""
+    methods = {
+        name: method
+        for cls in reversed(EnginePool.__mro__[:-1])
+        for name, method in vars(cls).items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    }
+    assert all(method.__doc__ for method in methods.values())
+    sync = {n for n in methods if not n.startswith("async_") and n not in IMMEDIATE | {"aclose"}}
+    assert {f"async_{name}" for name in sync} == {n for n in methods if n.startswith("async_")}
+    for name in sync:
+        one = dict(inspect.signature(methods[name]).parameters)
+        one.pop("progress", None)
+        assert one == dict(inspect.signature(methods[f"async_{name}"]).parameters), name
+    assert {name for name in methods if name.startswith("generate")} == {"generate", "generate_all"}
