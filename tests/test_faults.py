@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,15 @@ def test_all_engines_fail(spare: Spare) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith(pool.name)]
 
 
-def test_keyboard_interrupt(pool: EnginePool, expected: dict[str, Any]) -> None:
+@pytest.fixture
+def control_c() -> Iterator[None]:
+    """Python's own handler, also where the tests run in a shell's background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_keyboard_interrupt(pool: EnginePool, expected: dict[str, Any], control_c: None) -> None:
     """Control-C in a call that waits, in a stream and in a paused pool raises KeyboardInterrupt
     there, ends the call's requests and leaves the pool usable."""
     long = {**GREEDY, "max_new_tokens": 450}

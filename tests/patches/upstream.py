@@ -140,10 +140,14 @@ class Upstream:
         )
         self.inbox = _Inbox()
         args = server_args(checkpoint, device_indexes=[device_index], **changes)
+
+        class Scheduler(module("sgl_jax.srt.managers.scheduler").Scheduler):
+            def watchdog_thread(self):
+                """Between two runs no step is made; after five minutes of that upstream's
+                watchdog would end pytest's parent process, which is make."""
+
         with jax.default_device(device):
-            self.scheduler = module("sgl_jax.srt.managers.scheduler").Scheduler(
-                args, communication_backend=self.inbox, mesh=mesh
-            )
+            self.scheduler = Scheduler(args, communication_backend=self.inbox, mesh=mesh)
 
     def run(self, prompts, params, outputs=None):
         """Return the output ids of each prompt.
