@@ -2,24 +2,34 @@
 
 from enginepool.errors import (
     EnginePoolError,
+    EnginesDiffer,
     EngineStartFailed,
     InvalidConfig,
     InvalidRequest,
+    InvalidWeights,
+    NoWeights,
     PoolClosed,
     PoolFailed,
     RequestFailed,
     RequestsFailed,
+    WeightUpdateFailed,
 )
 from enginepool.pool import EnginePool
+from enginepool.report import SwapReport
 
 __all__ = [
     "EnginePool",
     "EnginePoolError",
     "EngineStartFailed",
+    "EnginesDiffer",
     "InvalidConfig",
     "InvalidRequest",
+    "InvalidWeights",
+    "NoWeights",
     "PoolClosed",
     "PoolFailed",
     "RequestFailed",
     "RequestsFailed",
+    "SwapReport",
+    "WeightUpdateFailed",
 ]

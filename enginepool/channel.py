@@ -39,6 +39,10 @@ class Channel:
     Attributes:
         held: The requests that this engine has, by rid. Engine thread only.
         weight_version: The version that the engine's next step samples from.
+        swaps: How many times weights were replaced here; separates the prefix cache's entries.
+        stops: Why no step is taken (paused, or in a swap); empty when the engine goes on.
+        draining: Whether it finishes what it has and takes nothing new.
+        weightless: Why the engine has no weights to step with, if it has none.
         busy_since: When the first step after the last idling began, in `time.perf_counter`.
         last_output: When a request last ended here, likewise.
     """
@@ -51,8 +55,12 @@ class Channel:
         self.weight_version: int | str = 0
         self.steps = 0
         self.busy_since = self.last_output = 0.0
-        self.paused = False
+        self.swaps = 0
+        self.stops: set[str] = set()
+        self.draining = False
+        self.weightless: str | None = None
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._conditional: list[tuple[Callable[[], bool], Callable[[], Any], Future[Any]]] = []
         self._wake = threading.Event()
         self._closed: str | None = None
         self._lock = threading.Lock()
@@ -75,6 +83,21 @@ class Channel:
                 future.set_exception(EngineStopped(self._closed))
         self._wake.set()
         return future
+
+    def run_when(self, condition: Callable[[], bool], job: Callable[[], Any]) -> Future[Any]:
+        """Run `job` at the first step boundary at which `condition` holds; see `run`.
+
+        An engine with nothing to do looks again when it is woken.
+        """
+        future: Future[Any] = Future()
+        self.run(lambda: self._conditional.append((condition, job, future))).add_done_callback(
+            lambda listed: (error := listed.exception()) and future.set_exception(error)
+        )
+        return future
+
+    @property
+    def paused(self) -> bool:
+        return "paused" in self.stops
 
     def stop(self) -> None:
         """End the engine's loop at its next step boundary."""
@@ -111,8 +134,11 @@ class Channel:
             self._wake.clear()
             while self._jobs:
                 self._run_job(*self._jobs.popleft())
-            if not self.paused:
-                self._pull()
+            if self._conditional and self._run_conditional():
+                continue
+            if not self.stops:
+                if not self.draining and self.weightless is None:
+                    self._pull()
                 if self.scheduler.has_work():
                     if waited:
                         self.busy_since = time.perf_counter()
@@ -141,7 +167,8 @@ class Channel:
         with self._lock:
             self._closed = why
             jobs, self._jobs = self._jobs, deque()
-        for _, future in jobs:
+        conditional, self._conditional = self._conditional, []
+        for future in [future for *_, future in (*jobs, *conditional)]:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineStopped(why))
         requests = self.retract()
@@ -161,7 +188,44 @@ class Channel:
             else:
                 self._take_over(request)
         requests, self.held = list(self.held.values()), {}
+        for request in requests:
+            request.taken_back = True
+            request.owed = len(request.output_ids)
         return requests
+
+    def take_back(self) -> list[Request]:
+        """`retract`, and the engine forgets them: its KV cache is free and empty.
+
+        Raises:
+            EngineBroken: The scheduler's state is beyond that; the engine leaves its loop.
+        """
+        assert self.scheduler is not None
+        requests = self.retract()
+        try:
+            self.scheduler.release_all()
+        except Exception as error:
+            # Held again until the engine has left; then they resume on its siblings.
+            self.held.update((request.rid, request) for request in requests)
+            raise EngineBroken(f"could not release its requests: {error!r}") from error
+        return requests
+
+    def progressed(self) -> bool:
+        """Whether every request here has gained a token since it was last taken back."""
+        return all(
+            request.req is not None and len(request.req.output_ids) > request.owed
+            for request in self.held.values()
+        )
+
+    def set_version(self, version: int | str) -> None:
+        """Tokens from here on come from other weights; those so far are booked on the old."""
+        for request in self.held.values():
+            self._take_over(request, keep=True)
+        self.weight_version = version
+        self.swaps += 1
+
+    def cache_key(self, request: Request) -> str | None:
+        """The prefix cache's namespace: entries of other weights are never found."""
+        return f"{self.swaps}/{request.extra_key or ''}" if self.swaps else request.extra_key
 
     def deliver(self, request: Request, req: Any) -> None:
         """Hand a finished upstream request to its caller."""
@@ -172,6 +236,11 @@ class Channel:
         if reason.get("type") == "abort" and request.abort_reason is not None:
             reason = request.abort_reason
         request.call.finish(request, reason)
+
+    def publish(self, request: Request) -> None:
+        """Offer what a streamed request has so far to its caller."""
+        self._take_over(request, keep=True)
+        request.call.publish(request, request.output_ids, request.logprobs)
 
     def _take_over(self, request: Request, *, keep: bool = False) -> None:
         """Copy what upstream's request has; it is let go unless the engine goes on with it."""
@@ -200,6 +269,16 @@ class Channel:
         except Exception as error:
             future.set_exception(error)
 
+    def _run_conditional(self) -> bool:
+        """Run what has become due. One at a time: a job may change what others wait for."""
+        for entry in self._conditional:
+            condition, job, future = entry
+            if future.cancelled() or condition():
+                self._conditional.remove(entry)
+                self._run_job(job, future)
+                return True
+        return False
+
     def _pull(self) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
@@ -223,7 +302,7 @@ class Channel:
             request = self.held.get(rid)
             if request is None:
                 continue
-            if self.paused and request.abort_reason is not None:
+            if self.stops and request.abort_reason is not None:
                 # No step will end it before the pool goes on; its caller need not wait for that.
                 self._take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)

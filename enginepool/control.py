@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from enginepool.channel import Channel, EngineBroken
+from enginepool.channel import Channel
 from enginepool.errors import InvalidRequest
 from enginepool.runtime import Runtime
 
@@ -19,8 +19,8 @@ def pause(runtime: Runtime, mode: str, engine: int | None = None) -> None:
         runtime.queue.paused = True
 
     def stop(channel: Channel) -> list[Any]:
-        channel.paused = True
-        return [] if mode == "in_place" else take_back(channel)
+        channel.stops.add("paused")
+        return [] if mode == "in_place" else channel.take_back()
 
     taken = [request for group in runtime.on_engines(stop, engine) for request in group]
     if mode == "abort":
@@ -41,7 +41,7 @@ def resume(runtime: Runtime, engine: int | None = None) -> None:
     """Let paused engines go on."""
 
     def go_on(channel: Channel) -> None:
-        channel.paused = False
+        channel.stops.discard("paused")
 
     runtime.on_engines(go_on, engine)
     if engine is None:
@@ -55,18 +55,5 @@ def flush_cache(runtime: Runtime, engine: int | None = None) -> None:
     Upstream refuses while anything runs; here what runs is taken back with the tokens that it
     has and goes on afterwards.
     """
-    taken = runtime.on_engines(take_back, engine)
+    taken = runtime.on_engines(Channel.take_back, engine)
     runtime.resume(request for group in taken for request in group)
-
-
-def take_back(channel: Channel) -> list[Any]:
-    """On an engine's thread: its requests with the tokens that they have; its KV cache is free."""
-    requests = channel.retract()
-    try:
-        if channel.scheduler is not None:
-            channel.scheduler.release_all()
-    except Exception as error:
-        # The engine holds them again until it has left; then they resume on its siblings.
-        channel.held.update((request.rid, request) for request in requests)
-        raise EngineBroken(f"could not release its requests: {error!r}") from error
-    return requests

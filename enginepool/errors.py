@@ -3,9 +3,13 @@
 EnginePoolError
 ├── InvalidConfig (ValueError)      a constructor argument that cannot hold in a pool
 ├── InvalidRequest (ValueError)     bad input of a call; nothing of the call has started
+├── InvalidWeights (ValueError)     weights that do not fit the model; nothing was touched
+├── WeightUpdateFailed              a device failed while new weights were put there
+├── EnginesDiffer                   engines that should have the same weights do not
 ├── PoolClosed                      the pool is closed; a closed pool cannot be opened again
 ├── EngineStartFailed               an engine could not be built or warmed up
 ├── PoolFailed                      no engine is left to serve
+│   └── NoWeights                   weights were released, or deleted by who shared them
 └── RequestFailed                   one prompt ended early (only inside RequestsFailed)
 RequestsFailed (ExceptionGroup)     what `raise_on_error=True` raises
 """
@@ -37,6 +41,44 @@ class InvalidRequest(EnginePoolError, ValueError):
         self.prompt_index = prompt_index
 
 
+class InvalidWeights(EnginePoolError, ValueError):
+    """Raised by `update_weights` for a source that does not fit; every engine is as before.
+
+    Attributes:
+        names: The tensors that are missing, unknown, misshapen or of a wrong dtype.
+    """
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+class WeightUpdateFailed(EnginePoolError):
+    """Raised by `update_weights` when putting weights on a device failed; says what serves now.
+
+    Attributes:
+        engine_index: Whose device it was.
+        name: The leaf that could not be put there, by the model's path; None if unknown.
+    """
+
+    def __init__(self, message: str, *, engine_index: int, name: str | None = None) -> None:
+        super().__init__(message)
+        self.engine_index = engine_index
+        self.name = name
+
+
+class EnginesDiffer(EnginePoolError):
+    """Raised by checksums when engines do not have the same weights.
+
+    Attributes:
+        checksums: By engine index.
+    """
+
+    def __init__(self, message: str, *, checksums: dict[int, Any]) -> None:
+        super().__init__(message)
+        self.checksums = checksums
+
+
 class PoolClosed(EnginePoolError):
     """Raised when a closed pool is used, and by calls that were waiting when it closed."""
 
@@ -64,6 +106,11 @@ class PoolFailed(EnginePoolError):
     def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(message)
         self.results = list(results)
+
+
+class NoWeights(PoolFailed):
+    """Raised when no engine has weights: released, or deleted by who shared them. The next
+    `update_weights` recovers."""
 
 
 class RequestFailed(EnginePoolError):

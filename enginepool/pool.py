@@ -19,6 +19,7 @@ from enginepool.devices import DeviceSpec
 from enginepool.errors import InvalidRequest, PoolClosed
 from enginepool.generation import Generation
 from enginepool.runtime import Runtime
+from enginepool.weight_calls import WeightCalls
 from enginepool.worker import on_engine_thread
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -36,7 +37,7 @@ class PoolState(Enum):
     CLOSED = "closed"  # for good
 
 
-class EnginePool(Generation):
+class EnginePool(Generation, WeightCalls):
     """Engines on all devices of a host behind one object.
 
     The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or

@@ -63,6 +63,12 @@ class RequestQueue:
                 shelf.clear()
         return requests
 
+    def owes(self) -> bool:
+        """Whether a request that was taken back from an engine still waits here."""
+        with self._lock:
+            pinned = [r for shelf in self._pinned.values() for r in shelf.values() if r.taken_back]
+            return bool(self._resumed or pinned)
+
     def wake_all(self) -> None:
         with self._lock:
             wakes = [wake for _, wake in self._engines.values()]
@@ -99,7 +105,9 @@ class RequestQueue:
             for request in taken:
                 for shelf in (pinned, self._resumed, self._fresh):
                     shelf.pop(request.rid, None)
-            return taken
+        if any(request.taken_back for request in taken):
+            self.wake_all()  # siblings may wait for `owes`
+        return taken
 
     def _shelf(self, request: Request, resumed: bool) -> dict[str, Request]:
         if request.engine is not None:

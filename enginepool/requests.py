@@ -64,6 +64,8 @@ class Request:
     req: Any = None  # upstream's request, while an engine has it
     engine_index: int | None = None
     failures: list[str] = field(default_factory=list)
+    taken_back: bool = False  # from an engine, to go on later
+    owed: int = 0  # outputs when it was; one more is due before it may be taken back for a swap
     abort_reason: dict[str, Any] | None = None
     finish_reason: dict[str, Any] | None = None
     snapshot: tuple[list[int], list[float]] | None = None

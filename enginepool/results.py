@@ -35,7 +35,9 @@ def _as_dict(
     *,
     final: bool,
 ) -> dict[str, Any]:
-    spans = request.weight_versions
+    # A chunk may be older than what its request has by now.
+    count = len(output_ids)
+    spans = [[a, min(b, count), v] for a, b, v in list(request.weight_versions) if a < count]
     meta: dict[str, Any] = {
         "id": request.id or request.rid,
         "finish_reason": request.finish_reason if final else None,
@@ -46,7 +48,7 @@ def _as_dict(
         "prompt_index": request.prompt_index,
         "sample_index": request.sample_index,
         "weight_version": spans[-1][2] if spans else request.call.weight_version,
-        "weight_versions": [list(span) for span in spans],
+        "weight_versions": spans,
     }
     if final:
         meta["e2e_latency"] = request.finished_at - request.created
@@ -91,6 +93,6 @@ def raise_failure(call: Call, tokenizer: Tokenizer) -> None:
     """Raise what ended the call as a whole: the pool was closed, or no engine is left."""
     if isinstance(call.failure, PoolFailed):
         results = [make_result(request, tokenizer) for request in call.requests]
-        raise PoolFailed(str(call.failure), results=results)
+        raise type(call.failure)(str(call.failure), results=results)
     if call.failure is not None:
         raise call.failure

@@ -17,7 +17,7 @@ from enginepool.channel import Channel, EngineStopped, StopEngine
 from enginepool.compilation import ExecutableCache
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
-from enginepool.errors import EnginePoolError, PoolClosed, PoolFailed
+from enginepool.errors import EnginePoolError, NoWeights, PoolClosed, PoolFailed
 from enginepool.guest import quiet_logger
 from enginepool.logs import logger
 from enginepool.queue import RequestQueue
@@ -56,9 +56,12 @@ class Runtime:
         self.workers: list[EngineWorker] = []
         self.counts = Counts()
         self.weight_version: int | str = 0
+        self.updates = 0
+        self.released: str | None = None  # why no engine has weights, if that was asked for
         self.closed = False
         self.guards = ExitStack()
         self.lock = threading.Lock()
+        self.steering = threading.Lock()  # pauses, swaps and the like happen one at a time
         self._closing = threading.Lock()  # whoever closes second waits for the first
         self._calls: set[Call] = set()
 
@@ -92,6 +95,7 @@ class Runtime:
             self.cache,
             name=self.name,
             on_failure=self._engine_left,
+            on_unloaded=self._engine_unloaded,
         )
 
     def close(self, timeout: float | None) -> bool:
@@ -132,15 +136,18 @@ class Runtime:
 
         Raises:
             PoolClosed: The pool is closed.
+            NoWeights: The weights were released, or lost on every engine.
             PoolFailed: No engine is left.
         """
         call.on_finish = self._finished
         with self.lock:
             if self.closed:
                 raise PoolClosed(f"pool {self.name!r} is already closed")
+            if self.released is not None:
+                raise NoWeights(f"pool {self.name!r} has no weights: {self.released}")
             for pinned_to in {request.engine for request in call.requests}:
                 if not self._served(pinned_to):
-                    raise PoolFailed(self._why_failed(pinned_to))
+                    raise self.failure(pinned_to)
             if call.requests:
                 self._calls.add(call)
         self.queue.put(call.requests)
@@ -189,9 +196,13 @@ class Runtime:
     def serving(self) -> list[EngineWorker]:
         return [worker for worker in self.workers if worker.serving]
 
+    def present(self) -> list[EngineWorker]:
+        """Engines whose loops run, those without weights among them."""
+        return [worker for worker in self.workers if worker.present]
+
     def on_engines(self, job: Callable[[Channel], Any], engine: int | None = None) -> list[Any]:
-        """Run `job(channel)` on every serving engine's thread at a step boundary, and wait."""
-        workers = [w for w in self.serving() if engine is None or w.index == engine]
+        """Run `job(channel)` on every engine's thread at a step boundary, and wait."""
+        workers = [w for w in self.present() if engine is None or w.index == engine]
         futures = [
             worker.channel.run(lambda channel=worker.channel: job(channel)) for worker in workers
         ]
@@ -245,20 +256,32 @@ class Runtime:
                 movable.append(request)
         self.resume(movable)
 
+    def _engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
+        """An engine has lost its weights (called on its thread); its requests go elsewhere, or
+        wait where the weights were released on purpose."""
+        self.resume(requests)
+
     def _served(self, pinned_to: int | None) -> bool:
         """Whether an engine is left that may run such a request."""
         return bool(self.serving()) if pinned_to is None else self.workers[pinned_to].serving
 
     def _fail_stranded(self) -> None:
         """End what waits for engines that have left, also between a look and a `put`."""
-        if self.closed:
-            return  # `close` ends everything
+        if self.closed or self.released is not None:
+            return  # `close` ends everything, `update_weights` goes on
         if not self.serving():
-            self._fail(self.queue.drain(), PoolFailed(self._why_failed(None)))
+            self._fail(self.queue.drain(), self.failure(None))
         for worker in self.workers:
             if not worker.serving:
                 stranded = self.queue.detach(worker.index)
-                self._fail(stranded, PoolFailed(self._why_failed(worker.index)))
+                self._fail(stranded, self.failure(worker.index))
+
+    def failure(self, pinned_to: int | None = None) -> EnginePoolError:
+        """What to raise where no engine can do it."""
+        if self.closed:
+            return PoolClosed(f"pool {self.name!r} is already closed")
+        unloaded = any(worker.present for worker in self.workers)
+        return (NoWeights if unloaded else PoolFailed)(self._why_failed(pinned_to))
 
     def _why_failed(self, pinned_to: int | None) -> str:
         if pinned_to is not None:

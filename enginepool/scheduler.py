@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +24,10 @@ try:  # 0.1.0rc0; 0.0.3rc99 takes the key itself
 except ImportError:
     MatchPrefixParams = None
 
+from enginepool.kv_cache import KVCache
 from enginepool.requests import MAX_TOP_LOGPROBS
+from enginepool.weights.leaves import EngineLeaves
+from enginepool.weights.mapping import HuggingFaceMapping
 
 if TYPE_CHECKING:
     from enginepool.channel import Channel
@@ -40,7 +44,10 @@ class PinnedScheduler(Scheduler):
         backend: Any = channel
         super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         self._discard_expert_statistics()
-        self._top_logprobs = _TopLogprobs(self.tp_worker.worker.model_runner)
+        model_runner = self.tp_worker.worker.model_runner
+        self._top_logprobs = _TopLogprobs(model_runner)
+        self.leaves = EngineLeaves(model_runner)
+        self.kv_cache = KVCache(model_runner)
         channel.scheduler = self
 
     # What upstream calls
@@ -74,9 +81,7 @@ class PinnedScheduler(Scheduler):
                 request = held.get(req.rid)
                 interval = req.sampling_params.stream_interval or self.stream_interval
                 if request is not None and req.output_ids and len(req.output_ids) % interval == 0:
-                    request.call.publish(
-                        request, list(req.output_ids), list(req.output_token_logprobs_val)
-                    )
+                    self.channel.publish(request)
 
     def get_new_batch_prefill(self) -> Any:
         """Admit requests; upstream reserves room for what they may still sample.
@@ -109,7 +114,7 @@ class PinnedScheduler(Scheduler):
 
     def cached_prefix(self, request: Request) -> int:
         """How many tokens of the prompt this engine's prefix cache has."""
-        key: Any = RadixKey(request.input_ids[:-1], request.extra_key, 0)
+        key: Any = RadixKey(request.input_ids[:-1], self.channel.cache_key(request), 0)
         params = key if MatchPrefixParams is None else MatchPrefixParams(key=key)
         return len(self.tree_cache.match_prefix(params).device_indices)
 
@@ -138,7 +143,7 @@ class PinnedScheduler(Scheduler):
                 top_logprobs_num=0,
                 token_ids_logprob=None,
                 stream=request.stream,
-                extra_key=request.extra_key,
+                extra_key=self.channel.cache_key(request),
                 dp_rank=0,
             )
         )
@@ -154,6 +159,11 @@ class PinnedScheduler(Scheduler):
     def abort(self, rid: str) -> None:
         """End one request; the channel hears of it at once or after one more step."""
         self.abort_request(AbortReq(rid=rid))
+
+    @cached_property
+    def hugging_face(self) -> HuggingFaceMapping:
+        """Which Hugging Face tensors make this engine's leaves. Any thread."""
+        return HuggingFaceMapping(self.tp_worker.worker.model_runner, self.leaves.specs)
 
     def want_top_logprobs(self, wanted: bool) -> None:
         self._top_logprobs.wanted = wanted

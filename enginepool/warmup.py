@@ -35,6 +35,7 @@ def warm_up(scheduler: PinnedScheduler) -> None:
     try:
         with no_progress_bars():
             worker.run_precompile()
+        scheduler.kv_cache.compile()
     finally:
         scheduler.want_top_logprobs(False)
         del manager._make_dummy_batch

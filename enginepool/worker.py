@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
@@ -34,7 +34,9 @@ class EngineState(Enum):
 
     STARTING = "starting"
     SERVING = "serving"
+    DRAINING = "draining"  # it finishes what it has, for a swap of weights
     PAUSED = "paused"
+    UNLOADED = "unloaded"  # without weights; the next update_weights loads it
     QUARANTINED = "quarantined"  # a step failed; it gets no requests
     CLOSED = "closed"
 
@@ -58,6 +60,7 @@ class EngineWorker:
         *,
         name: str,
         on_failure: Callable[[EngineWorker, BaseException, list[Request]], None],
+        on_unloaded: Callable[[EngineWorker, list[Request]], None],
     ) -> None:
         self.index = index
         self.devices = tuple(devices)
@@ -72,6 +75,7 @@ class EngineWorker:
         self._queue = queue
         self._cache = cache
         self._on_failure = on_failure
+        self._on_unloaded = on_unloaded
         self._may_warm_up = threading.Event()
         self._warmup = True
         self._stopping = False
@@ -101,11 +105,23 @@ class EngineWorker:
     @property
     def state(self) -> EngineState:
         """What the engine does; a paused one serves, but takes no step."""
-        return EngineState.PAUSED if self.serving and self.channel.paused else self._state
+        if self._state is not EngineState.SERVING:
+            return self._state
+        if self.channel.weightless is not None:
+            return EngineState.UNLOADED
+        if self.channel.stops:
+            return EngineState.PAUSED
+        return EngineState.DRAINING if self.channel.draining else EngineState.SERVING
+
+    @property
+    def present(self) -> bool:
+        """Whether the engine's loop runs, so that jobs are done."""
+        return self._state is EngineState.SERVING
 
     @property
     def serving(self) -> bool:
-        return self._state is EngineState.SERVING
+        """Whether the engine may be given requests."""
+        return self.present and self.channel.weightless is None
 
     def join(self, timeout: float | None) -> bool:
         """Wait for the thread to end; False if it is still there after `timeout` seconds."""
@@ -152,11 +168,41 @@ class EngineWorker:
             self._state = EngineState.SERVING
             self._queue.attach(self.index, self.channel.load, self.channel.wake)
             self.warm.set_result(None)
-            scheduler.event_loop_normal()
+            self._run(scheduler)
         except StopEngine:
             self._leave(None)
         except BaseException as error:
             self._leave(error)
+
+    def _run(self, scheduler: Any) -> NoReturn:
+        while True:
+            try:
+                scheduler.event_loop_normal()
+            except Exception as error:
+                lost = scheduler.leaves.lost()
+                if not lost:
+                    raise
+                logger().warning(
+                    "enginepool.weights_lost", engine=self.index, leaves=len(lost), error=str(error)
+                )
+                self.unload(
+                    f"{len(lost)} weights ({lost[0]} …) were deleted or donated by who shared "
+                    "them with update_weights; pass copy=True to keep a copy of them"
+                )
+
+    # On the thread, as jobs
+
+    def unload(self, reason: str) -> None:
+        """The engine has no weights: it takes no step until `load`, its requests move on."""
+        self.channel.weightless = self.reason = reason
+        requests = self.channel.take_back() + self._queue.detach(self.index)
+        self._on_unloaded(self, requests)
+
+    def load(self) -> None:
+        """The engine has weights again."""
+        if self.channel.weightless is not None:
+            self.channel.weightless = self.reason = None
+            self._queue.attach(self.index, self.channel.load, self.channel.wake)
 
     def _compile(self, scheduler: Any) -> None:
         from enginepool.warmup import warm_up

@@ -1,0 +1,92 @@
+"""An engine's KV cache as device memory: dropped for those who need the memory, and made anew.
+
+Touches upstream's private attributes: the buffers hang in the pools of `model_runner.memory_pools`,
+which every other part refers to, so pools stay and only their buffers change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_POOLS = "sgl_jax.srt.mem_cache"
+
+
+class KVCache:
+    """The KV buffers of one engine. On its thread, with no request running."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+        self._dropped: list[tuple[Any, Any, jax.ShapeDtypeStruct]] = []
+        self._zeros: dict[Any, Any] = {}
+
+    @property
+    def dropped(self) -> bool:
+        return bool(self._dropped)
+
+    def compile(self) -> None:
+        """Compile what `rebuild` runs, so that serving compiles nothing."""
+        for _, _, buffer in self._buffers():
+            self._program(_spec(buffer))
+
+    def drop(self) -> int:
+        """Free the buffers; returns their bytes. The cached prefixes must be forgotten before."""
+        for container, key, buffer in list(self._buffers()):
+            self._dropped.append((container, key, _spec(buffer)))
+            _put(container, key, None)
+            buffer.delete()
+        return sum(_bytes(spec) for _, _, spec in self._dropped)
+
+    def rebuild(self) -> int:
+        """Make the buffers again, of zeros; returns their bytes."""
+        made = [(container, key, self._program(spec)()) for container, key, spec in self._dropped]
+        jax.block_until_ready([buffer for *_, buffer in made])
+        for container, key, buffer in made:
+            _put(container, key, buffer)
+        self._dropped = []
+        return sum(buffer.nbytes for *_, buffer in made)
+
+    def _program(self, spec: jax.ShapeDtypeStruct) -> Any:
+        kind = (spec.shape, spec.dtype, spec.sharding)
+        if kind not in self._zeros:
+            make = jax.jit(partial(jnp.zeros, *kind[:2]), out_shardings=spec.sharding)
+            self._zeros[kind] = make.lower().compile()
+        return self._zeros[kind]
+
+    def _buffers(self) -> Iterator[tuple[Any, Any, jax.Array]]:
+        """Every device array of the pools, with where it hangs."""
+        seen: set[int] = set()
+        todo: list[Any] = list(self._runner.memory_pools._pools.values())
+        while todo:
+            pool = todo.pop()
+            if id(pool) in seen:
+                continue
+            seen.add(id(pool))
+            for name, value in vars(pool).items():
+                if isinstance(value, jax.Array):
+                    yield pool, name, value
+                elif isinstance(value, list):
+                    for index, item in enumerate(value):
+                        if isinstance(item, jax.Array):
+                            yield value, index, item
+                elif type(value).__module__.startswith(_POOLS) and hasattr(value, "__dict__"):
+                    todo.append(value)
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, list):
+        container[key] = value
+    else:
+        setattr(container, key, value)
+
+
+def _spec(buffer: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=buffer.sharding)
+
+
+def _bytes(spec: jax.ShapeDtypeStruct) -> int:
+    return spec.size * spec.dtype.itemsize

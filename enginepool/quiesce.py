@@ -1,0 +1,166 @@
+"""Bringing engines to a standstill at a step boundary, and letting them go on.
+
+Upstream's own pause loses requests after a prefill, its flush refuses after a retract and its
+abort may loop for ever; none of them is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from enginepool.channel import Channel, EngineStopped
+from enginepool.errors import InvalidRequest, PoolClosed, PoolFailed
+from enginepool.requests import Request
+from enginepool.runtime import Runtime
+from enginepool.worker import EngineWorker
+
+SwapMode = Literal["drain", "retract", "abort", "in_place"]
+MODES = ("drain", "retract", "abort", "in_place")
+_STOP = "swap"
+
+
+class Standstill:
+    """Engines that stand.
+
+    Attributes:
+        workers: Those that are left, in order.
+        pauses: Seconds each stood, by engine index; complete once they go on.
+    """
+
+    def __init__(self, runtime: Runtime, workers: Sequence[EngineWorker]) -> None:
+        self.runtime = runtime
+        self.workers = list(workers)
+        self.pauses: dict[int, float] = {}
+
+    def run(self, job: Callable[[EngineWorker], Any]) -> dict[int, Any]:
+        """Run `job(worker)` on every engine's thread, all at once; results by engine index.
+
+        An engine that has stopped for good drops out. The first exception is raised when all
+        have answered.
+        """
+        futures = [(w, w.channel.run(lambda w=w: job(w))) for w in self.workers]
+        return self.collect(futures)
+
+    def collect(self, futures: Sequence[tuple[EngineWorker, Future[Any]]]) -> dict[int, Any]:
+        results, failures = {}, []
+        for worker, future in futures:
+            try:
+                results[worker.index] = future.result()
+            except EngineStopped:
+                self.workers.remove(worker)
+            except Exception as error:
+                failures.append(error)
+        if self.runtime.closed:
+            raise PoolClosed(f"pool {self.runtime.name!r} was closed")
+        if failures:
+            raise failures[0]
+        if not self.workers:
+            raise PoolFailed(f"pool {self.runtime.name!r} has no engine left")
+        return results
+
+
+@contextmanager
+def standstill(
+    runtime: Runtime, workers: Sequence[EngineWorker], mode: SwapMode
+) -> Iterator[Standstill]:
+    """Stop engines, whatever runs on them; on the way out, also by an error, they go on.
+
+    Args:
+        mode: What becomes of running requests. "drain": they finish first. "retract": they go
+            back to the queue with the tokens that they have, each at least one more than when it
+            was last taken back. "abort": they end with what they have. "in_place": they stay.
+
+    Raises:
+        PoolClosed: The pool was closed meanwhile.
+        PoolFailed: No engine is left.
+    """
+    stand = Standstill(runtime, workers)
+    stopped: dict[int, float] = {}
+    taken: list[Request] = []
+    waits: list[Future[Any]] = []
+
+    def stop(channel: Channel) -> None:
+        channel.stops.add(_STOP)
+        stopped[channel.engine_index] = time.perf_counter()
+        if mode != "in_place":
+            taken.extend(channel.take_back())
+
+    def due(channel: Channel) -> bool:
+        if channel.stops or channel.weightless is not None:
+            return True  # it takes no step anyway
+        if mode == "drain":
+            return not channel.held and not _has_work(channel)
+        return mode != "retract" or (channel.progressed() and not runtime.queue.owes())
+
+    try:
+        if mode == "drain":
+            stand.run(_drain)
+        futures = []
+        for worker in stand.workers:
+            channel = worker.channel
+            # Drained engines wait for their siblings with nothing to do, so they stop last.
+            job = _nothing if mode == "drain" else (lambda channel=channel: stop(channel))
+            future = channel.run_when(lambda channel=channel: due(channel), job)
+            waits.append(future)
+            futures.append((worker, future))
+        stand.collect(futures)
+        if mode == "drain":
+            stand.run(lambda worker: stop(worker.channel))
+        _settle(runtime, taken, mode)
+        yield stand
+    finally:
+        for future in waits:
+            future.cancel()
+        _go_on(runtime, stand, stopped, taken if mode != "abort" else [])
+
+
+def _settle(runtime: Runtime, taken: list[Request], mode: SwapMode) -> None:
+    if mode == "abort":
+        reason = {
+            "type": "abort",
+            "message": "update_weights(mode='abort')",
+            "err_type": "cancelled",
+        }
+        for request in taken:
+            request.call.finish(request, reason)
+
+
+def _go_on(
+    runtime: Runtime, stand: Standstill, stopped: dict[int, float], taken: list[Request]
+) -> None:
+    def go(channel: Channel) -> None:
+        channel.stops.discard(_STOP)
+        channel.draining = False
+        if (since := stopped.get(channel.engine_index)) is not None:
+            stand.pauses[channel.engine_index] = time.perf_counter() - since
+
+    # Before the engines go on: what they had comes first.
+    runtime.resume(taken)
+    futures = [(w, w.channel.run(lambda w=w: go(w.channel))) for w in stand.workers]
+    for _, future in futures:
+        try:
+            future.result()
+        except EngineStopped:
+            continue  # it has left; its requests went to its siblings
+
+
+def _drain(worker: EngineWorker) -> None:
+    channel = worker.channel
+    if channel.stops and channel.held:
+        raise InvalidRequest(
+            f"mode='drain' waits for running outputs, but engine {worker.index} is paused with "
+            f"{len(channel.held)} of them; continue_generation() first, or use another mode"
+        )
+    channel.draining = True
+
+
+def _has_work(channel: Channel) -> bool:
+    return channel.scheduler is not None and channel.scheduler.has_work()
+
+
+def _nothing() -> None:
+    """Only the moment counts."""

@@ -1,0 +1,70 @@
+"""What `update_weights` says it did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineSwap:
+    """One engine's part of an update.
+
+    Attributes:
+        pause_sec: From its last step on the old weights to where it may take the next. With
+            mode="drain" counted from when the last engine had finished its outputs.
+        shared: Leaves whose buffers are the source's own.
+        copied: Leaves whose bytes are new.
+        fingerprint: Of all its weights afterwards; see `EnginePool.checksum`.
+    """
+
+    engine_index: int
+    pause_sec: float
+    shared: int
+    copied: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What an update of weights did.
+
+    Attributes:
+        weight_version: What results carry from now on.
+        staging: "double" (two sets for a while) or "stream" (leaf by leaf, engines stopped).
+        nbytes: Bytes of the leaves that changed, on one engine.
+        seconds: By phase. "stage": read, convert and put on every device, while generation goes
+            on (with staging="stream" or free_kv, while it stands still). "quiesce": until the
+            engines stood at a step boundary; with mode="drain" that is the wait for running
+            outputs. "commit": until all had the new weights. "fingerprint": afterwards, while
+            generation goes on again. "total".
+        staged: Fingerprint of what the source gave, where it was made; the engines' equal it.
+        engines: One entry an engine.
+        failed: Engines that could not get the weights after others had them, with the reason;
+            they serve again after the next update.
+        left: Leaves that kept their weights (strict=False).
+        ignored: Names of the source that mean nothing to the model.
+        kv_bytes: Bytes of KV cache freed around the update (free_kv=True), of all engines.
+    """
+
+    weight_version: int | str
+    mode: str
+    strategy: str
+    staging: str
+    nbytes: int
+    seconds: dict[str, float]
+    staged: str
+    engines: tuple[EngineSwap, ...]
+    failed: dict[int, str] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    kv_bytes: int = 0
+
+    @property
+    def gb_per_sec(self) -> float:
+        """10^9 bytes a second, all engines together, through the "stage" phase."""
+        return self.nbytes * len(self.engines) / max(self.seconds["stage"], 1e-9) / 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        """For logs: plain numbers, words, lists and dicts."""
+        return {**asdict(self), "gb_per_sec": self.gb_per_sec}

@@ -1,0 +1,180 @@
+"""Getting a plan's leaves onto engines' devices: two sets for a while, or one leaf at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from enginepool.errors import EnginePoolError, WeightUpdateFailed
+from enginepool.logs import logger
+from enginepool.quiesce import Standstill
+from enginepool.weights.arrays import same_buffer
+from enginepool.weights.leaves import EngineLeaves
+from enginepool.weights.placement import free_bytes, place
+from enginepool.weights.plan import Piece, Plan
+from enginepool.worker import EngineWorker
+
+
+@dataclass
+class Staged:
+    """New leaves of one engine, on its device.
+
+    Attributes:
+        shared: How many are the source's own buffers.
+    """
+
+    arrays: dict[str, jax.Array] = field(default_factory=dict)
+    shared: int = 0
+
+
+def leaves_of(worker: EngineWorker) -> EngineLeaves:
+    scheduler = worker.channel.scheduler
+    if scheduler is None:
+        raise EnginePoolError(f"engine {worker.index} has stopped")
+    return scheduler.leaves
+
+
+def choose(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> str:
+    """ "double" where a second set fits on every device, else "stream"."""
+    for worker in workers:
+        arriving = plan.arriving(leaves_of(worker).specs, copied=copy)
+        for device in worker.devices:
+            free = free_bytes(device)
+            if free is not None and arriving // len(worker.devices) > free:
+                return "stream"
+    return "double"
+
+
+def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, Staged]:
+    """Put every new leaf on every engine's device; no engine is touched.
+
+    Raises:
+        WeightUpdateFailed: With the engine and the leaf.
+        InvalidWeights: From a stream.
+    """
+    staged = {worker.index: Staged() for worker in workers}
+    for piece in plan.pieces():
+        for worker, array, shared in _everywhere(plan, piece, workers, copy):
+            mine = staged[worker.index]
+            mine.arrays[piece.path] = array
+            mine.shared += shared
+        del piece  # or it would live on while the next tensor is read
+    for worker in workers:
+        for path, array in staged[worker.index].arrays.items():
+            with _naming(worker, path):
+                array.block_until_ready()
+    return staged
+
+
+def _everywhere(
+    plan: Plan, piece: Piece, workers: Sequence[EngineWorker], copy: bool
+) -> Iterator[tuple[EngineWorker, jax.Array, bool]]:
+    first = None
+    for worker in workers:
+        spec = leaves_of(worker).specs[piece.path]
+        with _naming(worker, piece.path):
+            if piece.array is None and first is not None:
+                array, shared = place(first, spec.sharding, spec.dtype), False
+            else:
+                array = plan.make(piece, spec, copy=copy)
+                shared = any(same_buffer(array, x) for x in piece.tensors.values())
+        if first is None:
+            first = array
+        yield worker, array, shared
+
+
+def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged], dict[int, str]]:
+    """Replace the leaves of standing engines one by one: never more than a set and a leaf.
+
+    The first engine gets them from the source, the others from the first. Until the first is
+    whole, a failure puts its old weights back from a sibling; from then on an engine that fails
+    is left without weights.
+
+    Returns:
+        What each engine got, and why others got nothing.
+    """
+    lead, *others = stand.workers
+    counts = {worker.index: Staged() for worker in stand.workers}
+    usable = not leaves_of(lead).lost()
+    touched: list[str] = []
+    try:
+        for piece in plan.pieces():
+            touched.append(piece.path)
+            make = functools.partial(_make, plan, piece, copy)
+            counts[lead.index].shared += _exchange(lead, piece.path, make)
+            del piece, make
+    except BaseException as error:
+        if usable:
+            _restore(lead, others, touched, error)
+        raise
+    failed = {}
+    again = plan.again(leaves_of(lead))
+    for worker in others:
+        try:
+            for piece in again.pieces():
+                make = functools.partial(_make, again, piece, copy)
+                counts[worker.index].shared += _exchange(worker, piece.path, make)
+        except Exception as error:
+            failed[worker.index] = f"it missed an update of weights: {error}"
+            logger().warning(
+                "enginepool.weights_not_updated", engine=worker.index, error=str(error)
+            )
+    for worker in stand.workers:
+        counts[worker.index].arrays = {p: leaves_of(worker)[p] for p in plan.paths}
+    return counts, failed
+
+
+def _make(plan: Plan, piece: Piece, copy: bool, spec: Any) -> tuple[jax.Array, bool]:
+    array = plan.make(piece, spec, copy=copy)
+    return array, any(same_buffer(array, tensor) for tensor in piece.tensors.values())
+
+
+def _exchange(
+    worker: EngineWorker, path: str, make: Callable[[Any], tuple[jax.Array, bool]]
+) -> bool:
+    """Drop one leaf, then make it anew; both on the engine's books at its step boundary."""
+    leaves = leaves_of(worker)
+    worker.channel.run(lambda: leaves.drop([path]) and None).result()
+    with _naming(worker, path):
+        array, shared = make(leaves.specs[path])
+        array.block_until_ready()
+    worker.channel.run(lambda: leaves.replace({path: array}) and None).result()
+    return shared
+
+
+def _restore(
+    lead: EngineWorker, others: Sequence[EngineWorker], paths: Sequence[str], error: BaseException
+) -> None:
+    """Give the first engine the old weights back."""
+    for sibling in others:
+        have = leaves_of(sibling)
+        if have.lost():
+            continue
+        for path in paths:
+            old = have[path]
+            make = lambda spec, old=old: (place(old, spec.sharding, spec.dtype), False)  # noqa: E731
+            _exchange(lead, path, make)
+        return
+    reason = f"an update of weights failed half way, with no sibling to restore from: {error!r}"
+    lead.channel.run(lambda: lead.unload(reason)).result()
+
+
+@contextmanager
+def _naming(worker: EngineWorker, path: str) -> Iterator[None]:
+    """What fails in here fails as ours, with the device and the leaf."""
+    try:
+        yield
+    except EnginePoolError:
+        raise
+    except Exception as error:
+        devices = ", ".join(str(device) for device in worker.devices)
+        raise WeightUpdateFailed(
+            f"putting {path} on engine {worker.index} ({devices}) failed: {error}",
+            engine_index=worker.index,
+            name=path,
+        ) from error

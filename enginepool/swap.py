@@ -1,0 +1,276 @@
+"""`update_weights`: stage on every device, stop every engine, put in place on all or on none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from enginepool import staging
+from enginepool.errors import InvalidRequest, InvalidWeights, PoolClosed
+from enginepool.quiesce import MODES, Standstill, SwapMode, standstill
+from enginepool.report import EngineSwap, SwapReport
+from enginepool.runtime import Runtime
+from enginepool.staging import Staged, leaves_of
+from enginepool.weights.fingerprint import fingerprint
+from enginepool.weights.plan import Plan
+from enginepool.weights.sources import read_source
+from enginepool.worker import EngineWorker
+
+Strategy = Literal["atomic", "rolling"]
+Staging = Literal["auto", "double", "stream"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to update; see `EnginePool.update_weights`."""
+
+    weight_version: int | str | None = None
+    mode: SwapMode = "drain"
+    strategy: Strategy = "atomic"
+    staging: Staging = "auto"
+    strict: bool = True
+    copy: bool = False
+    free_kv: bool = False
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what does not exist or does not go together."""
+        for name, allowed in (
+            ("mode", MODES),
+            ("strategy", ("atomic", "rolling")),
+            ("staging", ("auto", "double", "stream")),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                raise InvalidRequest(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        version = self.weight_version
+        if version is not None and (
+            isinstance(version, bool) or not isinstance(version, int | str)
+        ):
+            raise InvalidRequest(f"weight_version={version!r}: expected an int or a str")
+        if self.strategy == "rolling" and self.mode not in ("drain", "abort"):
+            raise InvalidRequest(
+                f"strategy='rolling' with mode={self.mode!r}: an output would mix versions; "
+                "use mode='drain' or 'abort'"
+            )
+        if self.free_kv and self.mode == "in_place":
+            raise InvalidRequest("free_kv=True with mode='in_place': running requests need the KV")
+
+
+def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:
+    """See `EnginePool.update_weights`."""
+    options.check()
+    with runtime.steering, runtime.cache.sharing():
+        workers = runtime.present()
+        if runtime.closed or not workers:
+            raise runtime.failure()
+        return _Update(runtime, workers, source, options).run()
+
+
+@dataclass
+class _Update:
+    runtime: Runtime
+    workers: list[EngineWorker]
+    source: Any
+    options: Options
+    seconds: dict[str, float] = field(default_factory=dict)
+    staged: dict[int, Staged] = field(default_factory=dict)
+    pauses: dict[int, float] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    kv_bytes: int = 0
+
+    def run(self) -> SwapReport:
+        started = time.perf_counter()
+        self.number = self.runtime.updates + 1
+        label = self.options.weight_version
+        self.version = self.number if label is None else label
+        self.plan = self._plan()
+        self.staging = self.options.staging
+        if self.options.strategy == "rolling":
+            self._roll()
+        else:
+            self._all_at_once()
+        self.runtime.updates = self.number
+        return self._report(started)
+
+    def _plan(self) -> Plan:
+        scheduler: Any = self.workers[0].channel.scheduler
+        args = scheduler.server_args
+        with self._timed("stage"):
+            source = read_source(
+                self.source,
+                scheduler.leaves.specs,
+                download_dir=args.download_dir,
+                revision=args.revision,
+            )
+            mapping = None if source.by_path else scheduler.hugging_face
+            plan = Plan(source, scheduler.leaves, mapping, strict=self.options.strict)
+        for worker in self.workers:
+            if lost := set(leaves_of(worker).lost()).difference(plan.paths):
+                raise InvalidWeights(
+                    f"engine {worker.index} has no weights to keep: update all of them, "
+                    f"{len(lost)} are not in the source",
+                    names=sorted(lost),
+                )
+        return plan
+
+    # Atomic
+
+    def _all_at_once(self) -> None:
+        # A device may have room for a second set only once its KV cache is gone.
+        early = not self.options.free_kv and self._choose() == "double"
+        if early:
+            self._stage(self.workers)
+        with self._standing(self.workers) as stand, self._without_kv(stand):
+            if not early and self._choose() == "double":
+                self._stage(stand.workers)
+            elif not early:
+                with self._timed("stage"):
+                    self.staged, self.failed = staging.stream(self.plan, stand, self.options.copy)
+            with self._timed("commit"):
+                self._commit(stand)
+
+    def _choose(self) -> str:
+        if self.staging == "auto":
+            self.staging = staging.choose(self.plan, self.workers, self.options.copy)
+        return self.staging
+
+    def _stage(self, workers: Sequence[EngineWorker]) -> None:
+        with self._timed("stage"):
+            self.staged = staging.stage(self.plan, workers, self.options.copy)
+
+    def _commit(self, stand: Standstill) -> None:
+        """On every engine or on none."""
+        before: dict[int, Any] = {}
+
+        def put(worker: EngineWorker) -> None:
+            if worker.index in self.failed:
+                worker.unload(self.failed[worker.index])
+                return
+            before[worker.index] = leaves_of(worker).replace(self.staged[worker.index].arrays)
+
+        def put_back(worker: EngineWorker) -> None:
+            if worker.index in before:
+                leaves_of(worker).replace(before[worker.index])
+
+        def label(worker: EngineWorker) -> None:
+            if worker.index not in self.failed:
+                worker.channel.set_version(self.version)
+                worker.load()
+
+        try:
+            stand.run(put)
+        except Exception:
+            stand.run(put_back)
+            raise
+        self.runtime.released = None
+        stand.run(label)
+        self.runtime.weight_version = self.version
+
+    # Rolling
+
+    def _roll(self) -> None:
+        """One engine after the other, while the others serve."""
+        self._choose()
+        for worker in self.workers:
+            try:
+                self._roll_one(worker)
+            except (PoolClosed, InvalidWeights):
+                raise
+            except Exception as error:
+                if worker is self.workers[0] or self.runtime.closed:
+                    raise
+                # Others have the new weights already: it only goes forward.
+                reason = f"it missed an update of weights: {error}"
+                self.failed[worker.index] = reason
+                worker.channel.run(lambda w=worker, why=reason: w.unload(why)).result()
+
+    def _roll_one(self, worker: EngineWorker) -> None:
+        plan = self.plan
+        if worker is not self.workers[0]:
+            # The first engine has them in the model's layout; a source is read only once.
+            first = leaves_of(self.workers[0])
+            plan = self.plan.again(first)
+        staged = None
+        if self.staging == "double":
+            with self._timed("stage"):
+                staged = staging.stage(plan, [worker], self.options.copy)
+        with self._standing([worker]) as stand, self._without_kv(stand):
+            if staged is None:
+                with self._timed("stage"):
+                    staged, _ = staging.stream(plan, stand, self.options.copy)
+            self.staged.update(staged)
+            with self._timed("commit"):
+                self._commit(stand)
+
+    # Around both
+
+    @contextmanager
+    def _standing(self, workers: Sequence[EngineWorker]) -> Iterator[Standstill]:
+        asked = time.perf_counter()
+        with standstill(self.runtime, workers, self.options.mode) as stand:
+            self._add("quiesce", time.perf_counter() - asked)
+            yield stand
+        self.pauses.update(stand.pauses)
+
+    @contextmanager
+    def _without_kv(self, stand: Standstill) -> Iterator[None]:
+        if not self.options.free_kv:
+            yield
+            return
+        dropped = stand.run(lambda worker: _kv_of(worker).drop())
+        self.kv_bytes += sum(dropped.values())
+        try:
+            yield
+        finally:
+            # What was dropped before this update stays so: `resume_memory_occupation` brings it.
+            stand.run(lambda w: _kv_of(w).rebuild() if dropped.get(w.index) else 0)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(phase, time.perf_counter() - started)
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def _report(self, started: float) -> SwapReport:
+        done = [w for w in self.workers if w.present and w.index not in self.failed]
+        with self._timed("fingerprint"):
+            lead = done[0]
+            staged = fingerprint({**leaves_of(lead), **self.staged[lead.index].arrays})
+            engines = tuple(self._engine(worker) for worker in done)
+        self.seconds["total"] = time.perf_counter() - started
+        return SwapReport(
+            weight_version=self.version,
+            mode=self.options.mode,
+            strategy=self.options.strategy,
+            staging=self.staging,
+            nbytes=self.plan.nbytes,
+            seconds=self.seconds,
+            staged=staged,
+            engines=engines,
+            failed=self.failed,
+            left=tuple(self.plan.left),
+            ignored=tuple(self.plan.ignored),
+            kv_bytes=self.kv_bytes,
+        )
+
+    def _engine(self, worker: EngineWorker) -> EngineSwap:
+        mine = self.staged[worker.index]
+        return EngineSwap(
+            engine_index=worker.index,
+            pause_sec=self.pauses[worker.index],
+            shared=mine.shared,
+            copied=len(mine.arrays) - mine.shared,
+            fingerprint=fingerprint(leaves_of(worker)),
+        )
+
+
+def _kv_of(worker: EngineWorker) -> Any:
+    scheduler: Any = worker.channel.scheduler
+    return scheduler.kv_cache

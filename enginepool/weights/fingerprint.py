@@ -1,0 +1,54 @@
+"""One number for weights, computed where they lie: equal for equal bits in equal places.
+
+Each 32-bit word of an array (narrower elements widened) is multiplied by an odd number that
+depends on its row and column, and the products are summed modulo 2^32: addition is exact and
+commutes, so neither the device nor the order in which it sums matters. What the arrays give is
+joined, with their paths and shapes, by BLAKE2b (RFC 7693) on the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_COLUMN, _ROW = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
+_WORD = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def fingerprint(leaves: Mapping[str, jax.Array]) -> str:
+    """16 hexadecimal digits for all leaves. Waits for the devices.
+
+    Raises:
+        RuntimeError: JAX's, for an array that was deleted.
+    """
+    arrays = dict(leaves)
+    sums = {path: _of_array(array) for path, array in arrays.items()}
+    digest = hashlib.blake2b(digest_size=8)
+    for path, parts in sums.items():
+        array = arrays[path]
+        digest.update(f"{path} {array.shape} {array.dtype}".encode())
+        digest.update(np.asarray(jax.device_get(parts), dtype=np.uint32).tobytes())
+    return digest.hexdigest()
+
+
+def _of_array(array: jax.Array) -> list[jax.Array]:
+    """A sum for each distinct part of an array, in the order of their places."""
+    parts = {}
+    for shard in array.addressable_shards:
+        place = tuple(part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True))
+        parts.setdefault(place, shard.data)
+    return [_sum(parts[place]) for place in sorted(parts)]
+
+
+@jax.jit
+def _sum(array: jax.Array) -> jax.Array:
+    words = jax.lax.bitcast_convert_type(array, _WORD[array.dtype.itemsize]).astype(jnp.uint32)
+    words = words.reshape(-1, words.shape[-1] if words.ndim else 1)
+    row = jax.lax.broadcasted_iota(jnp.uint32, words.shape, 0)
+    column = jax.lax.broadcasted_iota(jnp.uint32, words.shape, 1)
+    factor = (row * _ROW + column * _COLUMN) | 1
+    return jnp.sum(words * factor, dtype=jnp.uint32)

@@ -1,0 +1,66 @@
+"""A Flax (linen) parameter tree in MLLM-JAX's layout, as leaves of the engine's model.
+
+There `kernel` is (in, out) like upstream's `weight`, and layers are named `layers_0`; only the
+head is transposed: `lm_head.kernel` is (hidden, vocab), upstream's `lm_head.embedding`
+(vocab, hidden). A projection without `bias` has a bias of zeros.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from enginepool.weights.arrays import Array, as_array
+
+_LAYER = re.compile(r"\blayers_(\d+)")
+_HEAD = "lm_head.kernel"
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping by dotted names."""
+    flat = {}
+    for key, value in tree.items():
+        name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def is_flax_tree(names: Iterable[str]) -> bool:
+    """Whether flattened names are those of such a tree."""
+    return any(name.endswith(".kernel") or _LAYER.search(name) for name in names)
+
+
+def to_leaves(
+    flat: Mapping[str, Any], specs: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[dict[str, Array], dict[str, str]]:
+    """The arrays by leaf path, and for each path the name it had.
+
+    A head that the model does not have (tied embeddings) is left out.
+    """
+    arrays: dict[str, Array] = {}
+    origins: dict[str, str] = {}
+    for name, value in flat.items():
+        path, array = _leaf(name.removeprefix("params."), as_array(name, value))
+        if path == "lm_head.embedding" and path not in specs:
+            continue
+        arrays[path], origins[path] = array, name
+    for path, spec in specs.items():
+        # Only where the projection itself is given: a partial tree says nothing of others.
+        given = path.endswith("_proj.bias") and path.removesuffix("bias") + "weight" in arrays
+        if given and path not in arrays:
+            arrays[path], origins[path] = np.zeros(spec.shape, spec.dtype), path
+    return arrays, origins
+
+
+def _leaf(name: str, array: Array) -> tuple[str, Array]:
+    if name == _HEAD:
+        return "lm_head.embedding", array.T
+    path = _LAYER.sub(r"layers.\1", name)
+    return re.sub(r"\.kernel$", ".weight", path), array

@@ -1,0 +1,90 @@
+"""An engine's weights: the leaves that its programs read, by the model's own paths.
+
+Touches upstream's private attributes: `model_runner.model_state_leaves` is what every forward
+reads, `model_runner.model` holds the same arrays in nnx Variables, which other readers (and a
+later split of the model) take them from. Both are always replaced together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+class EngineLeaves(Mapping[str, jax.Array]):
+    """The leaves of one engine by dotted nnx path, in the model's order.
+
+    Reading is safe from any thread; `replace` and `drop` only between two steps of the engine.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+        flat = nnx.to_flat_state(nnx.state(model_runner.model))
+        self._variables = {".".join(map(str, path)): variable for path, variable in flat}
+        self._index = {path: i for i, path in enumerate(self._variables)}
+        held = [variable.get_value() for variable in self._variables.values()]
+        leaves = model_runner.model_state_leaves
+        if len(held) != len(leaves) or any(
+            a is not b for a, b in zip(held, leaves, strict=True) if isinstance(a, jax.Array)
+        ):
+            raise RuntimeError("the model's Variables and model_state_leaves are not one list")
+        # Quantized models have 8-bit leaves and placeholders among them.
+        self.quantized = [
+            path
+            for path, array in zip(self._index, held, strict=True)
+            if not _is_weight(array) or array.dtype.itemsize < 2
+        ]
+        self.specs = {
+            path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            for path, array in zip(self._index, held, strict=True)
+            if _is_weight(array)
+        }
+
+    def __getitem__(self, path: str) -> jax.Array:
+        return self._runner.model_state_leaves[self._index[path]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.size * spec.dtype.itemsize for spec in self.specs.values())
+
+    def replace(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Put these in place, all at once; returns what was there before.
+
+        Shapes, dtypes and shardings must be those of `specs`, so no program is compiled again.
+        """
+        # A new list: what holds on to the old one (a step that runs) keeps a whole set.
+        leaves = list(self._runner.model_state_leaves)
+        before = {}
+        for path, array in arrays.items():
+            index = self._index[path]
+            before[path] = leaves[index]
+            leaves[index] = array
+            self._variables[path].set_value(array)
+        self._runner.model_state_leaves = leaves
+        return before
+
+    def drop(self, paths: Iterator[str] | list[str]) -> dict[str, Any]:
+        """Let leaves go, so that their memory can be free; no step may run until `replace`."""
+        missing: dict[str, Any] = {path: self.specs[path] for path in paths}
+        return self.replace(missing)
+
+    def lost(self) -> list[str]:
+        """Leaves that cannot be read: dropped, or deleted or donated by who shared them."""
+        return [
+            path
+            for path in self.specs
+            if not isinstance(array := self[path], jax.Array) or array.is_deleted()
+        ]
+
+
+def _is_weight(array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.size > 0

@@ -1,0 +1,225 @@
+"""From Hugging Face tensors to a model's leaves: upstream's own WeightLoader, fed from memory.
+
+Every model's `load_weights` makes a WeightLoader and gives it a mapping. Here that function runs
+with a loader of ours in its namespace, which keeps the mapping and, for one leaf at a time, runs
+upstream's transposes, reshapes, stacking and head padding on arrays that a caller hands over.
+Nothing is read from disk by it and nothing is written into the model.
+
+Touches upstream's private methods: `_scan_weight_info`, `_create_lazy_tensors`,
+`_create_stacked_moe_lazy_tensor` and `_get_param` are overridden, and probed for.
+Imports sgl_jax: import it only after the patches are applied.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from sgl_jax.srt.utils.weight_utils import WeightLoader, WeightMapping
+
+from enginepool.errors import EnginePoolError
+from enginepool.guest import no_progress_bars
+
+# How a tensor gets to where a step of the conversion wants it.
+Put = Callable[[str, Sharding], jax.Array]
+
+_GROUP = "__MOE_EXPERTS__"  # upstream's mark of a leaf that many tensors are stacked into
+
+
+class HuggingFaceMapping:
+    """Which Hugging Face tensors make which leaf of one engine's model, and how.
+
+    Attributes:
+        names: For each leaf path, the names of the tensors that it is made of.
+        paths: For each name, the leaf path.
+    """
+
+    def __init__(self, model_runner: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        for method in ("_scan_weight_info", "_create_lazy_tensors", "_get_param"):
+            if not hasattr(WeightLoader, method):
+                raise EnginePoolError(
+                    f"this sglang-jax has no WeightLoader.{method}: Hugging Face names cannot be "
+                    "mapped; update_weights takes an nnx.State or a list of leaves"
+                )
+        self._specs = specs
+        self._loader, mapping = _capture(model_runner.model, model_runner.model_config)
+        self._entries: dict[str, tuple[str, Any]] = {}
+        self.names: dict[str, tuple[str, ...]] = {}
+        for key, entry in mapping.items():
+            path, names = _targets(key, entry)
+            if path in specs:  # upstream also maps biases that a model does not have
+                self._entries[path] = (key, entry)
+                self.names[path] = names
+        self.paths = {name: path for path, names in self.names.items() for name in names}
+        self._shapes: dict[str, tuple[int, ...] | None] = {}
+        self._known: dict[Any, tuple[int, ...] | None] = {}
+
+    def unmapped(self) -> list[str]:
+        """Leaves that no Hugging Face tensor makes."""
+        return [path for path in self._specs if path not in self.names]
+
+    def convert(self, path: str, shapes: Mapping[str, Any], put: Put) -> jax.Array:
+        """Make a leaf of its tensors, with the dtype and sharding that the model wants.
+
+        Args:
+            shapes: Something with `shape` and `dtype` for each of the leaf's names.
+            put: Called for each name once, or again if upstream takes its slower way.
+        """
+        with jax.set_mesh(self._loader.mesh):
+            value = self._feed(path, shapes, put)
+        # Upstream's stacked experts lie on a mesh of their own; the leaf's is the truth.
+        return jax.device_put(value, self._specs[path].sharding)
+
+    def _feed(self, path: str, shapes: Mapping[str, Any], put: Put) -> jax.Array:
+        with no_progress_bars():
+            return self._loader.feed(self._entries[path], path, self._specs[path], shapes, put)
+
+    def turned(self, path: str) -> bool:
+        """Whether the leaf is its tensors with the last two axes exchanged."""
+        return bool(getattr(self._entries[path][1], "transpose", False))
+
+    def source_shape(self, path: str) -> tuple[int, ...] | None:
+        """The shape that each tensor of this leaf must have; None if it cannot be told."""
+        if path not in self._shapes:
+            spec = self._specs[path]
+            # Layers repeat: what the entry does, without where, is tried once.
+            entry = self._entries[path][1]
+            fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
+            kind = (str(fields), spec.shape, len(self.names[path]), path.rpartition(".")[2])
+            if kind not in self._known:
+                self._known[kind] = self._find_shape(path, spec)
+            self._shapes[path] = self._known[kind]
+        return self._shapes[path]
+
+    def result_shape(self, path: str, shapes: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape that these tensors would make, by tracing upstream's conversion.
+
+        Raises whatever upstream does for tensors that it cannot use.
+        """
+
+        def trace(arrays: dict[str, jax.Array]) -> jax.Array:
+            return self._feed(path, shapes, lambda name, sharding: arrays[name])
+
+        abstract = {
+            name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype)
+            for name in self.names[path]
+        }
+        with jax.set_mesh(self._loader.mesh):
+            return jax.eval_shape(trace, abstract).shape
+
+    def _find_shape(self, path: str, spec: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
+        stacked = len(self.names[path]) > 1
+        shape = spec.shape[1:] if stacked else spec.shape
+        for guess in (shape[:-2] + shape[-2:][::-1], shape):
+            tensor = jax.ShapeDtypeStruct(guess, spec.dtype)
+            try:
+                result = self.result_shape(path, dict.fromkeys(self.names[path], tensor))
+            except Exception:
+                continue
+            if result == spec.shape:
+                return guess
+        return None
+
+
+class _Captured(Exception):
+    """Carries a loader and its mapping out of a model's `load_weights`."""
+
+
+class _FedLoader(WeightLoader):
+    """Upstream's loader, reading tensors from a caller and writing leaves to it."""
+
+    _shapes: Mapping[str, Any]
+    _put: Put
+    _slot: Any
+
+    def load_weights_from_safetensors(self, weight_mappings: Any, *args: Any, **kw: Any) -> None:
+        raise _Captured(self, weight_mappings)
+
+    def feed(
+        self,
+        entry: tuple[str, Any],
+        path: str,
+        spec: jax.ShapeDtypeStruct,
+        shapes: Mapping[str, Any],
+        put: Put,
+    ) -> jax.Array:
+        self._shapes, self._put = shapes, put
+        self._slot = types.SimpleNamespace(value=spec)
+        # Upstream looks leaves up in a model and updates it; here is one leaf and no model.
+        self.model = nnx.Module()
+        self.dummy_mode = False
+        super().load_weights_from_safetensors(dict([entry]))
+        value = self._slot.value
+        del self._shapes, self._put, self._slot
+        if value is spec:
+            raise EnginePoolError(f"upstream's loader made nothing for {path}")
+        return value
+
+    def _scan_weight_info(self) -> dict[str, list[dict[str, Any]]]:
+        return {
+            name: [{"file": name, "shape": tuple(tensor.shape), "dtype": "F32"}]
+            for name, tensor in self._shapes.items()
+        }
+
+    def _get_param(self, params: Any, path: str) -> Any:
+        return self._slot
+
+    def _create_lazy_tensors(
+        self,
+        hf_key: str,
+        infos: Any,
+        file_manager: Any,
+        target_sharding: NamedSharding | None = None,
+    ) -> list[jax.Array]:
+        return [self._put(hf_key, target_sharding or NamedSharding(self.mesh, PartitionSpec()))]
+
+    def _create_stacked_moe_lazy_tensor(
+        self,
+        expected_hf_keys: Sequence[str],
+        weight_info: Any,
+        file_manager: Any,
+        do_transpose: bool = False,
+        target_sharding: NamedSharding | None = None,
+        physical_to_logical_map: Any = None,
+    ) -> jax.Array:
+        if physical_to_logical_map is not None:
+            raise EnginePoolError("redundant experts are not supported by update_weights")
+        # On the engine's own mesh; `convert` puts the whole where the leaf belongs.
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        stacked = jnp.stack([self._put(key, whole) for key in expected_hf_keys])
+        return stacked.swapaxes(-1, -2) if do_transpose else stacked
+
+
+def _capture(model: Any, model_config: Any) -> tuple[_FedLoader, dict[str, Any]]:
+    """Run the model's `load_weights` with our loader where it names upstream's."""
+    function = type(model).load_weights
+    names = {**function.__globals__, "WeightLoader": _FedLoader}
+    ours = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    try:
+        ours(model, model_config)
+    except _Captured as captured:
+        return captured.args
+    raise EnginePoolError(
+        f"{type(model).__name__} does not load through upstream's WeightLoader: Hugging Face "
+        "names cannot be mapped; update_weights takes an nnx.State or a list of leaves"
+    )
+
+
+def _targets(key: str, entry: Any) -> tuple[str, tuple[str, ...]]:
+    """The leaf path of a mapping entry, and the tensors it is made of."""
+    target = entry.target_path if isinstance(entry, WeightMapping) else entry
+    if key.startswith(_GROUP):
+        return target[0], tuple(target[1:])
+    if "*" in key or not isinstance(target, str):
+        raise EnginePoolError(
+            f"update_weights does not know this model's mapping of {key!r}; it takes an "
+            "nnx.State or a list of leaves"
+        )
+    return target, (key,)

@@ -1,0 +1,247 @@
+"""What an update does: which leaf comes from which tensors, checked before anything is touched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from enginepool.errors import InvalidWeights
+from enginepool.weights.arrays import Array, convertible
+from enginepool.weights.leaves import EngineLeaves
+from enginepool.weights.placement import lies_there, place
+from enginepool.weights.sources import Source, Specs
+
+# Tensors that checkpoints carry and models do not need.
+_TOLERATED = ("rotary_emb.inv_freq",)
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One leaf and what it is made of.
+
+    Attributes:
+        path: The leaf.
+        array: The source's array if it is in the model's layout, so that any engine may take its
+            own shard of it; None if the tensors must be converted first.
+    """
+
+    path: str
+    array: Array | None
+    tensors: Mapping[str, Array]
+
+
+class Plan:
+    """A source joined to a model. Making one validates it, as far as it can be read ahead.
+
+    Attributes:
+        paths: The leaves that will change; for a stream, all of them until it has ended.
+        left: Leaves that stay as they are (partial updates).
+        ignored: Names of the source that mean nothing to the model.
+    """
+
+    def __init__(self, source: Source, leaves: EngineLeaves, mapping: Any, *, strict: bool) -> None:
+        """
+        Args:
+            mapping: The `HuggingFaceMapping` of the engine that converts; None if there is none.
+
+        Raises:
+            InvalidWeights: With the names in question.
+        """
+        self._source = source
+        self._specs = leaves.specs
+        self._mapping = mapping
+        self._strict = strict
+        self.left: list[str] = []
+        self.ignored: list[str] = []
+        if leaves.quantized:
+            raise InvalidWeights(
+                "update_weights: this model is quantized; start a new pool on the new weights",
+                names=leaves.quantized,
+            )
+        if source.stream is not None:
+            self.paths = list(leaves.specs)
+            return
+        self._parts = self._resolve(source.specs)
+        self.paths = [path for path in leaves.specs if path in self._parts]
+        for path in self.paths:
+            self._check(path, {name: source.specs[name] for name in self._parts[path]})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the leaves that change, on one engine."""
+        return sum(self._specs[p].size * self._specs[p].dtype.itemsize for p in self.paths)
+
+    def arriving(self, specs: Specs, *, copied: bool) -> int:
+        """Bytes that an engine needs beside the set that it has, the largest tensor's copy for a
+        conversion among them; what its device has already, in the right layout, needs none."""
+        arrays = self._source.specs if self._source.by_path and not copied else {}
+        sizes = [0]
+        for path in self.paths:
+            spec = specs[path]
+            assert spec.sharding is not None
+            if not lies_there(arrays.get(path), spec.sharding, spec.dtype):
+                sizes.append(spec.size * spec.dtype.itemsize)
+        return sum(sizes) + max(sizes)
+
+    def again(self, made: Mapping[str, jax.Array]) -> Plan:
+        """The same update for another engine: from what this one made of a source that had to
+        be converted or can be read only once, else from the source."""
+        if self._source.by_path:
+            return self
+        twin = copy.copy(self)
+        arrays = {path: made[path] for path in self.paths}
+        twin._source = Source(True, arrays, arrays.__getitem__)
+        twin._parts = {path: (path,) for path in arrays}
+        return twin
+
+    def pieces(self) -> Iterator[Piece]:
+        """The leaves one after the other; tensors are read when their turn comes.
+
+        Raises:
+            InvalidWeights: From a stream, which cannot be read ahead.
+        """
+        if self._source.stream is not None:
+            yield from self._streamed(self._source.stream)
+            return
+        load = self._source.load
+        assert load is not None
+        for path in self.paths:
+            yield self._piece(path, {name: load(name) for name in self._parts[path]})
+
+    def make(self, piece: Piece, spec: jax.ShapeDtypeStruct, *, copy: bool) -> jax.Array:
+        """A piece on an engine; one that must be converted only on the mapping's own engine."""
+        private = self._source.private
+        assert spec.sharding is not None
+        if piece.array is not None:
+            return place(piece.array, spec.sharding, spec.dtype, copy=copy, private=private)
+
+        def put(name: str, sharding: Sharding) -> jax.Array:
+            tensor = piece.tensors[name]
+            return place(tensor, sharding, tensor.dtype, copy=copy, private=private)
+
+        return self._mapping.convert(piece.path, piece.tensors, put)
+
+    def _piece(self, path: str, tensors: dict[str, Array]) -> Piece:
+        return Piece(path, tensors[path] if self._source.by_path else None, tensors)
+
+    def _resolve(self, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """Which names make which leaf; complains of what is missing or unknown."""
+        if self._source.by_path:
+            wanted = {path: (path,) for path in self._specs}
+        else:
+            wanted = self._mapping.names
+        known = {name for group in wanted.values() for name in group}
+        unknown = [name for name in names if name not in known and not self._tolerated(name)]
+        self.ignored = [name for name in names if name not in known]
+        parts, missing = {}, []
+        for path in self._specs:
+            group = wanted.get(path, ())
+            absent = [name for name in group if name not in names]
+            if not group:
+                continue  # nothing of Hugging Face makes it: it stays in every update
+            if not absent:
+                parts[path] = group
+            elif self._strict or len(absent) < len(group):
+                missing += absent
+            else:
+                self.left.append(path)
+        if not parts and names and not missing:
+            raise InvalidWeights(
+                f"update_weights: none of the names is one of the model's: {_list(list(names))}",
+                names=list(names),
+            )
+        self._complain(missing, unknown if self._strict else [])
+        return parts
+
+    def _complain(self, missing: Sequence[str], unknown: Sequence[str]) -> None:
+        said = []
+        if missing:
+            said.append(f"missing {_list(missing)}")
+        if unknown:
+            said.append(f"not of this model {_list([self._said(name) for name in unknown])}")
+        if said:
+            raise InvalidWeights(
+                f"update_weights: the source does not fit the model: {'; '.join(said)}"
+                + (" (strict=False updates a part)" if self._strict else ""),
+                names=[*missing, *unknown],
+            )
+
+    def _check(self, path: str, tensors: Mapping[str, Any]) -> None:
+        """Shapes and dtypes of what makes one leaf."""
+        spec = self._specs[path]
+        by_path = self._source.by_path
+        expected = spec.shape if by_path else self._mapping.source_shape(path)
+        for name, tensor in tensors.items():
+            if expected is not None and tuple(tensor.shape) != expected:
+                raise InvalidWeights(
+                    f"{self._said(name)}: shape {tuple(tensor.shape)}, expected {expected}"
+                    + ("" if by_path else f" (for the leaf {path} of shape {spec.shape})"),
+                    names=[self._said(name)],
+                )
+            if not convertible(tensor.dtype, spec.dtype):
+                raise InvalidWeights(
+                    f"{self._said(name)}: dtype {tensor.dtype} cannot become the model's "
+                    f"{spec.dtype}",
+                    names=[self._said(name)],
+                )
+        if expected is None:
+            made = self._mapping.result_shape(path, tensors)
+            if made != spec.shape:
+                raise InvalidWeights(
+                    f"{_list(list(tensors))}: would make {path} of shape {made}, it has "
+                    f"{spec.shape}",
+                    names=list(tensors),
+                )
+
+    def _streamed(self, stream: Iterator[tuple[str, Array]]) -> Iterator[Piece]:
+        waiting: dict[str, dict[str, Array]] = {}
+        done: set[str] = set()
+        for name, array in stream:
+            path = self._mapping.paths.get(name)
+            if path is None:
+                self.ignored.append(name)
+                if self._strict and not self._tolerated(name):
+                    self._complain([], [name])
+                continue
+            if path in done:
+                raise InvalidWeights(f"{name}: came twice", names=[name])
+            group = waiting.setdefault(path, {})
+            group[name] = array
+            if len(group) == len(self._mapping.names[path]):
+                self._check(path, group)
+                done.add(path)
+                # No reference stays here: a tensor can go when its leaf is made.
+                del group, array
+                yield Piece(path, None, waiting.pop(path))
+        missing = [
+            name
+            for path, names in self._mapping.names.items()
+            if path not in done and (self._strict or path in waiting)
+            for name in names
+            if name not in waiting.get(path, ())
+        ]
+        self.left = [path for path in self._specs if path not in done]
+        self.paths = [path for path in self._specs if path in done]
+        self._complain(missing, [])
+
+    def _tolerated(self, name: str) -> bool:
+        # State dicts of models with tied embeddings list the head as well.
+        tied = name == "lm_head.weight" and "lm_head.embedding" not in self._specs
+        return tied or name.endswith(_TOLERATED)
+
+    def _said(self, name: str) -> str:
+        return self._source.origins.get(name, name)
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return f"{len(names)} name{'s' * (len(names) != 1)}: {shown}" + (
+        f" and {more} more" if more > 0 else ""
+    )

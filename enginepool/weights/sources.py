@@ -1,0 +1,126 @@
+"""What a caller may give `update_weights`, recognised and read as named arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from enginepool.errors import InvalidWeights
+from enginepool.weights import flax_tree
+from enginepool.weights.arrays import Array, as_array, is_array
+from enginepool.weights.checkpoint import Checkpoint, find
+
+Specs = Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Named arrays, either by Hugging Face names or by the model's leaf paths.
+
+    Attributes:
+        by_path: Whether `specs` are named by leaf path; else by Hugging Face name.
+        specs: Shape and dtype of each; empty for a stream.
+        load: Reads one of them.
+        stream: In the place of `specs` and `load`: the arrays, one at a time.
+        origins: What a name was called by the caller, where that differs.
+        private: Whether nobody else has the memory that `load` returns.
+    """
+
+    by_path: bool
+    specs: Mapping[str, Any] = field(default_factory=dict)
+    load: Callable[[str], Array] | None = None
+    stream: Iterator[tuple[str, Array]] | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+    private: bool = False
+
+
+def read_source(
+    source: Any,
+    leaves: Specs,
+    *,
+    download_dir: str | None = None,
+    revision: str | None = None,
+) -> Source:
+    """Recognise a source. `leaves` are the model's, in its order.
+
+    Raises:
+        InvalidWeights: Nothing that is known, or broken.
+    """
+    if isinstance(source, str | Path):
+        checkpoint = Checkpoint(find(source, download_dir, revision))
+        return Source(False, checkpoint.specs, checkpoint.load, private=True)
+    if isinstance(source, nnx.State):
+        flat = {path: _value(leaf) for path, leaf in nnx.to_flat_state(source)}
+        return _of_paths({_dotted(path): leaf for path, leaf in flat.items()})
+    if isinstance(source, Mapping):
+        return _of_mapping(source, leaves)
+    if is_array(source):
+        raise InvalidWeights("update_weights: a single array is no source; give it a name")
+    if isinstance(source, Sequence):
+        return _of_leaves(source, leaves)
+    if isinstance(source, Iterable):
+        return Source(False, stream=_pairs(iter(source)))
+    raise InvalidWeights(
+        f"update_weights cannot read a {type(source).__name__}; it takes a checkpoint directory "
+        "or hub id, a dict of Hugging Face names, an nnx.State or dict by nnx path, a list of "
+        "leaves in the model's order, a Flax parameter tree, or an iterator of (name, array)"
+    )
+
+
+def _of_mapping(source: Mapping[Any, Any], leaves: Specs) -> Source:
+    flat = {name: _value(value) for name, value in flax_tree.flatten(source).items()}
+    if not flat:
+        raise InvalidWeights("update_weights: the source is empty")
+    if flax_tree.is_flax_tree(flat):
+        arrays, origins = flax_tree.to_leaves(flat, leaves)
+        return Source(True, arrays, arrays.__getitem__, origins=origins)
+    # Some names are both a leaf path and a Hugging Face name, of transposed tensors. A dict is by
+    # path if its keys are nested or tuples, as nnx has them, or if only paths can be meant.
+    nested = len(flat) != len(source) or any(isinstance(key, tuple) for key in source)
+    if nested or (flat.keys() <= leaves.keys() and any(_only_a_path(name) for name in flat)):
+        return _of_paths(flat)
+    arrays = {name: as_array(name, value) for name, value in flat.items()}
+    return Source(False, arrays, arrays.__getitem__)
+
+
+def _of_paths(flat: Mapping[str, Any]) -> Source:
+    arrays = {path: as_array(path, value) for path, value in flat.items()}
+    return Source(True, arrays, arrays.__getitem__)
+
+
+def _of_leaves(source: Sequence[Any], leaves: Specs) -> Source:
+    if len(source) != len(leaves):
+        raise InvalidWeights(
+            f"update_weights: {len(source)} leaves given, the model has {len(leaves)}; a list is "
+            "taken in the order of model_runner.model_state_leaves"
+        )
+    return _of_paths(dict(zip(leaves, source, strict=True)))
+
+
+def _pairs(items: Iterator[Any]) -> Iterator[tuple[str, Array]]:
+    for item in items:
+        try:
+            name, value = item
+        except (TypeError, ValueError):
+            raise InvalidWeights(
+                f"update_weights: an iterator must give (name, array), not {type(item).__name__}"
+            ) from None
+        yield name, as_array(name, value)
+
+
+def _only_a_path(name: str) -> bool:
+    """Whether Hugging Face has no tensor of this name: its parameters are weights and biases."""
+    return not name.endswith((".weight", ".bias"))
+
+
+def _dotted(path: Iterable[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
