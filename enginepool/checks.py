@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -11,7 +11,9 @@ from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
 from enginepool.runtime import Runtime
 from enginepool.staging import leaves_of
 from enginepool.weights.fingerprint import fingerprint
-from enginepool.weights.leaves import EngineLeaves
+
+if TYPE_CHECKING:
+    from enginepool.weights.leaves import EngineLeaves
 
 
 def checksum(runtime: Runtime) -> str:

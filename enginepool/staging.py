@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -14,10 +14,12 @@ from enginepool.errors import EnginePoolError, WeightUpdateFailed
 from enginepool.logs import logger
 from enginepool.quiesce import Standstill
 from enginepool.weights.arrays import same_buffer
-from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import free_bytes, place
 from enginepool.weights.plan import Piece, Plan
 from enginepool.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from enginepool.weights.leaves import EngineLeaves
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -30,12 +31,13 @@ def place(
         if on_host and not private and array.dtype == dtype:
             array = np.array(array)
         placed = jax.device_put(array, sharding)
-    elif copy and array.dtype == dtype:
-        return jax.device_put(array, sharding, may_alias=False)
     else:
         placed = _own_shards(array, sharding)
         if placed is None:
             placed = jax.device_put(array, sharding)
+        if copy and placed.dtype == dtype:
+            # `device_put(may_alias=False)` shares a replicated array's shard all the same.
+            placed = jax.device_put(jnp.array(placed, copy=True), sharding)
     if placed.dtype == dtype:
         return placed
     return jax.device_put(placed.astype(dtype), sharding)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
 from enginepool.weights.arrays import Array, convertible
-from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import lies_there, place
 from enginepool.weights.sources import Source, Specs
+
+if TYPE_CHECKING:
+    from enginepool.weights.leaves import EngineLeaves
 
 # Tensors that checkpoints carry and models do not need.
 _TOLERATED = ("rotary_emb.inv_freq",)

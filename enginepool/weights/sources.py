@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 from enginepool.errors import InvalidWeights
 from enginepool.weights import flax_tree
@@ -51,12 +50,15 @@ def read_source(
     Raises:
         InvalidWeights: Nothing that is known, or broken.
     """
+    # Not at the top: its import registers exit callbacks, which importing enginepool must not.
+    from flax import nnx
+
     if isinstance(source, str | Path):
         checkpoint = Checkpoint(find(source, download_dir, revision))
         return Source(False, checkpoint.specs, checkpoint.load, private=True)
     if isinstance(source, nnx.State):
-        flat = {path: _value(leaf) for path, leaf in nnx.to_flat_state(source)}
-        return _of_paths({_dotted(path): leaf for path, leaf in flat.items()})
+        flat = nnx.to_flat_state(source)
+        return _of_paths({_dotted(path): _value(leaf) for path, leaf in flat})
     if isinstance(source, Mapping):
         return _of_mapping(source, leaves)
     if is_array(source):
@@ -123,4 +125,6 @@ def _dotted(path: Iterable[Any]) -> str:
 
 
 def _value(leaf: Any) -> Any:
+    from flax import nnx
+
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
