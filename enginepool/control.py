@@ -1,4 +1,4 @@
-"""Pause, continue and flush, at the engines' step boundaries."""
+"""Pause, continue and flush, at the engines' step boundaries; never in the middle of a swap."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ def pause(runtime: Runtime, mode: str, engine: int | None = None) -> None:
     """Stop engines (all, or one) at their next step boundary."""
     if mode not in PAUSE_MODES:
         raise InvalidRequest(f"mode={mode!r}: expected one of {', '.join(PAUSE_MODES)}")
-    if engine is None:
-        runtime.queue.paused = True
-
-    def stop(channel: Channel) -> list[Any]:
-        channel.stops.add("paused")
-        return [] if mode == "in_place" else channel.take_back()
-
-    taken = [request for group in runtime.on_engines(stop, engine) for request in group]
-    if mode == "abort":
+    with runtime.steering:
         if engine is None:
-            taken += runtime.queue.drain()
-        reason = {
-            "type": "abort",
-            "message": "pause_generation(mode='abort')",
-            "err_type": "cancelled",
-        }
-        for request in taken:
-            request.call.finish(request, reason)
-    else:
-        runtime.resume(taken)
+            runtime.queue.paused = True
+
+        def stop(channel: Channel) -> list[Any]:
+            channel.stops.add("paused")
+            return [] if mode == "in_place" else channel.take_back()
+
+        taken = [request for group in runtime.on_engines(stop, engine) for request in group]
+        if mode == "abort":
+            if engine is None:
+                taken += runtime.queue.drain()
+            reason = {
+                "type": "abort",
+                "message": "pause_generation(mode='abort')",
+                "err_type": "cancelled",
+            }
+            for request in taken:
+                request.call.finish(request, reason)
+        else:
+            runtime.resume(taken)
 
 
 def resume(runtime: Runtime, engine: int | None = None) -> None:
@@ -43,9 +44,10 @@ def resume(runtime: Runtime, engine: int | None = None) -> None:
     def go_on(channel: Channel) -> None:
         channel.stops.discard("paused")
 
-    runtime.on_engines(go_on, engine)
-    if engine is None:
-        runtime.queue.paused = False
+    with runtime.steering:
+        runtime.on_engines(go_on, engine)
+        if engine is None:
+            runtime.queue.paused = False
     runtime.queue.wake_all()
 
 
@@ -55,5 +57,6 @@ def flush_cache(runtime: Runtime, engine: int | None = None) -> None:
     Upstream refuses while anything runs; here what runs is taken back with the tokens that it
     has and goes on afterwards.
     """
-    taken = runtime.on_engines(Channel.take_back, engine)
-    runtime.resume(request for group in taken for request in group)
+    with runtime.steering:
+        taken = runtime.on_engines(Channel.take_back, engine)
+        runtime.resume(request for group in taken for request in group)

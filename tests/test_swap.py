@@ -229,3 +229,20 @@ def test_closing_ends_a_swap_that_waits(make_pool: MakePool, versions: list[Path
                 future.result(SECONDS)
         closing.join(SECONDS)
         assert not closing.is_alive()
+
+
+def test_a_pause_waits_for_a_swap(two: EnginePool, versions: list[Path]) -> None:
+    """An output that a swap waits for is not stopped by a pause; that comes after the swap."""
+    with callers(3) as executor:
+        call = executor.submit(
+            two.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 200}
+        )
+        until(lambda: running(two) == 1)
+        swap = executor.submit(two.update_weights, versions[1], weight_version=1)
+        until(lambda: "draining" in {e["state"] for e in two.stats()["engines"]})
+        pause = executor.submit(two.pause_generation, "in_place")
+        assert call.result(SECONDS)["meta_info"]["weight_versions"] == [[0, 200, 0]]
+        assert swap.result(SECONDS).weight_version == 1
+        pause.result(SECONDS)
+        two.continue_generation()
+    assert two.generate(input_ids=[5], sampling_params=GREEDY)["meta_info"]["weight_version"] == 1
