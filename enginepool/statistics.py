@@ -89,9 +89,14 @@ def _live_bytes() -> dict[jax.Device, int]:
     buffers: dict[jax.Device, dict[int, int]] = {}
     for array in jax.live_arrays():
         try:
-            for shard in array.addressable_shards:
-                address = shard.data.unsafe_buffer_pointer()
-                buffers.setdefault(shard.device, {})[address] = shard.data.nbytes
+            # Shards only where there are several: looking at the shard of an array on one device
+            # ties it into a reference cycle (JAX 0.8.1), which keeps its memory.
+            parts = [array]
+            if len(array.sharding.device_set) > 1:
+                parts = [shard.data for shard in array.addressable_shards]
+            for part in parts:
+                (device,) = part.devices()
+                buffers.setdefault(device, {})[part.unsafe_buffer_pointer()] = part.nbytes
         except RuntimeError:
             continue  # deleted, or given to a step that runs at this moment
     return {device: sum(sizes.values()) for device, sizes in buffers.items()}
