@@ -1,5 +1,6 @@
 """Swaps under load: no output is lost, every token is booked on the weights that it came from."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,12 @@ def swap_under_load(
         results = call.result(SECONDS)
     until(lambda: at_rest(pool))
     return results
+
+
+def in_use(pool: EnginePool) -> int:
+    """Bytes of live arrays, without those that other tests left to the garbage collector."""
+    gc.collect()
+    return pool.stats()["memory"]["sum"]["bytes_in_use"]
 
 
 def assert_spans(results: list[dict[str, Any]]) -> None:
@@ -161,12 +168,11 @@ def test_kv_cache(two: EnginePool, versions: list[Path]) -> None:
     what they give is what they give without."""
     params = {**GREEDY, "max_new_tokens": 50}
     expected = two.generate_all(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
-    memory = lambda: two.stats()["memory"]["sum"]["bytes_in_use"]  # noqa: E731
-    before = memory()
+    before = in_use(two)
     freed = two.release_memory_occupation()
-    assert memory() == before - freed
+    assert in_use(two) == before - freed
     assert two.resume_memory_occupation() == freed
-    assert memory() == before
+    assert in_use(two) == before
     with callers(1) as executor:
         call = executor.submit(
             two.generate_all, input_ids=PROMPTS, sampling_params=params, return_logprob=True
@@ -186,12 +192,11 @@ def test_kv_cache(two: EnginePool, versions: list[Path]) -> None:
 
 def test_release_weights(two: EnginePool, versions: list[Path]) -> None:
     """The memory is given back, running requests wait, new calls are refused until an update."""
-    memory = lambda: two.stats()["memory"]["sum"]["bytes_in_use"]  # noqa: E731
-    before = memory()
+    before = in_use(two)
     released = two.release_weights()
-    assert memory() == before - released
+    assert in_use(two) == before - released
     two.update_weights(versions[0], weight_version=0)
-    assert memory() == before
+    assert in_use(two) == before
     with callers(1) as executor:
         call = executor.submit(
             two.generate_all,
