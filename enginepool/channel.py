@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from enginepool.jobs import EngineBroken, Jobs, StopEngine
 from enginepool.queue import RequestQueue
-from enginepool.requests import Request
+from enginepool.requests import Request, aborted
 
 if TYPE_CHECKING:
     from enginepool.scheduler import PinnedScheduler
-
-
-class StopEngine(BaseException):
-    """Ends an engine's loop. No `Exception`: upstream catches those."""
-
-
-class EngineStopped(Exception):
-    """A job could not run: the engine has left."""
-
-
-class EngineBroken(EngineStopped):
-    """Raised by a job that leaves the engine unusable: it ends the engine's loop as well."""
 
 
 class Channel:
@@ -59,11 +47,8 @@ class Channel:
         self.stops: set[str] = set()
         self.draining = False
         self.weightless: str | None = None
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._conditional: list[tuple[Callable[[], bool], Callable[[], Any], Future[Any]]] = []
         self._wake = threading.Event()
-        self._closed: str | None = None
-        self._lock = threading.Lock()
+        self._jobs = Jobs(self.wake)
 
     # Any thread
 
@@ -71,29 +56,12 @@ class Channel:
         self._wake.set()
 
     def run(self, job: Callable[[], Any]) -> Future[Any]:
-        """Run `job` on the engine's thread at its next step boundary.
-
-        The future fails with `EngineStopped` when the engine has stopped or stops before.
-        """
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._closed is None:
-                self._jobs.append((job, future))
-            else:
-                future.set_exception(EngineStopped(self._closed))
-        self._wake.set()
-        return future
+        """See `Jobs.add`."""
+        return self._jobs.add(job)
 
     def run_when(self, condition: Callable[[], bool], job: Callable[[], Any]) -> Future[Any]:
-        """Run `job` at the first step boundary at which `condition` holds; see `run`.
-
-        An engine with nothing to do looks again when it is woken.
-        """
-        future: Future[Any] = Future()
-        self.run(lambda: self._conditional.append((condition, job, future))).add_done_callback(
-            lambda listed: (error := listed.exception()) and future.set_exception(error)
-        )
-        return future
+        """See `Jobs.add_when`."""
+        return self._jobs.add_when(condition, job)
 
     @property
     def paused(self) -> bool:
@@ -132,10 +100,7 @@ class Channel:
         waited = self.steps == 0
         while True:
             self._wake.clear()
-            while self._jobs:
-                self._run_job(*self._jobs.popleft())
-            if self._conditional and self._run_conditional():
-                continue
+            self._jobs.run_due()
             if not self.stops:
                 if not self.draining and self.weightless is None:
                     self._pull()
@@ -152,11 +117,9 @@ class Channel:
         request = self.held.pop(getattr(message, "rid", None) or "", None)
         if request is not None:
             self._take_over(request)
-            reason = request.abort_reason or {
-                "type": "abort",
-                "message": "the engine's KV cache cannot hold this request",
-                "err_type": "out_of_memory",
-            }
+            reason = request.abort_reason or aborted(
+                "the engine's KV cache cannot hold this request", "out_of_memory"
+            )
             request.call.finish(request, reason)
 
     def wait_for_new_requests(self, timeout: float) -> None:
@@ -164,13 +127,7 @@ class Channel:
 
     def close(self, why: str) -> list[Request]:
         """No job will run any more; returns the requests that were held, progress taken over."""
-        with self._lock:
-            self._closed = why
-            jobs, self._jobs = self._jobs, deque()
-        conditional, self._conditional = self._conditional, []
-        for future in [future for *_, future in (*jobs, *conditional)]:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineStopped(why))
+        self._jobs.close(why)
         requests = self.retract()
         self.scheduler = None
         return requests
@@ -254,30 +211,6 @@ class Channel:
             request.cached_tokens = req.cached_tokens
         if not keep:
             request.req = None
-
-    def _run_job(self, job: Callable[[], Any], future: Future[Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(job())
-        except StopEngine:
-            future.set_result(None)
-            raise
-        except EngineBroken as error:
-            future.set_exception(error)
-            raise
-        except Exception as error:
-            future.set_exception(error)
-
-    def _run_conditional(self) -> bool:
-        """Run what has become due. One at a time: a job may change what others wait for."""
-        for entry in self._conditional:
-            condition, job, future = entry
-            if future.cancelled() or condition():
-                self._conditional.remove(entry)
-                self._run_job(job, future)
-                return True
-        return False
 
     def _pull(self) -> None:
         scheduler = self.scheduler

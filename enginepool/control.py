@@ -6,6 +6,7 @@ from typing import Any
 
 from enginepool.channel import Channel
 from enginepool.errors import InvalidRequest
+from enginepool.requests import aborted
 from enginepool.runtime import Runtime
 
 PAUSE_MODES = ("retract", "in_place", "abort")
@@ -27,11 +28,7 @@ def pause(runtime: Runtime, mode: str, engine: int | None = None) -> None:
         if mode == "abort":
             if engine is None:
                 taken += runtime.queue.drain()
-            reason = {
-                "type": "abort",
-                "message": "pause_generation(mode='abort')",
-                "err_type": "cancelled",
-            }
+            reason = aborted("pause_generation(mode='abort')", "cancelled")
             for request in taken:
                 request.call.finish(request, reason)
         else:

@@ -12,9 +12,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from enginepool.channel import Channel, EngineStopped
+from enginepool.channel import Channel
 from enginepool.errors import InvalidRequest, PoolClosed, PoolFailed
-from enginepool.requests import Request
+from enginepool.jobs import EngineStopped
+from enginepool.requests import Request, aborted
 from enginepool.runtime import Runtime
 from enginepool.worker import EngineWorker
 
@@ -120,13 +121,8 @@ def standstill(
 
 def _settle(runtime: Runtime, taken: list[Request], mode: SwapMode) -> None:
     if mode == "abort":
-        reason = {
-            "type": "abort",
-            "message": "update_weights(mode='abort')",
-            "err_type": "cancelled",
-        }
         for request in taken:
-            request.call.finish(request, reason)
+            request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
 
 
 def _go_on(

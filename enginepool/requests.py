@@ -32,6 +32,11 @@ def new_rid() -> str:
     return uuid.uuid4().hex
 
 
+def aborted(message: str, err_type: str) -> dict[str, Any]:
+    """The finish reason of a request that did not end by itself, in upstream's form."""
+    return {"type": "abort", "message": message, "err_type": err_type}
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sample of one prompt.

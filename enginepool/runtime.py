@@ -13,15 +13,16 @@ from typing import Any
 
 import jax
 
-from enginepool.channel import Channel, EngineStopped, StopEngine
+from enginepool.channel import Channel
 from enginepool.compilation import ExecutableCache
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
 from enginepool.errors import EnginePoolError, NoWeights, PoolClosed, PoolFailed
 from enginepool.guest import quiet_logger
+from enginepool.jobs import EngineStopped, StopEngine
 from enginepool.logs import logger
 from enginepool.queue import RequestQueue
-from enginepool.requests import Call, Request
+from enginepool.requests import Call, Request, aborted
 from enginepool.startup import make_intake, patched, start_workers
 from enginepool.worker import EngineWorker
 
@@ -158,7 +159,7 @@ class Runtime:
 
         Returns at once. A running request ends after its engine's current step.
         """
-        reason = {"type": "abort", "message": message, "err_type": err_type}
+        reason = aborted(message, err_type)
         by_engine: dict[int, list[Request]] = {}
         for request in requests:
             if request.finish_reason is not None:
@@ -228,7 +229,7 @@ class Runtime:
         return [r for call in calls for r in call.requests if r.finish_reason is None]
 
     def _fail(self, requests: Iterable[Request], error: EnginePoolError) -> None:
-        reason = {"type": "abort", "message": str(error), "err_type": type(error).__name__}
+        reason = aborted(str(error), type(error).__name__)
         for request in requests:
             request.call.failure = error
             request.call.finish(request, reason)
@@ -246,12 +247,8 @@ class Runtime:
             request.failures.append(f"engine {worker.index}: {worker.reason}")
             stays = request.engine == worker.index
             if stays or len(request.failures) >= MAX_FAILURES:
-                reason = {
-                    "type": "abort",
-                    "message": "; ".join(request.failures),
-                    "err_type": "engine_failed" if stays else "poisoned",
-                }
-                request.call.finish(request, reason)
+                err_type = "engine_failed" if stays else "poisoned"
+                request.call.finish(request, aborted("; ".join(request.failures), err_type))
             else:
                 movable.append(request)
         self.resume(movable)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
-from enginepool.channel import Channel, StopEngine
+from enginepool.channel import Channel
 from enginepool.compilation import ExecutableCache
+from enginepool.jobs import StopEngine
 from enginepool.logs import logger
 from enginepool.queue import RequestQueue
 from enginepool.requests import Request

@@ -1,0 +1,105 @@
+"""What other threads ask an engine to do at a step boundary."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class StopEngine(BaseException):
+    """Ends an engine's loop. No `Exception`: upstream catches those."""
+
+
+class EngineStopped(Exception):
+    """A job could not run: the engine has left."""
+
+
+class EngineBroken(EngineStopped):
+    """Raised by a job that leaves the engine unusable: it ends the engine's loop as well."""
+
+
+class Jobs:
+    """Handed in from any thread, run by the engine's own with `run_due`."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._waiting: list[tuple[Callable[[], bool], Callable[[], Any], Future[Any]]] = []
+        self._closed: str | None = None
+        self._lock = threading.Lock()
+
+    def add(self, job: Callable[[], Any]) -> Future[Any]:
+        """Run `job` at the next step boundary.
+
+        The future fails with `EngineStopped` when the engine has stopped or stops before.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed is None:
+                self._jobs.append((job, future))
+            else:
+                future.set_exception(EngineStopped(self._closed))
+        self._wake()
+        return future
+
+    def add_when(self, condition: Callable[[], bool], job: Callable[[], Any]) -> Future[Any]:
+        """Run `job` at the first step boundary at which `condition` holds; see `add`.
+
+        An engine with nothing to do looks again when it is woken.
+        """
+        future: Future[Any] = Future()
+        self.add(lambda: self._waiting.append((condition, job, future))).add_done_callback(
+            lambda listed: (error := listed.exception()) and future.set_exception(error)
+        )
+        return future
+
+    def close(self, why: str) -> None:
+        """No job will run any more."""
+        with self._lock:
+            self._closed = why
+            jobs, self._jobs = self._jobs, deque()
+        waiting, self._waiting = self._waiting, []
+        for future in [future for *_, future in (*jobs, *waiting)]:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineStopped(why))
+
+    # The engine's thread
+
+    def run_due(self) -> None:
+        """Run everything that is due, also what becomes due by it.
+
+        Raises:
+            StopEngine, EngineBroken: A job ended the loop.
+        """
+        while True:
+            while self._jobs:
+                self._run(*self._jobs.popleft())
+            if not self._run_one_waiting():
+                return
+
+    def _run_one_waiting(self) -> bool:
+        # One at a time: a job may change what others wait for.
+        for entry in self._waiting:
+            condition, job, future = entry
+            if future.cancelled() or condition():
+                self._waiting.remove(entry)
+                self._run(job, future)
+                return True
+        return False
+
+    def _run(self, job: Callable[[], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(job())
+        except StopEngine:
+            future.set_result(None)
+            raise
+        except EngineBroken as error:
+            future.set_exception(error)
+            raise
+        except Exception as error:
+            future.set_exception(error)
