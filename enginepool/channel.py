@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from enginepool.errors import NotFinite, StepTimeout
 from enginepool.jobs import EngineBroken, Jobs, StopEngine
 from enginepool.queue import RequestQueue
-from enginepool.requests import Request, aborted
+from enginepool.requests import Request, aborted, not_finite
 
 if TYPE_CHECKING:
     from enginepool.scheduler import PinnedScheduler
@@ -25,12 +26,16 @@ class Channel:
     """One engine's door, used from any thread; what runs inside runs on the engine's thread.
 
     Attributes:
-        held: The requests that this engine has, by rid. Engine thread only.
+        held: The requests that this engine has, by rid. Changed under `lock` only.
+        lock: Held while outputs are handed over: a step that is given up may return just then.
         weight_version: The version that the engine's next step samples from.
         swaps: How many times weights were replaced here; separates the prefix cache's entries.
+        not_finite: The update of weights (`swaps`) that gives no finite numbers on any engine.
+        soiled: Whether the KV cache may have numbers in it that are not finite.
         stops: Why no step is taken (paused, or in a swap); empty when the engine goes on.
         draining: Whether it finishes what it has and takes nothing new.
         weightless: Why the engine has no weights to step with, if it has none.
+        stepping_since: When the step that runs now began, in `time.perf_counter`, if one does.
         busy_since: When the first step after the last idling began, in `time.perf_counter`.
         last_output: When a request last ended here, likewise.
     """
@@ -41,14 +46,19 @@ class Channel:
         self.scheduler: PinnedScheduler | None = None
         self.held: dict[str, Request] = {}
         self.weight_version: int | str = 0
+        self.lock = threading.RLock()
         self.steps = 0
+        self.stepping_since: float | None = None
         self.busy_since = self.last_output = 0.0
         self.swaps = 0
+        self.not_finite: int | None = None
+        self.soiled = False
         self.stops: set[str] = set()
         self.draining = False
         self.weightless: str | None = None
         self._wake = threading.Event()
         self._jobs = Jobs(self.wake)
+        self._abandoned: str | None = None
 
     # Any thread
 
@@ -91,22 +101,41 @@ class Channel:
         except AttributeError:  # it is being taken apart at this moment
             return (0, 0)
 
+    def abandon(self, why: str) -> list[Request] | None:
+        """Take the requests of a step that does not return; None if there is no such step.
+
+        What the step still does to its own objects reaches nobody.
+        """
+        with self.lock:
+            if self.stepping_since is None or self._abandoned is not None:
+                return None
+            self._abandoned = why
+            return self.close(why)
+
     # The engine's thread
 
     def recv_requests(self) -> list[Any]:
         """The step boundary. Always returns an empty list: requests are admitted right here,
         because only here can a resumed one get its outputs put in place."""
+        with self.lock:
+            self.stepping_since = None
+            if self._abandoned is not None:
+                raise StepTimeout(self._abandoned)
         assert self.scheduler is not None
         waited = self.steps == 0
         while True:
             self._wake.clear()
             self._jobs.run_due()
             if not self.stops:
+                if self.soiled and not self.held and not self.scheduler.has_work():
+                    self.scheduler.reset()
+                    self.soiled = False
                 if not self.draining and self.weightless is None:
                     self._pull()
                 if self.scheduler.has_work():
+                    self.stepping_since = time.perf_counter()
                     if waited:
-                        self.busy_since = time.perf_counter()
+                        self.busy_since = self.stepping_since
                     self.steps += 1
                     return []
             self._wake.wait()
@@ -114,8 +143,10 @@ class Channel:
 
     def send_pyobj(self, message: Any) -> None:
         """Upstream's notice that it dropped a request which was not running (abort, or no KV)."""
-        request = self.held.pop(getattr(message, "rid", None) or "", None)
-        if request is not None:
+        with self.lock:
+            request = self.held.pop(getattr(message, "rid", None) or "", None)
+            if request is None:
+                return
             self._take_over(request)
             reason = request.abort_reason or aborted(
                 "the engine's KV cache cannot hold this request", "out_of_memory"
@@ -124,6 +155,12 @@ class Channel:
 
     def wait_for_new_requests(self, timeout: float) -> None:
         """Upstream's pause of its polling loop; `recv_requests` blocks instead."""
+
+    def open(self) -> None:
+        """Jobs run again, in an engine that came back."""
+        with self.lock:
+            self._abandoned = self.stepping_since = None
+        self._jobs.open()
 
     def close(self, why: str) -> list[Request]:
         """No job will run any more; returns the requests that were held, progress taken over."""
@@ -138,13 +175,15 @@ class Channel:
         The scheduler's own state is not touched: for an engine that stays, the caller has the
         scheduler release everything next.
         """
-        for request in list(self.held.values()):
-            req = request.req
-            if req is not None and req.finished():
-                self.deliver(request, req)
-            else:
+        with self.lock:
+            for request in list(self.held.values()):
+                req = request.req
+                finished = req is not None and req.finished()
                 self._take_over(request)
-        requests, self.held = list(self.held.values()), {}
+                # Unless the step that finished it failed half way.
+                if req is not None and finished and len(request.output_ids) == len(req.output_ids):
+                    self.deliver(request, req)
+            requests, self.held = list(self.held.values()), {}
         for request in requests:
             request.taken_back = True
             request.owed = len(request.output_ids)
@@ -194,6 +233,23 @@ class Channel:
             reason = request.abort_reason
         request.call.finish(request, reason)
 
+    def not_finite_outputs(self, requests: list[Request]) -> None:
+        """Their newest log-probability is no finite number, so nor is the KV cache that they
+        wrote. They end where that is known to be the weights' fault.
+
+        Raises:
+            NotFinite: It may be this engine's fault.
+        """
+        if self.not_finite != self.swaps:
+            raise NotFinite(requests)
+        assert self.scheduler is not None
+        self.soiled = True
+        for request in requests:
+            del self.held[request.rid]
+            self._take_over(request)
+            self.scheduler.abort(request.rid)
+            request.call.finish(request, not_finite(self.weight_version))
+
     def publish(self, request: Request) -> None:
         """Offer what a streamed request has so far to its caller."""
         self._take_over(request, keep=True)
@@ -215,6 +271,8 @@ class Channel:
     def _pull(self) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
+        if len(self.held) == 1 and next(iter(self.held.values())).alone:
+            return
         taken = self.queue.take(
             self.engine_index,
             load=len(self.held),

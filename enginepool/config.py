@@ -93,6 +93,9 @@ class PoolConfig:
     devices: int | Sequence[Any] | None = None
     tp_size: int = 1
     warmup: Warmup = "sequential"
+    restart: bool = True
+    max_restarts: int = 5
+    step_timeout: float | None = 300.0
     server_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,6 +103,13 @@ class PoolConfig:
             raise InvalidConfig(f"warmup={self.warmup!r}: expected one of {', '.join(WARMUPS)}")
         if type(self.tp_size) is not int or self.tp_size < 1:
             raise InvalidConfig(f"tp_size={self.tp_size!r}: expected a count of devices, 1 or more")
+        if type(self.max_restarts) is not int or self.max_restarts < 0:
+            raise InvalidConfig(f"max_restarts={self.max_restarts!r}: expected a count, 0 or more")
+        timeout = self.step_timeout
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+            raise InvalidConfig(
+                f"step_timeout={timeout!r}: expected seconds above 0, or None for no limit"
+            )
         _check_server_args(self.server_args)
         for name, reason in REFUSED_ENVIRONMENT.items():
             if os.environ.get(name, "0") not in ("", "0"):

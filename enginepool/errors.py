@@ -8,6 +8,8 @@ EnginePoolError
 ├── EnginesDiffer                   engines that should have the same weights do not
 ├── PoolClosed                      the pool is closed; a closed pool cannot be opened again
 ├── EngineStartFailed               an engine could not be built or warmed up
+├── StepTimeout                     a step of an engine does not return
+├── NotFinite                       an engine's log-probabilities are not finite numbers
 ├── PoolFailed                      no engine is left to serve
 │   └── NoWeights                   weights were released, or deleted by who shared them
 └── RequestFailed                   one prompt ended early (only inside RequestsFailed)
@@ -93,6 +95,22 @@ class EngineStartFailed(EnginePoolError):
         super().__init__(message)
         self.engine_index = engine_index
         self.device_ids = tuple(device_ids)
+
+
+class StepTimeout(EnginePoolError):
+    """Why an engine was given up: a step took longer than `step_timeout`. Seen in `stats()`."""
+
+
+class NotFinite(EnginePoolError):
+    """Why an engine was reset: log-probabilities that are not finite numbers. Seen in `stats()`.
+
+    Attributes:
+        requests: Those that got them.
+    """
+
+    def __init__(self, requests: Sequence[Any]) -> None:
+        super().__init__(f"{len(requests)} requests got log-probabilities that are not finite")
+        self.requests = tuple(requests)
 
 
 class PoolFailed(EnginePoolError):

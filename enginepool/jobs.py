@@ -56,8 +56,13 @@ class Jobs:
         )
         return future
 
+    def open(self) -> None:
+        """Take jobs again after `close`."""
+        with self._lock:
+            self._closed = None
+
     def close(self, why: str) -> None:
-        """No job will run any more."""
+        """No job will run any more; those that wait fail."""
         with self._lock:
             self._closed = why
             jobs, self._jobs = self._jobs, deque()

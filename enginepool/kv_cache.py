@@ -23,6 +23,7 @@ class KVCache:
         self._runner = model_runner
         self._dropped: list[tuple[Any, Any, jax.ShapeDtypeStruct]] = []
         self._zeros: dict[Any, Any] = {}
+        self._count = len(list(self._buffers()))
 
     @property
     def dropped(self) -> bool:
@@ -35,11 +36,20 @@ class KVCache:
 
     def drop(self) -> int:
         """Free the buffers; returns their bytes. The cached prefixes must be forgotten before."""
-        for container, key, buffer in list(self._buffers()):
+        buffers = list(self._buffers())
+        if len(buffers) != self._count:
+            raise RuntimeError(f"{len(buffers)} of {self._count} KV buffers are left")
+        for container, key, buffer in buffers:
             self._dropped.append((container, key, _spec(buffer)))
             _put(container, key, None)
             buffer.delete()
         return sum(_bytes(spec) for _, _, spec in self._dropped)
+
+    def renew(self) -> None:
+        """Zeros in every buffer, also where a failed step took the old one along."""
+        if not self.dropped:
+            self.drop()
+            self.rebuild()
 
     def rebuild(self) -> int:
         """Make the buffers again, of zeros; returns their bytes."""

@@ -26,6 +26,7 @@ def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
         return 0 if scheduler.kv_cache.dropped else scheduler.kv_cache.drop()
 
     with runtime.steering, standstill(runtime, runtime.present(), "retract") as stand:
+        runtime.kv_released = True
         return sum(stand.run(drop).values())
 
 
@@ -40,6 +41,7 @@ def resume_kv_cache(runtime: Runtime) -> int:
         return made
 
     with runtime.steering, standstill(runtime, runtime.present(), "in_place") as stand:
+        runtime.kv_released = False
         return sum(stand.run(rebuild).values())
 
 

@@ -53,6 +53,12 @@ class EnginePool(Generation, WeightCalls):
         tp_size: Devices of one engine.
         warmup: "sequential" compiles every program before serving, one engine after the other;
             "parallel" all engines at once; "none" compiles while serving.
+        restart: Bring an engine back whose step failed; without it, it stays out.
+        max_restarts: How often in a row, without a finished request in between and within 60
+            seconds, an engine is brought back before it stays out.
+        step_timeout: Seconds after which a step counts as stuck: its requests move on, and its
+            engine is brought back when the step returns after all. Programs that compile while
+            serving (warmup="none") count as part of a step. None for no limit.
         server_args: Everything else of upstream's `ServerArgs`, under its own names.
 
     Raises:
@@ -66,6 +72,9 @@ class EnginePool(Generation, WeightCalls):
         devices: DeviceSpec = None,
         tp_size: int = 1,
         warmup: Warmup = "sequential",
+        restart: bool = True,
+        max_restarts: int = 5,
+        step_timeout: float | None = 300.0,
         **server_args: Any,
     ) -> None:
         self._state = PoolState.UNOPENED
@@ -77,7 +86,16 @@ class EnginePool(Generation, WeightCalls):
             from enginepool import toy
 
             model = str(toy.checkpoint())
-        self.config = PoolConfig(str(model), devices, tp_size, warmup, server_args)
+        self.config = PoolConfig(
+            str(model),
+            devices,
+            tp_size,
+            warmup,
+            restart=restart,
+            max_restarts=max_restarts,
+            step_timeout=step_timeout,
+            server_args=server_args,
+        )
 
     def __repr__(self) -> str:
         runtime = self._open_runtime
@@ -233,6 +251,11 @@ class EnginePool(Generation, WeightCalls):
     def stats(self) -> dict[str, Any]:
         """Engines with their states, queue, prompts and tokens so far, memory by device."""
         return statistics.pool(self._runtime())
+
+    def events(self) -> list[dict[str, Any]]:
+        """The latest thousand failures, recoveries and the like, oldest first: `event`, `time`
+        (as `time.time`), `engine`, `devices` and what belongs to each. The log has them too."""
+        return self._runtime().events.latest()
 
     def get_load(self) -> list[dict[str, Any]]:
         """Running and waiting requests and KV use of each engine, without stopping any."""

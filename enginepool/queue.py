@@ -25,11 +25,16 @@ class RequestQueue:
         self._resumed: dict[str, Request] = {}
         self._fresh: dict[str, Request] = {}
         self._pinned: dict[int, dict[str, Request]] = {}
+        self._suspects: dict[str, Request] = {}
+        self._reserved: dict[str, int] = {}  # the engine that empties itself for a suspect
         self._engines: dict[int, tuple[Callable[[], int], Callable[[], None]]] = {}
         self.paused = False
 
     def __len__(self) -> int:
-        return len(self._resumed) + len(self._fresh) + sum(map(len, self._pinned.values()))
+        return sum(map(len, self._shelves()))
+
+    def _shelves(self) -> list[dict[str, Request]]:
+        return [self._suspects, self._resumed, self._fresh, *self._pinned.values()]
 
     def attach(self, engine: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
         """Register a serving engine: how many requests it holds, and how to wake it."""
@@ -40,7 +45,11 @@ class RequestQueue:
         """Forget an engine; returns the requests that only it could have run."""
         with self._lock:
             self._engines.pop(engine, None)
-            return list(self._pinned.pop(engine, {}).values())
+            self._reserved = {rid: by for rid, by in self._reserved.items() if by != engine}
+            alone = [r for r in self._suspects.values() if r.engine == engine]
+            for request in alone:
+                del self._suspects[request.rid]
+            return [*alone, *self._pinned.pop(engine, {}).values()]
 
     def put(self, requests: Iterable[Request], *, resumed: bool = False) -> None:
         with self._lock:
@@ -51,13 +60,14 @@ class RequestQueue:
     def discard(self, request: Request) -> bool:
         """Take a request out; False when no engine could get it from here any more."""
         with self._lock:
-            shelves = (self._resumed, self._fresh, *self._pinned.values())
-            return any(shelf.pop(request.rid, None) is not None for shelf in shelves)
+            self._reserved.pop(request.rid, None)
+            return any(shelf.pop(request.rid, None) is not None for shelf in self._shelves())
 
     def drain(self) -> list[Request]:
         """Take everything out."""
         with self._lock:
-            shelves = [self._resumed, self._fresh, *self._pinned.values()]
+            shelves = self._shelves()
+            self._reserved.clear()
             requests = [request for shelf in shelves for request in shelf.values()]
             for shelf in shelves:
                 shelf.clear()
@@ -66,8 +76,8 @@ class RequestQueue:
     def owes(self) -> bool:
         """Whether a request that was taken back from an engine still waits here."""
         with self._lock:
-            pinned = [r for shelf in self._pinned.values() for r in shelf.values() if r.taken_back]
-            return bool(self._resumed or pinned)
+            shelves = [self._resumed, *self._pinned.values()]
+            return any(r.taken_back for shelf in shelves for r in shelf.values())
 
     def wake_all(self) -> None:
         with self._lock:
@@ -85,31 +95,61 @@ class RequestQueue:
         if self.paused or room <= 0 or not len(self):
             return []
         with self._lock:
-            pinned = self._pinned.get(engine, {})
-            waiting = len(pinned) + len(self._resumed) + len(self._fresh)
-            order = chain(pinned.values(), self._resumed.values(), self._fresh.values())
-            window = list(islice(order, max(WINDOW, 2 * room)))
-            loads = [load if i == engine else other() for i, (other, _) in self._engines.items()]
-            chosen = routing.choose(
-                [request.candidate for request in window],
-                waiting=waiting,
-                load=load,
-                loads=loads,
-                room=room,
-                cached=lambda i: cached(window[i]),
-            )
-            if chosen:
-                for i in set(range(max(chosen))).difference(chosen):
-                    window[i].candidate.passed_over += 1
-            taken = [window[i] for i in chosen]
-            for request in taken:
-                for shelf in (pinned, self._resumed, self._fresh):
-                    shelf.pop(request.rid, None)
+            taken = self._take_alone(engine, load) if self._suspects else None
+            if taken is None:
+                taken = self._take_some(engine, load, room, cached)
         if any(request.taken_back for request in taken):
             self.wake_all()  # siblings may wait for `owes`
         return taken
 
+    def _take_some(
+        self, engine: int, load: int, room: int, cached: Callable[[Request], int]
+    ) -> list[Request]:
+        pinned = self._pinned.get(engine, {})
+        waiting = len(pinned) + len(self._resumed) + len(self._fresh)
+        free = chain(self._resumed.values(), self._fresh.values())
+        order = chain(pinned.values(), (r for r in free if self._may_run(r, engine)))
+        window = list(islice(order, max(WINDOW, 2 * room)))
+        loads = [load if i == engine else other() for i, (other, _) in self._engines.items()]
+        chosen = routing.choose(
+            [request.candidate for request in window],
+            waiting=waiting,
+            load=load,
+            loads=loads,
+            room=room,
+            cached=lambda i: cached(window[i]),
+        )
+        if chosen:
+            for i in set(range(max(chosen))).difference(chosen):
+                window[i].candidate.passed_over += 1
+        taken = [window[i] for i in chosen]
+        for request in taken:
+            for shelf in (pinned, self._resumed, self._fresh):
+                shelf.pop(request.rid, None)
+        return taken
+
+    def _take_alone(self, engine: int, load: int) -> list[Request] | None:
+        """A request that is to run with nothing beside it; none yet while the engine has others;
+        None if no such request is for this engine."""
+        for request in self._suspects.values():
+            mine = request.engine == engine
+            if request.engine is None:
+                mine = self._may_run(request, engine)
+            if mine and self._reserved.setdefault(request.rid, engine) == engine:
+                if load:
+                    return []
+                del self._reserved[request.rid]
+                return [self._suspects.pop(request.rid)]
+        return None
+
+    def _may_run(self, request: Request, engine: int) -> bool:
+        """Not where it was present in a failure, while there is another engine."""
+        failed_on = request.failures
+        return engine not in failed_on or failed_on.keys() >= self._engines.keys()
+
     def _shelf(self, request: Request, resumed: bool) -> dict[str, Request]:
+        if request.alone:
+            return self._suspects
         if request.engine is not None:
             return self._pinned.setdefault(request.engine, {})
         return self._resumed if resumed else self._fresh

@@ -6,6 +6,7 @@ admits it with those outputs in place. Moving to a sibling after a fault is that
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -35,6 +36,15 @@ def new_rid() -> str:
 def aborted(message: str, err_type: str) -> dict[str, Any]:
     """The finish reason of a request that did not end by itself, in upstream's form."""
     return {"type": "abort", "message": message, "err_type": err_type}
+
+
+def not_finite(version: int | str) -> dict[str, Any]:
+    """The finish reason of a request that has no finite log-probability on any engine."""
+    return aborted(
+        f"the log-probabilities are not finite numbers with weight version {version!r}, on a "
+        "second engine or a second time: look at the weights and at the prompt",
+        "not_finite",
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +78,10 @@ class Request:
     cached_tokens: int | None = None
     req: Any = None  # upstream's request, while an engine has it
     engine_index: int | None = None
-    failures: list[str] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)  # why, by engine
+    failed: int = 0  # in how many failures it was present
+    alone: bool = False  # it runs with nothing beside it: it may be what makes engines fail
+    not_finite: int | None = None  # the update of weights under which its logits were not finite
     taken_back: bool = False  # from an engine, to go on later
     owed: int = 0  # outputs when it was; one more is due before it may be taken back for a swap
     abort_reason: dict[str, Any] | None = None
@@ -86,10 +99,12 @@ class Request:
     def absorb(self, output_ids: list[int], logprobs: list[float], version: int | str) -> None:
         """Take over the outputs that an engine has produced so far (all of them, not the new).
 
-        A step that failed half way may have appended an id without its log-probability; such a
-        tail is dropped and sampled again.
+        A step that failed half way may have appended an id without its log-probability, or with
+        one that is no finite number; such a tail is dropped and sampled again.
         """
         count = min(len(output_ids), len(logprobs))
+        if count and not math.isfinite(logprobs[count - 1]):
+            count -= 1
         self.output_ids, self.logprobs = output_ids[:count], logprobs[:count]
         del self.top_logprobs[count:]
         spans = self.weight_versions

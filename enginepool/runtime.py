@@ -17,17 +17,17 @@ from enginepool.channel import Channel
 from enginepool.compilation import ExecutableCache
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
-from enginepool.errors import EnginePoolError, NoWeights, PoolClosed, PoolFailed
+from enginepool.errors import EnginePoolError, NoWeights, PoolClosed, PoolFailed, StepTimeout
+from enginepool.events import Events
 from enginepool.guest import quiet_logger
-from enginepool.jobs import EngineStopped, StopEngine
+from enginepool.jobs import EngineStopped
 from enginepool.logs import logger
 from enginepool.queue import RequestQueue
+from enginepool.recovery import Failures, recover, sort_out
 from enginepool.requests import Call, Request, aborted
 from enginepool.startup import make_intake, patched, start_workers
+from enginepool.watchdog import watching
 from enginepool.worker import EngineWorker
-
-# A request that was present in this many failures is not tried again.
-MAX_FAILURES = 2
 
 
 class Counts:
@@ -58,13 +58,16 @@ class Runtime:
         self.counts = Counts()
         self.weight_version: int | str = 0
         self.updates = 0
+        self.events = Events(name)
         self.released: str | None = None  # why no engine has weights, if that was asked for
+        self.kv_released = False
         self.closed = False
         self.guards = ExitStack()
         self.lock = threading.Lock()
         self.steering = threading.Lock()  # pauses, swaps and the like happen one at a time
         self._closing = threading.Lock()  # whoever closes second waits for the first
         self._calls: set[Call] = set()
+        self._failures: dict[int, Failures] = {}
 
     # Opening and closing
 
@@ -81,6 +84,9 @@ class Runtime:
             self.workers += [self._make_worker(i, group) for i, group in enumerate(groups)]
             start_workers(self.workers, self.config.warmup, on_engine)
             self.intake = make_intake(self.workers)
+            if (limit := self.config.step_timeout) is not None:
+                watch = watching(self.name, self.workers, limit, self._engine_stuck)
+                self.guards.enter_context(watch)
         except BaseException:
             self.close(timeout=None)
             raise
@@ -95,8 +101,7 @@ class Runtime:
             self.queue,
             self.cache,
             name=self.name,
-            on_failure=self._engine_left,
-            on_unloaded=self._engine_unloaded,
+            supervisor=self,
         )
 
     def close(self, timeout: float | None) -> bool:
@@ -119,7 +124,7 @@ class Runtime:
         stuck = []
         for worker in self.workers:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not worker.join(left):
+            if not worker.join(0.0 if worker.stuck else left):
                 stuck.append(worker.index)
         # A stuck engine's callers do not wait for it.
         self._fail(self._unfinished(), error)
@@ -194,6 +199,11 @@ class Runtime:
                 request.call.finish(request, request.abort_reason)
         self._fail_stranded()
 
+    def stops(self) -> set[str]:
+        """Why no engine of this pool takes a step now."""
+        reasons = {"paused": self.queue.paused, "kv_cache": self.kv_released}
+        return {reason for reason, holds in reasons.items() if holds}
+
     def serving(self) -> list[EngineWorker]:
         return [worker for worker in self.workers if worker.serving]
 
@@ -234,42 +244,54 @@ class Runtime:
             request.call.failure = error
             request.call.finish(request, reason)
 
-    # An engine's loop has ended (called on its thread)
+    # What workers report (on their threads; see `worker.Supervisor`)
 
-    def _engine_left(
+    def engine_failed(
         self, worker: EngineWorker, error: BaseException, requests: list[Request]
     ) -> None:
-        if isinstance(error, StopEngine) or self.closed:
-            self._fail(requests, PoolClosed(f"pool {self.name!r} was closed"))
-            return
-        movable = []
-        for request in requests:
-            request.failures.append(f"engine {worker.index}: {worker.reason}")
-            stays = request.engine == worker.index
-            if stays or len(request.failures) >= MAX_FAILURES:
-                err_type = "engine_failed" if stays else "poisoned"
-                request.call.finish(request, aborted("; ".join(request.failures), err_type))
-            else:
-                movable.append(request)
-        self.resume(movable)
+        self.events.add(
+            "engine_quarantined",
+            worker,
+            level="warning",
+            reason=worker.reason,
+            requests=len(requests),
+        )
+        self.resume(sort_out(self, worker, error, requests))
 
-    def _engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
-        """An engine has lost its weights (called on its thread); its requests go elsewhere, or
-        wait where the weights were released on purpose."""
+    def recover(self, worker: EngineWorker, error: BaseException) -> bool:
+        failures = self._failures.setdefault(worker.index, Failures())
+        return recover(self, worker, failures, error)
+
+    def engine_unloaded(self, requests: list[Request]) -> None:
         self.resume(requests)
+
+    def engine_closed(self, requests: list[Request]) -> None:
+        if self.closed:
+            self._fail(requests, PoolClosed(f"pool {self.name!r} was closed"))
+        else:
+            self.resume(requests)
+
+    def _engine_stuck(self, worker: EngineWorker, reason: str) -> None:
+        requests = worker.abandon(reason)
+        if requests is not None:
+            self.events.add(
+                "engine_abandoned", worker, level="warning", reason=reason, requests=len(requests)
+            )
+            self.resume(sort_out(self, worker, StepTimeout(reason), requests))
 
     def _served(self, pinned_to: int | None) -> bool:
         """Whether an engine is left that may run such a request."""
-        return bool(self.serving()) if pinned_to is None else self.workers[pinned_to].serving
+        workers = self.workers if pinned_to is None else [self.workers[pinned_to]]
+        return any(worker.serving or worker.recovering for worker in workers)
 
     def _fail_stranded(self) -> None:
         """End what waits for engines that have left, also between a look and a `put`."""
         if self.closed or self.released is not None:
             return  # `close` ends everything, `update_weights` goes on
-        if not self.serving():
+        if not self._served(None):
             self._fail(self.queue.drain(), self.failure(None))
         for worker in self.workers:
-            if not worker.serving:
+            if not self._served(worker.index):
                 stranded = self.queue.detach(worker.index)
                 self._fail(stranded, self.failure(worker.index))
 

@@ -7,6 +7,7 @@ Imports sgl_jax: import it only after the patches are applied.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import threading
 from functools import cached_property
@@ -70,18 +71,22 @@ class PinnedScheduler(Scheduler):
         Upstream's message to its detokenizer repeats log-probabilities past 50 tokens and is
         misaligned in a mixed batch.
         """
-        held = self.channel.held
-        self._top_logprobs.collect(self.cur_batch, held)
-        for req in reqs:
-            if req.finished():
+        channel = self.channel
+        with channel.lock:
+            held = channel.held
+            self._top_logprobs.collect(self.cur_batch, held)
+            if broken := _not_finite(reqs, held):
+                channel.not_finite_outputs(broken)
+            for req in reqs:
                 request = held.get(req.rid)
-                if request is not None:
-                    self.channel.deliver(request, req)
-            elif req.stream:
-                request = held.get(req.rid)
-                interval = req.sampling_params.stream_interval or self.stream_interval
-                if request is not None and req.output_ids and len(req.output_ids) % interval == 0:
-                    self.channel.publish(request)
+                if request is None:
+                    continue
+                if req.finished():
+                    channel.deliver(request, req)
+                elif req.stream:
+                    interval = req.sampling_params.stream_interval or self.stream_interval
+                    if req.output_ids and len(req.output_ids) % interval == 0:
+                        channel.publish(request)
 
     def get_new_batch_prefill(self) -> Any:
         """Admit requests; upstream reserves room for what they may still sample.
@@ -171,14 +176,25 @@ class PinnedScheduler(Scheduler):
     def release_all(self) -> None:
         """Forget every request and give back all KV pages and slots; the prefix cache is empty.
 
-        For a caller that took the requests over (`Channel.retract`). Upstream's own pause loses
-        what was prefilled but has not joined the running batch; here nothing depends on that.
+        For a caller that took the requests over (`Channel.retract`), in whatever state a step
+        left things. Upstream's own pause loses what was prefilled but has not joined the running
+        batch; here nothing depends on that.
         """
         self.waiting_queue = []
         self.chunked_reqs = [None] * len(self.chunked_reqs)
         self.last_batch = self.cur_batch = None
-        self.running_batch.filter_batch(keep_indices={rank: [] for rank in range(self.dp_size)})
-        self.flush_cache()
+        nothing: Any = None
+        self.running_batch = (
+            nothing  # upstream's flush makes a new one, but keeps one with requests
+        )
+        flushed, why, _ = self.flush_cache()
+        if not flushed:
+            raise RuntimeError(why)
+
+    def reset(self) -> None:
+        """`release_all`, and new KV buffers: a failed step may have taken the old ones along."""
+        self.release_all()
+        self.kv_cache.renew()
 
     def abandon(self) -> None:
         """Drop everything; also what a constructor that failed half way has made.
@@ -206,6 +222,16 @@ class PinnedScheduler(Scheduler):
         worker.sync_queue = _Discard()
         queue.put(_EndThread())
         thread.join()
+
+
+def _not_finite(reqs: list[Any], held: dict[str, Request]) -> list[Request]:
+    """Requests whose newest log-probability is not a finite number."""
+    broken = [
+        req.rid
+        for req in reqs
+        if (values := req.output_token_logprobs_val) and not math.isfinite(values[-1])
+    ]
+    return [held[rid] for rid in broken if rid in held]
 
 
 class _Discard:

@@ -27,11 +27,11 @@ class Staged:
     """New leaves of one engine, on its device.
 
     Attributes:
-        shared: How many are the source's own buffers.
+        shared: Those that are the source's own buffers.
     """
 
     arrays: dict[str, jax.Array] = field(default_factory=dict)
-    shared: int = 0
+    shared: set[str] = field(default_factory=set)
 
 
 def leaves_of(worker: EngineWorker) -> EngineLeaves:
@@ -64,7 +64,8 @@ def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, 
         for worker, array, shared in _everywhere(plan, piece, workers, copy):
             mine = staged[worker.index]
             mine.arrays[piece.path] = array
-            mine.shared += shared
+            if shared:
+                mine.shared.add(piece.path)
         del piece  # or it would live on while the next tensor is read
     for worker in workers:
         for path, array in staged[worker.index].arrays.items():
@@ -108,7 +109,8 @@ def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged]
         for piece in plan.pieces():
             touched.append(piece.path)
             make = functools.partial(_make, plan, piece, copy)
-            counts[lead.index].shared += _exchange(lead, piece.path, make)
+            if _exchange(lead, piece.path, make):
+                counts[lead.index].shared.add(piece.path)
             del piece, make
     except BaseException as error:
         if usable:
@@ -120,7 +122,8 @@ def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged]
         try:
             for piece in again.pieces():
                 make = functools.partial(_make, again, piece, copy)
-                counts[worker.index].shared += _exchange(worker, piece.path, make)
+                if _exchange(worker, piece.path, make):
+                    counts[worker.index].shared.add(piece.path)
         except Exception as error:
             failed[worker.index] = f"it missed an update of weights: {error}"
             logger().warning(
@@ -145,7 +148,8 @@ def _exchange(
     with _naming(worker, path):
         array, shared = make(leaves.specs[path])
         array.block_until_ready()
-    worker.channel.run(lambda: leaves.replace({path: array}) and None).result()
+    mine = [path] if shared else []
+    worker.channel.run(lambda: leaves.replace({path: array}, mine) and None).result()
     return shared
 
 

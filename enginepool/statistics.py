@@ -40,6 +40,7 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         "platform": worker.devices[0].platform,
         "state": worker.state.value,
         "reason": worker.reason,
+        "since": worker.since,
         "steps": worker.channel.steps,
         # From the first step after idling to the last output: of the work at hand, or of the last.
         "busy_seconds": max(0.0, worker.channel.last_output - worker.channel.busy_since),

@@ -148,11 +148,14 @@ class _Update:
             if worker.index in self.failed:
                 worker.unload(self.failed[worker.index])
                 return
-            before[worker.index] = leaves_of(worker).replace(self.staged[worker.index].arrays)
+            leaves, staged = leaves_of(worker), self.staged[worker.index]
+            shared = leaves.shared.copy()
+            before[worker.index] = leaves.replace(staged.arrays, staged.shared), shared
 
         def put_back(worker: EngineWorker) -> None:
             if worker.index in before:
-                leaves_of(worker).replace(before[worker.index])
+                arrays, shared = before[worker.index]
+                leaves_of(worker).replace(arrays, shared)
 
         def label(worker: EngineWorker) -> None:
             if worker.index not in self.failed:
@@ -265,8 +268,8 @@ class _Update:
         return EngineSwap(
             engine_index=worker.index,
             pause_sec=self.pauses[worker.index],
-            shared=mine.shared,
-            copied=len(mine.arrays) - mine.shared,
+            shared=len(mine.shared),
+            copied=len(mine.arrays) - len(mine.shared),
             fingerprint=fingerprint(leaves_of(worker)),
         )
 

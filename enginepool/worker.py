@@ -1,19 +1,24 @@
-"""One engine's thread: builds the engine, warms it up, runs its loop, takes it apart."""
+"""One engine's thread: builds the engine, warms it up, runs its loop, takes it apart.
+
+When a step fails the thread hands over what the engine held, asks its supervisor to bring the
+engine back (`recovery.py`), and runs the loop again.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
 from enginepool.channel import Channel
 from enginepool.compilation import ExecutableCache
-from enginepool.jobs import StopEngine
+from enginepool.errors import StepTimeout
+from enginepool.jobs import EngineBroken, StopEngine
 from enginepool.logs import logger
 from enginepool.queue import RequestQueue
 from enginepool.requests import Request
@@ -39,16 +44,42 @@ class EngineState(Enum):
     PAUSED = "paused"
     UNLOADED = "unloaded"  # without weights; the next update_weights loads it
     QUARANTINED = "quarantined"  # a step failed; it gets no requests
+    RESETTING = "resetting"  # its scheduler state and KV cache are made anew
+    REBUILDING = "rebuilding"  # all of it is made anew
+    ABANDONED = "abandoned"  # a step does not return
     CLOSED = "closed"
+
+
+class Supervisor(Protocol):
+    """Whom a worker reports to; each is told on the worker's thread."""
+
+    def engine_failed(
+        self, worker: EngineWorker, error: BaseException, requests: list[Request]
+    ) -> None:
+        """A step failed; the requests are out of the engine."""
+
+    def recover(self, worker: EngineWorker, error: BaseException) -> bool:
+        """Bring a failed engine back; False if it stays out."""
+        ...
+
+    def engine_unloaded(self, requests: list[Request]) -> None:
+        """An engine has lost its weights."""
+
+    def engine_closed(self, requests: list[Request]) -> None:
+        """An engine's thread ends; no engine has these requests."""
 
 
 class EngineWorker:
     """A thread pinned to one engine's devices. The thread starts with `start()`.
 
     Attributes:
-        engine: Upstream's Engine, from the moment it is built; an empty shell once it has left.
-        ready: Resolves when the engine is built, then warm; fails with what stopped it.
+        engine: Upstream's Engine, from the moment it is built; an empty shell once it has left,
+            another object after a rebuild.
+        built, warm: Resolve when the engine is built, then warm; fail with what stopped it.
         reason: Why the engine is in its state, for states that need one.
+        since: When it came into its state, as `time.time`.
+        stopping: Set when the thread is to end.
+        recovering: Whether the engine has failed and will probably serve again.
     """
 
     def __init__(
@@ -60,26 +91,26 @@ class EngineWorker:
         cache: ExecutableCache,
         *,
         name: str,
-        on_failure: Callable[[EngineWorker, BaseException, list[Request]], None],
-        on_unloaded: Callable[[EngineWorker, list[Request]], None],
+        supervisor: Supervisor,
     ) -> None:
         self.index = index
         self.devices = tuple(devices)
         self.channel = Channel(index, queue)
         self.engine: Engine | None = None
-        self._state = EngineState.STARTING
         self.reason: str | None = None
+        self.since = time.time()
         self.build_seconds = self.warmup_seconds = 0.0
         self.built: Future[None] = Future()
         self.warm: Future[None] = Future()
+        self.stopping = threading.Event()
+        self.recovering = False
+        self._state = EngineState.STARTING
         self._server_args = server_args
         self._queue = queue
         self._cache = cache
-        self._on_failure = on_failure
-        self._on_unloaded = on_unloaded
+        self._supervisor = supervisor
         self._may_warm_up = threading.Event()
         self._warmup = True
-        self._stopping = False
         self._thread = threading.Thread(
             target=self._main, name=f"{name}-engine-{index}", daemon=True
         )
@@ -99,7 +130,7 @@ class EngineWorker:
 
     def stop(self) -> None:
         """End the thread at the engine's next step boundary, or before it serves at all."""
-        self._stopping = True
+        self.stopping.set()
         self._may_warm_up.set()
         self.channel.stop()
 
@@ -114,6 +145,9 @@ class EngineWorker:
             return EngineState.PAUSED
         return EngineState.DRAINING if self.channel.draining else EngineState.SERVING
 
+    def change(self, state: EngineState, reason: str | None = None) -> None:
+        self._state, self.reason, self.since = state, reason, time.time()
+
     @property
     def present(self) -> bool:
         """Whether the engine's loop runs, so that jobs are done."""
@@ -124,11 +158,27 @@ class EngineWorker:
         """Whether the engine may be given requests."""
         return self.present and self.channel.weightless is None
 
+    @property
+    def stuck(self) -> bool:
+        """Whether a step has not returned and its requests were taken away."""
+        return self._state is EngineState.ABANDONED
+
     def join(self, timeout: float | None) -> bool:
         """Wait for the thread to end; False if it is still there after `timeout` seconds."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def abandon(self, reason: str) -> list[Request] | None:
+        """Take a stuck engine's requests away, from another thread; None if it is not in a step.
+
+        When the step returns after all, its outcome is ignored and the engine is reset.
+        """
+        requests = self.channel.abandon(f"engine {self.index} is abandoned: {reason}")
+        if requests is not None:
+            self.change(EngineState.ABANDONED, reason)
+            requests += self._queue.detach(self.index)
+        return requests
 
     # On the thread
 
@@ -143,100 +193,138 @@ class EngineWorker:
                 self._take_apart()
 
     def _build(self) -> None:
+        try:
+            self._make(self._server_args)
+        except BaseException as error:
+            self.change(EngineState.CLOSED, repr(error))
+            self.built.set_exception(error)
+            return
+        self.built.set_result(None)
+
+    def _make(self, server_args: dict[str, Any]) -> None:
         # Not at the top: importing sgl_jax has side effects that the patches must precede.
         from enginepool.engine import build_engine
 
         started = time.perf_counter()
-        try:
-            self.engine = build_engine(self._server_args, self.devices, self.channel)
-        except BaseException as error:
-            self._state, self.reason = EngineState.CLOSED, repr(error)
-            self.built.set_exception(error)
-            return
+        self.engine = build_engine(server_args, self.devices, self.channel)
         self.build_seconds = time.perf_counter() - started
-        self.built.set_result(None)
 
     def _serve(self) -> None:
-        scheduler = self.channel.scheduler
-        if scheduler is None:
+        if self.channel.scheduler is None:
             return
         self._may_warm_up.wait()
         try:
-            if self._stopping:
+            if self.stopping.is_set():
                 raise StopEngine
-            if self._warmup:
-                self._compile(scheduler)
-            self._state = EngineState.SERVING
-            self._queue.attach(self.index, self.channel.load, self.channel.wake)
-            self.warm.set_result(None)
-            self._run(scheduler)
-        except StopEngine:
-            self._leave(None)
+            self._compile()
         except BaseException as error:
             self._leave(error)
+            return
+        self.enter()
+        self.warm.set_result(None)
+        while (error := self._loop()) is not None:
+            error.__traceback__ = None  # its frames hold buffers
+            self.recovering = True
+            self._fail(error)
+            if not self._supervisor.recover(self, error):
+                break
+        self._leave(None)
 
-    def _run(self, scheduler: Any) -> NoReturn:
+    def _compile(self) -> None:
+        from enginepool.warmup import warm_up
+
+        started = time.perf_counter()
+        scheduler = self.channel.scheduler
+        if self._warmup and scheduler is not None:
+            warm_up(scheduler)
+        self.warmup_seconds = time.perf_counter() - started
+
+    def _loop(self) -> BaseException | None:
+        """Run upstream's loop; returns what ended it, None for a stop."""
         while True:
+            scheduler: Any = self.channel.scheduler
             try:
                 scheduler.event_loop_normal()
-            except Exception as error:
-                lost = scheduler.leaves.lost()
+            except StopEngine:
+                return None
+            except BaseException as error:
+                lost = scheduler.leaves.lost_by_owner()
                 if not lost:
-                    raise
+                    return error
                 logger().warning(
                     "enginepool.weights_lost", engine=self.index, leaves=len(lost), error=str(error)
                 )
+            try:
                 self.unload(
                     f"{len(lost)} weights ({lost[0]} …) were deleted or donated by who shared "
                     "them with update_weights; pass copy=True to keep a copy of them"
                 )
+            except EngineBroken as error:
+                return error
 
-    # On the thread, as jobs
-
-    def unload(self, reason: str) -> None:
-        """The engine has no weights: it takes no step until `load`, its requests move on."""
-        self.channel.weightless = self.reason = reason
-        requests = self.channel.take_back() + self._queue.detach(self.index)
-        self._on_unloaded(self, requests)
-
-    def load(self) -> None:
-        """The engine has weights again."""
-        if self.channel.weightless is not None:
-            self.channel.weightless = self.reason = None
-            self._queue.attach(self.index, self.channel.load, self.channel.wake)
-
-    def _compile(self, scheduler: Any) -> None:
-        from enginepool.warmup import warm_up
-
-        started = time.perf_counter()
-        warm_up(scheduler)
-        self.warmup_seconds = time.perf_counter() - started
+    def _fail(self, error: BaseException) -> None:
+        """A step has failed: no request may stay here, no job will run."""
+        reason = f"{type(error).__name__}: {error}"
+        self.change(EngineState.QUARANTINED, reason)
+        if isinstance(error, StepTimeout):
+            return  # its requests were taken away when it was abandoned
+        requests = self.channel.close(f"engine {self.index} is quarantined: {reason}")
+        requests += self._queue.detach(self.index)
+        self._supervisor.engine_failed(self, error, requests)
 
     def _leave(self, error: BaseException | None) -> None:
-        """The loop has ended: no request may stay here."""
-        if error is None:
-            self._state = EngineState.CLOSED
-            why = f"engine {self.index} is closed"
-        else:
-            self._state = EngineState.QUARANTINED
-            self.reason = f"{type(error).__name__}: {error}"
-            why = f"engine {self.index} is quarantined: {self.reason}"
-        pinned = self._queue.detach(self.index)
-        requests = self.channel.close(why) + pinned
+        """The thread ends."""
+        if self._state is not EngineState.QUARANTINED:
+            self.change(EngineState.CLOSED, None if error is None else repr(error))
+        self.recovering = False
+        requests = self.channel.close(f"engine {self.index} is {self._state.value}")
+        requests += self._queue.detach(self.index)
         if not self.warm.done():
-            self.warm.set_exception(error or RuntimeError(why))
-        elif error is not None:
-            logger().warning(
-                "enginepool.engine_quarantined",
-                engine=self.index,
-                devices=[device.id for device in self.devices],
-                reason=self.reason,
-                requests=len(requests),
-            )
-        self._on_failure(self, error or StopEngine(), requests)
+            self.warm.set_exception(error or StopEngine())
+        self._supervisor.engine_closed(requests)
 
     def _take_apart(self) -> None:
         if self.engine is not None:
             from enginepool.engine import dismantle
 
             dismantle(self.engine)
+
+    # On the thread, called by the supervisor
+
+    def reset(self) -> None:
+        """Make the scheduler's state and the KV cache anew; weights and programs stay."""
+        scheduler: Any = self.engine and self.engine.scheduler_info["scheduler"]
+        scheduler.reset()
+        self.channel.scheduler = scheduler
+
+    def rebuild(self, *, dummy_weights: bool) -> None:
+        """Make everything anew, with the weights of the checkpoint or with none that count."""
+        old: Any = self.engine
+        self._take_apart()
+        self._make({**self._server_args, **({"load_format": "dummy"} if dummy_weights else {})})
+        new: Any = self.engine
+        new.tokenizer_manager, new.loop = old.tokenizer_manager, old.loop
+        self._compile()
+
+    def enter(self) -> None:
+        """From here on the engine gets requests and does jobs."""
+        self.change(EngineState.SERVING)
+        self.recovering = False
+        self.channel.open()
+        self._queue.attach(self.index, self.channel.load, self.channel.wake)
+
+    # On the thread, as jobs
+
+    def unload(self, reason: str) -> None:
+        """The engine has no weights: it takes no step until `load`, its requests move on."""
+        self.channel.weightless = self.reason = reason
+        self.since = time.time()
+        requests = self.channel.take_back() + self._queue.detach(self.index)
+        self._supervisor.engine_unloaded(requests)
+
+    def load(self) -> None:
+        """The engine has weights again."""
+        if self.channel.weightless is not None:
+            self.channel.weightless = self.reason = None
+            self.since = time.time()
+            self._queue.attach(self.index, self.channel.load, self.channel.wake)

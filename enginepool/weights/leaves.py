@@ -7,7 +7,7 @@ later split of the model) take them from. Both are always replaced together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,12 +18,16 @@ class EngineLeaves(Mapping[str, jax.Array]):
     """The leaves of one engine by dotted nnx path, in the model's order.
 
     Reading is safe from any thread; `replace` and `drop` only between two steps of the engine.
+
+    Attributes:
+        shared: Leaves that somebody else holds too, and may delete or donate.
     """
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
         flat = nnx.to_flat_state(nnx.state(model_runner.model))
         self._variables = {".".join(map(str, path)): variable for path, variable in flat}
+        self.shared: set[str] = set()
         self._index = {path: i for i, path in enumerate(self._variables)}
         held = [variable.get_value() for variable in self._variables.values()]
         leaves = model_runner.model_state_leaves
@@ -56,10 +60,15 @@ class EngineLeaves(Mapping[str, jax.Array]):
     def nbytes(self) -> int:
         return sum(spec.size * spec.dtype.itemsize for spec in self.specs.values())
 
-    def replace(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def replace(
+        self, arrays: Mapping[str, jax.Array], shared: Collection[str] = ()
+    ) -> dict[str, jax.Array]:
         """Put these in place, all at once; returns what was there before.
 
         Shapes, dtypes and shardings must be those of `specs`, so no program is compiled again.
+
+        Args:
+            shared: Which of them somebody else may delete or donate.
         """
         # A new list: what holds on to the old one (a step that runs) keeps a whole set.
         leaves = list(self._runner.model_state_leaves)
@@ -70,6 +79,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
             leaves[index] = array
             self._variables[path].set_value(array)
         self._runner.model_state_leaves = leaves
+        self.shared = (self.shared - arrays.keys()) | set(shared)
         return before
 
     def drop(self, paths: Iterator[str] | list[str]) -> dict[str, Any]:
@@ -84,6 +94,11 @@ class EngineLeaves(Mapping[str, jax.Array]):
             for path in self.specs
             if not isinstance(array := self[path], jax.Array) or array.is_deleted()
         ]
+
+    def lost_by_owner(self) -> list[str]:
+        """What is lost, if all of that was shared: who shared it took it away."""
+        lost = self.lost()
+        return lost if self.shared.issuperset(lost) else []
 
 
 def _is_weight(array: Any) -> bool:

@@ -1,0 +1,186 @@
+"""What becomes of an engine that failed, and of the requests that it had.
+
+An engine is reset, in milliseconds, or rebuilt, where a reset fails or does not help. It comes
+back with the pool's current weights, and never in the middle of a swap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from enginepool.errors import NotFinite
+from enginepool.requests import Request, aborted, not_finite
+from enginepool.weights.placement import place
+from enginepool.worker import EngineState, EngineWorker
+
+if TYPE_CHECKING:
+    from enginepool.runtime import Runtime
+
+# Failures in a row, without a finished request in between, count for this long.
+WINDOW_SECONDS = 60.0
+# From this many in a row on, an engine is rebuilt instead of reset.
+REBUILD_AFTER = 3
+# A request that was present in so many failures runs alone; if that fails too, it ends.
+MAX_FAILURES = 2
+
+
+class Failures:
+    """The latest failures of one engine, in a row. On its thread."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def add(self, worker: EngineWorker) -> int:
+        """Count one; returns how many there are in a row."""
+        now = time.perf_counter()
+        since = max(worker.channel.last_output, now - WINDOW_SECONDS)
+        self._times = [at for at in self._times if at > since] + [now]
+        return len(self._times)
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds to wait before the so-manieth recovery in a row: none, then growing."""
+    return 0.0 if attempt <= 1 else 0.05 * 4.0 ** (attempt - 2)
+
+
+def sort_out(
+    runtime: Runtime, worker: EngineWorker, error: BaseException, requests: Sequence[Request]
+) -> list[Request]:
+    """Of the requests of a failed engine, end those that cannot go on; returns the others."""
+    if isinstance(error, NotFinite):
+        return _sort_out_not_finite(runtime, worker, error, requests)
+    movable = []
+    for request in requests:
+        request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
+        request.failed += 1
+        if request.failed > MAX_FAILURES:
+            message = "; ".join(request.failures.values())
+            request.call.finish(request, aborted(message, "poisoned"))
+        else:
+            request.alone = request.failed >= MAX_FAILURES
+            movable.append(request)
+    return movable
+
+
+def _sort_out_not_finite(
+    runtime: Runtime, worker: EngineWorker, error: NotFinite, requests: Sequence[Request]
+) -> list[Request]:
+    version = worker.channel.weight_version
+    movable = []
+    for request in requests:
+        again = request in error.requests and request.not_finite == worker.channel.swaps
+        if again:
+            # On two engines, or twice on the only one: it is not the engine.
+            for other in runtime.workers:
+                other.channel.not_finite = worker.channel.swaps
+            request.call.finish(request, not_finite(version))
+        else:
+            if request in error.requests:
+                request.not_finite = worker.channel.swaps
+                request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
+            movable.append(request)
+    return movable
+
+
+def recover(
+    runtime: Runtime, worker: EngineWorker, failures: Failures, error: BaseException
+) -> bool:
+    """Bring an engine back, on its own thread; False if it stays out, and `reason` says why."""
+    attempt = failures.add(worker)
+    weights_fault = worker.channel.not_finite == worker.channel.swaps
+    again = isinstance(error, NotFinite) and attempt > 1 and not weights_fault
+    rebuild = again or attempt >= REBUILD_AFTER
+    while True:
+        if not runtime.config.restart:
+            return False
+        if attempt > runtime.config.max_restarts:
+            limit = f"max_restarts={runtime.config.max_restarts} in {WINDOW_SECONDS:g} s"
+            worker.change(EngineState.QUARANTINED, f"{worker.reason}; {limit} are used up")
+            return False
+        if worker.stopping.wait(pause_before(attempt)):
+            return False
+        started = time.perf_counter()
+        try:
+            kind = _make_anew(runtime, worker, rebuild)
+            with runtime.steering:
+                if runtime.closed:
+                    return False
+                _bring_up_to_date(runtime, worker)
+                worker.enter()
+        except Exception as cause:
+            reason = f"{worker.reason}; then {worker.state.value} failed: {cause!r}"
+            worker.change(EngineState.QUARANTINED, reason)
+            attempt, rebuild = failures.add(worker), True
+            continue
+        seconds = time.perf_counter() - started
+        runtime.events.add("engine_recovered", worker, by=kind, seconds=seconds, attempt=attempt)
+        return True
+
+
+def _make_anew(runtime: Runtime, worker: EngineWorker, rebuild: bool) -> str:
+    if not rebuild:
+        worker.change(EngineState.RESETTING, worker.reason)
+        worker.reset()
+        return "reset"
+    worker.change(EngineState.REBUILDING, worker.reason)
+    siblings = bool(_siblings(runtime, worker))
+    kept = {} if siblings else _intact(worker)
+    from_checkpoint = not siblings and not kept and runtime.updates == 0
+    worker.rebuild(dummy_weights=not from_checkpoint)
+    scheduler: Any = worker.channel.scheduler
+    if kept:
+        scheduler.leaves.replace(kept)
+    elif not from_checkpoint:
+        worker.channel.swaps = -1  # of no update: `_bring_up_to_date` brings weights
+    return "rebuild"
+
+
+def _intact(worker: EngineWorker) -> dict[str, Any]:
+    """The engine's own weights, for when no other engine has them."""
+    engine: Any = worker.engine
+    scheduler = engine.scheduler_info.get("scheduler")
+    if scheduler is None or scheduler.leaves.lost():
+        return {}
+    return dict(scheduler.leaves)
+
+
+def _bring_up_to_date(runtime: Runtime, worker: EngineWorker) -> None:
+    """Current weights, and the stops of the pool. While no swap can begin."""
+    channel = worker.channel
+    channel.draining = False
+    channel.stops = runtime.stops()
+    channel.weightless = runtime.released
+    scheduler: Any = channel.scheduler
+    if "kv_cache" in channel.stops and not scheduler.kv_cache.dropped:
+        scheduler.kv_cache.drop()
+    if runtime.released is not None:
+        return
+    if channel.swaps == runtime.updates and not scheduler.leaves.lost():
+        return
+    for sibling in _siblings(runtime, worker):
+        _copy_weights(worker, sibling)
+        channel.weight_version, channel.swaps = runtime.weight_version, runtime.updates
+        return
+    channel.weightless = "its weights are gone, and no other engine has them; update_weights"
+
+
+def _siblings(runtime: Runtime, worker: EngineWorker) -> list[EngineWorker]:
+    """Serving engines that have the current weights."""
+    return [
+        other
+        for other in runtime.serving()
+        if other is not worker and other.channel.swaps == runtime.updates
+    ]
+
+
+def _copy_weights(worker: EngineWorker, sibling: EngineWorker) -> None:
+    """Leaf by leaf: never more than one set and a leaf."""
+    schedulers: list[Any] = [worker.channel.scheduler, sibling.channel.scheduler]
+    mine, theirs = (scheduler.leaves for scheduler in schedulers)
+    for path, spec in mine.specs.items():
+        mine.drop([path])
+        array = place(theirs[path], spec.sharding, spec.dtype)
+        array.block_until_ready()
+        mine.replace({path: array})
