@@ -101,13 +101,13 @@ class Channel:
         except AttributeError:  # it is being taken apart at this moment
             return (0, 0)
 
-    def abandon(self, why: str) -> list[Request] | None:
-        """Take the requests of a step that does not return; None if there is no such step.
+    def abandon(self, since: float, why: str) -> list[Request] | None:
+        """Take the requests of the step that began then; None if it has returned.
 
-        What the step still does to its own objects reaches nobody.
+        What it still does to its own objects reaches nobody.
         """
         with self.lock:
-            if self.stepping_since is None or self._abandoned is not None:
+            if self.stepping_since != since:
                 return None
             self._abandoned = why
             return self.close(why)
@@ -159,11 +159,12 @@ class Channel:
     def open(self) -> None:
         """Jobs run again, in an engine that came back."""
         with self.lock:
-            self._abandoned = self.stepping_since = None
+            self._abandoned = None
         self._jobs.open()
 
     def close(self, why: str) -> list[Request]:
         """No job will run any more; returns the requests that were held, progress taken over."""
+        self.stepping_since = None
         self._jobs.close(why)
         requests = self.retract()
         self.scheduler = None

@@ -271,8 +271,8 @@ class Runtime:
         else:
             self.resume(requests)
 
-    def _engine_stuck(self, worker: EngineWorker, reason: str) -> None:
-        requests = worker.abandon(reason)
+    def _engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
+        requests = worker.abandon(since, reason)
         if requests is not None:
             self.events.add(
                 "engine_abandoned", worker, level="warning", reason=reason, requests=len(requests)

@@ -15,9 +15,9 @@ def watching(
     name: str,
     workers: Sequence[EngineWorker],
     step_timeout: float,
-    on_stuck: Callable[[EngineWorker, str], None],
+    on_stuck: Callable[[EngineWorker, float, str], None],
 ) -> Iterator[None]:
-    """Call `on_stuck(worker, reason)` for engines whose step takes longer, while the block lasts.
+    """Call `on_stuck(worker, since, reason)` for engines whose step takes longer, while the block lasts.
 
     Looks ten times in `step_timeout`, so a step is found stuck up to a tenth of it late.
     """
@@ -28,7 +28,8 @@ def watching(
             for worker in workers:
                 since = worker.channel.stepping_since
                 if since is not None and (took := time.perf_counter() - since) > step_timeout:
-                    on_stuck(worker, f"a step has not returned for {took:.1f} s ({step_timeout=})")
+                    reason = f"a step has not returned for {took:.1f} s ({step_timeout=})"
+                    on_stuck(worker, since, reason)
 
     thread = threading.Thread(target=watch, name=f"{name}-watchdog", daemon=True)
     thread.start()

@@ -169,16 +169,18 @@ class EngineWorker:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def abandon(self, reason: str) -> list[Request] | None:
-        """Take a stuck engine's requests away, from another thread; None if it is not in a step.
+    def abandon(self, since: float, reason: str) -> list[Request] | None:
+        """Take away the requests of a step that does not return, from another thread; None if
+        the step that began at `since` has returned.
 
-        When the step returns after all, its outcome is ignored and the engine is reset.
+        When it returns after all its outcome is ignored, and the engine is reset.
         """
-        requests = self.channel.abandon(f"engine {self.index} is abandoned: {reason}")
-        if requests is not None:
+        with self.channel.lock:  # it may return just now
+            requests = self.channel.abandon(since, f"engine {self.index} is abandoned: {reason}")
+            if requests is None:
+                return None
             self.change(EngineState.ABANDONED, reason)
-            requests += self._queue.detach(self.index)
-        return requests
+            return requests + self._queue.detach(self.index)
 
     # On the thread
 
