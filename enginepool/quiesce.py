@@ -94,8 +94,8 @@ def standstill(
         if channel.stops or channel.weightless is not None:
             return True  # it takes no step anyway
         if mode == "drain":
-            return not channel.held and not _has_work(channel)
-        return mode != "retract" or (channel.progressed() and not runtime.queue.owes())
+            return not channel.books.held and not _has_work(channel)
+        return mode != "retract" or (channel.books.progressed() and not runtime.queue.owes())
 
     try:
         if mode == "drain":
@@ -146,10 +146,10 @@ def _go_on(
 
 def _drain(worker: EngineWorker) -> None:
     channel = worker.channel
-    if channel.stops and channel.held:
+    if channel.stops and channel.books.held:
         raise InvalidRequest(
             f"mode='drain' waits for running outputs, but engine {worker.index} is paused with "
-            f"{len(channel.held)} of them; continue_generation() first, or use another mode"
+            f"{len(channel.books.held)} of them; continue_generation() first, or use another mode"
         )
     channel.draining = True
 

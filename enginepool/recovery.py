@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from enginepool.errors import NotFinite
 from enginepool.requests import Request, aborted, not_finite
+from enginepool.states import EngineState
 from enginepool.weights.placement import place
-from enginepool.worker import EngineState, EngineWorker
+from enginepool.worker import EngineWorker
 
 if TYPE_CHECKING:
     from enginepool.runtime import Runtime
@@ -35,7 +36,7 @@ class Failures:
     def add(self, worker: EngineWorker) -> int:
         """Count one; returns how many there are in a row."""
         now = time.perf_counter()
-        since = max(worker.channel.last_output, now - WINDOW_SECONDS)
+        since = max(worker.channel.books.last_output, now - WINDOW_SECONDS)
         self._times = [at for at in self._times if at > since] + [now]
         return len(self._times)
 
@@ -67,18 +68,18 @@ def sort_out(
 def _sort_out_not_finite(
     runtime: Runtime, worker: EngineWorker, error: NotFinite, requests: Sequence[Request]
 ) -> list[Request]:
-    version = worker.channel.weight_version
+    version = worker.channel.books.weight_version
     movable = []
     for request in requests:
-        again = request in error.requests and request.not_finite == worker.channel.swaps
+        again = request in error.requests and request.not_finite == worker.channel.books.swaps
         if again:
             # On two engines, or twice on the only one: it is not the engine.
             for other in runtime.workers:
-                other.channel.not_finite = worker.channel.swaps
+                other.channel.books.hopeless = worker.channel.books.swaps
             request.call.finish(request, not_finite(version))
         else:
             if request in error.requests:
-                request.not_finite = worker.channel.swaps
+                request.not_finite = worker.channel.books.swaps
                 request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
             movable.append(request)
     return movable
@@ -89,7 +90,7 @@ def recover(
 ) -> bool:
     """Bring an engine back, on its own thread; False if it stays out, and `reason` says why."""
     attempt = failures.add(worker)
-    weights_fault = worker.channel.not_finite == worker.channel.swaps
+    weights_fault = worker.channel.books.hopeless == worker.channel.books.swaps
     again = isinstance(error, NotFinite) and attempt > 1 and not weights_fault
     rebuild = again or attempt >= REBUILD_AFTER
     while True:
@@ -122,25 +123,24 @@ def recover(
 def _make_anew(runtime: Runtime, worker: EngineWorker, rebuild: bool) -> str:
     if not rebuild:
         worker.change(EngineState.RESETTING, worker.reason)
-        worker.reset()
+        worker.assembly.reset()
         return "reset"
     worker.change(EngineState.REBUILDING, worker.reason)
     siblings = bool(_siblings(runtime, worker))
     kept = {} if siblings else _intact(worker)
     from_checkpoint = not siblings and not kept and runtime.updates == 0
-    worker.rebuild(dummy_weights=not from_checkpoint)
+    worker.assembly.rebuild(dummy_weights=not from_checkpoint)
     scheduler: Any = worker.channel.scheduler
     if kept:
         scheduler.leaves.replace(kept)
     elif not from_checkpoint:
-        worker.channel.swaps = -1  # of no update: `_bring_up_to_date` brings weights
+        worker.channel.books.swaps = -1  # of no update: `_bring_up_to_date` brings weights
     return "rebuild"
 
 
 def _intact(worker: EngineWorker) -> dict[str, Any]:
     """The engine's own weights, for when no other engine has them."""
-    engine: Any = worker.engine
-    scheduler = engine.scheduler_info.get("scheduler")
+    scheduler = worker.assembly.scheduler
     if scheduler is None or scheduler.leaves.lost():
         return {}
     return dict(scheduler.leaves)
@@ -157,11 +157,11 @@ def _bring_up_to_date(runtime: Runtime, worker: EngineWorker) -> None:
         scheduler.kv_cache.drop()
     if runtime.released is not None:
         return
-    if channel.swaps == runtime.updates and not scheduler.leaves.lost():
+    if channel.books.swaps == runtime.updates and not scheduler.leaves.lost():
         return
     for sibling in _siblings(runtime, worker):
         _copy_weights(worker, sibling)
-        channel.weight_version, channel.swaps = runtime.weight_version, runtime.updates
+        channel.books.weight_version, channel.books.swaps = runtime.weight_version, runtime.updates
         return
     channel.weightless = "its weights are gone, and no other engine has them; update_weights"
 
@@ -171,7 +171,7 @@ def _siblings(runtime: Runtime, worker: EngineWorker) -> list[EngineWorker]:
     return [
         other
         for other in runtime.serving()
-        if other is not worker and other.channel.swaps == runtime.updates
+        if other is not worker and other.channel.books.swaps == runtime.updates
     ]
 
 

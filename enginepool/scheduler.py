@@ -71,22 +71,25 @@ class PinnedScheduler(Scheduler):
         Upstream's message to its detokenizer repeats log-probabilities past 50 tokens and is
         misaligned in a mixed batch.
         """
-        channel = self.channel
-        with channel.lock:
-            held = channel.held
+        books = self.channel.books
+        with books.lock:
+            held = books.held
             self._top_logprobs.collect(self.cur_batch, held)
             if broken := _not_finite(reqs, held):
-                channel.not_finite_outputs(broken)
+                books.end_not_finite(broken)
+                self.channel.soiled = True
+                for request in broken:
+                    self.abort(request.rid)
             for req in reqs:
                 request = held.get(req.rid)
                 if request is None:
                     continue
                 if req.finished():
-                    channel.deliver(request, req)
+                    books.deliver(request, req)
                 elif req.stream:
                     interval = req.sampling_params.stream_interval or self.stream_interval
                     if req.output_ids and len(req.output_ids) % interval == 0:
-                        channel.publish(request)
+                        books.publish(request)
 
     def get_new_batch_prefill(self) -> Any:
         """Admit requests; upstream reserves room for what they may still sample.
@@ -119,7 +122,7 @@ class PinnedScheduler(Scheduler):
 
     def cached_prefix(self, request: Request) -> int:
         """How many tokens of the prompt this engine's prefix cache has."""
-        key: Any = RadixKey(request.input_ids[:-1], self.channel.cache_key(request), 0)
+        key: Any = RadixKey(request.input_ids[:-1], self.channel.books.cache_key(request), 0)
         params = key if MatchPrefixParams is None else MatchPrefixParams(key=key)
         return len(self.tree_cache.match_prefix(params).device_indices)
 
@@ -148,7 +151,7 @@ class PinnedScheduler(Scheduler):
                 top_logprobs_num=0,
                 token_ids_logprob=None,
                 stream=request.stream,
-                extra_key=self.channel.cache_key(request),
+                extra_key=self.channel.books.cache_key(request),
                 dp_rank=0,
             )
         )

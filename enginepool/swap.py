@@ -159,7 +159,7 @@ class _Update:
 
         def label(worker: EngineWorker) -> None:
             if worker.index not in self.failed:
-                worker.channel.set_version(self.version)
+                worker.channel.books.set_version(self.version)
                 worker.load()
 
         try:

@@ -17,9 +17,10 @@ def watching(
     step_timeout: float,
     on_stuck: Callable[[EngineWorker, float, str], None],
 ) -> Iterator[None]:
-    """Call `on_stuck(worker, since, reason)` for engines whose step takes longer, while the block lasts.
+    """Call `on_stuck(worker, since, reason)` for engines whose step takes longer.
 
-    Looks ten times in `step_timeout`, so a step is found stuck up to a tenth of it late.
+    Looks ten times in `step_timeout`, so a step is found stuck up to a tenth of it late. Ends
+    with the block.
     """
     done = threading.Event()
 

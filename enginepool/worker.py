@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
+from enginepool.assembly import Assembly
 from enginepool.channel import Channel
 from enginepool.compilation import ExecutableCache
 from enginepool.errors import StepTimeout
@@ -22,6 +22,7 @@ from enginepool.jobs import EngineBroken, StopEngine
 from enginepool.logs import logger
 from enginepool.queue import RequestQueue
 from enginepool.requests import Request
+from enginepool.states import EngineState
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
@@ -33,21 +34,6 @@ _current = threading.local()
 def on_engine_thread() -> bool:
     """Whether the calling thread is an engine's, of whichever pool."""
     return getattr(_current, "is_engine", False)
-
-
-class EngineState(Enum):
-    """What an engine is doing, in words that a person can read."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    DRAINING = "draining"  # it finishes what it has, for a swap of weights
-    PAUSED = "paused"
-    UNLOADED = "unloaded"  # without weights; the next update_weights loads it
-    QUARANTINED = "quarantined"  # a step failed; it gets no requests
-    RESETTING = "resetting"  # its scheduler state and KV cache are made anew
-    REBUILDING = "rebuilding"  # all of it is made anew
-    ABANDONED = "abandoned"  # a step does not return
-    CLOSED = "closed"
 
 
 class Supervisor(Protocol):
@@ -73,8 +59,7 @@ class EngineWorker:
     """A thread pinned to one engine's devices. The thread starts with `start()`.
 
     Attributes:
-        engine: Upstream's Engine, from the moment it is built; an empty shell once it has left,
-            another object after a rebuild.
+        assembly: The engine as an object, and how it is made.
         built, warm: Resolve when the engine is built, then warm; fail with what stopped it.
         reason: Why the engine is in its state, for states that need one.
         since: When it came into its state, as `time.time`.
@@ -96,16 +81,14 @@ class EngineWorker:
         self.index = index
         self.devices = tuple(devices)
         self.channel = Channel(index, queue)
-        self.engine: Engine | None = None
+        self.assembly = Assembly(server_args, self.devices, self.channel)
         self.reason: str | None = None
         self.since = time.time()
-        self.build_seconds = self.warmup_seconds = 0.0
         self.built: Future[None] = Future()
         self.warm: Future[None] = Future()
         self.stopping = threading.Event()
         self.recovering = False
         self._state = EngineState.STARTING
-        self._server_args = server_args
         self._queue = queue
         self._cache = cache
         self._supervisor = supervisor
@@ -119,6 +102,11 @@ class EngineWorker:
         devices = ",".join(str(device.id) for device in self.devices)
         held = self.channel.load()
         return f"<EngineWorker {self.index} device {devices} [{self.state.value}, {held} running]>"
+
+    @property
+    def engine(self) -> Engine | None:
+        """Upstream's Engine; see `Assembly`."""
+        return self.assembly.engine
 
     def start(self) -> None:
         self._thread.start()
@@ -175,7 +163,7 @@ class EngineWorker:
 
         When it returns after all its outcome is ignored, and the engine is reset.
         """
-        with self.channel.lock:  # it may return just now
+        with self.channel.books.lock:  # it may return just now
             requests = self.channel.abandon(since, f"engine {self.index} is abandoned: {reason}")
             if requests is None:
                 return None
@@ -192,24 +180,16 @@ class EngineWorker:
                 self._build()
                 self._serve()
             finally:
-                self._take_apart()
+                self.assembly.take_apart()
 
     def _build(self) -> None:
         try:
-            self._make(self._server_args)
+            self.assembly.build()
         except BaseException as error:
             self.change(EngineState.CLOSED, repr(error))
             self.built.set_exception(error)
             return
         self.built.set_result(None)
-
-    def _make(self, server_args: dict[str, Any]) -> None:
-        # Not at the top: importing sgl_jax has side effects that the patches must precede.
-        from enginepool.engine import build_engine
-
-        started = time.perf_counter()
-        self.engine = build_engine(server_args, self.devices, self.channel)
-        self.build_seconds = time.perf_counter() - started
 
     def _serve(self) -> None:
         if self.channel.scheduler is None:
@@ -218,7 +198,7 @@ class EngineWorker:
         try:
             if self.stopping.is_set():
                 raise StopEngine
-            self._compile()
+            self.assembly.warm_up(compile_programs=self._warmup)
         except BaseException as error:
             self._leave(error)
             return
@@ -231,15 +211,6 @@ class EngineWorker:
             if not self._supervisor.recover(self, error):
                 break
         self._leave(None)
-
-    def _compile(self) -> None:
-        from enginepool.warmup import warm_up
-
-        started = time.perf_counter()
-        scheduler = self.channel.scheduler
-        if self._warmup and scheduler is not None:
-            warm_up(scheduler)
-        self.warmup_seconds = time.perf_counter() - started
 
     def _loop(self) -> BaseException | None:
         """Run upstream's loop; returns what ended it, None for a stop."""
@@ -285,28 +256,7 @@ class EngineWorker:
             self.warm.set_exception(error or StopEngine())
         self._supervisor.engine_closed(requests)
 
-    def _take_apart(self) -> None:
-        if self.engine is not None:
-            from enginepool.engine import dismantle
-
-            dismantle(self.engine)
-
     # On the thread, called by the supervisor
-
-    def reset(self) -> None:
-        """Make the scheduler's state and the KV cache anew; weights and programs stay."""
-        scheduler: Any = self.engine and self.engine.scheduler_info["scheduler"]
-        scheduler.reset()
-        self.channel.scheduler = scheduler
-
-    def rebuild(self, *, dummy_weights: bool) -> None:
-        """Make everything anew, with the weights of the checkpoint or with none that count."""
-        old: Any = self.engine
-        self._take_apart()
-        self._make({**self._server_args, **({"load_format": "dummy"} if dummy_weights else {})})
-        new: Any = self.engine
-        new.tokenizer_manager, new.loop = old.tokenizer_manager, old.loop
-        self._compile()
 
     def enter(self) -> None:
         """From here on the engine gets requests and does jobs."""

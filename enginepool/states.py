@@ -1,0 +1,18 @@
+"""What an engine can be doing."""
+
+from enum import Enum
+
+
+class EngineState(Enum):
+    """What an engine is doing, in words that a person can read."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"  # it finishes what it has, for a swap of weights
+    PAUSED = "paused"
+    UNLOADED = "unloaded"  # without weights; the next update_weights loads it
+    QUARANTINED = "quarantined"  # a step failed; it gets no requests
+    RESETTING = "resetting"  # its scheduler state and KV cache are made anew
+    REBUILDING = "rebuilding"  # all of it is made anew
+    ABANDONED = "abandoned"  # a step does not return
+    CLOSED = "closed"
