@@ -41,11 +41,15 @@ class RequestQueue:
         with self._lock:
             self._engines[engine] = (load, wake)
 
-    def detach(self, engine: int) -> list[Request]:
-        """Forget an engine; returns the requests that only it could have run."""
+    def detach(self, engine: int) -> None:
+        """Forget an engine; what only it may run waits until it is back, or is stranded."""
         with self._lock:
             self._engines.pop(engine, None)
             self._reserved = {rid: by for rid, by in self._reserved.items() if by != engine}
+
+    def stranded(self, engine: int) -> list[Request]:
+        """Take out what only this engine may run: it does not come back."""
+        with self._lock:
             alone = [r for r in self._suspects.values() if r.engine == engine]
             for request in alone:
                 del self._suspects[request.rid]

@@ -56,9 +56,11 @@ def sort_out(
     for request in requests:
         request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
         request.failed += 1
+        message = "; ".join(request.failures.values())
         if request.failed > MAX_FAILURES:
-            message = "; ".join(request.failures.values())
             request.call.finish(request, aborted(message, "poisoned"))
+        elif request.engine is not None and not runtime.config.restart:
+            request.call.finish(request, aborted(message, "engine_failed"))
         else:
             request.alone = request.failed >= MAX_FAILURES
             movable.append(request)

@@ -292,7 +292,7 @@ class Runtime:
             self._fail(self.queue.drain(), self.failure(None))
         for worker in self.workers:
             if not self._served(worker.index):
-                stranded = self.queue.detach(worker.index)
+                stranded = self.queue.stranded(worker.index)
                 self._fail(stranded, self.failure(worker.index))
 
     def failure(self, pinned_to: int | None = None) -> EnginePoolError:

@@ -168,7 +168,8 @@ class EngineWorker:
             if requests is None:
                 return None
             self.change(EngineState.ABANDONED, reason)
-            return requests + self._queue.detach(self.index)
+            self._queue.detach(self.index)
+            return requests
 
     # On the thread
 
@@ -242,7 +243,7 @@ class EngineWorker:
         if isinstance(error, StepTimeout):
             return  # its requests were taken away when it was abandoned
         requests = self.channel.close(f"engine {self.index} is quarantined: {reason}")
-        requests += self._queue.detach(self.index)
+        self._queue.detach(self.index)
         self._supervisor.engine_failed(self, error, requests)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -251,7 +252,7 @@ class EngineWorker:
             self.change(EngineState.CLOSED, None if error is None else repr(error))
         self.recovering = False
         requests = self.channel.close(f"engine {self.index} is {self._state.value}")
-        requests += self._queue.detach(self.index)
+        self._queue.detach(self.index)
         if not self.warm.done():
             self.warm.set_exception(error or StopEngine())
         self._supervisor.engine_closed(requests)
@@ -271,7 +272,8 @@ class EngineWorker:
         """The engine has no weights: it takes no step until `load`, its requests move on."""
         self.channel.weightless = self.reason = reason
         self.since = time.time()
-        requests = self.channel.take_back() + self._queue.detach(self.index)
+        requests = self.channel.take_back()
+        self._queue.detach(self.index)
         self._supervisor.engine_unloaded(requests)
 
     def load(self) -> None:
