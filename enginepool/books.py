@@ -19,6 +19,7 @@ class Books:
         weight_version: The version that the engine's next step samples from.
         swaps: How many times weights were replaced here; separates the prefix cache's entries.
         hopeless: The update of weights (`swaps`) that gives no finite numbers on any engine.
+        proven: The update under which a request last ended here with finite numbers.
         last_output: When a request last ended here, in `time.perf_counter`.
     """
 
@@ -28,6 +29,7 @@ class Books:
         self.weight_version: int | str = 0
         self.swaps = 0
         self.hopeless: int | None = None
+        self.proven: int | None = None
         self.last_output = 0.0
 
     def __len__(self) -> int:
@@ -61,6 +63,7 @@ class Books:
     def deliver(self, request: Request, req: Any) -> None:
         """Hand a finished upstream request to its caller."""
         self.last_output = time.perf_counter()
+        self.proven = self.swaps
         self.held.pop(request.rid, None)
         self.take_over(request)
         reason = req.finished_reason.to_json()

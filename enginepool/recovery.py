@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 WINDOW_SECONDS = 60.0
 # From this many in a row on, an engine is rebuilt instead of reset.
 REBUILD_AFTER = 3
-# A request that was present in so many failures runs alone; if that fails too, it ends.
+# A request that was present in so many failures, without an output token in between, runs alone;
+# if that fails too, it ends.
 MAX_FAILURES = 2
 
 
@@ -55,7 +56,9 @@ def sort_out(
     movable = []
     for request in requests:
         request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
-        request.failed += 1
+        progressed = len(request.output_ids) > request.failed_at
+        request.failed = 1 if progressed else request.failed + 1
+        request.failed_at = len(request.output_ids)
         message = "; ".join(request.failures.values())
         if request.failed > MAX_FAILURES:
             request.call.finish(request, aborted(message, "poisoned"))
@@ -76,8 +79,9 @@ def _sort_out_not_finite(
         again = request in error.requests and request.not_finite == worker.channel.books.swaps
         if again:
             # On two engines, or twice on the only one: it is not the engine.
-            for other in runtime.workers:
-                other.channel.books.hopeless = worker.channel.books.swaps
+            if not _proven_elsewhere(runtime, worker):
+                for other in runtime.workers:
+                    other.channel.books.hopeless = worker.channel.books.swaps
             request.call.finish(request, not_finite(version))
         else:
             if request in error.requests:
@@ -87,14 +91,23 @@ def _sort_out_not_finite(
     return movable
 
 
+def _proven_elsewhere(runtime: Runtime, worker: EngineWorker) -> bool:
+    """Whether another engine has given finite numbers with the same update of weights."""
+    update = worker.channel.books.swaps
+    others = (other for other in runtime.workers if other is not worker)
+    return any(other.channel.books.proven == update for other in others)
+
+
 def recover(
     runtime: Runtime, worker: EngineWorker, failures: Failures, error: BaseException
 ) -> bool:
     """Bring an engine back, on its own thread; False if it stays out, and `reason` says why."""
     attempt = failures.add(worker)
-    weights_fault = worker.channel.books.hopeless == worker.channel.books.swaps
-    again = isinstance(error, NotFinite) and attempt > 1 and not weights_fault
-    rebuild = again or attempt >= REBUILD_AFTER
+    if isinstance(error, NotFinite):
+        # A reset did not help, and the same weights work elsewhere: these here are broken.
+        rebuild = attempt > 1 and _proven_elsewhere(runtime, worker)
+    else:
+        rebuild = attempt >= REBUILD_AFTER
     while True:
         if not runtime.config.restart:
             return False

@@ -79,7 +79,8 @@ class Request:
     req: Any = None  # upstream's request, while an engine has it
     engine_index: int | None = None
     failures: dict[int, str] = field(default_factory=dict)  # why, by engine
-    failed: int = 0  # in how many failures it was present
+    failed: int = 0  # in how many failures it was present, without an output token in between
+    failed_at: int = -1  # how many outputs it had at the last
     alone: bool = False  # it runs with nothing beside it: it may be what makes engines fail
     not_finite: int | None = None  # the update of weights under which its logits were not finite
     taken_back: bool = False  # from an engine, to go on later

@@ -1,0 +1,97 @@
+"""Faults put into running engines from outside, through upstream's own objects, as hardware or a
+bug would do it. Each happens once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from enginepool import EnginePool
+
+
+class Fault(RuntimeError):
+    """What the faults raise."""
+
+
+def scheduler_of(pool: EnginePool, engine: int) -> Any:
+    return pool.engines[engine].scheduler_info["scheduler"]
+
+
+def _once(owner: Any, name: str, at: int, wrong: Callable[..., Any]) -> None:
+    """Let the so-manieth call of a method from now be `wrong(original, *args)`."""
+    original, calls = getattr(owner, name), 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < at:
+            return original(*args, **kwargs)
+        vars(owner).pop(name, None)
+        return wrong(original, *args, **kwargs)
+
+    setattr(owner, name, counting)
+
+
+def raise_in_step(
+    pool: EnginePool, engine: int, at: int = 1, error: BaseException | None = None
+) -> None:
+    """The forward raises before it runs."""
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise error or Fault(f"device {engine} is gone")
+
+    _once(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at, wrong)
+
+
+def raise_after_step(pool: EnginePool, engine: int, at: int = 1) -> None:
+    """The forward has run and written the KV cache; its result is lost."""
+
+    def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs)
+        raise Fault(f"the result of device {engine} is lost")
+
+    _once(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at, wrong)
+
+
+def raise_after_bookkeeping(pool: EnginePool, engine: int, at: int = 1) -> None:
+    """The outputs have been handed over and the scheduler then trips."""
+
+    def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs)
+        raise Fault(f"the books of engine {engine} are wrong")
+
+    _once(scheduler_of(pool, engine), "process_batch_result", at, wrong)
+
+
+def delete_kv_cache(pool: EnginePool, engine: int) -> None:
+    """The KV buffers are gone, as after a step that donated them and failed."""
+    for buffer in scheduler_of(
+        pool, engine
+    ).tp_worker.worker.model_runner.token_to_kv_pool.kv_buffer:
+        buffer.delete()
+
+
+def delete_leaf(pool: EnginePool, engine: int, leaf: int = 3) -> None:
+    """A weight is gone that nobody shared."""
+    scheduler_of(pool, engine).tp_worker.worker.model_runner.model_state_leaves[leaf].delete()
+
+
+def spoil_leaf(pool: EnginePool, engine: int, leaf: int = 3) -> None:
+    """A weight is no finite number any more."""
+    leaves = scheduler_of(pool, engine).tp_worker.worker.model_runner.model_state_leaves
+    leaves[leaf] = leaves[leaf] * jnp.nan
+
+
+def hang_in_step(pool: EnginePool, engine: int, at: int = 1) -> threading.Event:
+    """The forward does not return until the event is set."""
+    let_go = threading.Event()
+
+    def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
+        let_go.wait()
+        return original(*args, **kwargs)
+
+    _once(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at, wrong)
+    return let_go

@@ -1,0 +1,290 @@
+"""Whatever breaks in an engine, every prompt is answered as without the fault, and the engine comes
+back: by a reset, or by a rebuild where a reset does not help."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from liveness import SECONDS, at_rest, callers, running, until
+from support import SMALL, same
+
+from benchmarks import faults
+from enginepool import EnginePool
+
+PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(12)]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+    """Three engines that come back as often as it takes."""
+    path = str(model_dir("qwen3"))
+    with EnginePool(path, devices=3, max_restarts=1000, step_timeout=5.0, **SMALL) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def expected(pool: EnginePool) -> list[dict[str, Any]]:
+    """What the prompts give without any fault."""
+    pool.engines[0].generate(input_ids=PROMPTS[0])  # starts the thread of the engines' own calls
+    return ask(pool)
+
+
+@pytest.fixture(autouse=True)
+def recovers(pool: EnginePool, expected: list[dict[str, Any]]) -> Iterator[None]:
+    """After every fault: all engines serve, with one and the same weights, and give what they gave;
+    no request slot, no KV page and no thread is left over."""
+    before, checksum = threads(), pool.checksum()
+    yield
+    until(lambda: states(pool) == ["serving"] * 3)
+    assert pool.checksum() == checksum
+    for engine in pool.engines:
+        result = engine.generate(input_ids=PROMPTS[:4], sampling_params=GREEDY, return_logprob=True)
+        same(result, expected[:4])
+    until(lambda: at_rest(pool))
+    assert threads() == before
+
+
+def threads() -> set[str]:
+    """Without those that anyio keeps for a while."""
+    return {t.name for t in threading.enumerate() if not t.name.startswith("AnyIO worker")}
+
+
+def ask(pool: EnginePool) -> list[dict[str, Any]]:
+    return pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+
+
+def states(pool: EnginePool) -> list[str]:
+    return [engine["state"] for engine in pool.stats()["engines"]]
+
+
+def news(pool: EnginePool, before: int, event: str) -> list[dict[str, Any]]:
+    """The events of one kind since there were `before`."""
+    return [entry for entry in pool.events()[before:] if entry["event"] == event]
+
+
+@pytest.mark.parametrize("at", [1, 2, 9])
+@pytest.mark.parametrize(
+    "fault", [faults.raise_in_step, faults.raise_after_step, faults.raise_after_bookkeeping]
+)
+def test_failed_step(
+    pool: EnginePool, expected: list[dict[str, Any]], fault: Callable[..., None], at: int
+) -> None:
+    """In the first prefill, in the next step or later, before or after its result: the engine is
+    reset, keeps its programs and its engine object, and says so in two events."""
+    before, engine = len(pool.events()), pool.engines[1]
+    fault(pool, 1, at)
+    same(ask(pool), expected)
+    until(lambda: news(pool, before, "engine_recovered"))
+    (quarantined,) = news(pool, before, "engine_quarantined")
+    (recovered,) = news(pool, before, "engine_recovered")
+    assert quarantined["engine"] == recovered["engine"] == 1
+    assert quarantined["reason"].startswith("Fault: ")
+    assert recovered["by"] == "reset"
+    assert pool.engines[1] is engine
+
+
+def test_lost_kv_cache(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """Deleted KV buffers are made anew by the reset."""
+    before = len(pool.events())
+    faults.delete_kv_cache(pool, 2)
+    same(ask(pool), expected)
+    until(lambda: news(pool, before, "engine_recovered"))
+    assert [entry["by"] for entry in news(pool, before, "engine_recovered")] == ["reset"]
+
+
+def test_lost_weight(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """A weight that was deleted, and that nobody shared, is brought from a sibling."""
+    faults.delete_leaf(pool, 0)
+    same(ask(pool), expected)
+
+
+def test_weight_that_is_not_finite(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """On one engine only: no output has a number that is not finite, the engine is reset, and
+    rebuilt with a sibling's weights when that did not help."""
+    before, engine = len(pool.events()), pool.engines[0]
+    faults.spoil_leaf(pool, 0)
+    while pool.engines[0] is engine:
+        same(ask(pool), expected)
+    until(lambda: len(news(pool, before, "engine_recovered")) >= 2)
+    kinds = [entry["by"] for entry in news(pool, before, "engine_recovered")]
+    assert kinds == ["reset", "rebuild"]
+    assert "NotFinite" in news(pool, before, "engine_quarantined")[0]["reason"]
+
+
+def test_failures_in_a_row(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """The third failure without a finished request in between leads to a rebuild: a new engine
+    object that works like the old one."""
+    before, engine = len(pool.events()), pool.engines[1]
+    scheduler = faults.scheduler_of(pool, 1)
+
+    def always(*_: Any, **__: Any) -> Any:
+        raise faults.Fault("again")
+
+    scheduler.tp_worker.forward_batch_generation = always
+    while pool.engines[1] is engine:
+        same(ask(pool), expected)
+    until(lambda: len(news(pool, before, "engine_recovered")) == 3)
+    recovered = news(pool, before, "engine_recovered")
+    assert [(entry["by"], entry["attempt"]) for entry in recovered] == [
+        ("reset", 1),
+        ("reset", 2),
+        ("rebuild", 3),
+    ]
+
+
+def test_step_that_does_not_return(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """The engine is abandoned, its requests go on elsewhere and `stats` says so; what the step
+    gives when it returns after all reaches nobody, and the engine serves again."""
+    let_go = faults.hang_in_step(pool, 1, at=3)
+    try:
+        same(ask(pool), expected)
+        assert states(pool)[1] == "abandoned"
+        assert "step_timeout=5.0" in pool.stats()["engines"][1]["reason"]
+        same(ask(pool), expected)
+    finally:
+        let_go.set()
+
+
+def test_missed_swap(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """An engine that was out while weights were replaced has the new ones when it comes back."""
+    import jax.numpy as jnp
+
+    old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
+    let_go = faults.hang_in_step(pool, 1)
+    try:
+        same(ask(pool), expected)
+        report = pool.update_weights([jnp.flip(leaf) for leaf in old], weight_version="flipped")
+        assert [engine.engine_index for engine in report.engines] == [0, 2]
+    finally:
+        let_go.set()
+    until(lambda: states(pool) == ["serving"] * 3)
+    pool.checksum()
+    result = pool.engines[1].generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert result["meta_info"]["weight_version"] == "flipped"
+    assert result["output_ids"] != expected[0]["output_ids"]
+    pool.update_weights(old)
+
+
+def test_call_pinned_to_an_engine(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """What only the failed engine may run waits for it, and goes on with the tokens it has."""
+    faults.raise_in_step(pool, 2, at=5)
+    result = pool.engines[2].generate(
+        input_ids=PROMPTS[0], sampling_params=GREEDY, return_logprob=True
+    )
+    same([result], expected[:1])
+
+
+def test_stream(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """No token is given twice and none is left out, over a failure in the middle of a stream."""
+    seen: list[int] = []
+    for engine in range(3):
+        faults.raise_in_step(pool, engine, at=6)
+    for chunk in pool.stream(input_ids=PROMPTS[3], sampling_params=GREEDY):
+        ids = chunk["output_ids"]
+        assert ids[: len(seen)] == seen
+        seen = ids
+    assert seen == expected[3]["output_ids"]
+    ask(pool)  # the faults of the other engines
+
+
+def test_all_at_once(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """With every engine out for a moment, requests wait and nobody is told that the pool failed."""
+    for engine in range(3):
+        faults.raise_in_step(pool, engine, at=4)
+    same(ask(pool), expected)
+
+
+def test_poison(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """A request that makes every engine fail runs alone on the third, then ends with all three
+    reasons; what shared its batches is served, and so is the engines' next work."""
+    poison = [7] * 9
+    for engine in range(3):
+        scheduler = faults.scheduler_of(pool, engine)
+        forward = scheduler.tp_worker.forward_batch_generation
+
+        def failing(*args: Any, forward: Any = forward, s: Any = scheduler, **kwargs: Any) -> Any:
+            reqs = [req for info in s.cur_batch.reqs_info for req in info.reqs or ()]
+            if any(req.origin_input_ids == poison for req in reqs):
+                raise faults.Fault("this was poison")
+            return forward(*args, **kwargs)
+
+        scheduler.tp_worker.forward_batch_generation = failing
+    results = pool.generate_all(
+        input_ids=[poison, *PROMPTS], sampling_params=GREEDY, return_logprob=True
+    )
+    reason = results[0]["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["err_type"]) == ("abort", "poisoned")
+    assert all(f"engine {i}: Fault: this was poison" in reason["message"] for i in range(3))
+    same(results[1:], expected)
+
+
+def test_weights_that_are_not_finite(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """On every engine: outputs end with an error that names the weight version; no engine is
+    rebuilt for it, none leaves; the next weights work at once."""
+    import jax.numpy as jnp
+
+    before, engines = len(pool.events()), pool.engines
+    old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
+    pool.update_weights([leaf * jnp.nan for leaf in old], weight_version="broken")
+    for _ in range(2):
+        for result in ask(pool):
+            reason = result["meta_info"]["finish_reason"]
+            assert (reason["type"], reason["err_type"]) == ("abort", "not_finite")
+            assert "weight version 'broken'" in reason["message"]
+            assert result["output_ids"] == []
+    pool.update_weights(old)
+    same(ask(pool), expected)
+    assert {entry["by"] for entry in news(pool, before, "engine_recovered")} == {"reset"}
+    assert pool.engines == engines
+
+
+def test_kv_cache_released_meanwhile(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """An engine that comes back into a pool without KV caches has none either."""
+    let_go = faults.hang_in_step(pool, 1)
+    same(ask(pool), expected)
+    released = pool.release_memory_occupation()
+    let_go.set()
+    until(lambda: states(pool) == ["paused"] * 3)
+    with callers(1) as executor:
+        call = executor.submit(ask, pool)
+        assert pool.resume_memory_occupation() == released // 2 * 3
+        same(call.result(SECONDS), expected)
+
+
+def test_close_with_a_stuck_step(model_dir: Callable[[str], Path]) -> None:
+    """Closing does not wait for a step that does not return; its caller gets an error."""
+    with EnginePool(str(model_dir("qwen3")), devices=1, step_timeout=1.0, **SMALL) as pool:
+        pool.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+        let_go = faults.hang_in_step(pool, 0)
+        with callers(1) as executor, pytest.raises(Exception, match="has not returned") as caught:
+            executor.submit(ask, pool).result(SECONDS)
+        assert type(caught.value).__name__ == "PoolFailed"
+        assert running(pool) == 0
+        pool.close()
+        name = f"{pool.name}-engine-0"
+        assert [t.name for t in threading.enumerate() if t.name.startswith(pool.name)] == [name]
+        let_go.set()
+        until(lambda: not any(t.name == name for t in threading.enumerate()))
+
+
+def test_limit_of_restarts(model_dir: Callable[[str], Path]) -> None:
+    """An engine that fails again and again stays out, and `stats` says why; the other serves."""
+    options = {**SMALL, "max_restarts": 2}
+    with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
+        expected = ask(pool)
+        while states(pool)[0] in ("serving", "resetting"):
+            scheduler = faults.scheduler_of(pool, 0)
+
+            def always(*_: Any, **__: Any) -> Any:
+                raise faults.Fault("again")
+
+            scheduler.tp_worker.forward_batch_generation = always
+            same(ask(pool), expected)
+            until(lambda: states(pool)[0] in ("serving", "quarantined"))
+        reason = pool.stats()["engines"][0]["reason"]
+        assert reason.startswith("Fault: again")
+        assert "max_restarts=2" in reason
+        same(ask(pool), expected)
