@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from enginepool.admission import WHEN_FULL, WhenFull
 from enginepool.errors import InvalidConfig
 
 Warmup = Literal["sequential", "parallel", "none"]
@@ -96,6 +97,8 @@ class PoolConfig:
     restart: bool = True
     max_restarts: int = 5
     step_timeout: float | None = 300.0
+    max_queued: int | None = None
+    when_full: WhenFull = "block"
     server_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +108,12 @@ class PoolConfig:
             raise InvalidConfig(f"tp_size={self.tp_size!r}: expected a count of devices, 1 or more")
         if type(self.max_restarts) is not int or self.max_restarts < 0:
             raise InvalidConfig(f"max_restarts={self.max_restarts!r}: expected a count, 0 or more")
+        limit = self.max_queued
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InvalidConfig(f"max_queued={limit!r}: expected a count, or None for no limit")
+        if self.when_full not in WHEN_FULL:
+            allowed = ", ".join(WHEN_FULL)
+            raise InvalidConfig(f"when_full={self.when_full!r}: expected one of {allowed}")
         timeout = self.step_timeout
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise InvalidConfig(

@@ -27,7 +27,7 @@ def pause(runtime: Runtime, mode: str, engine: int | None = None) -> None:
         taken = [request for group in runtime.on_engines(stop, engine) for request in group]
         if mode == "abort":
             if engine is None:
-                taken += runtime.queue.drain()
+                taken += runtime.queue.drain() + runtime.admission.drain()
             reason = aborted("pause_generation(mode='abort')", "cancelled")
             for request in taken:
                 request.call.finish(request, reason)

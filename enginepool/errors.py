@@ -6,6 +6,7 @@ EnginePoolError
 ├── InvalidWeights (ValueError)     weights that do not fit the model; nothing was touched
 ├── WeightUpdateFailed              a device failed while new weights were put there
 ├── EnginesDiffer                   engines that should have the same weights do not
+├── QueueFull                       more requests wait than max_queued; nothing has started
 ├── PoolClosed                      the pool is closed; a closed pool cannot be opened again
 ├── EngineStartFailed               an engine could not be built or warmed up
 ├── StepTimeout                     a step of an engine does not return
@@ -79,6 +80,10 @@ class EnginesDiffer(EnginePoolError):
     def __init__(self, message: str, *, checksums: dict[int, Any]) -> None:
         super().__init__(message)
         self.checksums = checksums
+
+
+class QueueFull(EnginePoolError):
+    """Raised with `when_full="raise"` for a call that finds no room; nothing of it has started."""
 
 
 class PoolClosed(EnginePoolError):

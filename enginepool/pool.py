@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import anyio.to_thread
 
 from enginepool import control, statistics
+from enginepool.admission import WhenFull
 from enginepool.config import PoolConfig, Warmup
 from enginepool.devices import DeviceSpec
 from enginepool.errors import InvalidRequest, PoolClosed
@@ -59,6 +60,10 @@ class EnginePool(Generation, WeightCalls):
         step_timeout: Seconds after which a step counts as stuck: its requests move on, and its
             engine is brought back when the step returns after all. Programs that compile while
             serving (warmup="none") count as part of a step. None for no limit.
+        max_queued: How many requests may wait for an engine; None for no limit. A call that is
+            larger enters when nothing waits.
+        when_full: "block" lets further calls wait their turn (their timeout runs); "raise" makes
+            them raise QueueFull at once.
         server_args: Everything else of upstream's `ServerArgs`, under its own names.
 
     Raises:
@@ -75,6 +80,8 @@ class EnginePool(Generation, WeightCalls):
         restart: bool = True,
         max_restarts: int = 5,
         step_timeout: float | None = 300.0,
+        max_queued: int | None = None,
+        when_full: WhenFull = "block",
         **server_args: Any,
     ) -> None:
         self._state = PoolState.UNOPENED
@@ -94,6 +101,8 @@ class EnginePool(Generation, WeightCalls):
             restart=restart,
             max_restarts=max_restarts,
             step_timeout=step_timeout,
+            max_queued=max_queued,
+            when_full=when_full,
             server_args=server_args,
         )
 

@@ -17,6 +17,9 @@ class RequestQueue:
     """Waiting requests, oldest first; those that resume go before the rest.
 
     Thread-safe. `wake` callables are called outside the lock.
+
+    Attributes:
+        on_taken: Called whenever requests have left, outside the lock.
     """
 
     def __init__(self) -> None:
@@ -28,6 +31,7 @@ class RequestQueue:
         self._suspects: dict[str, Request] = {}
         self._reserved: dict[str, int] = {}  # the engine that empties itself for a suspect
         self._engines: dict[int, tuple[Callable[[], int], Callable[[], None]]] = {}
+        self.on_taken: Callable[[], None] | None = None
         self.paused = False
 
     def __len__(self) -> int:
@@ -65,7 +69,10 @@ class RequestQueue:
         """Take a request out; False when no engine could get it from here any more."""
         with self._lock:
             self._reserved.pop(request.rid, None)
-            return any(shelf.pop(request.rid, None) is not None for shelf in self._shelves())
+            found = any(shelf.pop(request.rid, None) is not None for shelf in self._shelves())
+        if found and self.on_taken is not None:
+            self.on_taken()
+        return found
 
     def drain(self) -> list[Request]:
         """Take everything out."""
@@ -104,6 +111,8 @@ class RequestQueue:
                 taken = self._take_some(engine, load, room, cached)
         if any(request.taken_back for request in taken):
             self.wake_all()  # siblings may wait for `owes`
+        if taken and self.on_taken is not None:
+            self.on_taken()
         return taken
 
     def _take_some(

@@ -7,10 +7,10 @@ back with the pool's current weights, and never in the middle of a swap.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from enginepool.errors import NotFinite
+from enginepool.errors import NotFinite, PoolClosed, StepTimeout
 from enginepool.requests import Request, aborted, not_finite
 from enginepool.states import EngineState
 from enginepool.weights.placement import place
@@ -28,18 +28,52 @@ REBUILD_AFTER = 3
 MAX_FAILURES = 2
 
 
-class Failures:
-    """The latest failures of one engine, in a row. On its thread."""
+class Recovery:
+    """What workers of a pool report to; see `worker.Supervisor`."""
 
-    def __init__(self) -> None:
-        self._times: list[float] = []
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._times: dict[int, list[float]] = {}  # of failures, by engine
 
-    def add(self, worker: EngineWorker) -> int:
-        """Count one; returns how many there are in a row."""
+    def engine_failed(
+        self, worker: EngineWorker, error: BaseException, requests: list[Request]
+    ) -> None:
+        self._lost("engine_quarantined", worker, error, requests)
+
+    def engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
+        """A step that began then does not return. On another thread than the engine's."""
+        requests = worker.abandon(since, reason)
+        if requests is not None:
+            self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
+
+    def engine_unloaded(self, requests: list[Request]) -> None:
+        self._runtime.resume(requests)
+
+    def engine_closed(self, requests: list[Request]) -> None:
+        runtime = self._runtime
+        if runtime.closed:
+            runtime.fail(requests, PoolClosed(f"pool {runtime.name!r} was closed"))
+        else:
+            runtime.resume(requests)
+
+    def recover(self, worker: EngineWorker, error: BaseException) -> bool:
+        return recover(self._runtime, worker, error, lambda: self._count(worker))
+
+    def _lost(
+        self, event: str, worker: EngineWorker, error: BaseException, requests: list[Request]
+    ) -> None:
+        self._runtime.events.add(
+            event, worker, level="warning", reason=worker.reason, requests=len(requests)
+        )
+        self._runtime.resume(sort_out(self._runtime, worker, error, requests))
+
+    def _count(self, worker: EngineWorker) -> int:
+        """Count a failure of this engine; returns how many there are in a row."""
         now = time.perf_counter()
         since = max(worker.channel.books.last_output, now - WINDOW_SECONDS)
-        self._times = [at for at in self._times if at > since] + [now]
-        return len(self._times)
+        times = self._times.get(worker.index, [])
+        self._times[worker.index] = [at for at in times if at > since] + [now]
+        return len(self._times[worker.index])
 
 
 def pause_before(attempt: int) -> float:
@@ -99,10 +133,10 @@ def _proven_elsewhere(runtime: Runtime, worker: EngineWorker) -> bool:
 
 
 def recover(
-    runtime: Runtime, worker: EngineWorker, failures: Failures, error: BaseException
+    runtime: Runtime, worker: EngineWorker, error: BaseException, count: Callable[[], int]
 ) -> bool:
     """Bring an engine back, on its own thread; False if it stays out, and `reason` says why."""
-    attempt = failures.add(worker)
+    attempt = count()
     if isinstance(error, NotFinite):
         # A reset did not help, and the same weights work elsewhere: these here are broken.
         rebuild = attempt > 1 and _proven_elsewhere(runtime, worker)
@@ -128,7 +162,7 @@ def recover(
         except Exception as cause:
             reason = f"{worker.reason}; then {worker.state.value} failed: {cause!r}"
             worker.change(EngineState.QUARANTINED, reason)
-            attempt, rebuild = failures.add(worker), True
+            attempt, rebuild = count(), True
             continue
         seconds = time.perf_counter() - started
         runtime.events.add("engine_recovered", worker, by=kind, seconds=seconds, attempt=attempt)

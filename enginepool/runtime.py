@@ -13,17 +13,24 @@ from typing import Any
 
 import jax
 
+from enginepool.admission import Admission
 from enginepool.channel import Channel
 from enginepool.compilation import ExecutableCache
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
-from enginepool.errors import EnginePoolError, NoWeights, PoolClosed, PoolFailed, StepTimeout
+from enginepool.errors import (
+    EnginePoolError,
+    NoWeights,
+    PoolClosed,
+    PoolFailed,
+    QueueFull,
+)
 from enginepool.events import Events
 from enginepool.guest import quiet_logger
 from enginepool.jobs import EngineStopped
 from enginepool.logs import logger
 from enginepool.queue import RequestQueue
-from enginepool.recovery import Failures, recover, sort_out
+from enginepool.recovery import Recovery
 from enginepool.requests import Call, Request, aborted
 from enginepool.startup import make_intake, patched, start_workers
 from enginepool.watchdog import watching
@@ -53,6 +60,7 @@ class Runtime:
         self.config = config
         self.name = name
         self.queue = RequestQueue()
+        self.admission = Admission(self.queue, config.max_queued, config.when_full)
         self.cache = ExecutableCache()
         self.workers: list[EngineWorker] = []
         self.counts = Counts()
@@ -65,9 +73,9 @@ class Runtime:
         self.guards = ExitStack()
         self.lock = threading.Lock()
         self.steering = threading.Lock()  # pauses, swaps and the like happen one at a time
+        self.recovery = Recovery(self)
         self._closing = threading.Lock()  # whoever closes second waits for the first
         self._calls: set[Call] = set()
-        self._failures: dict[int, Failures] = {}
 
     # Opening and closing
 
@@ -85,7 +93,7 @@ class Runtime:
             start_workers(self.workers, self.config.warmup, on_engine)
             self.intake = make_intake(self.workers)
             if (limit := self.config.step_timeout) is not None:
-                watch = watching(self.name, self.workers, limit, self._engine_stuck)
+                watch = watching(self.name, self.workers, limit, self.recovery.engine_stuck)
                 self.guards.enter_context(watch)
         except BaseException:
             self.close(timeout=None)
@@ -101,7 +109,7 @@ class Runtime:
             self.queue,
             self.cache,
             name=self.name,
-            supervisor=self,
+            supervisor=self.recovery,
         )
 
     def close(self, timeout: float | None) -> bool:
@@ -117,7 +125,7 @@ class Runtime:
 
     def _close(self, timeout: float | None) -> bool:
         error = PoolClosed(f"pool {self.name!r} was closed")
-        self._fail(self.queue.drain(), error)
+        self.fail(self._drain(), error)
         for worker in self.workers:
             worker.stop()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -127,8 +135,8 @@ class Runtime:
             if not worker.join(0.0 if worker.stuck else left):
                 stuck.append(worker.index)
         # A stuck engine's callers do not wait for it.
-        self._fail(self._unfinished(), error)
-        self._fail(self.queue.drain(), error)
+        self.fail(self._unfinished(), error)
+        self.fail(self._drain(), error)
         if stuck:
             logger().warning("enginepool.thread_not_stopped", pool=self.name, engines=stuck)
         self.guards.close()
@@ -144,6 +152,7 @@ class Runtime:
             PoolClosed: The pool is closed.
             NoWeights: The weights were released, or lost on every engine.
             PoolFailed: No engine is left.
+            QueueFull: See `EnginePool`.
         """
         call.on_finish = self._finished
         with self.lock:
@@ -156,7 +165,12 @@ class Runtime:
                     raise self.failure(pinned_to)
             if call.requests:
                 self._calls.add(call)
-        self.queue.put(call.requests)
+        try:
+            self.admission.enter(call)
+        except QueueFull:
+            with self.lock:
+                self._calls.discard(call)
+            raise
         self._fail_stranded()
 
     def abort(self, requests: Iterable[Request], message: str, err_type: str) -> None:
@@ -171,7 +185,7 @@ class Runtime:
                 continue
             # First: whoever moves the request from here on looks at this.
             request.abort_reason = reason
-            if self.queue.discard(request):
+            if self.queue.discard(request) or self.admission.discard(request):
                 request.call.finish(request, reason)
             elif request.engine_index is not None:
                 by_engine.setdefault(request.engine_index, []).append(request)
@@ -238,46 +252,14 @@ class Runtime:
             calls = list(self._calls)
         return [r for call in calls for r in call.requests if r.finish_reason is None]
 
-    def _fail(self, requests: Iterable[Request], error: EnginePoolError) -> None:
+    def _drain(self) -> list[Request]:
+        return self.queue.drain() + self.admission.drain()
+
+    def fail(self, requests: Iterable[Request], error: EnginePoolError) -> None:
         reason = aborted(str(error), type(error).__name__)
         for request in requests:
             request.call.failure = error
             request.call.finish(request, reason)
-
-    # What workers report (on their threads; see `worker.Supervisor`)
-
-    def engine_failed(
-        self, worker: EngineWorker, error: BaseException, requests: list[Request]
-    ) -> None:
-        self.events.add(
-            "engine_quarantined",
-            worker,
-            level="warning",
-            reason=worker.reason,
-            requests=len(requests),
-        )
-        self.resume(sort_out(self, worker, error, requests))
-
-    def recover(self, worker: EngineWorker, error: BaseException) -> bool:
-        failures = self._failures.setdefault(worker.index, Failures())
-        return recover(self, worker, failures, error)
-
-    def engine_unloaded(self, requests: list[Request]) -> None:
-        self.resume(requests)
-
-    def engine_closed(self, requests: list[Request]) -> None:
-        if self.closed:
-            self._fail(requests, PoolClosed(f"pool {self.name!r} was closed"))
-        else:
-            self.resume(requests)
-
-    def _engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
-        requests = worker.abandon(since, reason)
-        if requests is not None:
-            self.events.add(
-                "engine_abandoned", worker, level="warning", reason=reason, requests=len(requests)
-            )
-            self.resume(sort_out(self, worker, StepTimeout(reason), requests))
 
     def _served(self, pinned_to: int | None) -> bool:
         """Whether an engine is left that may run such a request."""
@@ -289,11 +271,11 @@ class Runtime:
         if self.closed or self.released is not None:
             return  # `close` ends everything, `update_weights` goes on
         if not self._served(None):
-            self._fail(self.queue.drain(), self.failure(None))
+            self.fail(self._drain(), self.failure(None))
         for worker in self.workers:
             if not self._served(worker.index):
                 stranded = self.queue.stranded(worker.index)
-                self._fail(stranded, self.failure(worker.index))
+                self.fail(stranded, self.failure(worker.index))
 
     def failure(self, pinned_to: int | None = None) -> EnginePoolError:
         """What to raise where no engine can do it."""

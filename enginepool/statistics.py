@@ -21,7 +21,7 @@ _MEMORY = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit", "largest_free_blo
 def pool(runtime: Runtime) -> dict[str, Any]:
     return {
         "engines": [engine(worker) for worker in runtime.workers],
-        "waiting": len(runtime.queue),
+        "waiting": len(runtime.queue) + len(runtime.admission),
         "running": sum(worker.channel.load() for worker in runtime.workers),
         "finished": runtime.counts.finished,
         "aborted": runtime.counts.aborted,
