@@ -7,12 +7,14 @@ from enginepool.errors import (
     InvalidConfig,
     InvalidRequest,
     InvalidWeights,
+    NotFinite,
     NoWeights,
     PoolClosed,
     PoolFailed,
     QueueFull,
     RequestFailed,
     RequestsFailed,
+    StepTimeout,
     WeightUpdateFailed,
 )
 from enginepool.pool import EnginePool
@@ -27,11 +29,13 @@ __all__ = [
     "InvalidRequest",
     "InvalidWeights",
     "NoWeights",
+    "NotFinite",
     "PoolClosed",
     "PoolFailed",
     "QueueFull",
     "RequestFailed",
     "RequestsFailed",
+    "StepTimeout",
     "SwapReport",
     "WeightUpdateFailed",
 ]
