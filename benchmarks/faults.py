@@ -95,3 +95,12 @@ def hang_in_step(pool: EnginePool, engine: int, at: int = 1) -> threading.Event:
 
     _once(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at, wrong)
     return let_go
+
+
+def raise_in_commit(pool: EnginePool, engine: int) -> None:
+    """The next time new weights are put in place, that fails."""
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise Fault(f"device {engine} does not take weights")
+
+    _once(scheduler_of(pool, engine).leaves, "replace", 1, wrong)

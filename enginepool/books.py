@@ -18,6 +18,8 @@ class Books:
         held: The requests, by rid.
         weight_version: The version that the engine's next step samples from.
         swaps: How many times weights were replaced here; separates the prefix cache's entries.
+        settled: Whether the engine's weights are those of `weight_version` for certain; not so
+            while an update is put in place.
         hopeless: The update of weights (`swaps`) that gives no finite numbers on any engine.
         proven: The update under which a request last ended here with finite numbers.
         last_output: When a request last ended here, in `time.perf_counter`.
@@ -28,6 +30,7 @@ class Books:
         self.lock = threading.RLock()
         self.weight_version: int | str = 0
         self.swaps = 0
+        self.settled = True
         self.hopeless: int | None = None
         self.proven: int | None = None
         self.last_output = 0.0
@@ -57,6 +60,7 @@ class Books:
             self.take_over(request, keep=True)
         self.weight_version = version
         self.swaps += 1
+        self.settled = True
 
     # Requests leave
 

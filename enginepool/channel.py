@@ -21,16 +21,19 @@ from enginepool.requests import Request, aborted
 
 if TYPE_CHECKING:
     from enginepool.scheduler import PinnedScheduler
+    from enginepool.weights.leaves import EngineLeaves
 
 
 class Channel:
     """One engine's door, used from any thread; what runs inside runs on the engine's thread.
 
     Attributes:
+        scheduler: Upstream's, while the engine does jobs.
+        leaves: The engine's weights; their specs can be read as long as the pool is open.
         books: The requests that the engine has.
         soiled: Whether the KV cache may have numbers in it that are not finite.
         stops: Why no step is taken (paused, or in a swap); empty when the engine goes on.
-        draining: Whether it finishes what it has and takes nothing new.
+        draining: Whether it only finishes what has begun, here or on an engine that failed.
         weightless: Why the engine has no weights to step with, if it has none.
         stepping_since: When the step that runs now began, in `time.perf_counter`, if one does.
         busy_since: When the first step after the last idling began, in `time.perf_counter`.
@@ -40,6 +43,7 @@ class Channel:
         self.engine_index = engine_index
         self.queue = queue
         self.scheduler: PinnedScheduler | None = None
+        self.leaves: EngineLeaves | None = None
         self.books = Books()
         self.steps = 0
         self.stepping_since: float | None = None
@@ -122,7 +126,7 @@ class Channel:
                 if self.soiled and not self.books.held and not self.scheduler.has_work():
                     self.scheduler.reset()
                     self.soiled = False
-                if not self.draining and self.weightless is None:
+                if self.weightless is None:
                     self._pull()
                 if self.scheduler.has_work():
                     self.stepping_since = time.perf_counter()
@@ -182,6 +186,7 @@ class Channel:
             load=len(self.books.held),
             room=scheduler.room(len(self.books.held)),
             cached=scheduler.cached_prefix,
+            begun=self.draining,
         )
         for request in taken:
             request.engine_index = self.engine_index

@@ -72,6 +72,8 @@ class RequestQueue:
             found = any(shelf.pop(request.rid, None) is not None for shelf in self._shelves())
         if found and self.on_taken is not None:
             self.on_taken()
+        if found and request.taken_back:
+            self.wake_all()  # engines may wait for `owes` or `begun`
         return found
 
     def drain(self) -> list[Request]:
@@ -96,19 +98,45 @@ class RequestQueue:
         for wake in wakes:
             wake()
 
+    def take_begun(self) -> list[Request]:
+        """Take out every request that has outputs."""
+        with self._lock:
+            requests = [r for shelf in self._shelves() for r in shelf.values() if r.output_ids]
+            for request in requests:
+                self._reserved.pop(request.rid, None)
+                for shelf in self._shelves():
+                    shelf.pop(request.rid, None)
+        return requests
+
+    def begun(self) -> bool:
+        """Whether a request that has outputs waits here for an engine that could take it."""
+        with self._lock:
+            pinned = [shelf for engine, shelf in self._pinned.items() if engine in self._engines]
+            shelves = [self._suspects, self._resumed, *pinned]
+            return any(r.output_ids for shelf in shelves for r in shelf.values())
+
     def take(
-        self, engine: int, *, load: int, room: int, cached: Callable[[Request], int]
+        self,
+        engine: int,
+        *,
+        load: int,
+        room: int,
+        cached: Callable[[Request], int],
+        begun: bool = False,
     ) -> list[Request]:
         """Hand an engine the requests that it should run now.
 
         Called on the engine's thread, which may look at its own prefix cache in `cached`.
+
+        Args:
+            begun: Only those that have outputs; for an engine that drains.
         """
         if self.paused or room <= 0 or not len(self):
             return []
         with self._lock:
-            taken = self._take_alone(engine, load) if self._suspects else None
+            taken = self._take_alone(engine, load, begun) if self._suspects else None
             if taken is None:
-                taken = self._take_some(engine, load, room, cached)
+                taken = self._take_some(engine, load, room, cached, begun)
         if any(request.taken_back for request in taken):
             self.wake_all()  # siblings may wait for `owes`
         if taken and self.on_taken is not None:
@@ -116,13 +144,19 @@ class RequestQueue:
         return taken
 
     def _take_some(
-        self, engine: int, load: int, room: int, cached: Callable[[Request], int]
+        self,
+        engine: int,
+        load: int,
+        room: int,
+        cached: Callable[[Request], int],
+        begun: bool,
     ) -> list[Request]:
         pinned = self._pinned.get(engine, {})
         waiting = len(pinned) + len(self._resumed) + len(self._fresh)
-        free = chain(self._resumed.values(), self._fresh.values())
+        free = chain(self._resumed.values(), () if begun else self._fresh.values())
         order = chain(pinned.values(), (r for r in free if self._may_run(r, engine)))
-        window = list(islice(order, max(WINDOW, 2 * room)))
+        may_start = (r for r in order if r.output_ids or not begun)
+        window = list(islice(may_start, max(WINDOW, 2 * room)))
         loads = [load if i == engine else other() for i, (other, _) in self._engines.items()]
         chosen = routing.choose(
             [request.candidate for request in window],
@@ -141,13 +175,14 @@ class RequestQueue:
                 shelf.pop(request.rid, None)
         return taken
 
-    def _take_alone(self, engine: int, load: int) -> list[Request] | None:
+    def _take_alone(self, engine: int, load: int, begun: bool) -> list[Request] | None:
         """A request that is to run with nothing beside it; none yet while the engine has others;
         None if no such request is for this engine."""
         for request in self._suspects.values():
             mine = request.engine == engine
             if request.engine is None:
                 mine = self._may_run(request, engine)
+            mine = mine and bool(request.output_ids or not begun)
             if mine and self._reserved.setdefault(request.rid, engine) == engine:
                 if load:
                     return []

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from enginepool.channel import Channel
-from enginepool.errors import InvalidRequest, PoolClosed, PoolFailed
+from enginepool.errors import InvalidRequest, PoolClosed, WeightUpdateFailed
 from enginepool.jobs import EngineStopped
 from enginepool.requests import Request, aborted
 from enginepool.runtime import Runtime
@@ -60,7 +60,13 @@ class Standstill:
         if failures:
             raise failures[0]
         if not self.workers:
-            raise PoolFailed(f"pool {self.runtime.name!r} has no engine left")
+            if any(worker.recovering for worker, _ in futures):
+                raise WeightUpdateFailed(
+                    "every engine failed meanwhile; they come back with the weights they had, "
+                    "try again",
+                    engine_index=futures[0][0].index,
+                )
+            raise self.runtime.failure()
         return results
 
 
@@ -94,12 +100,10 @@ def standstill(
         if channel.stops or channel.weightless is not None:
             return True  # it takes no step anyway
         if mode == "drain":
-            return not channel.books.held and not _has_work(channel)
+            return not (channel.books.held or _has_work(channel) or runtime.queue.begun())
         return mode != "retract" or (channel.books.progressed() and not runtime.queue.owes())
 
-    try:
-        if mode == "drain":
-            stand.run(_drain)
+    def wait_until_due() -> None:
         futures = []
         for worker in stand.workers:
             channel = worker.channel
@@ -109,7 +113,14 @@ def standstill(
             waits.append(future)
             futures.append((worker, future))
         stand.collect(futures)
+
+    try:
         if mode == "drain":
+            stand.run(_drain)
+        wait_until_due()
+        if mode == "drain":
+            while runtime.queue.begun():  # of an engine that failed when its siblings were due
+                wait_until_due()
             stand.run(lambda worker: stop(worker.channel))
         _settle(runtime, taken, mode)
         yield stand
@@ -121,7 +132,8 @@ def standstill(
 
 def _settle(runtime: Runtime, taken: list[Request], mode: SwapMode) -> None:
     if mode == "abort":
-        for request in taken:
+        # Those of an engine that failed are in the queue.
+        for request in (*taken, *runtime.queue.take_begun()):
             request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
 
 

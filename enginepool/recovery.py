@@ -206,11 +206,13 @@ def _bring_up_to_date(runtime: Runtime, worker: EngineWorker) -> None:
         scheduler.kv_cache.drop()
     if runtime.released is not None:
         return
-    if channel.books.swaps == runtime.updates and not scheduler.leaves.lost():
+    current = channel.books.settled and channel.books.swaps == runtime.updates
+    if current and not scheduler.leaves.lost():
         return
     for sibling in _siblings(runtime, worker):
         _copy_weights(worker, sibling)
         channel.books.weight_version, channel.books.swaps = runtime.weight_version, runtime.updates
+        channel.books.settled = True
         return
     channel.weightless = "its weights are gone, and no other engine has them; update_weights"
 

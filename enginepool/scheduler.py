@@ -49,7 +49,7 @@ class PinnedScheduler(Scheduler):
         self._top_logprobs = _TopLogprobs(model_runner)
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
-        channel.scheduler = self
+        channel.scheduler, channel.leaves = self, self.leaves
 
     # What upstream calls
 
@@ -206,6 +206,8 @@ class PinnedScheduler(Scheduler):
         explicit cut frees the arrays now, not at some later garbage collection.
         """
         worker = getattr(self, "tp_worker", None)
+        if self.channel.leaves is not None:
+            self.channel.leaves.forget()
         parts: list[Any] = [self]
         if worker is not None:
             self._discard_expert_statistics()

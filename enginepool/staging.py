@@ -35,10 +35,9 @@ class Staged:
 
 
 def leaves_of(worker: EngineWorker) -> EngineLeaves:
-    scheduler = worker.channel.scheduler
-    if scheduler is None:
-        raise EnginePoolError(f"engine {worker.index} has stopped")
-    return scheduler.leaves
+    leaves = worker.channel.leaves
+    assert leaves is not None, "the engine was never built"
+    return leaves
 
 
 def choose(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> str:
@@ -69,7 +68,7 @@ def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, 
         del piece  # or it would live on while the next tensor is read
     for worker in workers:
         for path, array in staged[worker.index].arrays.items():
-            with _naming(worker, path):
+            with naming(worker, path):
                 array.block_until_ready()
     return staged
 
@@ -80,7 +79,7 @@ def _everywhere(
     first = None
     for worker in workers:
         spec = leaves_of(worker).specs[piece.path]
-        with _naming(worker, piece.path):
+        with naming(worker, piece.path):
             if piece.array is None and first is not None:
                 array, shared = place(first, spec.sharding, spec.dtype), False
             else:
@@ -145,7 +144,7 @@ def _exchange(
     """Drop one leaf, then make it anew; both on the engine's books at its step boundary."""
     leaves = leaves_of(worker)
     worker.channel.run(lambda: leaves.drop([path]) and None).result()
-    with _naming(worker, path):
+    with naming(worker, path):
         array, shared = make(leaves.specs[path])
         array.block_until_ready()
     mine = [path] if shared else []
@@ -171,7 +170,7 @@ def _restore(
 
 
 @contextmanager
-def _naming(worker: EngineWorker, path: str) -> Iterator[None]:
+def naming(worker: EngineWorker, what: str) -> Iterator[None]:
     """What fails in here fails as ours, with the device and the leaf."""
     try:
         yield
@@ -180,7 +179,7 @@ def _naming(worker: EngineWorker, path: str) -> Iterator[None]:
     except Exception as error:
         devices = ", ".join(str(device) for device in worker.devices)
         raise WeightUpdateFailed(
-            f"putting {path} on engine {worker.index} ({devices}) failed: {error}",
+            f"putting {what} on engine {worker.index} ({devices}) failed: {error}",
             engine_index=worker.index,
-            name=path,
+            name=what,
         ) from error

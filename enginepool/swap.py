@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from enginepool import staging
-from enginepool.errors import InvalidRequest, InvalidWeights, PoolClosed
+from enginepool.errors import InvalidRequest, InvalidWeights, PoolClosed, WeightUpdateFailed
+from enginepool.logs import logger
 from enginepool.quiesce import MODES, Standstill, SwapMode, standstill
 from enginepool.report import EngineSwap, SwapReport
 from enginepool.runtime import Runtime
-from enginepool.staging import Staged, leaves_of
+from enginepool.staging import Staged, leaves_of, naming
 from enginepool.weights.fingerprint import fingerprint
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
@@ -85,7 +86,17 @@ class _Update:
         self.number = self.runtime.updates + 1
         label = self.options.weight_version
         self.version = self.number if label is None else label
-        self.plan = self._plan()
+        lead = self.workers[0]
+        try:
+            self.plan = self._plan()
+        except Exception as error:
+            if lead.present:
+                raise
+            raise WeightUpdateFailed(
+                f"engine {lead.index} failed ({lead.reason}) while the source was read; nothing "
+                "was touched, try again",
+                engine_index=lead.index,
+            ) from error
         self.staging = self.options.staging
         if self.options.strategy == "rolling":
             self._roll()
@@ -106,7 +117,7 @@ class _Update:
             )
             mapping = None if source.by_path else scheduler.hugging_face
             plan = Plan(source, scheduler.leaves, mapping, strict=self.options.strict)
-        for worker in self.workers:
+        for worker in [w for w in self.workers if w.present]:
             if lost := set(leaves_of(worker).lost()).difference(plan.paths):
                 raise InvalidWeights(
                     f"engine {worker.index} has no weights to keep: update all of them, "
@@ -150,12 +161,15 @@ class _Update:
                 return
             leaves, staged = leaves_of(worker), self.staged[worker.index]
             shared = leaves.shared.copy()
-            before[worker.index] = leaves.replace(staged.arrays, staged.shared), shared
+            worker.channel.books.settled = False
+            with naming(worker, "weights"):
+                before[worker.index] = leaves.replace(staged.arrays, staged.shared), shared
 
         def put_back(worker: EngineWorker) -> None:
             if worker.index in before:
                 arrays, shared = before[worker.index]
                 leaves_of(worker).replace(arrays, shared)
+            worker.channel.books.settled = True
 
         def label(worker: EngineWorker) -> None:
             if worker.index not in self.failed:
@@ -242,11 +256,8 @@ class _Update:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def _report(self, started: float) -> SwapReport:
-        done = [w for w in self.workers if w.present and w.index not in self.failed]
         with self._timed("fingerprint"):
-            lead = done[0]
-            staged = fingerprint({**leaves_of(lead), **self.staged[lead.index].arrays})
-            engines = tuple(self._engine(worker) for worker in done)
+            staged, engines = self._fingerprints()
         self.seconds["total"] = time.perf_counter() - started
         return SwapReport(
             weight_version=self.version,
@@ -256,12 +267,30 @@ class _Update:
             nbytes=self.plan.nbytes,
             seconds=self.seconds,
             staged=staged,
-            engines=engines,
+            engines=tuple(engines),
             failed=self.failed,
             left=tuple(self.plan.left),
             ignored=tuple(self.plan.ignored),
             kv_bytes=self.kv_bytes,
         )
+
+    def _fingerprints(self) -> tuple[str, list[EngineSwap]]:
+        """Of what was staged, and of every engine that has it."""
+        staged, engines = None, []
+        for worker in self.workers:
+            if worker.index not in self.pauses or worker.index in self.failed:
+                continue
+            mine = self.staged[worker.index]
+            try:
+                if staged is None:
+                    staged = fingerprint({**leaves_of(worker), **mine.arrays})
+                engines.append(self._engine(worker))
+            except (LookupError, RuntimeError) as error:
+                # It has failed since; it comes back with the new weights.
+                logger().debug("enginepool.engine_left", engine=worker.index, error=str(error))
+        if staged is None or not engines:
+            raise self.runtime.failure()
+        return staged, engines
 
     def _engine(self, worker: EngineWorker) -> EngineSwap:
         mine = self.staged[worker.index]

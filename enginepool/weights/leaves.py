@@ -24,7 +24,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
     """
 
     def __init__(self, model_runner: Any) -> None:
-        self._runner = model_runner
+        self._runner: Any = model_runner
         flat = nnx.to_flat_state(nnx.state(model_runner.model))
         self._variables = {".".join(map(str, path)): variable for path, variable in flat}
         self.shared: set[str] = set()
@@ -48,6 +48,8 @@ class EngineLeaves(Mapping[str, jax.Array]):
         }
 
     def __getitem__(self, path: str) -> jax.Array:
+        if self._runner is None:
+            raise LookupError(f"{path}: the engine was taken apart")
         return self._runner.model_state_leaves[self._index[path]]
 
     def __iter__(self) -> Iterator[str]:
@@ -87,8 +89,15 @@ class EngineLeaves(Mapping[str, jax.Array]):
         missing: dict[str, Any] = {path: self.specs[path] for path in paths}
         return self.replace(missing)
 
+    def forget(self) -> None:
+        """Let all of them go, with the engine; only `specs` can be read from here on."""
+        self._runner = None
+        self._variables.clear()
+
     def lost(self) -> list[str]:
         """Leaves that cannot be read: dropped, or deleted or donated by who shared them."""
+        if self._runner is None:
+            return list(self.specs)
         return [
             path
             for path in self.specs
