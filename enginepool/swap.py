@@ -146,9 +146,11 @@ class _Update:
 
         def put(worker: EngineWorker) -> None:
             if worker.index in self.failed:
-                worker.unload(self.failed[worker.index])
+                staging.give_up(worker, self.failed[worker.index])
                 return
-            before[worker.index] = leaves_of(worker).replace(self.staged[worker.index].arrays)
+            with staging.naming(worker):
+                new = self.staged[worker.index].arrays
+                before[worker.index] = leaves_of(worker).replace(new)
 
         def put_back(worker: EngineWorker) -> None:
             if worker.index in before:
@@ -184,7 +186,7 @@ class _Update:
                 # Others have the new weights already: it only goes forward.
                 reason = f"it missed an update of weights: {error}"
                 self.failed[worker.index] = reason
-                worker.channel.run(lambda w=worker, why=reason: w.unload(why)).result()
+                worker.channel.run(lambda w=worker, why=reason: staging.give_up(w, why)).result()
 
     def _roll_one(self, worker: EngineWorker) -> None:
         plan = self.plan
