@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import jax
 import psutil
 

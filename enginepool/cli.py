@@ -1,4 +1,4 @@
-"""The command line: `enginepool generate`, `enginepool doctor`, `enginepool demo`.
+"""The command line: `enginepool generate`, `doctor`, `demo` and `reference`.
 
 Whatever imports sgl_jax is imported inside the commands, so that `--help` answers at once.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from enginepool.arguments import parse_devices, parse_server_args
-from enginepool.errors import EnginePoolError, InvalidConfig, InvalidRequest
+from enginepool.complaints import clear_errors, complain
+from enginepool.errors import InvalidRequest
 from enginepool.prompt_lines import PromptLine, read_jsonl, read_text
+from enginepool.reference.commands import app as reference
 
 if TYPE_CHECKING:
     from enginepool.pool import EnginePool
@@ -28,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="One sglang-jax engine on each accelerator device of a host, used as one.",
 )
+app.add_typer(reference, name="reference")
 
 
 class Format(StrEnum):
@@ -101,7 +104,7 @@ def generate(
         "sampling_seed": seed,
     }
     chosen = {name: value for name, value in options.items() if value is not None}
-    with _clear_errors():
+    with clear_errors():
         lines = _read(prompts or [], file, input_format)
         arguments: dict[str, Any] = {
             **parse_server_args(server_arg or []),
@@ -117,7 +120,7 @@ def generate(
     _write(results, output)
     failed = [r["meta_info"] for r in results if r["meta_info"]["finish_reason"]["type"] == "abort"]
     for meta in failed:
-        _complain(f"prompt {meta['prompt_index']}: {meta['finish_reason'].get('message')}")
+        complain(f"prompt {meta['prompt_index']}: {meta['finish_reason'].get('message')}")
     if failed:
         raise typer.Exit(1)
 
@@ -143,7 +146,7 @@ def demo(
     """Watch engines come up and answer sums side by side, with the toy model."""
     from enginepool.demo import run
 
-    with _clear_errors():
+    with clear_errors():
         run(engines, prompts)
 
 
@@ -208,24 +211,6 @@ def _write(results: Sequence[dict[str, Any]], output: Format) -> None:
         else:
             index = result["meta_info"]["prompt_index"]
             print(json.dumps({"prompt_index": index, **result}, ensure_ascii=False))
-
-
-@contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
-    """What enginepool raises becomes one line; 2 for input that must be changed, else 1."""
-    try:
-        yield
-    except EnginePoolError as error:
-        _complain(str(error))
-        mistake = isinstance(error, (InvalidConfig, InvalidRequest))
-        raise typer.Exit(2 if mistake else 1) from None
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        raise typer.Exit(130) from None
-
-
-def _complain(message: str) -> None:
-    print("enginepool:", " ".join(message.split()), file=sys.stderr)
 
 
 if __name__ == "__main__":

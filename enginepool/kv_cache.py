@@ -29,6 +29,18 @@ class KVCache:
     def dropped(self) -> bool:
         return bool(self._dropped)
 
+    def describe(self) -> dict[str, Any]:
+        """What the buffers are, or were while they are dropped. With no request running."""
+        specs = [spec for *_, spec in self._dropped] or [_spec(b) for *_, b in self._buffers()]
+        return {
+            "kv_pool_type": type(self._runner.token_to_kv_pool).__name__,
+            "layer_num": len(specs),
+            "fused_buffer_shape": list(specs[0].shape),
+            "dtype": str(specs[0].dtype),
+            "fused_bytes_per_layer": _bytes(specs[0]),
+            "fused_bytes_total": sum(map(_bytes, specs)),
+        }
+
     def compile(self) -> None:
         """Compile what `rebuild` runs, so that serving compiles nothing."""
         for _, _, buffer in self._buffers():

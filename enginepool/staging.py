@@ -155,23 +155,35 @@ def _exchange(
 def _restore(
     lead: EngineWorker, others: Sequence[EngineWorker], paths: Sequence[str], error: BaseException
 ) -> None:
-    """Give the first engine the old weights back."""
+    """Give the first engine the old weights back; where that fails too, it is left without."""
+    reason = f"an update of weights failed half way, with no sibling to restore from: {error!r}"
     for sibling in others:
         have = leaves_of(sibling)
         if have.lost():
             continue
-        for path in paths:
-            old = have[path]
-            make = lambda spec, old=old: (place(old, spec.sharding, spec.dtype), False)  # noqa: E731
-            _exchange(lead, path, make)
+        try:
+            for path in paths:
+                old = have[path]
+                make = lambda spec, old=old: (place(old, spec.sharding, spec.dtype), False)  # noqa: E731
+                _exchange(lead, path, make)
+        except Exception as again:
+            reason = f"an update of weights failed half way, and so did going back: {again}"
+            continue
         return
-    reason = f"an update of weights failed half way, with no sibling to restore from: {error!r}"
-    lead.channel.run(lambda: lead.unload(reason)).result()
+    lead.channel.run(lambda: give_up(lead, reason)).result()
+
+
+def give_up(worker: EngineWorker, reason: str) -> None:
+    """Leave an engine without weights, on its thread. What it has is of no version, or of an old
+    one, and must not stay under an update of a part."""
+    leaves = leaves_of(worker)
+    leaves.drop(list(leaves))
+    worker.unload(reason)
 
 
 @contextmanager
-def naming(worker: EngineWorker, what: str) -> Iterator[None]:
-    """What fails in here fails as ours, with the device and the leaf."""
+def naming(worker: EngineWorker, path: str | None = None) -> Iterator[None]:
+    """What fails in here fails as ours, with the device and the leaf, if it is about one."""
     try:
         yield
     except EnginePoolError:
@@ -179,7 +191,7 @@ def naming(worker: EngineWorker, what: str) -> Iterator[None]:
     except Exception as error:
         devices = ", ".join(str(device) for device in worker.devices)
         raise WeightUpdateFailed(
-            f"putting {what} on engine {worker.index} ({devices}) failed: {error}",
+            f"putting {path or 'new weights'} on engine {worker.index} ({devices}) failed: {error}",
             engine_index=worker.index,
-            name=what,
+            name=path,
         ) from error

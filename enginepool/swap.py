@@ -14,7 +14,7 @@ from enginepool.logs import logger
 from enginepool.quiesce import MODES, Standstill, SwapMode, standstill
 from enginepool.report import EngineSwap, SwapReport
 from enginepool.runtime import Runtime
-from enginepool.staging import Staged, leaves_of, naming
+from enginepool.staging import Staged, leaves_of
 from enginepool.weights.fingerprint import fingerprint
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
@@ -157,13 +157,13 @@ class _Update:
 
         def put(worker: EngineWorker) -> None:
             if worker.index in self.failed:
-                worker.unload(self.failed[worker.index])
+                staging.give_up(worker, self.failed[worker.index])
                 return
-            leaves, staged = leaves_of(worker), self.staged[worker.index]
+            leaves, new = leaves_of(worker), self.staged[worker.index]
             shared = leaves.shared.copy()
             worker.channel.books.settled = False
-            with naming(worker, "weights"):
-                before[worker.index] = leaves.replace(staged.arrays, staged.shared), shared
+            with staging.naming(worker):
+                before[worker.index] = leaves.replace(new.arrays, new.shared), shared
 
         def put_back(worker: EngineWorker) -> None:
             if worker.index in before:
@@ -201,7 +201,7 @@ class _Update:
                 # Others have the new weights already: it only goes forward.
                 reason = f"it missed an update of weights: {error}"
                 self.failed[worker.index] = reason
-                worker.channel.run(lambda w=worker, why=reason: w.unload(why)).result()
+                worker.channel.run(lambda w=worker, why=reason: staging.give_up(w, why)).result()
 
     def _roll_one(self, worker: EngineWorker) -> None:
         plan = self.plan

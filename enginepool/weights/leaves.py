@@ -62,10 +62,14 @@ class EngineLeaves(Mapping[str, jax.Array]):
     def nbytes(self) -> int:
         return sum(spec.size * spec.dtype.itemsize for spec in self.specs.values())
 
+    def count(self) -> int:
+        """How many leaves the engine's programs get now, placeholders of a quantized model too."""
+        return len(self._runner.model_state_leaves)
+
     def replace(
         self, arrays: Mapping[str, jax.Array], shared: Collection[str] = ()
     ) -> dict[str, jax.Array]:
-        """Put these in place, all at once; returns what was there before.
+        """Put these in place, all or none, at once; returns what was there before.
 
         Shapes, dtypes and shardings must be those of `specs`, so no program is compiled again.
 
@@ -74,12 +78,16 @@ class EngineLeaves(Mapping[str, jax.Array]):
         """
         # A new list: what holds on to the old one (a step that runs) keeps a whole set.
         leaves = list(self._runner.model_state_leaves)
-        before = {}
-        for path, array in arrays.items():
-            index = self._index[path]
-            before[path] = leaves[index]
-            leaves[index] = array
-            self._variables[path].set_value(array)
+        before: dict[str, jax.Array] = {}
+        try:
+            for path, array in arrays.items():
+                self._variables[path].set_value(array)
+                index = self._index[path]
+                before[path], leaves[index] = leaves[index], array
+        except BaseException:
+            for path, array in before.items():
+                self._variables[path].set_value(array)
+            raise
         self._runner.model_state_leaves = leaves
         self.shared = (self.shared - arrays.keys()) | set(shared)
         return before
