@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,28 +17,39 @@ def limited_by_cores(engines: int, cpu_ms_per_step: float, step_ms: float) -> bo
     return engines * cpu_ms_per_step > 0.6 * CORES * step_ms
 
 
+def plain(headers: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
+    """Print a table."""
+    table = Table(*headers)
+    for line in lines:
+        table.add_row(*map(str, line))
+    _console().print(table)
+
+
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print medians, the first row's wall time over the others', and what limits them."""
-    table = Table(
-        "", "wall s", "slowest s", "wall/slowest", "tokens/s", "busy cores", "× first row"
+    plain(
+        ("", "wall s", "slowest s", "wall/slowest", "tokens/s", "busy cores", "× first row"),
+        (
+            (
+                row["name"] + (" (limited by cores)" if row.get("limited_by_cores") else ""),
+                f"{row['wall_sec']:.3f}",
+                f"{row['slowest_sec']:.3f}",
+                f"{row['wall_over_slowest']:.3f}",
+                f"{row['tokens_per_sec']:.0f}",
+                f"{row['busy_cores']:.2f} of {CORES}",
+                f"{row['wall_sec'] / rows[0]['wall_sec']:.2f}",
+            )
+            for row in rows
+        ),
     )
-    for row in rows:
-        notes = " (limited by cores)" if row.get("limited_by_cores") else ""
-        table.add_row(
-            row["name"] + notes,
-            f"{row['wall_sec']:.3f}",
-            f"{row['slowest_sec']:.3f}",
-            f"{row['wall_over_slowest']:.3f}",
-            f"{row['tokens_per_sec']:.0f}",
-            f"{row['busy_cores']:.2f} of {CORES}",
-            f"{row['wall_sec'] / rows[0]['wall_sec']:.2f}",
-        )
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
-    console.print(table)
     for row in rows:
         if "cpu_ms_per_step" in row:
             simulated = row["runs"][-1]["tokens_per_simulated_second"]
-            console.print(
+            _console().print(
                 f"{row['name']}: {row['cpu_ms_per_step']:.1f} ms of CPU a step; tokens advanced "
                 f"per simulated second, by engine: {simulated}"
             )
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if Console().is_terminal else 140)

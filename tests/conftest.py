@@ -18,6 +18,16 @@ from reference import make_random_model
 from support import SMALL, MakePool
 
 from enginepool import EnginePool, toy
+from enginepool.compilation import ExecutableCache
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_cache() -> Iterator[ExecutableCache]:
+    """A program is compiled once a session instead of once a pool: most pools here are alike."""
+    cache = ExecutableCache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("enginepool.runtime.ExecutableCache", lambda: cache)
+        yield cache
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +75,24 @@ def pool(make_pool: MakePool) -> EnginePool:
 def scripted(make_pool: MakePool) -> EnginePool:
     """Two engines on the model of which every answer is known."""
     return make_pool("scripted", 2)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints of the same shapes as `model_dir`'s, with other weights."""
+    return cache(lambda name: make_random_model(tmp_path_factory.mktemp("new"), name, seed=2))
+
+
+@pytest.fixture
+def llama(make_pool: MakePool, model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+    """Two engines, put back to their own weights afterwards. Llama's head is not tied."""
+    pool = make_pool("llama", 2)
+    yield pool
+    pool.update_weights(model_dir("llama"), weight_version=0)
+
+
+@pytest.fixture
+def four(pool: EnginePool, model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+    """`pool`, put back to its own weights afterwards."""
+    yield pool
+    pool.update_weights(model_dir("qwen3"), weight_version=0)

@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from families import forward
 from reference import PAD_TO, make_random_model, random_config
 from reference import _load as load_weights
 from reference import _stamp as stamp
 
 from enginepool.toy.files import END_ID, read_checkpoint, write_checkpoint
-from enginepool.toy.model import forward
 
 ROWS = 16
 # Where the best two logits are closer than this, rounding decides and either id is right.

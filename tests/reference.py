@@ -1,4 +1,4 @@
-"""What an engine ought to answer, by the toy's plain-JAX forward pass, and models to ask.
+"""What an engine ought to answer, by a plain-JAX forward pass, and models to ask.
 
 Shared by tests: `reference_greedy` decodes without an engine, and `make_random_model` writes tiny
 checkpoints of the families an engine loads.
@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from families import GEMMA2, QWEN3_MOE, forward, parameter_shapes
 
 from enginepool.toy.files import CONFIG, read_checkpoint, write_checkpoint
-from enginepool.toy.model import forward, parameter_shapes
 
 PAD_TO = 64
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -82,38 +84,47 @@ def make_random_model(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     std: float = 0.15,
+    tied: bool | None = None,
     dtype: Any = np.float32,
 ) -> Path:
     """Write a tiny checkpoint of random weights, with the toy's tokenizer.
 
     Args:
-        family: "qwen2" (biases, tied), "qwen3" (q and k norms, tied) or "llama" (untied).
+        family: "qwen2" (biases), "qwen3" (q and k norms), "llama", "gemma2" or "qwen3_moe".
         num_kv_heads: at least 2 for "qwen2" and "llama"; with 1, sglang-jax's native attention
             refuses the differing shardings of keys and values.
+        tied: whether the output matrix is the embedding; by default Llama's is not.
         std: of every matrix; large enough to keep the best two logits well apart.
         dtype: the weights are rounded to it and stored in it.
 
     Returns:
         `model_dir` as a path.
     """
-    config = random_config(family, num_layers, num_heads, num_kv_heads, dtype)
+    config = random_config(family, num_layers, num_heads, num_kv_heads, dtype, tied)
     rng = np.random.default_rng(seed)
     params = {}
     for name, shape in parameter_shapes(config).items():
         # Norms and biases are random too, or a test would not see them mixed up or left out.
-        centre = 1.0 if name.endswith("norm.weight") else 0.0
+        # Gemma's stand for themselves plus one.
+        centre = 1.0 if name.endswith("norm.weight") and family != "gemma2" else 0.0
         params[name] = rng.normal(centre, std, shape).astype(np.float32)
     write_checkpoint(Path(model_dir), params, config, dtype)
     return Path(model_dir)
 
 
 def random_config(
-    family: str, num_layers: int, num_heads: int, num_kv_heads: int, dtype: Any
+    family: str,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: Any,
+    tied: bool | None = None,
 ) -> dict[str, Any]:
     """The config.json of a random model."""
     config = dict(CONFIG)
-    if family != "qwen3":
+    if family in ("qwen2", "llama"):
         del config["attention_bias"]  # Qwen2 has no such key and Llama's default is none
+    config |= {"gemma2": GEMMA2, "qwen3_moe": QWEN3_MOE}.get(family, {})
     return config | {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -121,7 +132,7 @@ def random_config(
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "num_hidden_layers": num_layers,
-        "tie_word_embeddings": family != "llama",
+        "tie_word_embeddings": family != "llama" if tied is None else tied,
         "torch_dtype": np.dtype(dtype).name,
     }
 

@@ -1,8 +1,11 @@
-"""What the tests share: options, types, a comparison."""
+"""What the tests share: options, types, a comparison, a look at compilations and memory."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import jax
 import pytest
 
 from enginepool import EnginePool
@@ -33,3 +36,28 @@ def same(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
             for one in (result, other)
         )
         assert got == pytest.approx(want, abs=1e-4)
+
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """Every program that is compiled, or loaded, meanwhile: on any thread, for any device."""
+    seen: list[float] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == COMPILED:
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def in_use(pool: EnginePool) -> int:
+    """Bytes of live arrays, without those that other tests left to the garbage collector."""
+    gc.collect()
+    return pool.stats()["memory"]["sum"]["bytes_in_use"]

@@ -1,32 +1,12 @@
 """After warm-up nothing is compiled, whatever is asked for; and engines share what was."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
-from support import MakePool
+from support import MakePool, compilations
 
-from enginepool import EnginePool
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@contextmanager
-def compilations() -> Iterator[list[float]]:
-    """Every program that is compiled, or loaded, meanwhile: on any thread, for any device."""
-    seen: list[float] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if event == COMPILED:
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+from enginepool import EnginePool, toy
 
 
 def random_params(rng: random.Random) -> dict[str, Any]:
@@ -99,6 +79,41 @@ def test_nothing_is_compiled_after_warm_up(pool: EnginePool):
         while done < 300:
             done += random_call(pool, rng)
     assert seen == []
+
+
+def test_new_weights_compile_no_step(make_pool: MakePool):
+    """Four engines add, then subtract, then add again: no program of a step is compiled for new
+    weights, and what an update itself compiles it compiles once. Nor is anything for KV caches
+    that were given back."""
+    pool = make_pool("toy", 4)
+    rng = random.Random(4)
+    greedy = {"temperature": 0, "max_new_tokens": 8}
+    assert answered(pool, greedy) == {"19"}
+    pool.update_weights(toy.checkpoint("subtract"))
+    with compilations() as seen:
+        assert answered(pool, greedy) == {"5"}
+        for _ in range(5):
+            random_call(pool, rng)
+        for mode in ("retract", "in_place", "abort"):
+            pool.update_weights(toy.checkpoint("add"), mode=mode)
+            assert answered(pool, greedy) == {"19"}
+        pool.release_memory_occupation()
+        pool.resume_memory_occupation()
+        pool.update_weights(toy.checkpoint("subtract"), free_kv=True)
+        assert answered(pool, greedy) == {"5"}
+        random_call(pool, rng)
+        pool.update_weights(toy.checkpoint("add"), weight_version=0)
+    assert seen == []
+
+
+def answered(pool: EnginePool, params: dict[str, Any]) -> set[str]:
+    """What batches of one to four say to 12+7, the largest on every engine."""
+    texts = set()
+    for count in (1, 6, 11, 16):
+        results = pool.generate_all(["12+7="] * count, params)
+        texts |= {result["text"] for result in results}
+    assert {result["meta_info"]["engine_index"] for result in results} == {0, 1, 2, 3}
+    return texts
 
 
 def test_the_count_sees_a_compilation():

@@ -1,0 +1,150 @@
+"""Whether outputs that lived through swaps are what their weight versions say. No pool is asked:
+tokens are held against a plain JAX forward pass along the very output (teacher forcing)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.synthetic import read_model
+from enginepool.toy.model import forward
+
+_ROWS = 16
+_PAD_TO = 64  # few shapes, few compilations
+# Where the best two logits are closer than this, rounding decides and either token is right.
+NEAR_TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request and its result."""
+
+    prompt: list[int]
+    result: dict[str, Any]
+
+    @property
+    def output(self) -> list[int]:
+        return self.result["output_ids"]
+
+    @property
+    def spans(self) -> list[list[Any]]:
+        return self.result["meta_info"]["weight_versions"]
+
+    @property
+    def reason(self) -> dict[str, Any]:
+        return self.result["meta_info"]["finish_reason"]
+
+    def __str__(self) -> str:
+        return f"request {self.result['meta_info']['id']}"
+
+
+@dataclass
+class Compared:
+    """Tokens held against the reference.
+
+    Attributes:
+        tokens: How many were compared.
+        ties: How many were not, since either of two was right.
+    """
+
+    tokens: int = 0
+    ties: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+def check_spans(finished: Finished) -> list[str]:
+    """Spans cover the output without gap or overlap, versions rising."""
+    spans, length = finished.spans, len(finished.output)
+    found = []
+    edges = [0, *(end for _, end, _ in spans)]
+    if [start for start, _, _ in spans] != edges[:-1] or edges[-1] != length:
+        found.append(f"{finished}: spans {spans} do not cover its {length} tokens")
+    if any(end <= start for start, end, _ in spans):
+        found.append(f"{finished}: an empty span in {spans}")
+    versions = [version for *_, version in spans]
+    if any(late <= early for early, late in itertools.pairwise(versions)):
+        found.append(f"{finished}: versions do not rise in {spans}")
+    if finished.result["meta_info"]["completion_tokens"] != length:
+        found.append(f"{finished}: completion_tokens is not its {length} tokens")
+    return found
+
+
+def check_mode(finished: Finished, mode: str, wanted: int) -> list[str]:
+    """How a request may end in this mode, with how many tokens, of which versions."""
+    kind, message = finished.reason["type"], finished.reason.get("message")
+    length, spans = len(finished.output), finished.spans
+    found = []
+    if mode == "abort" and kind == "abort":
+        if message != "update_weights(mode='abort')":
+            found.append(f"{finished}: aborted by something else: {finished.reason}")
+    elif kind != "length" or length != wanted:
+        found.append(f"{finished}: {length} tokens of {wanted}, {finished.reason}")
+    if mode in ("drain", "abort", "rolling") and len(spans) > 1:
+        found.append(f"{finished}: mixes versions, {spans}")
+    versions = [version for *_, version in spans]
+    if mode == "retract" and versions and versions != list(range(versions[0], versions[-1] + 1)):
+        found.append(f"{finished}: gained no token in a swap, {spans}")
+    return found
+
+
+def check_tokens(outputs: Sequence[Finished], models: Sequence[Path]) -> Compared:
+    """Every token is the best one after all before it, by the weights that its span names.
+
+    Args:
+        models: Version v has the weights of `models[v % len(models)]`.
+    """
+    compared = Compared()
+    for which, model in enumerate(models):
+        mine = [f for f in outputs if any(v % len(models) == which for *_, v in f.spans)]
+        for begin in range(0, len(mine), _ROWS):
+            block = mine[begin : begin + _ROWS]
+            for finished, logits in zip(block, _logits(model, block), strict=True):
+                for start, end, version in finished.spans:
+                    if version % len(models) == which:
+                        _compare(finished, logits, range(start, end), version, compared)
+    return compared
+
+
+def _compare(
+    finished: Finished, logits: np.ndarray, steps: range, version: int, compared: Compared
+) -> None:
+    for step in steps:
+        second, best = np.partition(logits[step], -2)[-2:]
+        if best - second < NEAR_TIE:
+            compared.ties += 1
+            continue
+        compared.tokens += 1
+        if finished.output[step] != (expected := int(logits[step].argmax())):
+            compared.violations.append(
+                f"{finished}: token {step} is {finished.output[step]}, version {version} gives "
+                f"{expected} by {best - second:.4f}; spans {finished.spans}"
+            )
+            return  # what follows in this span says nothing more
+
+
+def _logits(model: Path, block: Sequence[Finished]) -> list[np.ndarray]:
+    """The reference's logits for each output token."""
+    longest = max(len(finished.prompt) + len(finished.output) for finished in block)
+    ids = np.zeros((_ROWS, -(-longest // _PAD_TO) * _PAD_TO), np.int32)
+    for row, finished in enumerate(block):
+        sequence = finished.prompt + finished.output
+        ids[row, : len(sequence)] = sequence
+    compiled, params = _reference(model)
+    logits = np.asarray(compiled(params, ids))
+    return [
+        logits[row, len(f.prompt) - 1 : len(f.prompt) + len(f.output) - 1]
+        for row, f in enumerate(block)
+    ]
+
+
+@functools.cache
+def _reference(model: Path) -> tuple[Any, dict[str, jax.Array]]:
+    config, params = read_model(model)
+    return jax.jit(functools.partial(forward, config)), jax.device_put(params)

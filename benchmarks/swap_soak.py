@@ -1,0 +1,224 @@
+"""Swaps of weights under load, one after the other, and whether every output survived them.
+
+    python -m benchmarks.swap_soak --engines 4 --requests 64 --swaps 100
+
+So many requests are in flight all the time; each swap begins 50 ms after the last returned and
+brings the other of two sets of weights. Then every output is checked: it ended as it should, its
+spans cover it exactly, with "retract" it gained a token in every swap, and (except with
+"in_place", whose KV cache is of other weights) every token is the one that its version's weights
+give after the same prefix. Exits with 1 if one was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import jax
+
+from benchmarks.span_checks import NEAR_TIE, Finished, check_mode, check_spans, check_tokens
+from benchmarks.synthetic import micro_config, write_model
+from benchmarks.table import plain
+from enginepool import EnginePool, EnginePoolError, SwapReport
+
+# "rolling" is a strategy, of which the mode is "drain".
+MODES = ("drain", "retract", "abort", "in_place", "rolling")
+_BETWEEN_SECONDS = 0.05
+_END_SECONDS = 120.0  # for what is still in flight after the last swap
+_REST_SECONDS = 10.0  # for the step after which the last request's KV cache is free
+_SHOWN = 20
+_PROMPT, _SHARED, _OUTPUT = (1, 24), 32, (8, 32)  # tokens
+_COLUMNS = ["mode", "swaps", "requests", "tokens", "retracts", "aborted"]
+_COLUMNS += ["pause ms", "max", "swap ms", "versions", "compared", "ties", "violations"]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.swap_soak", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--engines", type=int, default=4)
+    add("--requests", type=int, default=64, help="in flight; default: 64")
+    add("--swaps", type=int, default=100, help="of each mode; default: 100")
+    add("--mode", action="append", choices=MODES, help="again for more; default: all")
+    add("--seed", type=int, default=0)
+    add("--json", metavar="FILE", help="write all figures there")
+    args = parser.parse_args(argv)
+    args.mode = args.mode or list(MODES)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    slots = -(-args.requests // args.engines)
+    with tempfile.TemporaryDirectory(prefix="swap-soak-") as folder:
+        models = [
+            write_model(Path(folder, str(which)), micro_config(), seed=which, std=0.15)
+            for which in range(2)
+        ]
+        with EnginePool(str(models[0]), devices=args.engines, **_server_args(slots)) as pool:
+            rows = []
+            for mode in args.mode:
+                rows.append(Soak(pool, models, mode, args).run())
+                print(f"{mode}: {len(rows[-1]['violations'])} violations", flush=True)
+    plain(_COLUMNS, map(_line, rows))
+    print(
+        "compared: tokens held against a plain JAX forward pass; ties: tokens that were not, since "
+        f"the two best logits are within {NEAR_TIE}"
+    )
+    violations = [f"{row['mode']}: {text}" for row in rows for text in row["violations"]]
+    print("\n".join(violations[:_SHOWN]))
+    if args.json:
+        figures = {"jax": jax.__version__, "arguments": vars(args), "rows": rows}
+        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    return 1 if violations else 0
+
+
+def _server_args(slots: int) -> dict[str, Any]:
+    longest = _SHARED + _PROMPT[1] + _OUTPUT[1]
+    return {
+        "dtype": "float32",
+        "context_length": 256,
+        "max_running_requests": slots,
+        # Nearly all at full length: now and then an engine runs out, and retracts by itself.
+        "max_total_tokens": max(256, slots * longest * 3 // 4),
+        "max_prefill_tokens": 64,
+        "chunked_prefill_size": 64,
+        "precompile_token_paddings": [64],
+        "precompile_bs_paddings": [slots],
+    }
+
+
+class Soak:
+    """One mode: the load, the swaps, and the checks afterwards."""
+
+    def __init__(
+        self, pool: EnginePool, models: Sequence[Path], mode: Any, args: argparse.Namespace
+    ) -> None:
+        self._pool, self._models, self._mode, self._args = pool, models, mode, args
+        self._random = random.Random(f"{args.seed} {mode}")
+        self._swapping = True
+        self._finished: list[tuple[Finished, int]] = []
+        self._reports: list[SwapReport] = []
+        self._seconds: list[float] = []
+        self._violations: list[str] = []
+
+    def run(self) -> dict[str, Any]:
+        anyio.run(self._load)
+        self._check_pool()
+        finished = [request for request, _ in self._finished]
+        for request, wanted in self._finished:
+            self._violations += check_spans(request) + check_mode(request, self._mode, wanted)
+        # Broken spans say nothing about tokens.
+        trusted = finished if self._mode != "in_place" and not self._violations else []
+        compared = check_tokens(trusted, self._models)
+        self._violations += compared.violations
+        pauses = [e.pause_sec for report in self._reports for e in report.engines] or [0.0]
+        retracts = sum(max(0, len(request.spans) - 1) for request in finished)
+        return {
+            "mode": self._mode,
+            "swaps": len(self._reports),
+            "requests": len(finished),
+            "tokens": sum(len(request.output) for request in finished),
+            "retracts": retracts if self._mode == "retract" else 0,
+            "aborted": sum(request.reason["type"] == "abort" for request in finished),
+            "pause": statistics.median(pauses),
+            "longest_pause": max(pauses),
+            "swap": statistics.median(self._seconds or [0.0]),
+            "versions": len({v for request in finished for *_, v in request.spans}),
+            "compared": compared.tokens,
+            "ties": compared.ties,
+            "violations": self._violations,
+        }
+
+    async def _load(self) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+                for _ in range(self._args.requests):
+                    group.start_soon(self._keep_asking)
+                await self._swap()
+                self._swapping = False
+                group.cancel_scope.deadline = anyio.current_time() + _END_SECONDS
+        finally:
+            self._swapping = False
+        if group.cancel_scope.cancelled_caught:
+            self._violations.append(f"requests did not end within {_END_SECONDS:.0f} s")
+
+    async def _keep_asking(self) -> None:
+        shared = list(range(1, _SHARED + 1))
+        while self._swapping:
+            prompt = [self._random.randrange(256) for _ in range(self._random.randint(*_PROMPT))]
+            if self._random.random() < 0.5:
+                prompt = shared + prompt  # for the prefix cache, which no other version may use
+            wanted = self._random.randint(*_OUTPUT)
+            params = {"temperature": 0.0, "max_new_tokens": wanted, "ignore_eos": True}
+            try:
+                (result,) = await self._pool.async_generate_all(
+                    input_ids=[prompt], sampling_params=params
+                )
+            except EnginePoolError as error:
+                self._violations.append(f"a request raised {error!r}")
+                return
+            self._finished.append((Finished(prompt, result), wanted))
+
+    async def _swap(self) -> None:
+        rolling = self._mode == "rolling"
+        number = self._pool.stats()["weight_version"]
+        for _ in range(self._args.swaps):
+            await anyio.sleep(_BETWEEN_SECONDS)
+            number += 1
+            started = time.perf_counter()
+            try:
+                report = await self._pool.async_update_weights(
+                    self._models[number % len(self._models)],
+                    weight_version=number,
+                    mode="drain" if rolling else self._mode,
+                    strategy="rolling" if rolling else "atomic",
+                )
+            except EnginePoolError as error:
+                self._violations.append(f"swap to version {number}: {error!r}")
+                return
+            self._seconds.append(time.perf_counter() - started)
+            self._reports.append(report)
+            if report.failed:
+                self._violations.append(f"swap to version {number}: {report.failed}")
+
+    def _check_pool(self) -> None:
+        """Nothing is left in the engines, and they have the same weights."""
+        deadline = time.monotonic() + _REST_SECONDS
+        while not _at_rest(stats := self._pool.stats()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for engine in stats["engines"]:
+            if engine["state"] != "serving" or engine["running"] or engine["kv_used_tokens"]:
+                self._violations.append(f"engine {engine['engine_index']} afterwards: {engine}")
+        if stats["waiting"]:
+            self._violations.append(f"{stats['waiting']} requests wait though all have ended")
+        try:
+            self._pool.checksum()
+        except EnginePoolError as error:
+            self._violations.append(f"afterwards: {error}")
+
+
+def _at_rest(stats: dict[str, Any]) -> bool:
+    return not any(engine["running"] or engine["kv_used_tokens"] for engine in stats["engines"])
+
+
+def _line(row: dict[str, Any]) -> list[Any]:
+    return [
+        *(row[key] for key in ("mode", "swaps", "requests", "tokens", "retracts", "aborted")),
+        *(f"{1000 * row[key]:.1f}" for key in ("pause", "longest_pause", "swap")),
+        *(row[key] for key in ("versions", "compared", "ties")),
+        len(row["violations"]),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The sources of a weight update, each with what plain JAX needs for the same bytes."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.synthetic import tensors
+from benchmarks.weight_peers import Leaves, convert, put
+from enginepool import EnginePool, SwapReport
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source, and its peer.
+
+    Attributes:
+        make: Gives the source.
+        sets: How many engines get weights that their device did not have.
+        peer: Makes as many on the same devices, given the source; None where nothing moves.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    sets: int
+    peer: Callable[[Any], Any] | None
+
+
+def cases(directory: Path, devices: Sequence[jax.Device], other: jax.Device) -> list[Case]:
+    """Every kind of source.
+
+    Args:
+        devices: The engines', one each.
+        other: Where a trainer has its weights; an engine's only if there are no more devices.
+    """
+    count, own = len(devices), functools.partial(own_layout, directory)
+    found = [
+        _own_layout_case("own layout, on another device", own, devices, other),
+        _own_layout_case("own layout, on an engine's device", own, devices, devices[0]),
+        Case("own layout, on every device", lambda: _replicated(own(devices[0]), devices), 0, None),
+        Case(
+            "HF names, on an engine's device",
+            lambda: {name: jax.device_put(array, devices[0]) for name, array in tensors(directory)},
+            count,
+            lambda source: convert(source.items(), devices),
+        ),
+        Case(
+            "HF names, NumPy",
+            lambda: dict(tensors(directory)),
+            count,
+            lambda source: convert(source.items(), devices),
+        ),
+        Case(
+            "HF names, safetensors",
+            lambda: directory,
+            count,
+            lambda source: convert(tensors(source), devices, private=True),
+        ),
+    ]
+    # With one engine, or no device to spare, some are the same.
+    return found if other not in devices and count > 1 else [found[0], *found[3:]]
+
+
+def own_layout(directory: Path, device: jax.Device) -> Leaves:
+    """The checkpoint's weights by leaf path, in the model's layout."""
+    return convert(tensors(directory), [device], private=True)[0]
+
+
+def measure(pool: EnginePool, case: Case, rounds: int, staging: Any) -> dict[str, Any]:
+    """Ours and the peer in turn, the pool idle. The first round compiles and does not count."""
+    source = case.make()
+    runs = [_round(pool, case, source, staging, number) for number in range(rounds + 1)][1:]
+
+    def median(key: str) -> float:
+        return statistics.median(run[key] for run in runs)
+
+    row: dict[str, Any] = {
+        key: median(key) for key in runs[0] if key not in ("fingerprint", "peer")
+    }
+    row |= {
+        "name": case.name,
+        "gb": case.sets * runs[0]["nbytes"] / 1e9,
+        "fingerprint": runs[0]["fingerprint"],
+        "runs": runs,
+    }
+    if case.peer is not None:
+        row["peer"] = median("peer")
+        row["of_peer"] = row["peer"] / row["ours"]
+        row["gb_per_sec"] = row["gb"] / row["ours"]
+    return row
+
+
+def _own_layout_case(
+    name: str,
+    own: Callable[[jax.Device], Leaves],
+    devices: Sequence[jax.Device],
+    holder: jax.Device,
+) -> Case:
+    receivers = [device for device in devices if device != holder]
+    peer = functools.partial(put, devices=receivers) if receivers else None
+    return Case(name, lambda: own(holder), len(receivers), peer)
+
+
+def _replicated(leaves: Leaves, devices: Sequence[jax.Device]) -> Leaves:
+    mesh = Mesh(np.array(devices), ("copies",))
+    return jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
+
+
+def _round(pool: EnginePool, case: Case, source: Any, staging: Any, number: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+
+    def ours() -> None:
+        figures.update(_phases(pool.update_weights(source, staging=staging)))
+
+    def peer(make: Callable[[Any], Any]) -> None:
+        if staging == "stream":  # chosen where there is no room for the peer's sets beside ours
+            pool.release_weights()
+        started = time.perf_counter()
+        made = make(source)
+        figures["peer"] = time.perf_counter() - started
+        del made
+
+    jobs = [ours] if case.peer is None else [ours, functools.partial(peer, case.peer)]
+    # Neither is always the one that finds the host as the other left it.
+    for job in jobs if number % 2 else reversed(jobs):
+        job()
+    return figures
+
+
+def _phases(report: SwapReport) -> dict[str, Any]:
+    seconds = report.seconds
+    return {
+        "ours": seconds["stage"] + seconds["commit"],
+        "stage": seconds["stage"],
+        "commit": seconds["commit"],
+        "quiesce": seconds["quiesce"],
+        "verify": seconds["fingerprint"],
+        "total": seconds["total"],
+        "nbytes": report.nbytes,
+        "shared": sum(engine.shared for engine in report.engines),
+        "copied": sum(engine.copied for engine in report.engines),
+        "fingerprint": report.staged,
+    }

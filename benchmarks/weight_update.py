@@ -1,0 +1,220 @@
+"""How fast `update_weights` is, against plain JAX on the same bytes in the same run.
+
+    python -m benchmarks.weight_update --size-gb 1 --engines 4 --rounds 3
+
+The model is a Qwen3 of random weights. What is compared is the phases "stage" and "commit" of
+the report, with idle engines: from the call to new weights in place on all of them. What else a
+call does (above all the fingerprint of every engine's weights, taken afterwards while generation
+goes on) stands beside it, and so does the whole. The pause is measured with generating engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+from benchmarks.load import Load
+from benchmarks.synthetic import sized_config, weight_bytes, write_model
+from benchmarks.table import CORES, plain
+from benchmarks.weight_cases import cases, measure, own_layout
+from benchmarks.weight_peers import Leaves, memcpy_seconds
+from enginepool import EnginePool, InvalidConfig
+from enginepool.devices import resolve_devices
+from enginepool.quiesce import SwapMode
+
+# Two programs, and a KV cache that is small beside any weights.
+_SERVER_ARGS: dict[str, Any] = {
+    "load_format": "dummy",
+    "context_length": 128,
+    "max_running_requests": 2,
+    "max_total_tokens": 256,
+    "max_prefill_tokens": 64,
+    "chunked_prefill_size": 64,
+    "precompile_token_paddings": [64],
+    "precompile_bs_paddings": [2],
+}
+_RESERVE = 2 << 30  # Python, JAX, compiled programs
+_SOURCE_SETS = 2  # the source, and what it is made from
+_MEMCPY_BYTES = 1 << 28
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
+_STEPS_BETWEEN = 8  # of every engine, undisturbed, from one update to the next
+_PAUSE_MODES: tuple[SwapMode, ...] = ("retract", "in_place", "drain")
+_HEADERS = ["source", "GB", "stage s", "commit s", "sum s", "peer s", "peer/sum", "GB/s"]
+_HEADERS += ["fingerprint s", "total s", "leaves copied"]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_update", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--size-gb", type=float, default=1.0, help="10^9 bytes of weights; default: 1")
+    add("--engines", type=int, default=4, help="at most; fewer where memory asks")
+    add("--rounds", type=int, default=3, help="ours and the peer in turn; the table has medians")
+    add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, else bfloat16")
+    add("--staging", default="double", choices=("double", "stream"), help="stream: no pauses")
+    add("--json", metavar="FILE", help="write all figures there")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    _return_memory_at_once()
+    devices, other = _devices(args.engines)
+    on_cpu = devices[0].platform == "cpu"
+    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
+    config = sized_config(args.size_gb * 1e9, dtype)
+    nbytes = weight_bytes(config)
+    # Every engine has a set, and gets another (for the peer too) unless it streams.
+    sets = 2 if args.staging == "double" else 1
+    if on_cpu and dtype == "bfloat16":
+        sets += 2  # XLA computes in float32 there, and makes it of the weights in every step
+    engines = _fitting(args.engines, sets, nbytes)
+    devices = devices[:engines]
+    print(
+        f"{engines} engines on {devices[0].platform}, {config['num_hidden_layers']} layers, "
+        f"{nbytes / 1e9:.3f} GB of {dtype} each; JAX {jax.__version__}"
+    )
+    rows, pauses = [], []
+    with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
+        directory = write_model(Path(folder), config)
+        with EnginePool(str(directory), devices=devices, dtype=dtype, **_SERVER_ARGS) as pool:
+            for case in cases(directory, devices, other):
+                rows.append(measure(pool, case, args.rounds, args.staging))
+                print(f"measured {case.name}", flush=True)
+            if len({row["fingerprint"] for row in rows}) > 1:
+                sys.exit(f"every source has the same weights, but not the engines: {rows}")
+            if args.staging == "double":
+                pauses = _pauses(pool, own_layout(directory, other), args.rounds)
+    memcpy = [memcpy_seconds(_MEMCPY_BYTES) for _ in range(args.rounds)]
+    figures = {
+        "jax": jax.__version__,
+        "platform": devices[0].platform,
+        "cores": CORES,
+        "arguments": {name: value for name, value in vars(args).items() if name != "json"},
+        "engines": engines,
+        "nbytes": nbytes,
+        "memcpy_gb_per_sec": _MEMCPY_BYTES / statistics.median(memcpy) / 1e9,
+        "rows": rows,
+        "pauses": pauses,
+    }
+    _show(figures)
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+
+
+def _return_memory_at_once() -> None:
+    """Have glibc map every array's memory anew and give it back when the array goes. Otherwise
+    ours and the peer's seconds depend on what it kept of the run before, several sets perhaps."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def _fitting(wanted: int, sets: int, nbytes: int) -> int:
+    """How many engines memory allows, of so many sets of weights each; says so if fewer."""
+    available = psutil.virtual_memory().available - _RESERVE
+    engines = min(wanted, int(available / nbytes - _SOURCE_SETS) // sets)
+    need = (
+        f"{available / 1e9:.1f} GB of memory are free, an engine takes {sets} × {nbytes / 1e9:.1f} "
+        f"GB and the source {_SOURCE_SETS} × as much"
+    )
+    if engines < 1:
+        sys.exit(f"no engine fits: {need}")
+    if engines < wanted:
+        print(f"{engines} engines instead of {wanted}: {need}")
+    return engines
+
+
+def _devices(engines: int) -> tuple[list[jax.Device], jax.Device]:
+    """A device for each engine, and one for the trainer; an engine's where there is no other."""
+    try:
+        *groups, (other,) = resolve_devices(engines + 1, 1)
+    except InvalidConfig:
+        groups = resolve_devices(engines, 1)
+        (other,) = groups[-1]
+    return [device for (device,) in groups], other
+
+
+def _pauses(pool: EnginePool, leaves: Leaves, rounds: int) -> list[dict[str, Any]]:
+    """What engines that generate notice of an update, by mode and engine."""
+    rows = []
+    for mode in _PAUSE_MODES:
+        reports, updates = [], []
+        with Load(pool) as load:
+            for _ in range(rounds):
+                load.wait_for_steps(_STEPS_BETWEEN)
+                started = time.perf_counter()
+                reports.append(pool.update_weights(leaves, mode=mode, staging="double"))
+                updates.append((started, time.perf_counter()))
+            load.wait_for_steps(_STEPS_BETWEEN)
+        steps = load.step_seconds(without=updates)
+        waits = [report.seconds["quiesce"] for report in reports]
+        for index in steps:
+            pauses = [report.engines[index].pause_sec for report in reports]
+            rows.append(
+                {
+                    "mode": mode,
+                    "engine_index": index,
+                    "pauses": pauses,
+                    "pause": statistics.median(pauses),
+                    "longest": max(pauses),
+                    "step": steps[index],
+                    "steps": statistics.median(pauses) / steps[index],
+                    "wait": statistics.median(waits),
+                }
+            )
+        print(f"measured the pause with {mode}", flush=True)
+    return rows
+
+
+def _show(figures: dict[str, Any]) -> None:
+    print(
+        "\nUpdates of idle engines. Compared with the peer: stage + commit. The total has the "
+        "fingerprints\nof all engines, taken after that, and the wait for a step boundary as well."
+    )
+    plain(
+        _HEADERS,
+        map(_line, figures["rows"]),
+    )
+    print(f"memcpy, one thread: {figures['memcpy_gb_per_sec']:.2f} GB/s")
+    if figures["pauses"]:
+        print("\nUpdates of engines that generate, staged beforehand.")
+        plain(
+            ("mode", "engine", "pause ms", "longest ms", "step ms", "pause/step", "wait s"),
+            (
+                (
+                    row["mode"],
+                    row["engine_index"],
+                    *(f"{1000 * row[key]:.1f}" for key in ("pause", "longest", "step")),
+                    f"{row['steps']:.2f}",
+                    f"{row['wait']:.2f}",
+                )
+                for row in figures["pauses"]
+            ),
+        )
+        print("wait: from staged to a standstill; in drain until running outputs have ended.")
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    ours = [f"{row[key]:.3f}" for key in ("stage", "commit", "ours")]
+    peer = ["", "", ""]
+    if "peer" in row:
+        peer = [f"{row['peer']:.3f}", f"{row['of_peer']:.0%}", f"{row['gb_per_sec']:.2f}"]
+    rest = [f"{row[key]:.3f}" for key in ("verify", "total")]
+    copied = f"{row['copied']:.0f} of {row['copied'] + row['shared']:.0f}"
+    return [row["name"], f"{row['gb']:.3f}", *ours, *peer, *rest, copied]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Gemma2 and Qwen3-MoE in plain JAX, next to the families that the toy's forward pass knows.
+
+Written from the models' papers and Hugging Face's configuration, for reading: no cache, no
+kernels, one sequence at a time, every expert for every token. Parameters go by their Hugging
+Face names; a projection is stored (out, in).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from enginepool.toy.model import forward as toy_forward
+from enginepool.toy.model import parameter_shapes as toy_shapes
+
+Config = Mapping[str, Any]
+Leaf = Callable[[str], jax.Array]
+
+GEMMA2: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 100,
+    "final_logit_softcapping": 5.0,
+    # sglang-jax's native attention, which CPU has, takes no notice of a cap.
+    "attn_logit_softcapping": None,
+    "sliding_window": 4096,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def forward(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> jax.Array:
+    """Logits of the next token at every position, [B, T, V] float32."""
+    if config["model_type"] not in ("gemma2", "qwen3_moe"):
+        return toy_forward(config, params, input_ids)
+    with jax.default_matmul_precision("highest"):
+        return jax.vmap(partial(_logits, config, params))(jnp.asarray(input_ids))
+
+
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter by its Hugging Face name."""
+    if config["model_type"] == "gemma2":
+        shapes = toy_shapes(config)
+        norm = (config["hidden_size"],)
+        for index in range(config["num_hidden_layers"]):
+            for name in ("pre", "post"):
+                shapes[f"model.layers.{index}.{name}_feedforward_layernorm.weight"] = norm
+        return shapes
+    if config["model_type"] != "qwen3_moe":
+        return toy_shapes(config)
+    dense = toy_shapes({**config, "model_type": "qwen3"})
+    shapes = {name: shape for name, shape in dense.items() if ".mlp." not in name}
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    for index in range(config["num_hidden_layers"]):
+        at = f"model.layers.{index}.mlp."
+        shapes[at + "gate.weight"] = (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            for name in ("gate", "up"):
+                shapes[f"{at}experts.{expert}.{name}_proj.weight"] = (width, hidden)
+            shapes[f"{at}experts.{expert}.down_proj.weight"] = (hidden, width)
+    return shapes
+
+
+def _logits(config: Config, params: Mapping[str, jax.Array], ids: jax.Array) -> jax.Array:
+    gemma = config["model_type"] == "gemma2"
+    norm = partial(_norm, epsilon=config["rms_norm_eps"], offset=1.0 if gemma else 0.0)
+    embedding = params["model.embed_tokens.weight"]
+    x = embedding[ids] * (np.sqrt(config["hidden_size"]) if gemma else 1.0)
+    for index in range(config["num_hidden_layers"]):
+        leaf = partial(lambda at, name: params[at + name], f"model.layers.{index}.")
+        mixed = _attention(config, leaf, norm(x, leaf("input_layernorm.weight")))
+        if gemma:
+            x = x + norm(mixed, leaf("post_attention_layernorm.weight"))
+            y = _geglu(leaf, norm(x, leaf("pre_feedforward_layernorm.weight")))
+            x = x + norm(y, leaf("post_feedforward_layernorm.weight"))
+        else:
+            x = x + mixed
+            x = x + _experts(config, leaf, norm(x, leaf("post_attention_layernorm.weight")))
+    head = params.get("lm_head.weight", embedding)
+    logits = norm(x, params["model.norm.weight"]) @ head.T
+    return _capped(logits, config.get("final_logit_softcapping"))
+
+
+def _attention(config: Config, leaf: Leaf, x: jax.Array) -> jax.Array:
+    dim, length = config["head_dim"], len(x)
+    groups = config["num_attention_heads"] // config["num_key_value_heads"]
+    q, k, v = ((x @ leaf(f"self_attn.{n}_proj.weight").T).reshape(length, -1, dim) for n in "qkv")
+    if config["model_type"] == "qwen3_moe":
+        q = _norm(q, leaf("self_attn.q_norm.weight"), config["rms_norm_eps"])
+        k = _norm(k, leaf("self_attn.k_norm.weight"), config["rms_norm_eps"])
+    q, k = _turned(q, config["rope_theta"]), _turned(k, config["rope_theta"])
+    k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
+    scores = jnp.einsum("qhd,khd->hqk", q, k) * config.get("query_pre_attn_scalar", dim) ** -0.5
+    scores = _capped(scores, config.get("attn_logit_softcapping"))
+    weights = jax.nn.softmax(jnp.where(jnp.tri(length, dtype=bool), scores, -1e30), axis=-1)
+    mixed = jnp.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
+    return mixed @ leaf("self_attn.o_proj.weight").T
+
+
+def _geglu(leaf: Leaf, x: jax.Array) -> jax.Array:
+    gate = jax.nn.gelu(x @ leaf("mlp.gate_proj.weight").T, approximate=True)
+    return (gate * (x @ leaf("mlp.up_proj.weight").T)) @ leaf("mlp.down_proj.weight").T
+
+
+def _experts(config: Config, leaf: Leaf, x: jax.Array) -> jax.Array:
+    """Every token's best experts, weighted by their share of the probability."""
+    share = jax.nn.softmax(x @ leaf("mlp.gate.weight").T, axis=-1)
+    least = jnp.sort(share, axis=-1)[:, -config["num_experts_per_tok"], None]
+    share = jnp.where(share >= least, share, 0.0)
+    if config["norm_topk_prob"]:
+        share = share / share.sum(axis=-1, keepdims=True)
+    gate, up, down = (
+        jnp.stack([leaf(f"mlp.experts.{i}.{n}_proj.weight") for i in range(config["num_experts"])])
+        for n in ("gate", "up", "down")
+    )
+    hidden = jax.nn.silu(jnp.einsum("th,ewh->tew", x, gate)) * jnp.einsum("th,ewh->tew", x, up)
+    return jnp.einsum("te,tew,ehw->th", share, hidden, down)
+
+
+def _norm(x: jax.Array, weight: jax.Array, epsilon: float, offset: float = 0.0) -> jax.Array:
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * (offset + weight)
+
+
+def _turned(x: jax.Array, theta: float) -> jax.Array:
+    """[T, heads, dim] turned by position, as complex numbers of two halves."""
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None, None] * theta ** (-np.arange(half) / half)
+    y = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angles)
+    return jnp.concatenate([y.real, y.imag], axis=-1)
+
+
+def _capped(x: jax.Array, cap: float | None) -> jax.Array:
+    return cap * jnp.tanh(x / cap) if cap else x

@@ -1,0 +1,71 @@
+"""Weights in the layouts that trainers have them in, and asking engines whether they have them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from forced import assert_greedy
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from enginepool import EnginePool
+from enginepool.toy.files import read_checkpoint
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 12}
+PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44], [7] * 30, [90, 91]]
+NAMES = {"embed_tokens.weight": "embed_tokens.embedding", "lm_head.weight": "lm_head.embedding"}
+
+
+def answers(pool: EnginePool) -> list[dict[str, Any]]:
+    return pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+
+
+def serves(pool: EnginePool, model: Path) -> None:
+    """Every engine answers as the reference does with these weights."""
+    assert pool.checksum()  # an error if the engines differ
+    assert assert_greedy(model, PROMPTS, answers(pool)) > len(PROMPTS)
+
+
+def own_layout(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By leaf path: projections are (in, out), norms are called scale."""
+    leaves = {}
+    for name, value in params.items():
+        for theirs, ours in NAMES.items():
+            if name.endswith(theirs):
+                name = name.replace(theirs, ours)
+        if name.endswith("norm.weight"):
+            name = name.replace("norm.weight", "norm.scale")
+        elif name.endswith("_proj.weight"):
+            value = value.T
+        leaves[name] = value
+    return leaves
+
+
+def placed(
+    params: dict[str, np.ndarray], spec: PartitionSpec, devices: int = 4
+) -> dict[str, jax.Array]:
+    """On a mesh of the first devices; norms and biases replicated."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
+    return {
+        name: jax.device_put(
+            np.array(value), NamedSharding(mesh, spec if value.ndim > 1 else PartitionSpec())
+        )
+        for name, value in params.items()
+    }
+
+
+def tensors(model: Path) -> dict[str, np.ndarray]:
+    """A checkpoint's weights by their Hugging Face names."""
+    return read_checkpoint(model)[1]
+
+
+def leaves(model: Path) -> dict[str, np.ndarray]:
+    """A checkpoint's weights by leaf path, in the model's layout."""
+    return own_layout(tensors(model))
+
+
+def pointers(pool: EnginePool, index: int) -> set[int]:
+    """Where the weights of an engine lie."""
+    scheduler: Any = pool.engines[index].scheduler_info["scheduler"]
+    leaves = scheduler.tp_worker.worker.model_runner.model_state_leaves
+    return {leaf.unsafe_buffer_pointer() for leaf in leaves}
