@@ -14,7 +14,7 @@ from enginepool.quiesce import MODES, Standstill, SwapMode, standstill
 from enginepool.report import EngineSwap, SwapReport
 from enginepool.runtime import Runtime
 from enginepool.staging import Staged, leaves_of
-from enginepool.weights.fingerprint import fingerprint
+from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
 from enginepool.worker import EngineWorker
@@ -78,6 +78,8 @@ class _Update:
     staged: dict[int, Staged] = field(default_factory=dict)
     pauses: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    # By engine, what it had. Freeing it takes time: when the engines go on, and not before.
+    before: dict[int, Any] = field(default_factory=dict)
     kv_bytes: int = 0
 
     def run(self) -> SwapReport:
@@ -130,6 +132,7 @@ class _Update:
                     self.staged, self.failed = staging.stream(self.plan, stand, self.options.copy)
             with self._timed("commit"):
                 self._commit(stand)
+        self.before.clear()
 
     def _choose(self) -> str:
         if self.staging == "auto":
@@ -142,7 +145,7 @@ class _Update:
 
     def _commit(self, stand: Standstill) -> None:
         """On every engine or on none."""
-        before: dict[int, Any] = {}
+        before = self.before
 
         def put(worker: EngineWorker) -> None:
             if worker.index in self.failed:
@@ -205,6 +208,7 @@ class _Update:
             self.staged.update(staged)
             with self._timed("commit"):
                 self._commit(stand)
+        self.before.clear()
 
     # Around both
 
@@ -244,8 +248,13 @@ class _Update:
         done = [w for w in self.workers if w.present and w.index not in self.failed]
         with self._timed("fingerprint"):
             lead = done[0]
-            staged = fingerprint({**leaves_of(lead), **self.staged[lead.index].arrays})
-            engines = tuple(self._engine(worker) for worker in done)
+            staged, *have = fingerprints(
+                [
+                    {**leaves_of(lead), **self.staged[lead.index].arrays},
+                    *(leaves_of(worker) for worker in done),
+                ]
+            )
+        engines = tuple(map(self._engine, done, have))
         self.seconds["total"] = time.perf_counter() - started
         return SwapReport(
             weight_version=self.version,
@@ -262,14 +271,14 @@ class _Update:
             kv_bytes=self.kv_bytes,
         )
 
-    def _engine(self, worker: EngineWorker) -> EngineSwap:
+    def _engine(self, worker: EngineWorker, fingerprint: str) -> EngineSwap:
         mine = self.staged[worker.index]
         return EngineSwap(
             engine_index=worker.index,
             pause_sec=self.pauses[worker.index],
             shared=mine.shared,
             copied=len(mine.arrays) - mine.shared,
-            fingerprint=fingerprint(leaves_of(worker)),
+            fingerprint=fingerprint,
         )
 
 
