@@ -10,7 +10,7 @@ import numpy as np
 from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
 from enginepool.runtime import Runtime
 from enginepool.staging import leaves_of
-from enginepool.weights.fingerprint import fingerprint
+from enginepool.weights.fingerprint import fingerprints
 
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def checksum(runtime: Runtime) -> str:
     """See `EnginePool.checksum`."""
-    sums = {index: fingerprint(leaves) for index, leaves in _weights(runtime).items()}
-    return _one(sums)
+    weights = _weights(runtime)
+    return _one(dict(zip(weights, fingerprints(list(weights.values())), strict=True)))
 
 
 def quick_checksum(runtime: Runtime) -> float:

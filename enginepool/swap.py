@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from enginepool import staging
 from enginepool.errors import InvalidRequest, InvalidWeights, PoolClosed, WeightUpdateFailed
-from enginepool.logs import logger
 from enginepool.quiesce import MODES, Standstill, SwapMode, standstill
 from enginepool.report import EngineSwap, SwapReport
 from enginepool.runtime import Runtime
 from enginepool.staging import Staged, leaves_of
-from enginepool.weights.fingerprint import fingerprint
+from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
 from enginepool.worker import EngineWorker
@@ -79,6 +78,8 @@ class _Update:
     staged: dict[int, Staged] = field(default_factory=dict)
     pauses: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    # By engine, what it had. Freeing it takes time: when the engines go on, and not before.
+    before: dict[int, Any] = field(default_factory=dict)
     kv_bytes: int = 0
 
     def run(self) -> SwapReport:
@@ -141,6 +142,7 @@ class _Update:
                     self.staged, self.failed = staging.stream(self.plan, stand, self.options.copy)
             with self._timed("commit"):
                 self._commit(stand)
+        self.before.clear()
 
     def _choose(self) -> str:
         if self.staging == "auto":
@@ -153,7 +155,7 @@ class _Update:
 
     def _commit(self, stand: Standstill) -> None:
         """On every engine or on none."""
-        before: dict[int, Any] = {}
+        before = self.before
 
         def put(worker: EngineWorker) -> None:
             if worker.index in self.failed:
@@ -220,6 +222,7 @@ class _Update:
             self.staged.update(staged)
             with self._timed("commit"):
                 self._commit(stand)
+        self.before.clear()
 
     # Around both
 
@@ -276,30 +279,33 @@ class _Update:
 
     def _fingerprints(self) -> tuple[str, list[EngineSwap]]:
         """Of what was staged, and of every engine that has it."""
-        staged, engines = None, []
-        for worker in self.workers:
-            if worker.index not in self.pauses or worker.index in self.failed:
-                continue
-            mine = self.staged[worker.index]
+        done = [w for w in self.workers if w.index in self.pauses and w.index not in self.failed]
+        while done:
+            lead = done[0]
             try:
-                if staged is None:
-                    staged = fingerprint({**leaves_of(worker), **mine.arrays})
-                engines.append(self._engine(worker))
-            except (LookupError, RuntimeError) as error:
-                # It has failed since; it comes back with the new weights.
-                logger().debug("enginepool.engine_left", engine=worker.index, error=str(error))
-        if staged is None or not engines:
-            raise self.runtime.failure()
-        return staged, engines
+                staged, *have = fingerprints(
+                    [
+                        {**leaves_of(lead), **self.staged[lead.index].arrays},
+                        *(leaves_of(worker) for worker in done),
+                    ]
+                )
+                return staged, list(map(self._engine, done, have))
+            except (LookupError, RuntimeError):
+                # An engine has failed since; it comes back with the new weights.
+                readable = [worker for worker in done if not leaves_of(worker).lost()]
+                if readable == done:
+                    raise
+                done = readable
+        raise self.runtime.failure()
 
-    def _engine(self, worker: EngineWorker) -> EngineSwap:
+    def _engine(self, worker: EngineWorker, fingerprint: str) -> EngineSwap:
         mine = self.staged[worker.index]
         return EngineSwap(
             engine_index=worker.index,
             pause_sec=self.pauses[worker.index],
             shared=len(mine.shared),
             copied=len(mine.arrays) - len(mine.shared),
-            fingerprint=fingerprint(leaves_of(worker)),
+            fingerprint=fingerprint,
         )
 
 

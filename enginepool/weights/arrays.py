@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from enginepool.errors import InvalidWeights
 
@@ -67,14 +68,21 @@ def _plain_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
-def same_buffer(array: jax.Array, source: Any) -> bool:
-    """Whether `array` reads the memory of `source`, so that it changes or goes with it."""
+def same_buffer(array: jax.Array, source: Array) -> bool:
+    """Whether `array` and a JAX source share a buffer, so that they go together. Weights never
+    share NumPy's memory, which anybody may write to. Does not wait for either."""
     if isinstance(source, np.ndarray):
-        return any(
-            np.shares_memory(np.asarray(shard.data), source) for shard in array.addressable_shards
-        )
+        return False
     theirs = {_place(shard) for shard in source.addressable_shards}
     return any(_place(shard) in theirs for shard in array.addressable_shards)
+
+
+def lies_in(array: jax.Array, memory: np.ndarray) -> bool:
+    """Whether `array` reads this memory, as it may on the CPU platform. Does not wait for it."""
+    if any(device.platform != "cpu" for device in array.devices()):
+        return False
+    begin, end = byte_bounds(memory)
+    return any(begin <= _place(shard)[1] < end for shard in array.addressable_shards)
 
 
 def _place(shard: Any) -> tuple[int, int]:

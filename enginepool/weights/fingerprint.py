@@ -9,7 +9,7 @@ joined, with their paths and shapes, by BLAKE2b (RFC 7693) on the host.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,23 @@ def fingerprint(leaves: Mapping[str, jax.Array]) -> str:
     Raises:
         RuntimeError: JAX's, for an array that was deleted.
     """
-    arrays = dict(leaves)
-    sums = {path: _of_array(array) for path, array in arrays.items()}
+    return fingerprints([leaves])[0]
+
+
+def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
+    """The fingerprint of each set; all devices work at once, an array in several sets is read
+    once. See `fingerprint`."""
+    arrays = [dict(leaves) for leaves in sets]
+    different = {id(array): array for leaves in arrays for array in leaves.values()}
+    sums = jax.device_get({key: _of_array(array) for key, array in different.items()})
+    return [_joined(leaves, sums) for leaves in arrays]
+
+
+def _joined(leaves: Mapping[str, jax.Array], sums: Mapping[int, list[np.ndarray]]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for path, parts in sums.items():
-        array = arrays[path]
+    for path, array in leaves.items():
         digest.update(f"{path} {array.shape} {array.dtype}".encode())
-        digest.update(np.asarray(jax.device_get(parts), dtype=np.uint32).tobytes())
+        digest.update(np.asarray(sums[id(array)], dtype=np.uint32).tobytes())
     return digest.hexdigest()
 
 

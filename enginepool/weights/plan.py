@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
-from enginepool.weights.arrays import Array, convertible
+from enginepool.weights.arrays import Array, convertible, lies_in
 from enginepool.weights.placement import lies_there, place
 from enginepool.weights.sources import Source, Specs
 
@@ -123,11 +125,19 @@ class Plan:
         if piece.array is not None:
             return place(piece.array, spec.sharding, spec.dtype, copy=copy, private=private)
 
+        # Conversion makes new memory, mostly, and is over before the caller can write to the old:
+        # no copy is needed first. A stream's owner may fill the same memory anew in between.
+        lasting = self._source.stream is None
+
         def put(name: str, sharding: Sharding) -> jax.Array:
             tensor = piece.tensors[name]
-            return place(tensor, sharding, tensor.dtype, copy=copy, private=private)
+            return place(tensor, sharding, tensor.dtype, copy=copy, private=private or lasting)
 
-        return self._mapping.convert(piece.path, piece.tensors, put)
+        made = self._mapping.convert(piece.path, piece.tensors, put)
+        host = [x for x in piece.tensors.values() if isinstance(x, np.ndarray)]
+        if not private and any(lies_in(made, memory) for memory in host):
+            made = jax.device_put(jnp.array(made, copy=True), made.sharding)
+        return made
 
     def _piece(self, path: str, tensors: dict[str, Array]) -> Piece:
         return Piece(path, tensors[path] if self._source.by_path else None, tensors)
