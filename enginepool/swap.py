@@ -93,7 +93,6 @@ class _Update:
             self._roll()
         else:
             self._all_at_once()
-        self.runtime.updates = self.number
         return self._report(started)
 
     def _plan(self) -> Plan:
@@ -168,12 +167,12 @@ class _Update:
 
         try:
             stand.run(put)
-        except Exception:
+        except BaseException:  # Control-C too: what was put in place so far goes back
             stand.run(put_back)
             raise
         self.runtime.released = None
+        self.runtime.weight_version, self.runtime.updates = self.version, self.number
         stand.run(label)
-        self.runtime.weight_version = self.version
 
     # Rolling
 
