@@ -18,6 +18,7 @@ import typer
 from enginepool.arguments import parse_devices, parse_server_args
 from enginepool.complaints import clear_errors, complain
 from enginepool.errors import InvalidRequest
+from enginepool.options import Devices, Dtype, Model, ServerArg, TpSize
 from enginepool.prompt_lines import PromptLine, read_jsonl, read_text
 from enginepool.reference.commands import app as reference
 
@@ -65,15 +66,11 @@ def generate(
     output: Annotated[
         Format, typer.Option(help="Text alone, or the whole result as JSON.")
     ] = Format.TEXT,
-    model: Annotated[
-        str | None, typer.Option(help="Directory or hub id; left out, the toy.")
-    ] = None,
-    devices: Annotated[
-        str | None, typer.Option(help="A count, or ids as in 0,2 (one id: 2,). Default: all.")
-    ] = None,
-    tp_size: Annotated[int, typer.Option(help="Devices of one engine.")] = 1,
+    model: Model = None,
+    devices: Devices = None,
+    tp_size: TpSize = 1,
     warmup: Annotated[Warmup, typer.Option(help="How programs are compiled.")] = Warmup.SEQUENTIAL,
-    dtype: Annotated[str | None, typer.Option(help="As in ServerArgs.")] = None,
+    dtype: Dtype = None,
     max_new_tokens: Annotated[int | None, typer.Option()] = None,
     temperature: Annotated[float | None, typer.Option()] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
@@ -84,10 +81,7 @@ def generate(
         bool, typer.Option("--return-logprob", help="Log-probabilities in the JSON.")
     ] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for all prompts.")] = None,
-    server_arg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any other option of ServerArgs; repeatable."),
-    ] = None,
+    server_arg: ServerArg = None,
 ) -> None:
     """Generate for every prompt, on all engines; results in input order on standard output.
 

@@ -103,7 +103,6 @@ class _Update:
             self._roll()
         else:
             self._all_at_once()
-        self.runtime.updates = self.number
         return self._report(started)
 
     def _plan(self) -> Plan:
@@ -161,6 +160,8 @@ class _Update:
             if worker.index in self.failed:
                 staging.give_up(worker, self.failed[worker.index])
                 return
+            if self.staging == "stream":
+                return  # they lie there already
             leaves, new = leaves_of(worker), self.staged[worker.index]
             shared = leaves.shared.copy()
             worker.channel.books.settled = False
@@ -180,12 +181,12 @@ class _Update:
 
         try:
             stand.run(put)
-        except Exception:
+        except BaseException:  # Control-C too: what was put in place so far goes back
             stand.run(put_back)
             raise
         self.runtime.released = None
+        self.runtime.weight_version, self.runtime.updates = self.version, self.number
         stand.run(label)
-        self.runtime.weight_version = self.version
 
     # Rolling
 

@@ -16,6 +16,8 @@ from liveness import SECONDS, callers, running, until
 from support import MakePool, in_use, same
 
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
+from enginepool.quiesce import Standstill
+from enginepool.weights.leaves import EngineLeaves
 
 FULL = "RESOURCE_EXHAUSTED: out of memory"
 FOR_EVER = range(5, 10**9)
@@ -106,6 +108,29 @@ def test_commit(four: EnginePool, target: Callable[[str], Path], strategy: Any) 
         del caught
     four.update_weights(target("qwen3"))
     serves(four, target("qwen3"))
+
+
+def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """Control-C when engines have put new weights in place: they have the old ones again."""
+    replace, collect = EngineLeaves.replace, Standstill.collect
+    replaced: list[bool] = []
+
+    def noting(leaves: EngineLeaves, arrays: Any) -> Any:
+        replaced.append(True)
+        return replace(leaves, arrays)
+
+    def interrupted(stand: Standstill, futures: Any) -> dict[int, Any]:
+        results = collect(stand, futures)
+        if len(replaced) == 4:
+            raise KeyboardInterrupt
+        return results
+
+    with unchanged(four), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineLeaves, "replace", noting)
+        patch.setattr(Standstill, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            four.update_weights(target("qwen3"))
+        assert len(replaced) == 8
 
 
 def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:

@@ -16,6 +16,7 @@ import typer
 
 from enginepool.arguments import parse_devices, parse_server_args
 from enginepool.complaints import clear_errors
+from enginepool.options import Devices, Dtype, Model, ServerArg, TpSize
 from enginepool.reference.options import RunOptions, WandbOptions, models, read_prompt
 
 app = typer.Typer(
@@ -39,17 +40,13 @@ VerifyParamSharing = Annotated[
 
 
 def _read_options(
-    model: Annotated[
-        str | None, typer.Option(help="Directory or hub id; left out, the toy.")
-    ] = None,
+    model: Model = None,
     weights: Annotated[
         str | None, typer.Option(help="Directory or hub id of what comes in. Default: the model.")
     ] = None,
-    devices: Annotated[
-        str | None, typer.Option(help="A count, or ids as in 0,2 (one id: 2,). Default: all.")
-    ] = None,
-    tp_size: Annotated[int, typer.Option(help="Devices of one engine.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="As in ServerArgs.")] = None,
+    devices: Devices = None,
+    tp_size: TpSize = 1,
+    dtype: Dtype = None,
     prompt: Annotated[
         str | None, typer.Option(help="Default: a sum for the toy, else 你是谁.")
     ] = None,
@@ -59,10 +56,7 @@ def _read_options(
     max_total_tokens: Annotated[
         int | None, typer.Option(help="KV cache of one engine, in tokens.")
     ] = None,
-    server_arg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any other option of ServerArgs; repeatable."),
-    ] = None,
+    server_arg: ServerArg = None,
     wandb: Annotated[
         bool, typer.Option("--wandb", help="To Weights & Biases as well (the extra wandb).")
     ] = False,

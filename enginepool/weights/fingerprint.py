@@ -19,18 +19,13 @@ _COLUMN, _ROW = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _WORD = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def fingerprint(leaves: Mapping[str, jax.Array]) -> str:
-    """16 hexadecimal digits for all leaves. Waits for the devices.
+def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
+    """16 hexadecimal digits for each set of leaves. All devices work at once, and an array that
+    is in several sets is read once. Waits for the devices.
 
     Raises:
         RuntimeError: JAX's, for an array that was deleted.
     """
-    return fingerprints([leaves])[0]
-
-
-def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
-    """The fingerprint of each set; all devices work at once, an array in several sets is read
-    once. See `fingerprint`."""
     arrays = [dict(leaves) for leaves in sets]
     different = {id(array): array for leaves in arrays for array in leaves.values()}
     sums = jax.device_get({key: _of_array(array) for key, array in different.items()})
