@@ -4,9 +4,11 @@ bug would do it. Each happens once."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from enginepool import EnginePool
@@ -23,13 +25,17 @@ def scheduler_of(pool: EnginePool, engine: int) -> Any:
 def _once(owner: Any, name: str, at: int, wrong: Callable[..., Any]) -> None:
     """Let the so-manieth call of a method from now be `wrong(original, *args)`."""
     original, calls = getattr(owner, name), 0
+    before = vars(owner).get(name)  # what someone else put in its place
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls < at:
             return original(*args, **kwargs)
-        vars(owner).pop(name, None)
+        if before is None:
+            vars(owner).pop(name, None)
+        else:
+            setattr(owner, name, before)
         return wrong(original, *args, **kwargs)
 
     setattr(owner, name, counting)
@@ -104,3 +110,33 @@ def raise_in_commit(pool: EnginePool, engine: int) -> None:
         raise Fault(f"device {engine} does not take weights")
 
     _once(scheduler_of(pool, engine).leaves, "replace", 1, wrong)
+
+
+def raise_in_decode(pool: EnginePool) -> None:
+    """The tokenizer trips over the next output."""
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise Fault("the tokenizer is broken")
+
+    _once(pool.engines[0].tokenizer_manager.tokenizer, "decode", 1, wrong)
+
+
+@contextmanager
+def refusing_devices() -> Iterator[set[int]]:
+    """Add a device's id to the set, and the next `device_put` onto it raises."""
+    refusing: set[int] = set()
+    device_put = jax.device_put
+
+    def put(x: Any, device: Any = None, **options: Any) -> Any:
+        places = getattr(device, "device_set", ())
+        for place in places:
+            if place.id in refusing:
+                refusing.discard(place.id)
+                raise Fault(f"device {place.id} takes nothing")
+        return device_put(x, device, **options)
+
+    jax.device_put = put
+    try:
+        yield refusing
+    finally:
+        jax.device_put = device_put

@@ -25,8 +25,8 @@ from typing import Any
 import anyio
 import jax
 
+from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED, at_rest, server_args, two_models
 from benchmarks.span_checks import NEAR_TIE, Finished, check_mode, check_spans, check_tokens
-from benchmarks.synthetic import micro_config, write_model
 from benchmarks.table import plain
 from enginepool import EnginePool, EnginePoolError, SwapReport
 
@@ -36,7 +36,6 @@ _BETWEEN_SECONDS = 0.05
 _END_SECONDS = 120.0  # for what is still in flight after the last swap
 _REST_SECONDS = 10.0  # for the step after which the last request's KV cache is free
 _SHOWN = 20
-_PROMPT, _SHARED, _OUTPUT = (1, 24), 32, (8, 32)  # tokens
 _COLUMNS = ["mode", "swaps", "requests", "tokens", "retracts", "aborted"]
 _COLUMNS += ["pause ms", "max", "swap ms", "versions", "compared", "ties", "violations"]
 
@@ -60,11 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     slots = -(-args.requests // args.engines)
     with tempfile.TemporaryDirectory(prefix="swap-soak-") as folder:
-        models = [
-            write_model(Path(folder, str(which)), micro_config(), seed=which, std=0.15)
-            for which in range(2)
-        ]
-        with EnginePool(str(models[0]), devices=args.engines, **_server_args(slots)) as pool:
+        models = two_models(Path(folder))
+        with EnginePool(str(models[0]), devices=args.engines, **server_args(slots)) as pool:
             rows = []
             for mode in args.mode:
                 rows.append(Soak(pool, models, mode, args).run())
@@ -80,21 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures = {"jax": jax.__version__, "arguments": vars(args), "rows": rows}
         Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
     return 1 if violations else 0
-
-
-def _server_args(slots: int) -> dict[str, Any]:
-    longest = _SHARED + _PROMPT[1] + _OUTPUT[1]
-    return {
-        "dtype": "float32",
-        "context_length": 256,
-        "max_running_requests": slots,
-        # Nearly all at full length: now and then an engine runs out, and retracts by itself.
-        "max_total_tokens": max(256, slots * longest * 3 // 4),
-        "max_prefill_tokens": 64,
-        "chunked_prefill_size": 64,
-        "precompile_token_paddings": [64],
-        "precompile_bs_paddings": [slots],
-    }
 
 
 class Soak:
@@ -153,12 +134,12 @@ class Soak:
             self._violations.append(f"requests did not end within {_END_SECONDS:.0f} s")
 
     async def _keep_asking(self) -> None:
-        shared = list(range(1, _SHARED + 1))
+        shared = list(range(1, SHARED + 1))
         while self._swapping:
-            prompt = [self._random.randrange(256) for _ in range(self._random.randint(*_PROMPT))]
+            prompt = [self._random.randrange(256) for _ in range(self._random.randint(1, PROMPT))]
             if self._random.random() < 0.5:
                 prompt = shared + prompt  # for the prefix cache, which no other version may use
-            wanted = self._random.randint(*_OUTPUT)
+            wanted = self._random.randint(8, OUTPUT)
             params = {"temperature": 0.0, "max_new_tokens": wanted, "ignore_eos": True}
             try:
                 (result,) = await self._pool.async_generate_all(
@@ -194,7 +175,7 @@ class Soak:
     def _check_pool(self) -> None:
         """Nothing is left in the engines, and they have the same weights."""
         deadline = time.monotonic() + _REST_SECONDS
-        while not _at_rest(stats := self._pool.stats()) and time.monotonic() < deadline:
+        while not at_rest(stats := self._pool.stats()) and time.monotonic() < deadline:
             time.sleep(0.01)
         for engine in stats["engines"]:
             if engine["state"] != "serving" or engine["running"] or engine["kv_used_tokens"]:
@@ -205,10 +186,6 @@ class Soak:
             self._pool.checksum()
         except EnginePoolError as error:
             self._violations.append(f"afterwards: {error}")
-
-
-def _at_rest(stats: dict[str, Any]) -> bool:
-    return not any(engine["running"] or engine["kv_used_tokens"] for engine in stats["engines"])
 
 
 def _line(row: dict[str, Any]) -> list[Any]:

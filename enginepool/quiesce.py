@@ -97,8 +97,8 @@ def standstill(
             taken.extend(channel.take_back())
 
     def due(channel: Channel) -> bool:
-        if channel.stops or channel.weightless is not None:
-            return True  # it takes no step anyway
+        if not _may_step(channel):
+            return True
         if mode == "drain":
             return not (channel.books.held or _has_work(channel) or runtime.queue.begun())
         return mode != "retract" or (channel.books.progressed() and not runtime.queue.owes())
@@ -116,10 +116,11 @@ def standstill(
 
     try:
         if mode == "drain":
-            stand.run(_drain)
+            stand.run(lambda worker: _drain(runtime, worker))
         wait_until_due()
         if mode == "drain":
-            while runtime.queue.begun():  # of an engine that failed when its siblings were due
+            # Of an engine that failed when its siblings were due.
+            while runtime.queue.begun() and any(_may_step(w.channel) for w in stand.workers):
                 wait_until_due()
             stand.run(lambda worker: stop(worker.channel))
         _settle(runtime, taken, mode)
@@ -156,14 +157,19 @@ def _go_on(
             continue  # it has left; its requests went to its siblings
 
 
-def _drain(worker: EngineWorker) -> None:
+def _drain(runtime: Runtime, worker: EngineWorker) -> None:
     channel = worker.channel
-    if channel.stops and channel.books.held:
+    if channel.stops and (channel.books.held or runtime.queue.begun()):
         raise InvalidRequest(
-            f"mode='drain' waits for running outputs, but engine {worker.index} is paused with "
-            f"{len(channel.books.held)} of them; continue_generation() first, or use another mode"
+            f"mode='drain' waits for running outputs, but engine {worker.index} is paused or "
+            "without its KV cache; continue_generation() or resume_memory_occupation() first, or "
+            "use another mode"
         )
     channel.draining = True
+
+
+def _may_step(channel: Channel) -> bool:
+    return not channel.stops and channel.weightless is None
 
 
 def _has_work(channel: Channel) -> bool:

@@ -201,7 +201,9 @@ def test_kv_cache(micro: EnginePool, versions: list[Path]) -> None:
         until(lambda: running(micro) >= 6)
         dropped = micro.release_memory_occupation()
         assert micro.release_memory_occupation() == 0
-        micro.update_weights(versions[0], weight_version=0)
+        with pytest.raises(InvalidRequest, match="resume_memory_occupation"):
+            micro.update_weights(versions[0], weight_version=0)  # would mix versions
+        micro.update_weights(versions[0], weight_version=0, mode="retract")
         assert not call.done()
         assert micro.resume_memory_occupation() == dropped
         same(call.result(SECONDS), expected)

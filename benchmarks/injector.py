@@ -1,0 +1,67 @@
+"""Random faults, one after the other, for random engines."""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import faults
+from enginepool import EnginePool
+
+# Of the pool, in seconds; a step that hangs returns before or after it.
+STEP_TIMEOUT = 2.0
+
+
+class Injector:
+    """Knows the kinds of faults, and counts what it did.
+
+    Args:
+        refusing: See `faults.refusing_devices`.
+    """
+
+    def __init__(self, pool: EnginePool, rng: random.Random, refusing: set[int]) -> None:
+        self._pool, self._random, self._refusing = pool, rng, refusing
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._kinds: dict[str, Callable[[int], Any]] = {
+            "step raises": lambda i: faults.raise_in_step(pool, i, self._at()),
+            "step raises SystemExit": lambda i: faults.raise_in_step(pool, i, 1, SystemExit(1)),
+            "result lost": lambda i: faults.raise_after_step(pool, i, self._at()),
+            "bookkeeping raises": lambda i: faults.raise_after_bookkeeping(pool, i, self._at()),
+            "KV buffers deleted": lambda i: faults.delete_kv_cache(pool, i),
+            "weight deleted": lambda i: faults.delete_leaf(pool, i),
+            "weight not finite": lambda i: faults.spoil_leaf(pool, i),
+            "commit raises": lambda i: faults.raise_in_commit(pool, i),
+            "device_put raises": self._refuse,
+            "tokenizer raises": lambda _: faults.raise_in_decode(pool),
+            "SIGINT": lambda _: os.kill(os.getpid(), signal.SIGINT),
+            "step hangs": self._hang,
+        }
+
+    def inject(self) -> None:
+        """Put one fault into one serving engine, if there is one."""
+        engines = self._pool.stats()["engines"]
+        serving = [e["engine_index"] for e in engines if e["state"] == "serving"]
+        if not serving:
+            return
+        kind = self._random.choice(sorted(self._kinds))
+        try:
+            self._kinds[kind](self._random.choice(serving))
+        except (KeyError, AttributeError, IndexError):
+            return  # the engine failed at this very moment and is taken apart
+        self.counts[kind] += 1
+
+    def _at(self) -> int:
+        return self._random.randint(1, 12)
+
+    def _refuse(self, engine: int) -> None:
+        devices = self._pool.stats()["engines"][engine]["devices"]
+        self._refusing.update(devices)
+
+    def _hang(self, engine: int) -> None:
+        let_go = faults.hang_in_step(self._pool, engine, self._at())
+        threading.Timer(self._random.uniform(0.5, 3.0) * STEP_TIMEOUT, let_go.set).start()

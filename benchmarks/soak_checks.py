@@ -1,0 +1,80 @@
+"""What must hold after a soak: of the outputs, of the pool and of the process around it."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+from benchmarks.span_checks import Finished
+from enginepool import EnginePool
+
+# Modes of a swap whose outputs may have several versions.
+_MIXING = ("retract", "in_place")
+
+
+def check_end(finished: Finished, wanted: int, mode_of: dict[int, str]) -> list[str]:
+    """How a request ended, and which versions it has.
+
+    Args:
+        mode_of: The mode of the swap that brought a version.
+    """
+    kind, length = finished.reason["type"], len(finished.output)
+    versions = [version for *_, version in finished.spans]
+    found = []
+    if kind == "abort":
+        if finished.reason["message"] != "update_weights(mode='abort')":
+            found.append(f"{finished}: {finished.reason}")
+    elif length != wanted:
+        found.append(f"{finished}: {length} tokens of {wanted}, {finished.reason}")
+    if len(versions) > 1:
+        modes = {mode_of[v] for v in range(versions[0] + 1, versions[-1] + 1)}
+        if not modes.issubset(_MIXING):
+            found.append(f"{finished}: mixes versions over {modes}, {finished.spans}")
+    return found
+
+
+def verifiable(finished: Finished, mode_of: dict[int, str]) -> Finished:
+    """Up to where its KV cache was of other weights: after a swap in place."""
+    spans = finished.spans
+    keep = 1
+    while keep < len(spans):
+        passed = range(spans[keep - 1][2] + 1, spans[keep][2] + 1)
+        if any(mode_of[version] == "in_place" for version in passed):
+            break
+        keep += 1
+    meta = {**finished.result["meta_info"], "weight_versions": spans[:keep]}
+    return Finished(finished.prompt, {**finished.result, "meta_info": meta})
+
+
+def process() -> dict[str, Any]:
+    """What a host would miss or find too much."""
+    numbers = [n for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)]
+    return {
+        "threads": sorted(
+            t.name for t in threading.enumerate() if not t.name.startswith(("AnyIO", "Thread-"))
+        ),
+        "signal handlers": [repr(signal.getsignal(number)) for number in numbers],
+        "children": [child.pid for child in psutil.Process().children(recursive=True)],
+    }
+
+
+def device_bytes(pool: EnginePool) -> int:
+    gc.collect()
+    return pool.stats()["memory"]["sum"]["bytes_in_use"]
+
+
+def recoveries(events: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Seconds from a fault to serving again, by how."""
+    down: dict[int, float] = {}
+    seconds: dict[str, list[float]] = {"reset": [], "rebuild": []}
+    for event in events:
+        if event["event"] == "engine_quarantined":
+            down.setdefault(event["engine"], event["time"])
+        elif event["event"] == "engine_recovered" and event["engine"] in down:
+            seconds[event["by"]].append(event["time"] - down.pop(event["engine"]))
+    return seconds
