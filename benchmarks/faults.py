@@ -103,6 +103,15 @@ def hang_in_step(pool: EnginePool, engine: int, at: int = 1) -> threading.Event:
     return let_go
 
 
+def raise_in_reset(pool: EnginePool, engine: int) -> None:
+    """The next time the KV cache is to be made anew, that fails."""
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise Fault(f"device {engine} gives no memory")
+
+    _once(scheduler_of(pool, engine).kv_cache, "renew", 1, wrong)
+
+
 def raise_in_commit(pool: EnginePool, engine: int) -> None:
     """The next time new weights are put in place, that fails."""
 

@@ -61,6 +61,13 @@ class Admission:
             calls, self._outside = self._outside, deque()
         return [request for call in calls for request in call.requests]
 
+    def stranded(self, engine: int) -> list[Request]:
+        """Take out what only this engine may run: it does not come back."""
+        with self._lock:
+            calls = [c for c in self._outside if any(r.engine == engine for r in c.requests)]
+            self._outside = deque(call for call in self._outside if call not in calls)
+        return [request for call in calls for request in call.requests]
+
     def _fits(self, call: Call) -> bool:
         waiting = len(self._queue)
         return self._limit is None or not waiting or waiting + call.remaining <= self._limit
@@ -68,11 +75,12 @@ class Admission:
     def _let_in(self) -> None:
         if not self._outside:
             return
+        aborted = []
         with self._lock:
             while self._outside and self._fits(self._outside[0]):
                 call = self._outside.popleft()
-                self._queue.put(
-                    request
-                    for request in call.requests
-                    if request.finish_reason is None and request.abort_reason is None
-                )
+                left = [request for request in call.requests if request.finish_reason is None]
+                self._queue.put(request for request in left if request.abort_reason is None)
+                aborted += [request for request in left if request.abort_reason is not None]
+        for request in aborted:  # whoever aborted them may have looked just before and just after
+            request.call.finish(request, request.abort_reason)

@@ -57,7 +57,9 @@ class RequestQueue:
             alone = [r for r in self._suspects.values() if r.engine == engine]
             for request in alone:
                 del self._suspects[request.rid]
-            return [*alone, *self._pinned.pop(engine, {}).values()]
+            found = [*alone, *self._pinned.pop(engine, {}).values()]
+        self._left(found)
+        return found
 
     def put(self, requests: Iterable[Request], *, resumed: bool = False) -> None:
         with self._lock:
@@ -70,8 +72,7 @@ class RequestQueue:
         with self._lock:
             self._reserved.pop(request.rid, None)
             found = any(shelf.pop(request.rid, None) is not None for shelf in self._shelves())
-        if found and self.on_taken is not None:
-            self.on_taken()
+        self._left(found)
         if found and request.taken_back:
             self.wake_all()  # engines may wait for `owes` or `begun`
         return found
@@ -106,6 +107,7 @@ class RequestQueue:
                 self._reserved.pop(request.rid, None)
                 for shelf in self._shelves():
                     shelf.pop(request.rid, None)
+        self._left(requests)
         return requests
 
     def begun(self) -> bool:
@@ -139,9 +141,12 @@ class RequestQueue:
                 taken = self._take_some(engine, load, room, cached, begun)
         if any(request.taken_back for request in taken):
             self.wake_all()  # siblings may wait for `owes`
-        if taken and self.on_taken is not None:
-            self.on_taken()
+        self._left(taken)
         return taken
+
+    def _left(self, requests: list[Request] | bool) -> None:
+        if requests and self.on_taken is not None:
+            self.on_taken()
 
     def _take_some(
         self,

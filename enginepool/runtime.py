@@ -274,8 +274,9 @@ class Runtime:
             self.fail(self._drain(), self.failure(None))
         for worker in self.workers:
             if not self._served(worker.index):
+                outside = self.admission.stranded(worker.index)
                 stranded = self.queue.stranded(worker.index)
-                self.fail(stranded, self.failure(worker.index))
+                self.fail(outside + stranded, self.failure(worker.index))
 
     def failure(self, pinned_to: int | None = None) -> EnginePoolError:
         """What to raise where no engine can do it."""

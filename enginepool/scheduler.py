@@ -1,7 +1,7 @@
 """Upstream's Scheduler, pinned to its devices and fed by a channel.
 
-Together with `engine.py` and `warmup.py` this is where upstream's private attributes are touched.
-Imports sgl_jax: import it only after the patches are applied.
+Together with `engine.py`, `warmup.py` and `top_logprobs.py` this is where upstream's private
+attributes are touched. Imports sgl_jax: import it only after the patches are applied.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from sgl_jax.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sgl_jax.srt.managers.scheduler import Scheduler
 from sgl_jax.srt.mem_cache.radix_cache import RadixKey
@@ -26,7 +24,7 @@ except ImportError:
     MatchPrefixParams = None
 
 from enginepool.kv_cache import KVCache
-from enginepool.requests import MAX_TOP_LOGPROBS
+from enginepool.top_logprobs import TopLogprobs
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping
 
@@ -46,7 +44,7 @@ class PinnedScheduler(Scheduler):
         super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         self._discard_expert_statistics()
         model_runner = self.tp_worker.worker.model_runner
-        self._top_logprobs = _TopLogprobs(model_runner)
+        self._top_logprobs = TopLogprobs(model_runner)
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
         channel.scheduler, channel.leaves = self, self.leaves
@@ -252,44 +250,3 @@ class _EndThread:
         thread: Any = threading.current_thread()
         thread._invoke_excepthook = lambda *_: None
         raise SystemExit
-
-
-class _TopLogprobs:
-    """The most probable tokens of a step, in one program of fixed width for every batch.
-
-    Upstream's own compiles anew for every arrangement of widths in a batch.
-    """
-
-    def __init__(self, model_runner: Any) -> None:
-        self._original = model_runner.compute_logprobs
-        self._width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
-        self._latest: tuple[jax.Array, jax.Array] | None = None
-        self.wanted = False
-        replicated = NamedSharding(model_runner.mesh, PartitionSpec(None, None))
-
-        @jax.jit
-        def top(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jax.lax.top_k(jax.sharding.reshard(logprobs, replicated), self._width)
-
-        self._top = top
-        model_runner.compute_logprobs = self._compute
-
-    def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:
-        self._latest = self._top(token_logprobs) if self.wanted else None
-        return self._original(token_logprobs, token_ids)
-
-    def collect(self, batch: Any, held: dict[str, Request]) -> None:
-        """Append this step's row to each request that asked; rows are in the batch's order."""
-        latest, self._latest = self._latest, None
-        self.wanted = any(request.top_logprobs_num for request in held.values())
-        if latest is None or batch is None:
-            return
-        values, ids = (np.asarray(array) for array in jax.device_get(latest))
-        reqs = [req for info in batch.reqs_info for req in info.reqs or ()]
-        for row, req in enumerate(reqs):
-            request = held.get(req.rid)
-            if request is None or not request.top_logprobs_num:
-                continue
-            if len(request.top_logprobs) < len(req.output_ids):
-                k = request.top_logprobs_num
-                request.top_logprobs.append((values[row, :k].tolist(), ids[row, :k].tolist()))

@@ -6,56 +6,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from enginepool import staging
-from enginepool.errors import InvalidRequest, InvalidWeights, PoolClosed, WeightUpdateFailed
-from enginepool.quiesce import MODES, Standstill, SwapMode, standstill
+from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
+from enginepool.quiesce import Standstill, standstill
 from enginepool.report import EngineSwap, SwapReport
 from enginepool.runtime import Runtime
 from enginepool.staging import Staged, leaves_of
+from enginepool.swap_options import Options
 from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
 from enginepool.worker import EngineWorker
-
-Strategy = Literal["atomic", "rolling"]
-Staging = Literal["auto", "double", "stream"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to update; see `EnginePool.update_weights`."""
-
-    weight_version: int | str | None = None
-    mode: SwapMode = "drain"
-    strategy: Strategy = "atomic"
-    staging: Staging = "auto"
-    strict: bool = True
-    copy: bool = False
-    free_kv: bool = False
-
-    def check(self) -> None:
-        """Raises InvalidRequest for what does not exist or does not go together."""
-        for name, allowed in (
-            ("mode", MODES),
-            ("strategy", ("atomic", "rolling")),
-            ("staging", ("auto", "double", "stream")),
-        ):
-            if (value := getattr(self, name)) not in allowed:
-                raise InvalidRequest(f"{name}={value!r}: expected one of {', '.join(allowed)}")
-        version = self.weight_version
-        if version is not None and (
-            isinstance(version, bool) or not isinstance(version, int | str)
-        ):
-            raise InvalidRequest(f"weight_version={version!r}: expected an int or a str")
-        if self.strategy == "rolling" and self.mode not in ("drain", "abort"):
-            raise InvalidRequest(
-                f"strategy='rolling' with mode={self.mode!r}: an output would mix versions; "
-                "use mode='drain' or 'abort'"
-            )
-        if self.free_kv and self.mode == "in_place":
-            raise InvalidRequest("free_kv=True with mode='in_place': running requests need the KV")
 
 
 def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:

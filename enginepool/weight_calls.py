@@ -12,7 +12,7 @@ from enginepool import checks, occupation, swap
 from enginepool.quiesce import SwapMode
 from enginepool.report import SwapReport
 from enginepool.runtime import Runtime
-from enginepool.swap import Staging, Strategy
+from enginepool.swap_options import Options, Staging, Strategy
 
 
 class WeightCalls:
@@ -67,7 +67,7 @@ class WeightCalls:
             InvalidRequest: Options that do not exist or do not go together.
             PoolClosed, PoolFailed: As everywhere.
         """
-        options = swap.Options(
+        options = Options(
             weight_version, mode, strategy, staging, strict=strict, copy=copy, free_kv=free_kv
         )
         return swap.update_weights(self._runtime(), source, options)
@@ -130,7 +130,7 @@ class WeightCalls:
         free_kv: bool = False,
     ) -> SwapReport:
         """`update_weights` without blocking the event loop; cancelling does not stop it."""
-        options = swap.Options(
+        options = Options(
             weight_version, mode, strategy, staging, strict=strict, copy=copy, free_kv=free_kv
         )
         return await anyio.to_thread.run_sync(

@@ -115,9 +115,9 @@ def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> 
     replace, collect = EngineLeaves.replace, Standstill.collect
     replaced: list[bool] = []
 
-    def noting(leaves: EngineLeaves, arrays: Any) -> Any:
+    def noting(leaves: EngineLeaves, *arrays: Any) -> Any:
         replaced.append(True)
-        return replace(leaves, arrays)
+        return replace(leaves, *arrays)
 
     def interrupted(stand: Standstill, futures: Any) -> dict[int, Any]:
         results = collect(stand, futures)

@@ -1,0 +1,143 @@
+"""How soon an engine serves again after a fault, and what the pool does meanwhile.
+
+    python -m benchmarks.recovery
+
+First the toy: from a failed step to the engine's next job, by a reset and by a rebuild (the reset
+is made to fail). Then micro engines whose steps take `--step-ms` with the GIL released: tokens per
+second while one of them hangs in a step, over those with all of them, turn about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import faults
+from benchmarks.load import Load
+from benchmarks.simulated import SimulatedDevice
+from benchmarks.synthetic import micro_config, write_model
+from benchmarks.table import plain
+from enginepool import EnginePool
+
+_LIMIT_SECONDS = 300.0
+_STEP_TIMEOUT = 1.0
+_SETTLE_SECONDS = 1.0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--engines", type=int, default=4)
+    add("--rounds", type=int, default=5)
+    add("--step-ms", type=float, default=10.0)
+    add("--seconds", type=float, default=5.0, help="of each window; default: 5")
+    add("--json", metavar="FILE", help="write all figures there")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    seconds = times(args.engines, args.rounds)
+    shares = throughput(args)
+    rows = [
+        [f"failed step to serving, by {by}", *_spread([1000 * s for s in took]), "ms"]
+        for by, took in seconds.items()
+    ]
+    rows.append(
+        [f"throughput with one of {args.engines} out", *_spread([100 * s for s in shares]), "%"]
+    )
+    plain(["what", "median", "least", "most", "unit"], rows)
+    if args.json:
+        figures = {"arguments": vars(args), "seconds": seconds, "throughput": shares}
+        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    return 0
+
+
+def times(engines: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds from a failed step to serving, on the toy, by how the engine comes back."""
+    seconds: dict[str, list[float]] = {"reset": [], "rebuild": []}
+    with EnginePool(devices=engines, max_restarts=10**6) as pool:
+        pool.generate_all(["1+1="] * engines)
+        for number in range(rounds):
+            for by, took in seconds.items():
+                took.append(_time(pool, number % engines, by))
+    return seconds
+
+
+def _time(pool: EnginePool, engine: int, by: str) -> float:
+    before = len(pool.events())
+    if by == "rebuild":
+        faults.raise_in_reset(pool, engine)
+    faults.raise_in_step(pool, engine)
+    pool.engines[engine].generate("1+1=")  # waits for its engine
+    down, up = pool.events()[before:]
+    if (down["event"], up["event"], up["by"]) != ("engine_quarantined", "engine_recovered", by):
+        raise RuntimeError(f"expected a {by}, got {down} and {up}")
+    return up["time"] - down["time"]
+
+
+def throughput(args: argparse.Namespace) -> list[float]:
+    """Tokens per second while one engine is out, over those with all, by round."""
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "context_length": 256,
+        "max_total_tokens": 1024,
+        "max_running_requests": 4,
+        "max_prefill_tokens": 64,
+        "chunked_prefill_size": 64,
+    }
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        model = write_model(Path(folder, "model"), micro_config())
+        with EnginePool(
+            str(model), devices=args.engines, step_timeout=_STEP_TIMEOUT, **options
+        ) as pool:
+            for engine in pool.engines:
+                SimulatedDevice(engine, args.step_ms / 1000)
+            with Load(pool) as load:
+                load.wait_for_steps(20)
+                return [_share(pool, load, i % args.engines, args) for i in range(args.rounds)]
+
+
+def _share(pool: EnginePool, load: Load, engine: int, args: argparse.Namespace) -> float:
+    full = _tokens(load, args.seconds)
+    let_go = faults.hang_in_step(pool, engine)
+    try:
+        _until(lambda: pool.stats()["engines"][engine]["state"] == "abandoned")
+        time.sleep(_SETTLE_SECONDS)  # what it had goes on elsewhere
+        without = _tokens(load, args.seconds)
+    finally:
+        let_go.set()
+    _until(lambda: pool.stats()["engines"][engine]["state"] == "serving")
+    time.sleep(_SETTLE_SECONDS)
+    return without / full
+
+
+def _tokens(load: Load, seconds: float) -> float:
+    """Per second, over so many of them."""
+    tokens, started = load.tokens(), time.perf_counter()
+    time.sleep(seconds)
+    return (load.tokens() - tokens) / (time.perf_counter() - started)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + _LIMIT_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not reached within {_LIMIT_SECONDS:.0f} s")
+        time.sleep(0.01)
+
+
+def _spread(values: Sequence[float]) -> list[str]:
+    return [f"{value:.1f}" for value in (statistics.median(values), min(values), max(values))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
