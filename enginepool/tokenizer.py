@@ -45,8 +45,21 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, special tokens added as the tokenizer is configured."""
+        try:
+            return self._encode(list(texts)) if texts else []
+        except Exception:  # half a surrogate pair, for one: its error names no prompt
+            for index, text in enumerate(texts):
+                try:
+                    self._encode([text])
+                except Exception as error:
+                    raise InvalidRequest(
+                        f"the tokenizer does not take {text!r}: {error}", prompt_index=index
+                    ) from error
+            raise
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
         with self._lock:
-            return self.hf(list(texts))["input_ids"] if texts else []
+            return self.hf(texts)["input_ids"]
 
     def apply_chat_template(
         self, index: int, messages: Sequence[Mapping[str, Any]], **options: Any

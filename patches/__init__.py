@@ -6,14 +6,19 @@ Importing this package changes nothing and imports neither jax nor sgl_jax.
     ...
     patches.revert(applied)
 
+Optimisations, which change only how fast a step is, are patches as well; with
+ENGINEPOOL_OPTIMISATIONS=0 in the environment `apply()` leaves them out.
+
 Programs that JAX compiled before `apply` keep what they were compiled with, so apply before the
 first engine is built. Both functions can be called from any thread, and repeatedly.
 """
 
+import os
 from collections.abc import Sequence
 
 from patches import (
     _patch,
+    batch_transfers,
     compile_cache,
     import_side_effects,
     min_p,
@@ -42,6 +47,7 @@ ALL: tuple[Patch, ...] = (
     min_p.PATCH,
     min_p_ignored.PATCH,
     penalties_after_retract.PATCH,
+    batch_transfers.PATCH,
 )
 
 
@@ -54,7 +60,8 @@ def apply(patches: Sequence[Patch] | None = None) -> list[Patch]:
     """Apply patches that are needed and not yet applied.
 
     Args:
-        patches: The ones to consider; all by default.
+        patches: The ones to consider; by default all, or all but optimisations if the
+            environment has ENGINEPOOL_OPTIMISATIONS=0.
 
     Returns:
         Exactly those that this call applied.
@@ -63,7 +70,10 @@ def apply(patches: Sequence[Patch] | None = None) -> list[Patch]:
         PatchError: A target is missing or looks unlike what its patch was written for. Nothing
             that this call applied stays applied.
     """
-    return _patch.apply(ALL if patches is None else patches)
+    if patches is None:
+        fast = os.environ.get("ENGINEPOOL_OPTIMISATIONS") != "0"
+        patches = [patch for patch in ALL if fast or not patch.optimisation]
+    return _patch.apply(patches)
 
 
 def revert(patches: Sequence[Patch] | None = None) -> None:

@@ -102,6 +102,7 @@ class Patch:
             defect. Must not start a JAX backend.
         prepare: Called once when the patch is applied. Nothing of it is undone by a revert.
         concerns: What the table names as the target of a patch that replaces nothing.
+        optimisation: Nothing is wrong without it, only slow.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Patch:
     probe: Callable[..., bool]
     prepare: Callable[[], None] | None = None
     concerns: tuple[str, ...] = ()
+    optimisation: bool = False
 
     def __repr__(self) -> str:
         return f"<Patch {self.name}>"
