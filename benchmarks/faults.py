@@ -93,13 +93,27 @@ def spoil_leaf(pool: EnginePool, engine: int, leaf: int = 3) -> None:
 
 def hang_in_step(pool: EnginePool, engine: int, at: int = 1) -> threading.Event:
     """The forward does not return until the event is set."""
+    return _hang(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at)
+
+
+def hang_in_reset(pool: EnginePool, engine: int) -> threading.Event:
+    """The next time the KV cache is to be made anew, that takes until the event is set."""
+    return _hang(scheduler_of(pool, engine).kv_cache, "renew")
+
+
+def hang_in_commit(pool: EnginePool, engine: int) -> threading.Event:
+    """The next time new weights are put in place, that takes until the event is set."""
+    return _hang(scheduler_of(pool, engine).leaves, "replace")
+
+
+def _hang(owner: Any, name: str, at: int = 1) -> threading.Event:
     let_go = threading.Event()
 
     def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
         let_go.wait()
         return original(*args, **kwargs)
 
-    _once(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at, wrong)
+    _once(owner, name, at, wrong)
     return let_go
 
 

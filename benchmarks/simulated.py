@@ -22,7 +22,7 @@ class SimulatedDevice:
         Args:
             engine: Upstream's Engine, of a pool or not, without overlap scheduling.
             step_seconds: What a step costs on top of its own time. A step advances every request
-                of its batch by one token.
+                of its batch by one token. May be changed later, while the engine is idle.
         """
         self.step_seconds = step_seconds
         self.steps = self.tokens = 0
@@ -32,7 +32,7 @@ class SimulatedDevice:
         @functools.wraps(forward)
         def slow(batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = jax.block_until_ready(forward(batch, *args, **kwargs))
-            time.sleep(step_seconds)
+            time.sleep(self.step_seconds)
             self.steps += 1
             self.tokens += batch.real_bs
             return result

@@ -36,6 +36,12 @@ def micro_config() -> dict[str, Any]:
     return _config(*_LAYERS[0.0], 2, "float32")
 
 
+def nano_config() -> dict[str, Any]:
+    """The config.json of the smallest Qwen3 that sglang-jax's attention on CPU takes: nearly all of
+    its step is the host's own work."""
+    return _config(128, 128, 1, 1, 1, "float32")
+
+
 def weight_bytes(config: Mapping[str, Any]) -> int:
     itemsize = jax.numpy.dtype(config["torch_dtype"]).itemsize
     return sum(map(math.prod, parameter_shapes(config).values())) * itemsize

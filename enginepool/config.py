@@ -99,6 +99,7 @@ class PoolConfig:
     step_timeout: float | None = 300.0
     max_queued: int | None = None
     when_full: WhenFull = "block"
+    tune_host: bool = False
     server_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from enginepool.queue import RequestQueue
 from enginepool.recovery import Recovery
 from enginepool.requests import Call, Request, aborted
 from enginepool.startup import make_intake, patched, start_workers
+from enginepool.tuning import tuned
 from enginepool.watchdog import watching
 from enginepool.worker import EngineWorker
 
@@ -95,6 +96,8 @@ class Runtime:
             if (limit := self.config.step_timeout) is not None:
                 watch = watching(self.name, self.workers, limit, self.recovery.engine_stuck)
                 self.guards.enter_context(watch)
+            if self.config.tune_host:
+                self.guards.enter_context(tuned())
         except BaseException:
             self.close(timeout=None)
             raise
