@@ -2,8 +2,8 @@
 
     python -m benchmarks.scaling --engines 1 4 8 --step-ms 10
 
-Engines of a tiny model whose steps take `--step-ms` longer with the GIL released. Contestants, each in
-processes of its own that are stopped while another one runs: the pool; N processes with one
+Engines of a tiny model whose steps take `--step-ms` longer with the GIL released. Contestants, in
+processes of their own that are stopped while another one runs: the pool; N processes with one
 upstream Engine each; threads around `Engine.generate`; one upstream Engine and a pool of one, which
 set the measure. Upstream's idle engines are parked. Rounds go turn about; the table has medians.
 Efficiency is tokens per second over N times the same kind's with one engine. A point is "limited by

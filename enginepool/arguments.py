@@ -12,6 +12,18 @@ from enginepool.errors import InvalidConfig
 _OWN_OPTIONS = ("model", "devices", "tp_size", "warmup")
 
 
+def make_arguments(
+    devices: str | None, tp_size: int, dtype: str | None, server_arg: Sequence[str] | None
+) -> dict[str, Any]:
+    """Keyword arguments of EnginePool from the options that several commands have."""
+    return {
+        **parse_server_args(server_arg or []),
+        **({} if dtype is None else {"dtype": dtype}),
+        "devices": parse_devices(devices),
+        "tp_size": tp_size,
+    }
+
+
 def parse_devices(text: str | None) -> int | list[int] | None:
     """`4` is a count, `0,2` are ids, `2,` is one id."""
     if text is None:

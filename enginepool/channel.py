@@ -75,11 +75,11 @@ class Channel:
 
     def stop(self) -> None:
         """End the engine's loop at its next step boundary."""
+        self.run(_leave)
 
-        def leave() -> None:
-            raise StopEngine
-
-        self.run(leave)
+    def give_up(self, why: str) -> None:
+        """`stop`, for an engine that nobody waits for any longer: all other jobs fail now."""
+        self._jobs.close(why, last=_leave)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End exactly these requests, if the engine has them, keeping what they have."""
@@ -207,3 +207,7 @@ class Channel:
                 self.books.take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)
             self.scheduler.abort(rid)
+
+
+def _leave() -> None:
+    raise StopEngine

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from enginepool.arguments import parse_devices, parse_server_args
+from enginepool.arguments import make_arguments
 from enginepool.complaints import clear_errors, complain
 from enginepool.errors import InvalidRequest
 from enginepool.options import Devices, Dtype, Model, ServerArg, TpSize
@@ -100,13 +100,8 @@ def generate(
     chosen = {name: value for name, value in options.items() if value is not None}
     with clear_errors():
         lines = _read(prompts or [], file, input_format)
-        arguments: dict[str, Any] = {
-            **parse_server_args(server_arg or []),
-            **({} if dtype is None else {"dtype": dtype}),
-            "devices": parse_devices(devices),
-            "tp_size": tp_size,
-            "warmup": str(warmup),
-        }
+        arguments = make_arguments(devices, tp_size, dtype, server_arg)
+        arguments["warmup"] = str(warmup)
         from enginepool.pool import EnginePool
 
         with EnginePool(model, **arguments) as pool:
@@ -123,8 +118,24 @@ def generate(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that JAX may take to start.")] = 60.0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Open a pool, and see what its steps cost the host.")
+    ] = False,
+    model: Model = None,
+    devices: Devices = None,
+    tp_size: TpSize = 1,
+    dtype: Dtype = None,
+    server_arg: ServerArg = None,
 ) -> None:
-    """Look at what engines need: devices and who holds them, versions, patches, environment."""
+    """Look at what engines need: devices and who holds them, versions, patches, environment.
+
+    With --profile: where a step's time goes for the model and options given, and how many engines
+    one process can feed.
+    """
+    if profile:
+        with clear_errors():
+            _profile(model, make_arguments(devices, tp_size, dtype, server_arg), as_json)
+        return
     from enginepool.doctor import examine, show
 
     report = examine(timeout)
@@ -142,6 +153,16 @@ def demo(
 
     with clear_errors():
         run(engines, prompts)
+
+
+def _profile(model: str | None, arguments: dict[str, Any], as_json: bool) -> None:
+    from enginepool.pool import EnginePool
+    from enginepool.profiling import profile, show_profile
+
+    with EnginePool(model, **arguments) as pool:
+        args: Any = pool.engines[0].server_args
+        report = profile(pool, requests=min(args.max_running_requests or 8, 8), tokens=64)
+    print(json.dumps(report, indent=2)) if as_json else show_profile(report)
 
 
 def _read(prompts: list[str], file: Path | None, form: Format | None) -> list[PromptLine]:

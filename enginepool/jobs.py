@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 
@@ -28,6 +29,7 @@ class Jobs:
         self._wake = wake
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._waiting: list[tuple[Callable[[], bool], Callable[[], Any], Future[Any]]] = []
+        self._running: Future[Any] | None = None
         self._closed: str | None = None
         self._lock = threading.Lock()
 
@@ -61,15 +63,20 @@ class Jobs:
         with self._lock:
             self._closed = None
 
-    def close(self, why: str) -> None:
-        """No job will run any more; those that wait fail."""
+    def close(self, why: str, *, last: Callable[[], Any] | None = None) -> None:
+        """No job will run any more, but for `last`; those that wait fail, and so does one that
+        another thread is in."""
         with self._lock:
             self._closed = why
             jobs, self._jobs = self._jobs, deque()
+            if last is not None:
+                self._jobs.append((last, Future()))
         waiting, self._waiting = self._waiting, []
         for future in [future for *_, future in (*jobs, *waiting)]:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineStopped(why))
+        if last is not None and (running := self._running) is not None:
+            _answer(running, EngineStopped(why))
 
     # The engine's thread
 
@@ -98,13 +105,24 @@ class Jobs:
     def _run(self, job: Callable[[], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
             return
+        self._running = future
         try:
-            future.set_result(job())
+            _answer(future, job())
         except StopEngine:
-            future.set_result(None)
+            _answer(future, None)
             raise
         except EngineBroken as error:
-            future.set_exception(error)
+            _answer(future, error)
             raise
         except Exception as error:
-            future.set_exception(error)
+            _answer(future, error)
+        finally:
+            self._running = None
+
+
+def _answer(future: Future[Any], answer: Any) -> None:
+    with contextlib.suppress(InvalidStateError):  # `close` has answered for the job
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import threading
 import warnings
@@ -211,7 +212,8 @@ class EnginePool(Generation, WeightCalls):
         if on_engine_thread():
             # The garbage collector ran there: that thread cannot wait for itself, and must not
             # keep its own pool waiting for this one.
-            threading.Thread(target=self.close, daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no new threads while Python ends: see `open`
+                threading.Thread(target=self.close, daemon=True).start()
         else:
             self.close()
 

@@ -121,22 +121,27 @@ class Runtime:
         Waiting callers get `PoolClosed`. Returns whether all threads ended within `timeout`
         seconds.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self.lock:
             self.closed = True
-        with self._closing:
-            return self._close(timeout)
+        if not self._closing.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            return False  # another thread closes, and waits longer
+        try:
+            return self._close(deadline)
+        finally:
+            self._closing.release()
 
-    def _close(self, timeout: float | None) -> bool:
+    def _close(self, deadline: float | None) -> bool:
         error = PoolClosed(f"pool {self.name!r} was closed")
         self.fail(self._drain(), error)
         for worker in self.workers:
             worker.stop()
-        deadline = None if timeout is None else time.monotonic() + timeout
         stuck = []
         for worker in self.workers:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not worker.join(0.0 if worker.stuck else left):
                 stuck.append(worker.index)
+                worker.channel.give_up(str(error))
         # A stuck engine's callers do not wait for it.
         self.fail(self._unfinished(), error)
         self.fail(self._drain(), error)

@@ -55,7 +55,7 @@ class _Info:
 def _seeds(reqs) -> np.ndarray | None:
     """Return the requests' seeds, or None unless each has one."""
     seeds = [req.sampling_params.sampling_seed for req in reqs]
-    if not all(isinstance(seed, numbers.Integral) for seed in seeds):
+    if not all(type(s) is int or isinstance(s, numbers.Integral) for s in seeds):
         return None
     # Modulo 2**32: an Engine beside the pool does not check them, and must not die of a large one.
     return np.array([int(seed) & 0xFFFFFFFF for seed in seeds], np.uint32).view(np.int32)

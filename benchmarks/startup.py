@@ -1,0 +1,119 @@
+"""How long until a pool gives its first token, from its constructor on, imports done.
+
+    python -m benchmarks.startup
+
+Each pool has a process of its own. "Cold": nothing is compiled yet. "Warm": JAX's persistent
+compilation cache (JAX_COMPILATION_CACHE_DIR) has what an earlier run compiled. Sizes go turn
+about; the table has medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import plain
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--engines", type=int, nargs="+", default=[1, 2, 4, 8])
+    add("--rounds", type=int, default=3)
+    add("--model", help="directory or hub id; left out, the toy")
+    add("--warmup", default="sequential", choices=["sequential", "parallel"])
+    add("--json", metavar="FILE", help="write all figures there")
+    add("--one", type=int, metavar="N", help=argparse.SUPPRESS)  # in the pool's own process
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.one:
+        print(json.dumps(first_token(args.one, args.model, args.warmup)), flush=True)
+        return 0
+    runs: dict[int, dict[str, list[dict[str, Any]]]] = {
+        engines: {"cold": [], "warm": []} for engines in args.engines
+    }
+    with tempfile.TemporaryDirectory(prefix="startup-") as folder:
+        for number in range(args.rounds + 1):
+            for engines, kinds in runs.items():
+                warm = _run(engines, args, str(Path(folder, str(engines))))
+                if number:  # the first has filled the cache
+                    kinds["warm"].append(warm)
+                    kinds["cold"].append(_run(engines, args, None))
+    rows = [_row(engines, kinds, runs[args.engines[0]]) for engines, kinds in runs.items()]
+    plain(
+        ["engines", "cold s", "× first row", "warm s", "× first row", "others' warm-up / first's"],
+        rows,
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps(runs, indent=2), encoding="utf-8")
+    return 0
+
+
+def first_token(engines: int, model: str | None, warmup: Any) -> dict[str, Any]:
+    """Seconds from the constructor to the first token, and of each engine's warm-up."""
+    import patches
+
+    applied = patches.apply()  # upstream's imports, without their side effects
+    import sgl_jax.srt.entrypoints.engine  # noqa: F401
+
+    from enginepool import EnginePool
+
+    patches.revert(applied)
+    started = time.perf_counter()
+    with EnginePool(model, devices=engines, warmup=warmup) as pool:
+        next(iter(pool.stream("12+7=", {"max_new_tokens": 1})))
+        seconds = time.perf_counter() - started
+        return {
+            "seconds": seconds,
+            "build": [engine["build_seconds"] for engine in pool.stats()["engines"]],
+            "warmup": [engine["warmup_seconds"] for engine in pool.stats()["engines"]],
+        }
+
+
+def _run(engines: int, args: argparse.Namespace, cache: str | None) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.startup", "--one", str(engines)]
+    command += ["--warmup", args.warmup, *(["--model", args.model] if args.model else [])]
+    env = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
+    if cache is not None:
+        env |= {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stderr}\na pool of {engines} failed (status {done.returncode})")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _row(
+    engines: int, kinds: dict[str, list[dict[str, Any]]], first: dict[str, list[dict[str, Any]]]
+) -> list[Any]:
+    cells: list[Any] = [engines]
+    for kind, runs in kinds.items():
+        seconds = [run["seconds"] for run in runs]
+        ratios = [s / one["seconds"] for s, one in zip(seconds, first[kind], strict=True)]
+        cells += [f"{statistics.median(seconds):.2f}", f"{statistics.median(ratios):.2f}"]
+    others = [
+        statistics.mean(run["warmup"][1:]) / run["warmup"][0]
+        for run in kinds["cold"]
+        if engines > 1
+    ]
+    return [*cells, f"{100 * statistics.median(others):.0f} %" if others else ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
