@@ -195,10 +195,11 @@ def sglang_router(service: Service) -> APIRouter:
         await desk.resume()
         return Said(message="Generation goes on.")
 
-    @routes.api_route("/flush_cache", methods=["GET", "POST"], include_in_schema=False)
-    async def flush_cache() -> Response:
+    @routes.get("/flush_cache")
+    @routes.post("/flush_cache")
+    async def flush_cache() -> Done:
         await desk.flush_cache()
-        return Response("Cache flushed.\n", media_type="text/plain")
+        return Done()
 
     @routes.post("/abort_request")
     async def abort_request(body: Abort) -> Done:

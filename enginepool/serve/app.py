@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,7 +22,13 @@ from enginepool.serve.service import Service
 def make_app(service: Service) -> FastAPI:
     """All routes under one guard; the administrators' only if they were asked for."""
     # Its documentation pages would load scripts from elsewhere.
-    app = FastAPI(title="enginepool", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="enginepool",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
+    )
     app.include_router(openai_api.router(service))
     app.include_router(native.router(service))
     admin_paths: set[str] = set()
@@ -39,6 +46,11 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(Guard, options=service.options, admin_paths=frozenset(admin_paths))
     _document(app)
     return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    (method,) = route.methods
+    return f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path)}"
 
 
 def _document(app: FastAPI) -> None:

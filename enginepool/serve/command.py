@@ -103,7 +103,6 @@ def serve(
         from enginepool.serve.server import Server
 
         model, server_args = parse_upstream_flags(context.args)
-        _log_to_stderr()
         pool = EnginePool(
             model,
             devices=parse_devices(devices),
@@ -113,6 +112,7 @@ def serve(
             **server_args,
         )
         server = Server(pool, options)
+        _log_to_stderr()
         try:
             with pool:
                 server.run()

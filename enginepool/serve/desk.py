@@ -107,7 +107,8 @@ class Desk:
             path = Path(self._root, model_path).resolve()
             found = path.is_dir()
         except (OSError, ValueError, RuntimeError) as error:
-            raise InvalidRequest(f"model_path={model_path!r}: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise InvalidRequest(f"model_path={model_path!r}: {why}") from None
         if not path.is_relative_to(self._root):
             raise Refused(403, f"model_path={model_path!r} is outside of --model-root {self._root}")
         if not found:

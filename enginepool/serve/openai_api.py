@@ -153,5 +153,5 @@ def _check_fields(body: Any) -> None:
         )  # fmt: skip
     if getattr(body, "prompt", None) == []:
         raise Refused(400, "prompt=[]: there is no prompt", param="prompt")
-    if body.max_tokens == 0:
+    if vars(body)["max_tokens"] == 0:  # its attribute warns: OpenAI calls it deprecated
         raise Refused(400, "max_tokens=0: expected 1 or more", param="max_tokens")
