@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from enginepool.errors import EnginePoolError
 from enginepool.serve.documented import ADMIN_ERRORS
-from enginepool.serve.replies import as_refused, json_reply
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
@@ -80,7 +78,7 @@ class FromDisk(BaseModel):
 
 
 class Updated(BaseModel):
-    success: bool
+    success: bool = True
     message: str
     num_paused_requests: int = 0
 
@@ -171,17 +169,10 @@ def sglang_router(service: Service) -> APIRouter:
     routes = APIRouter(responses=ADMIN_ERRORS, tags=["admin"])
     desk = service.desk
 
-    @routes.post("/update_weights_from_disk", responses={400: {"model": Updated}})
-    async def update_weights_from_disk(body: FromDisk) -> Response:
-        try:
-            report = await desk.reload(body.model_path)
-        except EnginePoolError as error:
-            refused = as_refused(error)
-            if refused.status != 400:
-                raise
-            return json_reply({"success": False, "message": str(refused)}, 400)
-        message = f"weight version {report.weight_version!r} from {body.model_path}"
-        return json_reply(Updated(success=True, message=message).model_dump())
+    @routes.post("/update_weights_from_disk")
+    async def update_weights_from_disk(body: FromDisk) -> Updated:
+        report = await desk.reload(body.model_path)
+        return Updated(message=f"weight version {report.weight_version!r} from {body.model_path}")
 
     @routes.post("/pause_generation")
     async def pause_generation(

@@ -38,7 +38,7 @@ def make_app(service: Service) -> FastAPI:
             admin_paths |= {route.path for route in routes.routes if isinstance(route, APIRoute)}
 
     async def failed(request: Request, error: Exception) -> Response:
-        return error_reply(error, admin=request.url.path.startswith("/admin/"))
+        return error_reply(error, admin=request.url.path in admin_paths)
 
     for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)

@@ -21,10 +21,12 @@ class Error(BaseModel):
 
 
 class AdminError(BaseModel):
-    """The reference's."""
+    """What the reference's client reads, and sglang's."""
 
     ok: bool
     error: str
+    success: bool
+    message: str
 
 
 _MEANINGS = {

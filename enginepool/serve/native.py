@@ -38,19 +38,19 @@ def router(service: Service) -> APIRouter:
         """What the page shows: engines, load, and the last minutes."""
         return service.status()
 
-    @routes.get("/health")
+    @routes.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
         """Whether the server lives."""
         return PlainTextResponse("ok")
 
-    @routes.get("/ready", responses=errors(503))
+    @routes.get("/ready", response_class=PlainTextResponse, responses=errors(503))
     async def ready(raw: Request) -> Response:
         """Whether an engine can serve now (on an engine's own port: that engine)."""
         if (reason := service.not_ready(raw)) is not None:
             raise Refused(503, reason, retry_after=1)
         return PlainTextResponse("ok")
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type=service.metrics.content_type)

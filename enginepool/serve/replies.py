@@ -90,11 +90,12 @@ def error_object(error: Exception) -> dict[str, Any]:
 
 
 def error_reply(error: Exception, *, admin: bool = False) -> Response:
-    """The reply to a request that failed; `admin` in the reference's form."""
+    """The reply to a request that failed; `admin` in the reference's form and sglang's."""
     refused = as_refused(error)
     body = error_object(refused)
     if admin:
-        body = {"ok": False, "error": body["error"]["message"]}
+        message = body["error"]["message"]
+        body = {"ok": False, "error": message, "success": False, "message": message}
     headers = {}
     if refused.retry_after is not None:
         headers["Retry-After"] = str(refused.retry_after)
@@ -114,6 +115,8 @@ def _invalid_body(errors: Sequence[Any]) -> Refused:
     """The first few things that are wrong, each with its value."""
     told, params = [], []
     for error in errors[:5]:
+        if error["type"] == "json_invalid":
+            return Refused(400, f"the body is not JSON: {error['ctx']['error']}")
         where = ".".join(str(part) for part in error["loc"][1:])
         params.append(str(error["loc"][1]) if len(error["loc"]) > 1 else None)
         value = repr(error.get("input"))
