@@ -102,6 +102,13 @@ class Intake:
                     "input_ids=, messages to chat()",
                     prompt_index=index,
                 )
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(
+                    f"half of a surrogate pair at {error.start}: {text[error.start]!r}",
+                    prompt_index=index,
+                ) from None
         return texts, self.tokenizer.encode(texts)
 
     def _sampling(self, params: Any, count: int) -> list[Sampling]:

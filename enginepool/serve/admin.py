@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from enginepool.serve.documented import ADMIN_ERRORS
+from enginepool.serve.limits import CheckedRoute
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
@@ -111,7 +112,9 @@ class ModelInfo(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """The reference's endpoints."""
-    routes = APIRouter(prefix="/admin", responses=ADMIN_ERRORS, tags=["admin"])
+    routes = APIRouter(
+        prefix="/admin", responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute
+    )
     desk = service.desk
 
     @routes.get("/reload_status")
@@ -166,7 +169,7 @@ def router(service: Service) -> APIRouter:
 
 def sglang_router(service: Service) -> APIRouter:
     """sglang's names and replies."""
-    routes = APIRouter(responses=ADMIN_ERRORS, tags=["admin"])
+    routes = APIRouter(responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute)
     desk = service.desk
 
     @routes.post("/update_weights_from_disk")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from enginepool.errors import InvalidRequest
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.replies import Refused, error_reply
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BodyLimit:
@@ -48,6 +54,29 @@ class BodyLimit:
 
     def _message(self, size: str) -> str:
         return f"the body has {size}: at most {self._limit} are taken (--max-body-bytes)"
+
+
+class CheckedRoute(APIRoute):
+    """Refuses strings that no reply could repeat: JSON can spell what UTF-8 cannot hold."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            return await handle(_CheckedRequest(request.scope, request.receive))
+
+        return checked
+
+
+class _CheckedRequest(Request):
+    async def json(self) -> Any:
+        value = await super().json()
+        if _SURROGATE.search(await self.body()):
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise HTTPException(400, "the body has half of a surrogate pair") from None
+        return value
 
 
 def check_counts(obj: Any, prompts: int, options: ServeOptions) -> None:

@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
 from enginepool.serve.documented import GENERATION_ERRORS, errors, events
+from enginepool.serve.limits import CheckedRoute
 from enginepool.serve.page import read_page
 from enginepool.serve.replies import Refused
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=CheckedRoute)
 
     @routes.post("/generate", responses={**GENERATION_ERRORS, 200: events()})
     async def generate(body: GenerateReqInput, raw: Request) -> Response:
@@ -29,9 +30,9 @@ def router(service: Service) -> APIRouter:
         return await exchange.run(lambda: _reply(exchange, body))
 
     @routes.get("/get_load", responses=errors(401))
-    async def get_load() -> list[dict[str, Any]]:
+    async def get_load(raw: Request) -> list[dict[str, Any]]:
         """Running requests and KV use of each engine."""
-        return await service.front.get_load()
+        return await service.front_of(raw).get_load()
 
     @routes.get("/status", responses=errors(401))
     async def status() -> dict[str, Any]:

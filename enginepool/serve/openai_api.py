@@ -20,6 +20,7 @@ from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingComp
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.serve.documented import GENERATION_ERRORS, NOT_FOUND, events
 from enginepool.serve.exchange import Exchange
+from enginepool.serve.limits import CheckedRoute
 from enginepool.serve.replies import Refused
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Chat(_Serving, OpenAIServingChat):
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=CheckedRoute)
 
     @routes.post(
         "/v1/completions",

@@ -20,6 +20,7 @@ from enginepool.serve.replies import Refused
 from enginepool.states import EngineState
 
 if TYPE_CHECKING:
+    from enginepool.frontend import FrontEnd
     from enginepool.pool import EnginePool
 
 
@@ -52,9 +53,12 @@ class Service:
         self.started = time.time()
         self.token_text = functools.lru_cache(1 << 16)(self.runtime.intake.tokenizer.token_text)
 
+    def front_of(self, raw: Request) -> FrontEnd:
+        """Of the pool, or of the engine whose port the request came to."""
+        return self._by_port.get(_port(raw), self.front)
+
     def exchange(self, raw: Request) -> Exchange:
-        """For a request, on the pool or on the engine whose port it came to."""
-        return Exchange(self, self._by_port.get(_port(raw), self.front), raw)
+        return Exchange(self, self.front_of(raw), raw)
 
     def check_open(self) -> None:
         """Raise if new requests are not taken now."""
