@@ -15,7 +15,7 @@ from enginepool.serve import admin, native, openai_api
 from enginepool.serve.documented import without_422
 from enginepool.serve.guard import Guard
 from enginepool.serve.limits import BodyLimit
-from enginepool.serve.replies import error_reply
+from enginepool.serve.replies import as_refused, error_reply
 from enginepool.serve.service import Service
 
 
@@ -38,12 +38,18 @@ def make_app(service: Service) -> FastAPI:
             admin_paths |= {route.path for route in routes.routes if isinstance(route, APIRoute)}
 
     async def failed(request: Request, error: Exception) -> Response:
+        service.refused(request.url.path, as_refused(error))
         return error_reply(error, admin=request.url.path in admin_paths)
 
     for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
-    app.add_middleware(BodyLimit, limit=service.options.max_body_bytes)
-    app.add_middleware(Guard, options=service.options, admin_paths=frozenset(admin_paths))
+    app.add_middleware(BodyLimit, limit=service.options.max_body_bytes, told=service.refused)
+    app.add_middleware(
+        Guard,
+        options=service.options,
+        admin_paths=frozenset(admin_paths),
+        told=service.refused,
+    )
     _document(app)
     return app
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,8 +29,15 @@ _FOREIGN = (
 class Guard:
     """Stands in front of everything, so that who may not ask is not read either."""
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, admin_paths: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: ServeOptions,
+        admin_paths: frozenset[str],
+        told: Callable[[str, Refused], None],
+    ) -> None:
         self.app = app
+        self._told = told
         self._options = options
         self._admin_paths = admin_paths
 
@@ -41,6 +49,7 @@ class Guard:
         if refused is None:
             await self.app(scope, receive, send)
         else:
+            self._told(scope["path"], refused)
             await error_reply(refused, admin=admin)(scope, receive, send)
 
     def _refusal(self, headers: Headers, admin: bool) -> Refused | None:

@@ -23,8 +23,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class BodyLimit:
     """Refuses bodies of more than `limit` bytes, by their announced length or as they come."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, told: Callable[[str, Refused], None]) -> None:
         self.app = app
+        self._told = told
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,6 +35,7 @@ class BodyLimit:
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced) > self._limit:
             refused = Refused(413, self._message(f"{announced} bytes"))
+            self._told(scope["path"], refused)
             await error_reply(refused)(scope, receive, send)
             return
         await self.app(scope, self._counted(receive), send)

@@ -108,6 +108,12 @@ class Service:
             about["prompts"] = [r.text or r.input_ids for r in requests if r.sample_index == 0]
         logger().info("enginepool.request", **about)
 
+    def refused(self, path: str, why: Refused) -> None:
+        """Write the line of a request that was answered before it was anyone's."""
+        logger().info(
+            "enginepool.request", path=path, status=why.status, outcome="refused", error=str(why)
+        )
+
     def status(self) -> dict[str, Any]:
         counts = self.runtime.counts
         return {
