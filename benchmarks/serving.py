@@ -29,6 +29,7 @@ from enginepool import toy
 from enginepool.config import CPU_DEFAULTS
 
 _START_SECONDS = 300.0
+_UPSTREAM = ("--device", "cpu", "--grammar-backend", "none")  # the pool has no other
 _FIGURES = {
     "requests/s": "request_throughput",
     "tokens/s": "output_throughput",
@@ -40,7 +41,7 @@ _FIGURES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Serving beside upstream's own server.")
     parser.add_argument("--model", default=str(toy.checkpoint()))
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--requests", type=int, default=128)
@@ -51,7 +52,7 @@ def main() -> None:
 
     upstream = [sys.executable, "-m", "sgl_jax.launch_server", "--model-path", options.model]
     pool = [sys.executable, "-m", "enginepool.cli", "serve", options.model]
-    servers = {"upstream's server, 1 device": [*upstream, "--device", "cpu", *_flags()]}
+    servers = {"upstream's server, 1 device": [*upstream, *_UPSTREAM, *_flags()]}
     for devices in options.devices:
         command = [*pool, "--devices", str(devices), *_flags()]
         servers[f"enginepool serve, {devices} device{'s' * (devices > 1)}"] = command
@@ -76,7 +77,7 @@ def main() -> None:
 
 def _flags() -> list[str]:
     """What upstream's server needs on CPU, and the pool chooses there by itself."""
-    flags = ["--grammar-backend", "none"]
+    flags = []
     for name, value in CPU_DEFAULTS.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
