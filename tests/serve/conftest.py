@@ -15,8 +15,8 @@ def sums(make_pool: MakePool) -> EnginePool:
 
 @pytest.fixture(scope="session")
 def one_sum(make_pool: MakePool) -> EnginePool:
-    """One engine, with room for two waiting requests."""
-    return make_pool("toy", 1, max_queued=2, when_full="raise")
+    """One engine, with room for two waiting requests; its streams come two tokens at a time."""
+    return make_pool("toy", 1, max_queued=2, when_full="raise", stream_interval=2)
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_n(plain: Running) -> None:
 
 
 def test_logprobs(plain: Running) -> None:
-    """One an output token, the sampled one first of the most probable; the same in a stream."""
+    """One an output token, the sampled one first of the most probable."""
     client = plain.openai()
     options: dict[str, Any] = {
         "model": "toy", "messages": CHAT, "temperature": 0, "logprobs": True, "top_logprobs": 3,
@@ -106,15 +106,30 @@ def test_logprobs(plain: Running) -> None:
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].token == entry.token
         assert math.isclose(entry.top_logprobs[0].logprob, entry.logprob, abs_tol=1e-5)
-    streamed = [
-        entry
-        for chunk in client.chat.completions.create(**options, stream=True)
-        if chunk.choices and chunk.choices[0].logprobs
-        for entry in chunk.choices[0].logprobs.content or []
-    ]
-    by_token = {entry.token: entry for entry in streamed}
+
+
+def test_logprobs_in_a_stream(one_sum: EnginePool) -> None:
+    """Each token has its own, also where a chunk holds two."""
+    with serving(one_sum) as running:
+        chunks = running.openai().chat.completions.create(
+            model="toy",
+            messages=CHAT,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        sizes, content = [], []
+        for chunk in chunks:
+            if chunk.choices and chunk.choices[0].delta.content and chunk.choices[0].logprobs:
+                sizes.append(len(chunk.choices[0].logprobs.content or []))
+                content += chunk.choices[0].logprobs.content or []
+    assert sizes[0] == 2
+    assert [entry.token for entry in content][:2] == ["1", "9"]
     for entry in content:
-        assert by_token[entry.token].top_logprobs[0].token == entry.token
+        assert entry.top_logprobs[0].token == entry.token
+        assert math.isclose(entry.top_logprobs[0].logprob, entry.logprob, abs_tol=1e-5)
 
 
 def test_stop(plain: Running) -> None:
