@@ -1,4 +1,4 @@
-"""The command line: `enginepool generate`, `doctor`, `demo` and `reference`.
+"""The command line: `enginepool generate`, `serve`, `admin`, `doctor`, `demo` and `reference`.
 
 Whatever imports sgl_jax is imported inside the commands, so that `--help` answers at once.
 """
@@ -21,6 +21,7 @@ from enginepool.errors import InvalidRequest
 from enginepool.options import Devices, Dtype, Model, ServerArg, TpSize
 from enginepool.prompt_lines import PromptLine, read_jsonl, read_text
 from enginepool.reference.commands import app as reference
+from enginepool.serve.command import SERVE_CONTEXT, admin, serve
 
 if TYPE_CHECKING:
     from enginepool.pool import EnginePool
@@ -31,6 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="One sglang-jax engine on each accelerator device of a host, used as one.",
 )
+app.command(context_settings=SERVE_CONTEXT)(serve)
+app.add_typer(admin, name="admin")
 app.add_typer(reference, name="reference")
 
 

@@ -151,8 +151,8 @@ class PoolConfig:
         }
 
 
-def _server_args_fields() -> dict[str, Any]:
-    """Upstream's options and their defaults."""
+def server_args_class() -> Any:
+    """Upstream's `ServerArgs`; its import leaves the environment as it was."""
     from enginepool.guest import restore_environ
 
     environ = dict(os.environ)
@@ -160,7 +160,12 @@ def _server_args_fields() -> dict[str, Any]:
         from sgl_jax.srt.server_args import ServerArgs
     finally:
         restore_environ(environ)
-    return {f.name: f.default for f in dataclasses.fields(ServerArgs)}
+    return ServerArgs
+
+
+def _server_args_fields() -> dict[str, Any]:
+    """Upstream's options and their defaults."""
+    return {f.name: f.default for f in dataclasses.fields(server_args_class())}
 
 
 def _check_server_args(server_args: Mapping[str, Any]) -> None:

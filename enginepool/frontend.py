@@ -36,10 +36,14 @@ _UNSUPPORTED = (
 
 
 class FrontEnd:
-    """Upstream's TokenizerManager as its callers know it, over `engine` or over all engines."""
+    """Upstream's TokenizerManager as its callers know it, over `engine` or over all engines.
+
+    Attributes:
+        runtime: The open pool.
+    """
 
     def __init__(self, runtime: Runtime, engine: int | None = None) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._engine = engine
         worker = runtime.workers[engine or 0]
         assert worker.engine is not None
@@ -58,17 +62,30 @@ class FrontEnd:
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """Serve upstream's GenerateReqInput; yields its one result, or chunks when it streams."""
         del request
-        call = await run_sync(self._make_call, obj)
+        call = await run_sync(self.make_call, obj)
+        async for output in self.outputs(call, obj):
+            yield output
+
+    async def outputs(
+        self, call: Call, obj: Any, timeout: float | None = None
+    ) -> AsyncIterator[Any]:
+        """Submit a call of `make_call` and yield what `generate_request` yields.
+
+        Args:
+            timeout: Seconds; what is not finished then ends with what it has.
+        """
+        tokenizer = self.runtime.intake.tokenizer
         if obj.stream:
-            async for chunk in async_chunks(self._runtime, call, None):
-                yield make_chunk(chunk, self._runtime.intake.tokenizer)
-            raise_failure(call, self._runtime.intake.tokenizer)
+            async for chunk in async_chunks(self.runtime, call, timeout):
+                yield make_chunk(chunk, tokenizer)
+            raise_failure(call, tokenizer)
             return
-        await async_wait_all(self._runtime, call, None)
-        results = await run_sync(call_results, call, self._runtime.intake.tokenizer, False)
+        await async_wait_all(self.runtime, call, timeout)
+        results = await run_sync(call_results, call, tokenizer, False)
         yield results[0] if _is_single(obj) and len(results) == 1 else results
 
-    def _make_call(self, obj: Any) -> Call:
+    def make_call(self, obj: Any) -> Call:
+        """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet."""
         for name in _UNSUPPORTED:
             if _given(getattr(obj, name, None)):
                 raise InvalidRequest(f"{name} is not supported in a pool")
@@ -77,7 +94,7 @@ class FrontEnd:
                 f"logprob_start_len={obj.logprob_start_len!r}: a pool gives log-probabilities of "
                 "output tokens only; leave it out"
             )
-        return self._runtime.intake.make_call(
+        return self.runtime.intake.make_call(
             obj.text,
             obj.sampling_params,
             obj.input_ids,
@@ -87,24 +104,24 @@ class FrontEnd:
             engine=self._engine,
             extra_key=getattr(obj, "extra_key", None),
             ids=_as_list(obj.rid) if obj.rid else None,
-            weight_version=self._runtime.weight_version,
+            weight_version=self.runtime.weight_version,
         )
 
     def abort_request(self, rid: str | None = "", abort_all: bool = False) -> None:
-        requests = self._runtime.unfinished() if abort_all else self._runtime.find(rid or "")
+        requests = self.runtime.unfinished() if abort_all else self.runtime.find(rid or "")
         mine = [r for r in requests if self._engine is None or r.engine == self._engine]
-        self._runtime.abort(mine, "abort_request", "cancelled")
+        self.runtime.abort(mine, "abort_request", "cancelled")
 
     async def flush_cache(self) -> FlushCacheReqOutput:
-        await run_sync(control.flush_cache, self._runtime, self._engine)
+        await run_sync(control.flush_cache, self.runtime, self._engine)
         return FlushCacheReqOutput(success=True)
 
     async def pause_generation(self, obj: Any) -> None:
-        await run_sync(control.pause, self._runtime, obj.mode, self._engine)
+        await run_sync(control.pause, self.runtime, obj.mode, self._engine)
 
     async def continue_generation(self, obj: Any = None) -> None:
         del obj
-        await run_sync(control.resume, self._runtime, self._engine)
+        await run_sync(control.resume, self.runtime, self._engine)
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
         return [statistics.engine(worker) for worker in self._workers()]
@@ -122,7 +139,7 @@ class FrontEnd:
         raise EnginePoolError("score() is not supported in a pool")
 
     def _workers(self) -> Iterable[Any]:
-        workers = self._runtime.workers
+        workers = self.runtime.workers
         return workers if self._engine is None else [workers[self._engine]]
 
 

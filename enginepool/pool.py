@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from enum import Enum
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio.to_thread
 
@@ -23,6 +23,9 @@ from enginepool.generation import Generation
 from enginepool.runtime import Runtime
 from enginepool.weight_calls import WeightCalls
 from enginepool.worker import on_engine_thread
+
+if TYPE_CHECKING:
+    from enginepool.frontend import FrontEnd
 
 PauseMode = Literal["retract", "in_place", "abort"]
 
@@ -235,6 +238,14 @@ class EnginePool(Generation, WeightCalls):
     def engines(self) -> list[Any]:
         """Upstream's Engine objects, one a replica; opens the pool."""
         return [worker.engine for worker in self._runtime().workers]
+
+    def front_end(self, engine: int | None = None) -> FrontEnd:
+        """What upstream's serving classes take for a TokenizerManager: requests through it run on
+        all engines, or on one. Opens the pool."""
+        runtime = self._runtime()
+        from enginepool.frontend import FrontEnd
+
+        return FrontEnd(runtime, engine)
 
     def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
         """End the requests whose `meta_info["id"]` is exactly `rid`, or all; they keep what they

@@ -20,12 +20,16 @@ _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "max_new_token
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, usable from many threads at once."""
+    """A Hugging Face tokenizer, usable from many threads at once.
+
+    Attributes:
+        lock: To be held by whoever encodes with `hf` itself.
+    """
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
         # A fast tokenizer is mutable while it encodes ("Already borrowed").
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
         self._context = 0 if "ByteLevel" in type(decoder).__name__ else _CONTEXT
 
@@ -58,7 +62,7 @@ class Tokenizer:
             raise
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        with self._lock:
+        with self.lock:
             return self.hf(texts)["input_ids"]
 
     def apply_chat_template(
@@ -82,7 +86,7 @@ class Tokenizer:
             raise InvalidRequest("the tokenizer has no chat template; use generate() with text")
         options.setdefault("add_generation_prompt", True)
         try:
-            with self._lock:
+            with self.lock:
                 return self.hf.apply_chat_template(messages, tokenize=True, **options)
         # A template is a program of the checkpoint's and fails in its own ways.
         except Exception as error:

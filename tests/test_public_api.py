@@ -6,7 +6,7 @@ import enginepool
 from enginepool import EnginePool, EnginePoolError, errors
 
 # Sync verbs whose answer needs no waiting have no twin.
-IMMEDIATE = {"open", "close", "stats", "get_load", "events"}
+IMMEDIATE = {"open", "close", "stats", "get_load", "events", "front_end"}
 NO_ERRORS = {"EnginePool", "SwapReport"}
 
 

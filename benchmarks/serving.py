@@ -1,0 +1,160 @@
+"""`enginepool serve` beside upstream's own server: requests a second and latencies.
+
+    python -m benchmarks.serving --devices 1 4 --requests 128 --concurrency 16 --rounds 3
+
+Each server runs alone, with the same options, on the same machine; upstream's has one device. The
+client is upstream's `bench_serving` with the same prompts, through /v1/completions, streamed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.table import CORES, plain
+from enginepool import toy
+from enginepool.config import CPU_DEFAULTS
+
+_START_SECONDS = 300.0
+_UPSTREAM = ("--device", "cpu", "--grammar-backend", "none")  # the pool has no other
+_FIGURES = {
+    "requests/s": "request_throughput",
+    "tokens/s": "output_throughput",
+    "first token ms, median": "median_ttft_ms",
+    "first token ms, 99 %": "p99_ttft_ms",
+    "whole ms, median": "median_e2e_latency_ms",
+    "whole ms, 99 %": "p99_e2e_latency_ms",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serving beside upstream's own server.")
+    parser.add_argument("--model", default=str(toy.checkpoint()))
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+
+    upstream = [sys.executable, "-m", "sgl_jax.launch_server", "--model-path", options.model]
+    pool = [sys.executable, "-m", "enginepool.cli", "serve", options.model]
+    servers = {"upstream's server, 1 device": [*upstream, *_UPSTREAM, *_flags()]}
+    for devices in options.devices:
+        command = [*pool, "--devices", str(devices), *_flags()]
+        servers[f"enginepool serve, {devices} device{'s' * (devices > 1)}"] = command
+    rows = {}
+    with tempfile.TemporaryDirectory() as directory:
+        prompts = Path(directory, "prompts.jsonl")
+        _write_prompts(prompts, options.requests)
+        for name, command in servers.items():
+            with _server(command) as url:
+                _measure(url, prompts, options)  # warms up what compiles late
+                rounds = [_measure(url, prompts, options) for _ in range(options.rounds)]
+            rows[name] = {
+                figure: statistics.median(one[key] for one in rounds)
+                for figure, key in _FIGURES.items()
+            }
+    print(f"{options.requests} requests, {options.concurrency} at a time, {CORES} cores")
+    plain(
+        ("", *_FIGURES),
+        ([name, *(f"{value:.1f}" for value in row.values())] for name, row in rows.items()),
+    )
+
+
+def _flags() -> list[str]:
+    """What upstream's server needs on CPU, and the pool chooses there by itself."""
+    flags = []
+    for name, value in CPU_DEFAULTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        else:
+            values = value if isinstance(value, list) else [value]
+            flags += [flag, *map(str, values)]
+    return flags
+
+
+def _write_prompts(path: Path, count: int) -> None:
+    """Conversations in bench_serving's form; no two prompts are alike."""
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(count):
+            prompt = f"{i:04d}: {i % 90 + 10}+{(7 * i) % 90 + 10}="
+            turns = [{"content": prompt}, {"content": "an answer"}]
+            print(json.dumps({"conversations": turns}), file=file)
+
+
+@contextlib.contextmanager
+def _server(command: Sequence[str]) -> Iterator[str]:
+    """A server on a free port of the loopback address, while the block lasts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            _wait(process, url, log)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Any) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        time.sleep(0.2)
+    log.seek(0)
+    raise RuntimeError(f"the server did not start:\n{log.read().decode(errors='replace')[-2000:]}")
+
+
+def _measure(url: str, prompts: Path, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory, "result.jsonl")
+        command = [
+            *(sys.executable, "-m", "sgl_jax.bench_serving", "--backend", "sglang-oai"),
+            *("--base-url", url, "--model", options.model, "--tokenizer", options.model),
+            *("--dataset-name", "custom", "--dataset-path", str(prompts)),
+            *("--sharegpt-output-len", str(options.new_tokens)),
+            *("--num-prompts", str(options.requests)),
+            *("--max-concurrency", str(options.concurrency)),
+            *("--output-file", str(out), "--disable-tqdm"),
+        ]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"bench_serving failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+        result = json.loads(out.read_text().splitlines()[-1])
+    if result["completed"] != options.requests:
+        raise RuntimeError(f"{result['completed']} of {options.requests} requests were answered")
+    return result
+
+
+if __name__ == "__main__":
+    main()

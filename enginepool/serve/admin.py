@@ -1,0 +1,222 @@
+"""Administration: the reference's endpoints, and sglang's own names for the same things."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+
+from enginepool.serve.documented import ADMIN_ERRORS
+from enginepool.serve.limits import CheckedRoute
+
+if TYPE_CHECKING:
+    from enginepool.serve.service import Service
+
+PauseMode = Literal["retract", "in_place", "abort"]
+SwapMode = Literal["drain", "retract", "abort", "in_place"]
+_UINT32 = (1 << 32) - 1
+
+
+class Done(BaseModel):
+    ok: bool = True
+
+
+class ReloadStatus(BaseModel):
+    reloading: bool
+    last_ok: bool | None
+    last_error: str | None
+
+
+class Checksum(Done):
+    """`checksum` is the reference's sum; `fingerprint` covers every byte of every engine."""
+
+    checksum: float
+    fingerprint: str
+
+
+class Perturb(BaseModel):
+    seed: int = Field(default=0, ge=0, le=_UINT32)
+    scale: float = Field(default=1e-3, ge=0, le=1, allow_inf_nan=False)
+    num_leaves: int = Field(default=1, ge=1)
+
+
+class Perturbed(Done):
+    elapsed_sec: float
+    num_leaves: int
+    checksum_before: float
+    checksum_after: float
+    checksum_delta: float
+
+
+class Reload(BaseModel):
+    """`mode` is what becomes of running requests; see `EnginePool.update_weights`."""
+
+    model_path: str = Field(min_length=1)
+    mode: SwapMode = "drain"
+    weight_version: int | str | None = None
+
+
+class Reloaded(Done):
+    model_path: str
+    elapsed_sec: float
+    report: dict[str, Any]
+
+
+class Pause(BaseModel):
+    mode: PauseMode = "retract"
+
+
+class Memory(Done):
+    memory: dict[str, Any]
+
+
+class FromDisk(BaseModel):
+    """sglang's; fields of its that mean nothing in a pool are ignored."""
+
+    model_path: str = Field(min_length=1)
+
+
+class Updated(BaseModel):
+    success: bool = True
+    message: str
+    num_paused_requests: int = 0
+
+
+class PauseAsSglang(BaseModel):
+    mode: PauseMode = "abort"
+
+
+class Said(BaseModel):
+    message: str
+    status: str = "ok"
+
+
+class Abort(BaseModel):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class WeightsByName(BaseModel):
+    name: str
+    truncate_size: int = Field(default=100, ge=0)
+
+
+class ModelInfo(BaseModel):
+    model_path: str
+    tokenizer_path: str | None
+    is_generation: bool
+    preferred_sampling_params: str | None
+
+
+def router(service: Service) -> APIRouter:
+    """The reference's endpoints."""
+    routes = APIRouter(
+        prefix="/admin", responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute
+    )
+    desk = service.desk
+
+    @routes.get("/reload_status")
+    async def reload_status() -> ReloadStatus:
+        return ReloadStatus(
+            reloading=desk.reloading, last_ok=desk.last_ok, last_error=desk.last_error
+        )
+
+    @routes.get("/weights_checksum")
+    async def weights_checksum() -> Checksum:
+        checksum = await desk.checksum()
+        return Checksum(checksum=checksum, fingerprint=await service.pool.async_checksum())
+
+    @routes.post("/perturb_weights")
+    async def perturb_weights(body: Perturb | None = None) -> Perturbed:
+        """Noise on the first leaves, the same on every engine."""
+        body = body or Perturb()
+        return Perturbed(**await desk.perturb(body.seed, body.scale, body.num_leaves))
+
+    @routes.post("/reload_weights")
+    async def reload_weights(body: Reload) -> Reloaded:
+        """Load a checkpoint on every engine; if anything is wrong with it, on none."""
+        started = time.perf_counter()
+        report = await desk.reload(body.model_path, body.mode, body.weight_version)
+        return Reloaded(
+            model_path=body.model_path,
+            elapsed_sec=time.perf_counter() - started,
+            report=report.to_dict(),
+        )
+
+    @routes.post("/pause")
+    async def pause(body: Pause | None = None) -> Done:
+        await desk.pause((body or Pause()).mode)
+        return Done()
+
+    @routes.post("/continue")
+    async def resume() -> Done:
+        await desk.resume()
+        return Done()
+
+    @routes.post("/flush_cache")
+    async def flush_cache() -> Done:
+        await desk.flush_cache()
+        return Done()
+
+    @routes.get("/memory")
+    async def memory() -> Memory:
+        return Memory(memory=service.pool.stats()["memory"])
+
+    return routes
+
+
+def sglang_router(service: Service) -> APIRouter:
+    """sglang's names and replies."""
+    routes = APIRouter(responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute)
+    desk = service.desk
+
+    @routes.post("/update_weights_from_disk")
+    async def update_weights_from_disk(body: FromDisk) -> Updated:
+        report = await desk.reload(body.model_path)
+        return Updated(message=f"weight version {report.weight_version!r} from {body.model_path}")
+
+    @routes.post("/pause_generation")
+    async def pause_generation(
+        body: PauseAsSglang | None = None,
+    ) -> Said:
+        await desk.pause((body or PauseAsSglang()).mode)
+        return Said(message="Generation is paused.")
+
+    @routes.post("/continue_generation")
+    async def continue_generation() -> Said:
+        await desk.resume()
+        return Said(message="Generation goes on.")
+
+    @routes.get("/flush_cache")
+    @routes.post("/flush_cache")
+    async def flush_cache() -> Done:
+        await desk.flush_cache()
+        return Done()
+
+    @routes.post("/abort_request")
+    async def abort_request(body: Abort) -> Done:
+        """End the requests with exactly this id, or all."""
+        await service.pool.async_abort_request(body.rid, abort_all=body.abort_all)
+        return Done()
+
+    @routes.get("/get_weights_by_name")
+    async def get_weights_by_name(query: Annotated[WeightsByName, Query()]) -> list[Any]:
+        return await service.pool.async_get_weights_by_name(query.name, query.truncate_size)
+
+    @routes.post("/get_weights_by_name")
+    async def post_weights_by_name(body: WeightsByName) -> list[Any]:
+        return await service.pool.async_get_weights_by_name(body.name, body.truncate_size)
+
+    @routes.get("/get_model_info")
+    async def get_model_info() -> ModelInfo:
+        args = service.front.server_args
+        return ModelInfo(
+            model_path=args.model_path,
+            tokenizer_path=args.tokenizer_path,
+            is_generation=True,
+            preferred_sampling_params=args.preferred_sampling_params,
+        )
+
+    return routes

@@ -1,0 +1,69 @@
+"""The FastAPI application of a server. Imports sgl_jax: for an open pool only."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from enginepool.errors import EnginePoolError
+from enginepool.serve import admin, native, openai_api
+from enginepool.serve.documented import without_422
+from enginepool.serve.guard import Guard
+from enginepool.serve.limits import BodyLimit
+from enginepool.serve.replies import as_refused, error_reply
+from enginepool.serve.service import Service
+
+
+def make_app(service: Service) -> FastAPI:
+    """All routes under one guard; the administrators' only if they were asked for."""
+    # Its documentation pages would load scripts from elsewhere.
+    app = FastAPI(
+        title="enginepool",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
+    )
+    app.include_router(openai_api.router(service))
+    app.include_router(native.router(service))
+    admin_paths: set[str] = set()
+    if service.options.enable_admin:
+        for routes in (admin.router(service), admin.sglang_router(service)):
+            app.include_router(routes)
+            admin_paths |= {route.path for route in routes.routes if isinstance(route, APIRoute)}
+
+    async def failed(request: Request, error: Exception) -> Response:
+        service.refused(request.url.path, as_refused(error))
+        return error_reply(error, admin=request.url.path in admin_paths)
+
+    for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, failed)
+    app.add_middleware(BodyLimit, limit=service.options.max_body_bytes, told=service.refused)
+    app.add_middleware(
+        Guard,
+        options=service.options,
+        admin_paths=frozenset(admin_paths),
+        told=service.refused,
+    )
+    _document(app)
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    (method,) = route.methods
+    return f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path)}"
+
+
+def _document(app: FastAPI) -> None:
+    plain = app.openapi
+
+    def document() -> dict[str, Any]:
+        made = app.openapi_schema is None
+        return without_422(plain()) if made else plain()
+
+    app.openapi = document  # FastAPI's documented way to change the document

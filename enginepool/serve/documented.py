@@ -1,0 +1,70 @@
+"""What the OpenAPI document says of replies that are not a route's own model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+class AdminError(BaseModel):
+    """What the reference's client reads, and sglang's."""
+
+    ok: bool
+    error: str
+    success: bool
+    message: str
+
+
+_MEANINGS = {
+    400: "The request cannot be served as it is: the value and the limit.",
+    401: "No API key or token, or a wrong one.",
+    403: "Not allowed from there, or not that path.",
+    404: "Not here.",
+    413: "The body is too large.",
+    429: "Too many requests wait; see Retry-After.",
+    500: "An engine or device failed.",
+    503: "No engine can serve now; see Retry-After.",
+    504: "Not finished within the server's time limit.",
+}
+
+
+def errors(*statuses: int, model: type[BaseModel] = Error) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": model, "description": _MEANINGS[status]} for status in statuses}
+
+
+GENERATION_ERRORS = errors(400, 401, 413, 429, 500, 503, 504)
+NOT_FOUND = errors(401, 404)
+ADMIN_ERRORS = errors(400, 401, 403, 413, 500, 503, model=AdminError)
+
+
+def events(model: type[BaseModel] | None = None) -> dict[str, Any]:
+    """A 200 that is JSON, or with `"stream": true` server-sent events."""
+    said: dict[str, Any] = {
+        "description": 'JSON, or with "stream": true server-sent events up to `[DONE]`.',
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+    if model is not None:
+        said["model"] = model
+    return said
+
+
+def without_422(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI announces 422 for every body; here a body that does not fit is answered with 400."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    return document

@@ -1,0 +1,131 @@
+"""How a failure is answered: a status, OpenAI's error object, and when to try again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from enginepool.errors import (
+    EnginePoolError,
+    InvalidConfig,
+    InvalidRequest,
+    InvalidWeights,
+    PoolClosed,
+    PoolFailed,
+    QueueFull,
+)
+from enginepool.logs import logger
+
+_LONGEST = 2000  # characters of a message: values that it quotes may be of any length
+_QUOTED = 200
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+    504: "timeout",
+}
+
+
+class Refused(EnginePoolError):
+    """A request that the server itself answers with an error.
+
+    Attributes:
+        retry_after: Seconds after which another try makes sense; None where none does.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.retry_after = retry_after
+
+
+def as_refused(error: Exception) -> Refused:
+    """What a failure means to the client."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, InvalidRequest | InvalidWeights | InvalidConfig):
+        return Refused(400, str(error))
+    if isinstance(error, QueueFull):
+        return Refused(429, str(error), code="queue_full", retry_after=1)
+    if isinstance(error, PoolFailed | PoolClosed):
+        return Refused(503, str(error), code="no_engine", retry_after=10)
+    if isinstance(error, EnginePoolError):
+        return Refused(500, str(error), code=type(error).__name__)
+    if isinstance(error, RequestValidationError):
+        return _invalid_body(error.errors())
+    if isinstance(error, HTTPException):
+        return Refused(error.status_code, str(error.detail))
+    logger().error("enginepool.internal_error", exc_info=error)
+    return Refused(500, f"internal error ({type(error).__name__}); the server's log has it")
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    """OpenAI's `{"error": {...}}`."""
+    refused = as_refused(error)
+    kind = _TYPES.get(refused.status)
+    if kind is None:
+        kind = "server_error" if refused.status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": _shortened(str(refused)),
+            "type": kind,
+            "param": refused.param,
+            "code": refused.code,
+        }
+    }
+
+
+def error_reply(error: Exception, *, admin: bool = False) -> Response:
+    """The reply to a request that failed; `admin` in the reference's form and sglang's."""
+    refused = as_refused(error)
+    body = error_object(refused)
+    if admin:
+        message = body["error"]["message"]
+        body = {"ok": False, "error": message, "success": False, "message": message}
+    headers = {}
+    if refused.retry_after is not None:
+        headers["Retry-After"] = str(refused.retry_after)
+    elif refused.status >= 500:
+        headers["x-should-retry"] = "false"  # OpenAI's clients heed it
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_reply(body, refused.status, headers)
+
+
+def json_reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    # ASCII: a quoted value may hold what UTF-8 cannot (half a surrogate pair).
+    return Response(json.dumps(content), status, headers, media_type="application/json")
+
+
+def _invalid_body(errors: Sequence[Any]) -> Refused:
+    """The first few things that are wrong, each with its value."""
+    told, params = [], []
+    for error in errors[:5]:
+        if error["type"] == "json_invalid":
+            return Refused(400, f"the body is not JSON: {error['ctx']['error']}")
+        where = ".".join(str(part) for part in error["loc"][1:])
+        params.append(str(error["loc"][1]) if len(error["loc"]) > 1 else None)
+        value = repr(error.get("input"))
+        if len(value) > _QUOTED:
+            value = value[:_QUOTED] + "…"
+        told.append(f"{where or 'body'}={value}: {error['msg']}")
+    return Refused(400, "; ".join(told), param=params[0] if params else None)
+
+
+def _shortened(text: str) -> str:
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} … {text[-half:]}"

@@ -1,0 +1,209 @@
+"""Sockets, signals and the end of a server: it stops taking requests, lets those that run finish,
+and returns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+import uvloop
+
+from enginepool.errors import InvalidConfig
+from enginepool.logs import logger
+from enginepool.serve.history import History
+from enginepool.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from enginepool.pool import EnginePool
+    from enginepool.serve.service import Service
+
+# How long what was ended by the drain may take to hand over what it has.
+_GRACE_SECONDS = 10.0
+
+
+class Server:
+    """One server over a pool. Ports are taken by the constructor, before engines are built.
+
+    Args:
+        pool: Opened by `run` if it is not open; never closed here.
+
+    Attributes:
+        port: Of the whole pool.
+        engine_ports: Of each engine, if it has one.
+
+    Raises:
+        InvalidConfig: An address cannot be had.
+    """
+
+    def __init__(self, pool: EnginePool, options: ServeOptions) -> None:
+        self._pool = pool
+        self._options = options
+        self._sockets: list[socket.socket] = []
+        try:
+            for port in (options.port, *options.engine_ports):
+                self._sockets.append(_bind(options.host, port))
+        except BaseException:
+            self.close()
+            raise
+        self.port, *self.engine_ports = (one.getsockname()[1] for one in self._sockets)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked: asyncio.Event | None = None
+        self._hurry: asyncio.Event | None = None
+
+    def close(self) -> None:
+        """Give the ports back; for a server that does not run."""
+        for one in self._sockets:
+            one.close()
+
+    def run(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Serve until `stop`, or in the main thread until SIGTERM or SIGINT; then drain."""
+        try:
+            engines = len(self._pool.engines)
+            if self.engine_ports and len(self.engine_ports) != engines:
+                raise InvalidConfig(
+                    f"{len(self.engine_ports)} ports for {engines} engines: give each one port"
+                )
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve(on_ready))
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """Ask a running server to drain; a second time, not to wait. From any thread."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        assert self._asked is not None
+        assert self._hurry is not None
+        (self._hurry if self._asked.is_set() else self._asked).set()
+
+    async def _serve(self, on_ready: Callable[[], None] | None) -> None:
+        from enginepool.serve.app import make_app
+        from enginepool.serve.service import Service
+
+        self._asked, self._hurry = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        ports = {port: index for index, port in enumerate(self.engine_ports)}
+        service = Service(self._pool, self._options, ports)
+        listener = _Uvicorn(
+            uvicorn.Config(
+                make_app(service),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(_GRACE_SECONDS),
+            )
+        )
+        with self._signals(), _in_background(service.history):
+            serving = asyncio.create_task(listener.serve(sockets=self._sockets))
+            await _first(serving, listener.listening.wait())
+            logger().info(
+                "enginepool.serving",
+                host=self._options.host,
+                port=self.port,
+                engine_ports=self.engine_ports,
+                admin=self._options.enable_admin,
+            )
+            if on_ready is not None and not serving.done():
+                on_ready()
+            await _first(serving, self._asked.wait())
+            await self._drain(service)
+            listener.should_exit = True
+            await serving
+
+    async def _drain(self, service: Service) -> None:
+        assert self._hurry is not None
+        service.draining = True
+        logger().info("enginepool.draining", requests=len(service.exchanges))
+        idle = asyncio.create_task(_idle(service))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_first(idle, self._hurry.wait()), self._options.drain_timeout)
+        if service.exchanges:
+            logger().warning("enginepool.drain_timeout", requests=len(service.exchanges))
+            self._pool.abort_request(abort_all=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(idle, _GRACE_SECONDS)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours: uvicorn would close the ports at once, and raise them again at the end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _idle(service: Service) -> None:
+    while service.exchanges or service.desk.busy:
+        await asyncio.sleep(0.02)
+
+
+async def _first(*things: Any) -> None:
+    """Wait for the first of these; raise what it raised."""
+    tasks = [asyncio.ensure_future(thing) for thing in things]
+    kept = [thing for thing in things if isinstance(thing, asyncio.Task)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            if task not in kept:
+                task.cancel()
+    for task in done:
+        task.result()
+
+
+@contextlib.contextmanager
+def _in_background(history: History) -> Iterator[None]:
+    task = asyncio.create_task(history.keep())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        one = socket.socket(family, kind, proto)
+        try:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+        except BaseException:
+            one.close()
+            raise
+    except OSError as error:
+        raise InvalidConfig(f"cannot listen on {host} port {port}: {error}") from None
+    return one

@@ -1,0 +1,37 @@
+from collections.abc import Iterator
+
+import pytest
+from servers import Running, serving
+from support import MakePool
+
+from enginepool import EnginePool, toy
+
+
+@pytest.fixture(scope="session")
+def sums(make_pool: MakePool) -> EnginePool:
+    """Four engines on the toy that adds, with room for 1,000 waiting requests."""
+    return make_pool("toy", 4, max_queued=1000, when_full="raise")
+
+
+@pytest.fixture(scope="session")
+def one_sum(make_pool: MakePool) -> EnginePool:
+    """One engine, with room for two waiting requests; its streams come two tokens at a time."""
+    return make_pool("toy", 1, max_queued=2, when_full="raise", stream_interval=2)
+
+
+@pytest.fixture(scope="module")
+def plain(sums: EnginePool) -> Iterator[Running]:
+    """Without administration."""
+    with serving(sums) as running:
+        yield running
+
+
+@pytest.fixture
+def administered(sums: EnginePool) -> Iterator[Running]:
+    """A port for each engine, reloads from the toy's directory; the pool is put back."""
+    with serving(
+        sums, engine_ports=(0, 0, 0, 0), enable_admin=True, model_root=toy.checkpoint().parent
+    ) as running:
+        yield running
+    sums.continue_generation()
+    sums.update_weights(toy.checkpoint(), weight_version=0)

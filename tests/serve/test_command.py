@@ -1,0 +1,192 @@
+"""`enginepool serve` and `enginepool admin` as processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import httpx
+import pytest
+from liveness import callers, until
+from servers import Running
+from typer.testing import CliRunner
+
+from enginepool import toy
+from enginepool.cli import app
+from enginepool.errors import InvalidConfig
+from enginepool.serve.flags import parse_upstream_flags
+from enginepool.serve.options import parse_ports
+
+SUBTRACT = str(toy.checkpoint().parent / "subtract")
+FEW_PROGRAMS = {
+    "--warmup": "none",
+    "--max-running-requests": "4",
+    "--max-total-tokens": "1024",
+    "--context-length": "512",
+    "--max-prefill-tokens": "64",
+    "--chunked-prefill-size": "64",
+}
+
+
+class Process:
+    """A server in a process of its own, and what it logged."""
+
+    def __init__(self, *flags: str, **options: str) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "enginepool.cli", "serve", "--port", "0", "--devices", "1"),
+                *flags,
+                *chain.from_iterable(options.items()),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "XLA_FLAGS": ""},
+        )
+        self.events: list[dict[str, Any]] = []
+        self.other: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                self.events.append(json.loads(line))
+            except ValueError:
+                self.other.append(line)
+
+    def event(self, name: str, **fields: Any) -> dict[str, Any] | None:
+        wanted = {"event": f"enginepool.{name}", **fields}
+        return next((e for e in self.events if all(e.get(k) == v for k, v in wanted.items())), None)
+
+    def wait_for(self, name: str) -> dict[str, Any]:
+        until(lambda: self.event(name) or self.process.poll() is not None)
+        event = self.event(name)
+        assert event is not None, "".join(self.other)
+        return event
+
+    def end(self) -> int:
+        code = self.process.wait(60)
+        self._reader.join(10)
+        return code
+
+
+@contextmanager
+def process(*flags: str, **options: str) -> Iterator[Process]:
+    one = Process(*flags, **options)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.end()
+
+
+def test_sigterm() -> None:
+    """New requests get 503, those that run are answered in full, and the process exits with 0."""
+    with process("--enable-admin", **FEW_PROGRAMS) as server, callers() as threads:
+        url = f"http://127.0.0.1:{server.wait_for('serving')['port']}"
+        with httpx.Client(base_url=url, timeout=60) as http:
+            body = {
+                "model": "toy",
+                "prompt": "12+7=",
+                "stream": True,
+                "max_tokens": 40,
+                "ignore_eos": True,
+                "stream_options": {"include_usage": True},
+            }
+            with http.stream("POST", "/v1/completions", json=body) as reply:
+                lines = reply.iter_lines()
+                next(lines)
+                pause = {"mode": "in_place"}
+                assert httpx.post(f"{url}/admin/pause", json=pause, timeout=60).json()["ok"]
+                server.process.send_signal(signal.SIGTERM)
+                server.wait_for("draining")
+                late = threads.submit(httpx.post, f"{url}/v1/completions", json=body).result()
+                assert late.status_code == 503
+                assert "about to end" in late.json()["error"]["message"]
+                assert late.headers["retry-after"]
+                assert httpx.get(f"{url}/health").status_code == 200
+                assert httpx.get(f"{url}/ready").status_code == 503
+                assert httpx.post(f"{url}/admin/continue").json()["ok"]
+                rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["usage"]["completion_tokens"] == 40
+        assert server.end() == 0
+        assert server.event("request", outcome="draining") is not None
+        request = server.event("request", outcome="ok")
+        assert request is not None
+        assert request["engines"] == [0]
+        assert request["completion_tokens"] == 40
+        assert "12+7" not in json.dumps(server.events)
+        assert not any("Traceback" in line for line in server.other)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["--dtyp", "float32"], "did you mean --dtype?"),
+        (["--dtype", "float33"], "invalid choice"),
+        (["--dp-size", "2"], "dp_size=2"),
+        (["a", "b"], "'b'"),
+        (["a", "--model-path", "b"], "two models"),
+        (["--ports", "31003-31000"], "--ports"),
+        (["--host", "0.0.0.0", "--enable-admin"], "--admin-token"),
+        (["--host", "192.0.2.1"], "cannot listen"),
+    ],
+)
+def test_bad_arguments(args: list[str], why: str) -> None:
+    """One line, exit code 2, before anything is built."""
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *args])
+    assert result.exit_code == 2, result.output
+    assert why in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_upstreams_flags() -> None:
+    """Every option of ServerArgs under its own flag; what was not given is not passed on."""
+    assert parse_upstream_flags([]) == (None, {})
+    args = (
+        "--dtype bfloat16 --tp-size 2 --page-size 8 --trust-remote-code m --chunked-prefill-size -1"
+    )
+    assert parse_upstream_flags(args.split()) == (
+        "m",
+        {
+            "dtype": "bfloat16",
+            "tp_size": 2,
+            "page_size": 8,
+            "trust_remote_code": True,
+            "chunked_prefill_size": -1,
+        },
+    )
+    assert parse_upstream_flags(["--model-path", "m"]) == ("m", {})
+    assert parse_ports("31000-31003") == (31000, 31001, 31002, 31003)
+    assert parse_ports("5,7") == (5, 7)
+    with pytest.raises(InvalidConfig):
+        parse_ports("x")
+
+
+def test_admin_client(administered: Running) -> None:
+    """The reference's client, with its sequence; what fails is printed, and the exit code is 1."""
+
+    def admin(*args: str, code: int = 0) -> dict[str, Any]:
+        result = CliRunner().invoke(app, ["admin", "--base-url", administered.url(3), *args])
+        assert result.exit_code == code, result.output
+        return json.loads(result.output)
+
+    before = admin("checksum")
+    done = admin("perturb", "--seed", "0", "--scale", "0.001", "--num-leaves", "2")
+    assert done["checksum_before"] == before["checksum"]
+    assert admin("checksum")["checksum"] == done["checksum_after"] != before["checksum"]
+    assert admin("reload", SUBTRACT)["ok"] is True
+    assert admin("status") == {"reloading": False, "last_ok": True, "last_error": None}
+    assert "outside" in admin("reload", "/nowhere", code=1)["error"]
+    assert admin("pause", "--mode", "in_place") == {"ok": True}
+    assert admin("continue") == {"ok": True}
+    silent = CliRunner().invoke(app, ["admin", "--base-url", "http://127.0.0.1:9", "status"])
+    assert silent.exit_code == 1

@@ -1,0 +1,174 @@
+"""sglang's own endpoints, what bounds a request, metrics, the page."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from liveness import callers, paused, until, waiting
+from prometheus_client.parser import text_string_to_metric_families
+from servers import Running, generate, serving
+
+from enginepool import EnginePool
+
+SUM = "12+7="
+
+
+def test_generate(plain: Running, sums: EnginePool) -> None:
+    """Upstream's reply: a dict for one prompt, a list for several or for several samples."""
+    with plain.http() as client:
+        one = generate(client, SUM)
+        assert one["text"] == "19"
+        assert one["meta_info"]["finish_reason"] == {"type": "stop", "matched": 258}
+        assert one["output_ids"] == sums.generate(SUM, {"temperature": 0})["output_ids"]
+        many = client.post(
+            "/generate",
+            json={"text": [SUM, "30+4="], "sampling_params": {"temperature": 0, "n": 2}},
+        ).json()
+        assert [result["text"] for result in many] == ["19", "19", "34", "34"]
+        ids = client.post(
+            "/generate",
+            json={
+                "input_ids": list(SUM.encode()),
+                "rid": "mine",
+                "return_logprob": True,
+                "sampling_params": {"temperature": 0},
+            },
+        ).json()
+        assert ids["text"] == "19"
+        assert ids["meta_info"]["id"] == "mine"
+        assert [entry[2] for entry in ids["meta_info"]["output_token_logprobs"]] == [
+            "1", "9", "<|im_end|>",
+        ]  # fmt: skip
+
+
+def test_generate_streams(plain: Running) -> None:
+    """Cumulative chunks, as upstream's, then [DONE]."""
+    body = {"text": SUM, "stream": True, "sampling_params": {"temperature": 0}}
+    with plain.http() as client, client.stream("POST", "/generate", json=body) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *chunks, done = [line[6:] for line in reply.iter_lines() if line]
+    assert done == "[DONE]"
+    texts = [json.loads(chunk)["text"] for chunk in chunks]
+    assert texts[-1] == "19"
+    assert all(later.startswith(text) for text, later in pairwise(texts))
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ({}, "no prompt"),
+        ({"text": []}, "no prompt"),
+        ({"text": SUM, "input_ids": [1]}, "not both"),
+        ({"text": SUM, "sampling_params": {"temprature": 1}}, "did you mean temperature"),
+        ({"text": SUM, "sampling_params": "x"}, "'x'"),
+        ({"text": SUM, "sampling_params": {"n": 129}}, "n=129"),
+        ({"text": [SUM, SUM], "rid": ["a"]}, "1 ids for 2 prompts"),
+        ({"text": SUM, "lora_path": "x"}, "lora_path"),
+        ({"text": SUM, "stream": "perhaps"}, "stream='perhaps'"),
+        ({"text": "\ud800"}, "surrogate"),
+        ({"text": SUM, "rid": "\udfff"}, "surrogate"),
+    ],
+)
+def test_bad_bodies(plain: Running, body: dict[str, Any], part: str) -> None:
+    with plain.http() as client:
+        reply = client.post(
+            "/generate",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
+    assert reply.status_code == 400
+    assert part in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_large_bodies(sums: EnginePool, announced: bool) -> None:
+    """413 with the limit, whether the length was announced or shows as it comes."""
+    content = json.dumps({"text": "1" * 2000}).encode()
+    with serving(sums, max_body_bytes=1000) as running, running.http() as client:
+        reply = client.post(
+            "/generate",
+            content=content if announced else iter([content[:900], content[900:]]),
+            headers={"Content-Type": "application/json"},
+        )
+        assert reply.status_code == 413
+        assert "at most 1000" in reply.json()["error"]["message"]
+        assert generate(client, SUM)["text"] == "19"
+
+
+def samples(client: httpx.Client) -> dict[tuple[str, ...], float]:
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {
+        (
+            sample.name.removeprefix("enginepool:"),
+            *(v for _, v in sorted(sample.labels.items())),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_metrics(one_sum: EnginePool) -> None:
+    """Counts are exact, by engine and outcome; gauges say what is now."""
+    with serving(one_sum, enable_admin=True) as running, running.http() as client:
+        one_sum.flush_cache()
+        for _ in range(2):
+            generate(client, SUM)
+        client.post("/v1/completions", json={"model": "toy", "prompt": SUM, "max_tokens": -1})
+        body = {"text": SUM, "stream": True, "sampling_params": {"temperature": 0}}
+        client.post("/generate", json=body)
+        client.post("/v1/completions", json={"model": "toy", "prompt": SUM, "n": 0})
+        seen = samples(client)
+        assert seen["http_requests_total", "ok", "/generate"] == 3
+        assert seen["http_requests_total", "refused", "/v1/completions"] == 1
+        assert seen["request_success_total", "0", "stop"] == 3
+        assert seen["prompt_tokens_total", "0"] == 15
+        assert seen["generation_tokens_total", "0"] == 9
+        assert seen["prefix_cache_hits_total", "0"] == 8  # the last token is always computed
+        assert seen["prefix_cache_queries_total", "0"] == 15
+        assert seen["time_to_first_token_seconds_count", "0"] == 1
+        assert seen["time_per_output_token_seconds_count", "0"] == 1
+        assert seen["e2e_request_latency_seconds_count", "0"] == 3
+        assert seen["engine_state", "0", "serving"] == 1
+        assert seen["weight_version", "0"] == 1
+        assert seen["num_requests_waiting",] == 0
+        assert seen["engine_recoveries_total", "reset", "0"] == 0
+        with callers() as threads, paused(one_sum):
+            late = threads.submit(generate, client, SUM)
+            until(lambda: waiting(one_sum))
+            assert samples(client)["num_requests_waiting",] == 1
+            assert samples(client)["engine_state", "0", "paused"] == 1
+            one_sum.continue_generation()
+            late.result()
+        client.post("/admin/reload_weights", json={"model_path": one_sum.config.model})
+        seen = samples(client)
+        assert seen["weight_version", "1"] == 1
+        assert seen["weight_update_seconds_count", "total"] == 1
+    one_sum.update_weights(one_sum.config.model, weight_version=0)
+
+
+def test_engines_ports(sums: EnginePool) -> None:
+    """The pool's port serves on all engines, an engine's on that one."""
+    with serving(sums, engine_ports=(0, 0, 0, 0)) as running:
+        for engine in range(4):
+            with running.http(engine) as client:
+                results = client.post("/generate", json={"text": [SUM] * 4}).json()
+                assert {result["meta_info"]["engine_index"] for result in results} == {engine}
+                (load,) = client.get("/get_load").json()
+                assert load["engine_index"] == engine
+        with running.http() as client:
+            results = client.post("/generate", json={"text": [SUM] * 16}).json()
+            assert {result["meta_info"]["engine_index"] for result in results} == {0, 1, 2, 3}
+            assert len(client.get("/get_load").json()) == 4
+
+
+def test_page(plain: Running) -> None:
+    """One file that loads nothing from elsewhere, and what it shows."""
+    with plain.http() as client:
+        page = client.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "://" not in page.text.replace("http://www.w3.org/2000/svg", "")
+        status = client.get("/status").json()
+    assert [engine["state"] for engine in status["engines"]] == ["serving"] * 4
+    assert status["weight_version"] == 0

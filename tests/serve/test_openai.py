@@ -1,0 +1,257 @@
+"""The `openai` package against the running server."""
+
+import json
+import math
+from typing import Any
+
+import openai
+import pytest
+from liveness import callers, paused, until, waiting
+from servers import Running, serving
+
+from enginepool import EnginePool
+
+SUM = "12+7="
+CHAT: Any = [{"role": "user", "content": SUM}]
+
+
+def test_completions(plain: Running) -> None:
+    """One prompt and several, greedy and trimmed, with usage."""
+    client = plain.openai()
+    made = client.completions.create(model="toy", prompt=[SUM, "30+4="], temperature=0)
+    assert [choice.text for choice in made.choices] == ["19", "34"]
+    assert [choice.finish_reason for choice in made.choices] == ["stop", "stop"]
+    assert [choice.index for choice in made.choices] == [0, 1]
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == 10
+    assert made.usage.completion_tokens == 6  # the end tokens included
+    echoed = client.completions.create(model="toy", prompt=SUM, temperature=0, echo=True)
+    assert echoed.choices[0].text == "12+7=19"
+
+
+def test_token_ids(plain: Running) -> None:
+    made = plain.openai().completions.create(model="toy", prompt=list(SUM.encode()), temperature=0)
+    assert made.choices[0].text == "19"
+
+
+def test_chat(plain: Running) -> None:
+    made = plain.openai().chat.completions.create(model="toy", messages=CHAT, temperature=0)
+    assert made.choices[0].message.content == "19"
+    assert made.choices[0].message.role == "assistant"
+    assert made.choices[0].finish_reason == "stop"
+    assert made.id.startswith("chatcmpl-")
+
+
+def test_streaming(plain: Running) -> None:
+    """The pieces are the answer; one id, one role, usage at the end if it was asked for."""
+    client = plain.openai()
+    chunks = list(
+        client.chat.completions.create(
+            model="toy",
+            messages=CHAT,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "19"
+    assert [delta.role for delta in deltas if delta.role] == ["assistant"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 3
+    pieces = client.completions.create(
+        model="toy", prompt=[SUM, "30+4="], temperature=0, stream=True, logprobs=2
+    )
+    texts, tokens = ["", ""], ["", ""]
+    for piece in pieces:
+        choice = piece.choices[0]
+        texts[choice.index] += choice.text
+        assert choice.logprobs is not None
+        tokens[choice.index] += "".join(choice.logprobs.tokens or [])
+    assert texts == ["19", "34"]
+    assert tokens == ["19<|im_end|>", "34<|im_end|>"]
+
+
+def test_n(plain: Running) -> None:
+    """Four samples, and with a seed the same four."""
+    client = plain.openai()
+    options: dict[str, Any] = {
+        "model": "toy", "messages": CHAT, "n": 4, "temperature": 20.0, "max_tokens": 16, "seed": 5,
+    }  # fmt: skip
+    one, other = (client.chat.completions.create(**options) for _ in range(2))
+    texts = [choice.message.content for choice in one.choices]
+    assert texts == [choice.message.content for choice in other.choices]
+    assert len(set(texts)) > 1
+    assert [choice.index for choice in one.choices] == [0, 1, 2, 3]
+    different = client.chat.completions.create(**{**options, "seed": 6})
+    assert texts != [choice.message.content for choice in different.choices]
+    assert one.usage is not None
+    assert one.usage.prompt_tokens == 24
+
+
+def test_logprobs(plain: Running) -> None:
+    """One an output token, the sampled one first of the most probable."""
+    client = plain.openai()
+    options: dict[str, Any] = {
+        "model": "toy", "messages": CHAT, "temperature": 0, "logprobs": True, "top_logprobs": 3,
+    }  # fmt: skip
+    made = client.chat.completions.create(**options)
+    logprobs = made.choices[0].logprobs
+    assert logprobs is not None
+    content = logprobs.content or []
+    assert [entry.token for entry in content] == ["1", "9", "<|im_end|>"]
+    for entry in content:
+        assert -0.5 < entry.logprob <= 0
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].token == entry.token
+        assert math.isclose(entry.top_logprobs[0].logprob, entry.logprob, abs_tol=1e-5)
+
+
+def test_logprobs_in_a_stream(one_sum: EnginePool) -> None:
+    """Each token has its own, also where a chunk holds two."""
+    with serving(one_sum) as running:
+        chunks = running.openai().chat.completions.create(
+            model="toy",
+            messages=CHAT,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        sizes, content = [], []
+        for chunk in chunks:
+            if chunk.choices and chunk.choices[0].delta.content and chunk.choices[0].logprobs:
+                sizes.append(len(chunk.choices[0].logprobs.content or []))
+                content += chunk.choices[0].logprobs.content or []
+    assert sizes[0] == 2
+    assert [entry.token for entry in content][:2] == ["1", "9"]
+    for entry in content:
+        assert entry.top_logprobs[0].token == entry.token
+        assert math.isclose(entry.top_logprobs[0].logprob, entry.logprob, abs_tol=1e-5)
+
+
+def test_stop(plain: Running) -> None:
+    made = plain.openai().completions.create(model="toy", prompt=SUM, temperature=0, stop="9")
+    assert made.choices[0].text == "1"
+    assert made.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"max_tokens": 5000}, ["5000", "context_length=512"]),
+        ({"temperature": -1}, ["temperature=-1", "0 (greedy) or more"]),
+        ({"n": 129}, ["n=129", "128"]),
+        ({"n": 0}, ["n=0", "1 or more"]),
+        ({"top_p": 1.5}, ["top_p=1.5", "at most 1"]),
+        ({"logprobs": 21}, ["21", "20"]),
+        ({"prompt": "1" * 600}, ["600 tokens", "at most 505"]),
+        ({"prompt": []}, ["prompt"]),
+        ({"prompt": [["+"]]}, ["'+'"]),
+        ({"prompt": [1 << 40]}, [str(1 << 40), "vocabulary of 272"]),
+        ({"prompt": ["1"] * 1025}, ["1025", "1024"]),
+        ({"echo": True, "logprobs": 1}, ["echo=True"]),
+        ({"best_of": 3}, ["best_of=3"]),
+        ({"suffix": "x"}, ["suffix"]),
+        ({"logit_bias": {"5": 1.0}}, ["logit_bias"]),
+        ({"seed": 1 << 40}, [str(1 << 40), "32-bit"]),
+        ({"extra_body": {"regex": "a"}}, ["regex='a'", "not supported"]),
+        ({"extra_body": {"rid": ["a", "b"]}}, ["2 ids for 1 prompts"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests(
+    plain: Running, options: dict[str, Any], parts: list[str], stream: bool
+) -> None:
+    """A BadRequestError that names the value and the limit, also where a stream was asked for."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        plain.openai().completions.create(
+            **{"model": "toy", "prompt": SUM, "stream": stream, **options}
+        )
+    for part in parts:
+        assert part in str(caught.value)
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+        [{"role": "nobody", "content": "x"}],
+        [{"role": "user"}],
+        "12+7=",
+    ],
+)
+def test_bad_messages(plain: Running, messages: Any) -> None:
+    with pytest.raises(openai.BadRequestError):
+        plain.openai().chat.completions.create(model="toy", messages=messages)
+
+
+def test_rate_limit(one_sum: EnginePool) -> None:
+    """What finds no room in the queue is a RateLimitError that says when to try again; what was
+    waiting is answered."""
+    with serving(one_sum) as running, callers() as threads:
+        client = running.openai()
+        with paused(one_sum):
+            # A call of three enters an empty queue.
+            early = threads.submit(
+                client.completions.create, model="toy", prompt=[SUM] * 3, temperature=0
+            )
+            until(lambda: waiting(one_sum) == 3)
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model="toy", prompt=SUM)
+        assert "max_queued=2" in str(caught.value)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert [choice.text for choice in early.result().choices] == ["19"] * 3
+
+
+def test_api_key(sums: EnginePool) -> None:
+    with serving(sums, api_key="secret") as running:
+        for wrong in ("wrong", "secrets"):
+            with pytest.raises(openai.AuthenticationError, match="wrong API key"):
+                running.openai(wrong).models.list()
+        for header in (b"Bearer ge\xe4", b"Bearer", b"Basic secret", b"secret"):
+            reply = running.http(headers={b"Authorization": header}).get("/v1/models")
+            assert reply.status_code == 401
+        assert running.openai("secret").models.list().data[0].id
+        assert running.http().post("/v1/completions", content=b"{").status_code == 401
+        for path in ("/", "/health", "/ready", "/metrics"):
+            assert running.http().get(path).status_code == 200
+        for path in ("/status", "/get_load", "/openapi.json", "/nowhere"):
+            assert running.http().get(path).status_code == 401
+
+
+def test_models(plain: Running) -> None:
+    client = plain.openai()
+    (card,) = client.models.list().data
+    assert client.models.retrieve(card.id).id == card.id
+    with pytest.raises(openai.NotFoundError, match="'other' is not served"):
+        client.models.retrieve("other")
+
+
+def test_abort_shows_in_the_reply(one_sum: EnginePool) -> None:
+    """A request that takes longer than the server allows is a 504; in a stream, its finish
+    reason."""
+    with serving(one_sum, request_timeout=0.3) as running:
+        options: dict[str, Any] = {
+            "model": "toy", "prompt": SUM, "max_tokens": 500, "extra_body": {"ignore_eos": True},
+        }  # fmt: skip
+        with paused(one_sum), pytest.raises(openai.APIStatusError, match=r"timeout=0.3") as caught:
+            running.openai().completions.create(**options)
+        assert caught.value.status_code == 504
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        with running.http().stream(
+            "POST",
+            "/v1/completions",
+            json={"model": "toy", "prompt": SUM, "max_tokens": 500, "stream": True,
+                  "ignore_eos": True},
+        ) as reply:  # fmt: skip
+            lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
+            first = json.loads(next(lines)[6:])
+            with paused(one_sum):
+                last = [json.loads(line[6:]) for line in lines][-1]
+        assert first["choices"][0]["finish_reason"] is None
+        assert last["choices"][0]["finish_reason"] == "abort"

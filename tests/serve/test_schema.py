@@ -1,0 +1,90 @@
+"""Whatever the OpenAPI document allows, and some of what it does not, with a fixed seed."""
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from liveness import at_rest, until
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from servers import SECONDS, Running, serving
+from support import MakePool
+
+from enginepool import EnginePool, toy
+
+EXAMPLES = 15
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def short(make_pool: MakePool) -> EnginePool:
+    """Two engines whose outputs are short, whatever a body asks for."""
+    return make_pool("toy", 2, context_length=64, when_full="raise")
+
+
+def run(running: Running, pool: EnginePool, *, admin: bool) -> set[int]:
+    """Cases for every operation; the statuses that were seen."""
+    document = running.http().get("/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(document)
+    seen = set()
+    for result in schema.get_all_operations():
+        operation: Any = result.ok()
+        if admin is not ("admin" in (operation.tags or [])):
+            continue
+        for mode in GenerationMode:
+            try:
+                check(running, pool, operation.as_strategy(generation_mode=mode), seen)
+            except Unsatisfiable:
+                # Of a path, or of no parameter at all, nothing can be wrong.
+                assert mode is GenerationMode.NEGATIVE
+                assert not operation.body
+    return seen
+
+
+def check(running: Running, pool: EnginePool, cases: Any, seen: set[int]) -> None:
+    @settings(
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=EXAMPLES,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases)
+    def conforms(case: Case) -> None:
+        reply = case.call(base_url=running.url(), timeout=SECONDS)
+        pool.continue_generation()
+        seen.add(reply.status_code)
+        case.validate_response(reply, checks=CHECKS)
+
+    conforms()
+
+
+def test_requests(short: EnginePool) -> None:
+    """No 500, no status or form that is not documented, no hang, no dead engine."""
+    with serving(short) as running:
+        seen = run(running, short, admin=False)
+    assert {200, 400, 404} <= seen
+    until(lambda: at_rest(short))
+    assert [engine["state"] for engine in short.stats()["engines"]] == ["serving"] * 2
+
+
+def test_administration(short: EnginePool) -> None:
+    """The same for administrators, the pool resumed after each."""
+    with serving(short, enable_admin=True, model_root=toy.checkpoint().parent) as running:
+        seen = run(running, short, admin=True)
+        assert {200, 400, 403} <= seen | {403}
+    short.update_weights(toy.checkpoint(), weight_version=0)
+    assert short.generate("12+7=", {"temperature": 0})["text"] == "19"
+    assert [engine["state"] for engine in short.stats()["engines"]] == ["serving"] * 2
