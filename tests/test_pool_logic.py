@@ -1,0 +1,657 @@
+"""The pool's logic, driven one move at a time: every request is in one place and ends once.
+
+Queue, admission, routing, books, channel, worker and recovery are the real ones, in a real
+`Runtime`; only the engines are scripted, and no thread runs: the test makes the moves that engine
+threads, callers and the watchdog would make, in an order that Hypothesis chooses.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from enginepool.assembly import Assembly
+from enginepool.config import PoolConfig
+from enginepool.errors import PoolFailed, QueueFull, StepTimeout
+from enginepool.jobs import StopEngine
+from enginepool.queue import RequestQueue
+from enginepool.requests import Call, Request
+from enginepool.routing import MIN_SHARED_PREFIX
+from enginepool.runtime import Runtime
+from enginepool.states import EngineState
+from enginepool.worker import EngineWorker
+
+ROOM = 3
+# Of a step: it succeeds; it fails before it has sampled, when it has sampled for some, when it has
+# for all, or when it has handed over some.
+FAULTS = ["before", "half", "after", "delivering"]
+OUTCOMES = ["ok", "ok", "ok", *FAULTS]
+
+
+class Idle(BaseException):
+    """Raised where an engine's thread would go to sleep."""
+
+
+class Fault(RuntimeError):
+    """What the scripted engines raise."""
+
+
+class Bell(threading.Event):
+    """Where a thread would sleep there is none."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is None:
+            raise Idle
+        return self.is_set()
+
+
+class Req:
+    """Stands for upstream's request."""
+
+    def __init__(self, request: Request) -> None:
+        self.rid = request.rid
+        self.output_ids = list(request.output_ids)
+        self.output_token_logprobs_val = [-float(i) for i in request.output_ids]
+        self.cached_tokens = 0
+        self.stream = request.stream
+        self.aborted = False
+        self.finished_reason: Any = None
+        self.script: list[int] = request.sampling.script
+        self.poison: bool = request.sampling.poison
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+    def sample(self) -> None:
+        """The next token of the request's script, or its end."""
+        if self.aborted:
+            self.finished_reason = SimpleNamespace(to_json=lambda: {"type": "abort"})
+            return
+        token = self.script[len(self.output_ids)]
+        self.output_ids.append(token)
+        self.output_token_logprobs_val.append(-float(token))
+        if len(self.output_ids) == len(self.script):
+            self.finished_reason = SimpleNamespace(to_json=lambda: {"type": "length"})
+
+
+class Leaves(dict[str, Any]):
+    """Weights that are never lost."""
+
+    specs: dict[str, Any] = {}  # noqa: RUF012
+
+    def lost(self) -> list[str]:
+        return []
+
+    def replace(self, arrays: Any) -> None:
+        self.update(arrays)
+
+
+class ScriptedScheduler:
+    """Stands for upstream's scheduler: what it samples is known beforehand."""
+
+    def __init__(self, worker: EngineWorker, queue: RequestQueue) -> None:
+        self.index, self.books, self.queue = worker.index, worker.channel.books, queue
+        self.reqs: dict[str, Req] = {}
+        self.prefixes: set[Any] = set()
+        self.leaves = Leaves(a=1)
+        self.kv_cache = SimpleNamespace(dropped=False)
+
+    def has_work(self) -> bool:
+        return bool(self.reqs)
+
+    def room(self, load: int) -> int:
+        return ROOM - load
+
+    def cached_prefix(self, request: Request) -> int:
+        return MIN_SHARED_PREFIX if request.candidate.prefix in self.prefixes else 0
+
+    def admit(self, request: Request) -> Req:
+        assert request.engine in (None, self.index)
+        if request.engine is None and self.index in request.failures:
+            # It failed here before; then it has everywhere.
+            assert request.failures.keys() >= self.queue._engines.keys()
+        self.prefixes.add(request.candidate.prefix)
+        self.reqs[request.rid] = Req(request)
+        return self.reqs[request.rid]
+
+    def abort(self, rid: str) -> None:
+        if rid in self.reqs:
+            self.reqs[rid].aborted = True
+
+    def release_all(self) -> None:
+        self.reqs, self.prefixes = {}, set()
+
+    reset = release_all
+
+    def step(self, outcome: str) -> None:
+        """Sample a token for each request and hand over, or fail on the way."""
+        batch = list(self.reqs.values())
+        if any(req.poison for req in batch) and outcome not in ("before", "half"):
+            outcome = "before"
+        if outcome == "before":
+            raise Fault("no device")
+        for number, req in enumerate(batch):
+            if outcome == "half" and (req.poison or number == len(batch) // 2):
+                req.output_ids.append(-1)  # without its log-probability
+                raise Fault("half a step")
+            req.sample()
+        if outcome == "after":
+            raise Fault("no result")
+        with self.books.lock:
+            for req in batch:
+                request = self.books.held.get(req.rid)
+                if request is None:
+                    continue
+                if req.finished():
+                    del self.reqs[req.rid]
+                    self.books.deliver(request, req)
+                elif req.stream:
+                    self.books.publish(request)
+                if outcome == "delivering":
+                    raise Fault("wrong books")
+
+
+class ScriptedAssembly(Assembly):
+    """Makes scripted engines, or fails to as often as it is told."""
+
+    def __init__(self, worker: EngineWorker, queue: RequestQueue) -> None:
+        super().__init__({}, (), worker.channel)
+        self._make: Callable[[], Any] = lambda: ScriptedScheduler(worker, queue)
+        self.failures = 0
+        self.build()
+
+    def build(self) -> None:
+        engine: Any = SimpleNamespace(scheduler_info={"scheduler": self._make()})
+        self.engine = engine
+        self._channel.scheduler = self.scheduler
+
+    def reset(self) -> None:
+        self._fail()
+        super().reset()
+
+    def rebuild(self, *, dummy_weights: bool) -> None:
+        self._fail()
+        self.build()
+
+    def take_apart(self) -> None:
+        self.engine = None
+
+    def _fail(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise Fault("no new engine")
+
+
+class ScriptedWorker(EngineWorker):
+    """A worker whose thread does not run: each `move` is what it does until it may lose its turn,
+    at the beginning of a step, in a step, or before a failed engine comes back."""
+
+    def __init__(self, index: int, runtime: Runtime) -> None:
+        super().__init__(
+            index,
+            (),
+            {},
+            runtime.queue,
+            runtime.cache,
+            name="scripted",
+            supervisor=runtime.recovery,
+        )
+        self.channel._wake, self.stopping = Bell(), Bell()
+        self.assembly: Any = ScriptedAssembly(self, runtime.queue)
+        self._error: BaseException | None = None
+        # By request: in how many failures it was, without a token in between, and how many it had.
+        self.strikes: dict[str, tuple[int, int]] = {}
+        self.gone = False
+        self._moving = False
+        self.enter()
+
+    @property
+    def in_step(self) -> bool:
+        return self.channel.stepping_since is not None
+
+    def move(self, outcome: str, failures: int = 0) -> bool:
+        """Returns whether there was anything to do."""
+        if self.gone or self._moving:
+            return False
+        self._moving = True
+        try:
+            return self._move(outcome, failures)
+        finally:
+            self._moving = False
+
+    def _move(self, outcome: str, failures: int) -> bool:
+        if self._error is not None:
+            error, self._error = self._error, None
+            self.assembly.failures = failures
+            if not self._supervisor.recover(self, error):
+                self._end()
+            return True
+        try:
+            if self.in_step or self.stuck:
+                self.assembly.scheduler.step(outcome)
+            if self.stuck or not self.in_step:
+                self.channel.recv_requests()
+            else:
+                self.channel.stepping_since = None
+        except Idle:
+            return False
+        except StopEngine:
+            self._end()
+        except (Fault, StepTimeout) as error:
+            self.strike()
+            self.recovering = True
+            self._fail(error)
+            self._error = error
+        return True
+
+    def strike(self) -> None:
+        """Count this failure for every request that is present."""
+        for request in self.channel.books.held.values():
+            count, before = self.strikes.get(request.rid, (0, -1))
+            tokens = len(request.req.output_token_logprobs_val)
+            self.strikes[request.rid] = (count + 1 if tokens == before else 1, tokens)
+
+    def _end(self) -> None:
+        self._leave(None)
+        self.assembly.take_apart()
+        self.gone = True
+
+
+def innocent_suspect(worker: ScriptedWorker) -> bool:
+    """A request without blame runs alone: chance must not hit it a third time."""
+    return any(r.alone and not r.sampling.poison for r in worker.channel.books.held.values())
+
+
+class PoolLogic(RuleBasedStateMachine):
+    """Calls come and go while engines work, fail, hang and come back."""
+
+    @initialize(
+        engines=st.integers(1, 4),
+        restart=st.sampled_from([True] * 4 + [False]),
+        max_restarts=st.sampled_from([0, 1, 1000, 1000]),
+        max_queued=st.sampled_from([None, 1, 2, 4]),
+        when_full=st.sampled_from(["block", "block", "raise"]),
+        closes=st.booleans(),
+    )
+    def open(
+        self,
+        engines: int,
+        restart: bool,
+        max_restarts: int,
+        max_queued: int | None,
+        when_full: Any,
+        closes: bool,
+    ) -> None:
+        config = PoolConfig(
+            "scripted",
+            restart=restart,
+            max_restarts=max_restarts,
+            max_queued=max_queued,
+            when_full=when_full,
+        )
+        self.runtime = Runtime(config, "scripted")
+        self.workers = [ScriptedWorker(i, self.runtime) for i in range(engines)]
+        for worker in self.workers:
+            worker.strikes = self.workers[0].strikes
+        self.runtime.workers += self.workers
+        self.runtime.queue.on_taken = self.on_taken
+        self.on_the_way: list[Request] = []  # to be cancelled when requests leave the queue next
+        self.closes = closes
+        self.calls: list[Call] = []
+        self.tokens: dict[str, int] = {}  # that a request is known to have
+        self.ended: dict[str, Any] = {}
+
+    # What callers do
+
+    @rule(
+        count=st.integers(1, 6),
+        poison=st.sampled_from([None, None, 0, 2]),
+        length=st.integers(1, 4),
+        pinned=st.sampled_from([None, None, None, 0, 1]),
+        shared=st.booleans(),
+        stream=st.booleans(),
+    )
+    def call(
+        self,
+        count: int,
+        poison: int | None,
+        length: int,
+        pinned: int | None,
+        shared: bool,
+        stream: bool,
+    ) -> None:
+        call = Call()
+        if pinned is not None:
+            pinned %= len(self.workers)
+        prompt = [5] * (MIN_SHARED_PREFIX + 1) if shared else [5]
+        for position in range(count):
+            start = 1000 * (len(self.calls) + 1) + 10 * position
+            script = SimpleNamespace(
+                script=list(range(start, start + length)), poison=position == poison
+            )
+            call.add(Request(call, prompt, script, stream=stream, engine=pinned))
+        behind = len(self.runtime.admission)
+        try:
+            self.runtime.submit(call)
+        except QueueFull:
+            assert self.runtime.config.when_full == "raise"
+            assert len(self.runtime.queue) + count > self.runtime.config.max_queued
+            self.nowhere(call)
+        except PoolFailed:
+            assert not self.served(pinned)
+            self.nowhere(call)
+        else:
+            self.calls.append(call)
+            if behind and not call.done:  # those who came first go first
+                assert call in self.runtime.admission._outside
+
+    @rule(
+        which=st.integers(0, 100),
+        every=st.booleans(),
+        racing=st.sampled_from([None, None, 0, 1, 2]),
+        later=st.booleans(),
+        outcome=st.sampled_from(OUTCOMES),
+    )
+    def cancel(
+        self, which: int, every: bool, racing: int | None, later: bool, outcome: str
+    ) -> None:
+        """By a caller who leaves, or by a timeout; perhaps just when an engine makes a move, or
+        when it has taken requests from the queue and nobody has them."""
+        calls = [call for call in self.calls if not call.done]
+        if not calls:
+            return
+        requests = calls[which % len(calls)].requests
+        group = requests if every else requests[which % len(requests) :][:1]
+        if later:
+            self.on_the_way = group
+            return
+        held = [r for worker in self.workers for r in worker.channel.books.held.values()]
+        discard = self.runtime.queue.discard
+
+        def interrupted(request: Request) -> bool:
+            found = discard(request)
+            if racing is not None:
+                self.move(racing, outcome, 0)
+                self.move(racing, "ok", 0)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.runtime.queue, "discard", interrupted)
+            self.runtime.abort(group, "the caller left", "cancelled")
+        if racing is None:  # what no engine has ends at once
+            assert all(r in held or r.finish_reason is not None for r in group)
+
+    def on_taken(self) -> None:
+        self.runtime.admission._let_in()
+        group, self.on_the_way = self.on_the_way, []
+        self.runtime.abort(group, "the caller left", "cancelled")
+
+    # What engines do
+
+    @rule(engine=st.integers(0, 3), outcome=st.sampled_from(OUTCOMES), failures=st.integers(0, 2))
+    def move(self, engine: int, outcome: str, failures: int) -> None:
+        worker = self.workers[engine % len(self.workers)]
+        worker.move("ok" if innocent_suspect(worker) else outcome, failures)
+
+    @rule(engine=st.integers(0, 3))
+    def serve(self, engine: int) -> None:
+        """Three moves in a row, so that requests get further."""
+        for _ in range(3):
+            self.move(engine, "ok", 0)
+
+    @rule(
+        engine=st.integers(0, 3),
+        what=st.sampled_from(["hang", "take back", "lose weights", "get weights", "get weights"]),
+    )
+    def disturb(self, engine: int, what: str) -> None:
+        """The watchdog finds a step that does not return; requests are taken back at a step
+        boundary, as by a pause, a flush or a swap; weights are deleted, and put there again."""
+        worker = self.workers[engine % len(self.workers)]
+        since = worker.channel.stepping_since
+        if since is not None:
+            if what == "hang" and not innocent_suspect(worker):
+                worker.strike()
+                self.runtime.recovery.engine_stuck(worker, since, "it does not return")
+        elif not worker.present:
+            return
+        elif what == "take back":
+            self.runtime.resume(worker.channel.take_back())
+        elif what == "lose weights" and worker.serving:
+            worker.unload("their owner deleted them")
+        elif what == "get weights":
+            worker.load()
+
+    # What holds at any time
+
+    def requests(self) -> list[Request]:
+        return [request for call in self.calls for request in call.requests]
+
+    def served(self, pinned: int | None) -> bool:
+        """Whether an engine serves, or will, that may run such a request."""
+        workers = self.workers if pinned is None else [self.workers[pinned]]
+        return any(worker.serving or worker.recovering for worker in workers)
+
+    def places(self, request: Request) -> list[str]:
+        found = ["queue" for shelf in self.runtime.queue._shelves() if request.rid in shelf]
+        if request.finish_reason is not None:
+            found.append("ended")
+        elif request.call in self.runtime.admission._outside:
+            found.append("in front of the queue")
+        for worker in self.workers:
+            if request.rid in worker.channel.books.held:
+                found.append(f"engine {worker.index}")
+        return found
+
+    def nowhere(self, call: Call) -> None:
+        """A call that was refused has left nothing."""
+        assert [self.places(request) for request in call.requests] == [[]] * len(call.requests)
+        assert call not in self.runtime._calls
+
+    @invariant()
+    def one_place(self) -> None:
+        """Queue, in front of it, one engine, or ended."""
+        for request in self.requests():
+            assert len(self.places(request)) == 1, self.places(request)
+
+    @invariant()
+    def one_end(self) -> None:
+        for request in self.requests():
+            if request.rid in self.ended:
+                assert request.finish_reason is self.ended[request.rid]
+            elif request.finish_reason is not None:
+                self.ended[request.rid] = request.finish_reason
+                self.check_end(request)
+        counts = self.runtime.counts
+        assert counts.finished + counts.aborted == len(self.ended)
+        assert len(self.ended) == sum(len(call.finished) for call in self.calls)
+        unfinished = {call for call in self.calls if not call.done}
+        assert self.runtime._calls == unfinished
+
+    def check_end(self, request: Request) -> None:
+        reason, poison = request.finish_reason or {}, request.sampling.poison
+        ended = reason.get("err_type", reason["type"])
+        if ended == "length":
+            assert not poison
+            assert request.output_ids == request.sampling.script
+        elif ended == "poisoned":
+            assert poison
+            assert self.workers[0].strikes[request.rid][0] == 3
+            assert all(why in reason["message"] for why in request.failures.values())
+        elif ended == "engine_failed":
+            assert request.engine is not None
+            assert not self.runtime.config.restart
+        elif ended in ("PoolFailed", "NoWeights"):
+            assert not self.served(request.engine)
+            assert request.call.failure is not None
+            assert self.runtime.config.restart or not (
+                request.engine is not None and request.failed
+            )
+            states = [w for w in self.workers if request.engine in (None, w.index)]
+            assert all(str(w.reason) in reason["message"] for w in states)
+        else:
+            assert ended == "cancelled"
+            assert request.abort_reason is not None
+
+    @invariant()
+    def tokens_only_grow(self) -> None:
+        """What a request has is the beginning of its script, also while an engine has it, and never
+        less than it was; so is what the reader of a stream sees."""
+        for request in self.requests():
+            script = request.sampling.script
+            assert request.output_ids == script[: len(request.output_ids)]
+            assert request.logprobs == [-float(token) for token in request.output_ids]
+            assert sum(b - a for a, b, _ in request.weight_versions) == len(request.output_ids)
+            if request.snapshot is not None:
+                assert request.snapshot[0] == script[: len(request.snapshot[0])]
+                assert len(request.snapshot[0]) <= len(request.output_ids)
+            known = len(request.output_ids)
+            if request.req is not None:
+                known = max(known, len(request.req.output_token_logprobs_val))
+            assert known >= self.tokens.get(request.rid, 0)
+            self.tokens[request.rid] = known
+
+    @invariant()
+    def room(self) -> None:
+        """No engine has more than it can run, and a suspect is with nobody else; the queue knows
+        exactly those that serve. An engine has heard of what was cancelled, or will at the next
+        step boundary."""
+        serving = {worker.index for worker in self.workers if worker.serving}
+        assert self.runtime.queue._engines.keys() == serving
+        for worker in self.workers:
+            held = list(worker.channel.books.held.values())
+            assert len(held) <= ROOM
+            assert len(held) <= 1 or not any(request.alone for request in held)
+            if worker.in_step:
+                assert {r.rid for r in held} == worker.assembly.scheduler.reqs.keys()
+            if not worker.present:
+                assert not held
+            heard = all(r.req.aborted for r in held if r.abort_reason is not None)
+            assert heard or worker.channel._jobs._jobs
+
+    @invariant()
+    def suspects(self) -> None:
+        """A request is one after two failures without a token in between; an engine that empties
+        itself for one serves, and the suspect waits."""
+        for request in self.requests():
+            strikes, _ = self.workers[0].strikes.get(request.rid, (0, 0))
+            assert request.alone == (strikes >= 2) or request.finish_reason is not None
+        queue = self.runtime.queue
+        assert queue._reserved.keys() <= queue._suspects.keys()
+        assert set(queue._reserved.values()) <= queue._engines.keys()
+
+    @invariant()
+    def queue_length(self) -> None:
+        """At most `max_queued`, but for what has run already and for a call that is larger itself;
+        nothing waits in front of an empty queue."""
+        queue, limit = self.runtime.queue, self.runtime.config.max_queued
+        new = [r for shelf in queue._shelves() for r in shelf.values() if not r.taken_back]
+        if limit is not None and len(new) > limit:
+            assert len({request.call for request in new}) == 1
+            assert len(new[0].call.requests) > limit
+        assert len(queue) or not len(self.runtime.admission)
+        if limit is None or self.runtime.config.when_full == "raise":
+            assert not len(self.runtime.admission)
+
+    # How it ends
+
+    def teardown(self) -> None:
+        if not hasattr(self, "runtime"):
+            return
+        if self.closes:
+            self.close()
+        else:
+            self.run_out()
+
+    def run_out(self) -> None:
+        """With nothing but poison to disturb them the engines come to rest and everything has
+        ended: what is no poison and was not cancelled with all its tokens, or because no engine
+        was left."""
+        self.on_the_way = []
+        for _ in range(1000):
+            moved = [worker.move("ok") for worker in self.workers]
+            if not any(moved):
+                break
+            self.check()
+        else:
+            pytest.fail("the engines do not come to rest")
+        assert {request.rid for request in self.requests()} == self.ended.keys()
+        assert len(self.runtime.queue) == len(self.runtime.admission) == 0
+
+    def check(self) -> None:
+        self.one_place()
+        self.one_end()
+        self.tokens_only_grow()
+        self.room()
+        self.suspects()
+        self.queue_length()
+
+    def close(self) -> None:
+        """Every caller that waits hears of it at once; what engines do afterwards changes nothing,
+        and all of them leave."""
+        waited = [request for request in self.requests() if request.finish_reason is None]
+        assert self.runtime.close(timeout=0.0)
+        reasons = {request.rid: request.finish_reason for request in self.requests()}
+        for request in waited:
+            assert reasons[request.rid]["err_type"] == "PoolClosed"
+            assert type(request.call.failure).__name__ == "PoolClosed"
+        for worker in self.workers:
+            while worker.move("ok"):
+                pass
+            assert worker.gone
+            assert worker.state in (EngineState.CLOSED, EngineState.QUARANTINED)
+        assert {r.rid: r.finish_reason for r in self.requests()} == reasons
+        self.tokens_only_grow()
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """No report of thousands of warnings."""
+    caplog.set_level(logging.CRITICAL, "enginepool")
+
+
+TestPoolLogic = pytest.mark.timeout(900)(PoolLogic.TestCase)  # should it fail, shrinking takes long
+TestPoolLogic.settings = settings(
+    max_examples=120,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    report_multiple_bugs=False,
+)
+
+
+def suspect(engine: int | None = None) -> Request:
+    call = Call()
+    call.add(Request(call, [5], None, engine=engine))
+    call.requests[0].alone = True
+    return call.requests[0]
+
+
+def take(queue: RequestQueue, engine: int, load: int) -> list[Request]:
+    return queue.take(engine, load=load, room=ROOM, cached=lambda request: 0)
+
+
+def test_suspect_goes_to_another_engine_when_the_one_that_empties_itself_leaves() -> None:
+    """The reservation ends with the engine."""
+    queue, request = RequestQueue(), suspect()
+    for engine in (0, 1):
+        queue.attach(engine, lambda: 0, lambda: None)
+    queue.put([request])
+    assert take(queue, 0, load=1) == []
+    assert take(queue, 1, load=0) == []
+    queue.detach(0)
+    assert take(queue, 1, load=0) == [request]
+
+
+def test_suspect_that_only_one_engine_may_run_is_stranded_with_it() -> None:
+    """As any other request that is pinned."""
+    queue, pinned, free = RequestQueue(), suspect(engine=0), suspect()
+    queue.put([pinned, free])
+    assert queue.stranded(0) == [pinned]
+    assert len(queue) == 1
