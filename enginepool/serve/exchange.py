@@ -39,7 +39,6 @@ class Exchange:
     def __init__(self, service: Service, front: FrontEnd, raw: Request) -> None:
         self._service, self._front, self._raw = service, front, raw
         self.path = raw.url.path
-        self.streamed = False
         self.started = time.perf_counter()
         self.call: Call | None = None
         self.first_output_at: float | None = None
@@ -81,7 +80,7 @@ class Exchange:
         prompts = count_prompts(obj)
         check_counts(obj, prompts, self._service.options)
         obj.rid = _ids(obj.rid, prompts, id_prefix)
-        self._texts, self.streamed = obj.return_text_in_logprobs, bool(obj.stream)
+        self._texts = obj.return_text_in_logprobs
         self.call = await run_sync(self._front.make_call, obj)
         timeout = self._service.options.request_timeout
         self._outputs = self._front.outputs(self.call, obj, timeout)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from enginepool.runtime import Runtime
     from enginepool.serve.exchange import Exchange
 
+_GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -80,6 +81,11 @@ class Metrics:
                 self._first.labels(engine).observe(first - exchange.started)
                 if count > 1:
                     self._each.labels(engine).observe(max(0.0, end - first) / (count - 1))
+
+    def refused(self, path: str) -> None:
+        """Count a request that was no exchange yet, if it was to be one."""
+        if path in _GENERATING:
+            self._replies.labels(path, "refused").inc()
 
     def updated(self, report: SwapReport) -> None:
         """Count an update of weights."""

@@ -109,7 +109,8 @@ class Service:
         logger().info("enginepool.request", **about)
 
     def refused(self, path: str, why: Refused) -> None:
-        """Write the line of a request that was answered before it was anyone's."""
+        """Count a request that was answered before it was an exchange, and write its line."""
+        self.metrics.refused(path)
         logger().info(
             "enginepool.request", path=path, status=why.status, outcome="refused", error=str(why)
         )

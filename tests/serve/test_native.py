@@ -1,6 +1,7 @@
 """sglang's own endpoints, what bounds a request, metrics, the page."""
 
 import json
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from liveness import callers, paused, until, waiting
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Running, generate, serving
+from support import SMALL
 
 from enginepool import EnginePool
 
@@ -121,7 +123,7 @@ def test_metrics(one_sum: EnginePool) -> None:
         client.post("/v1/completions", json={"model": "toy", "prompt": SUM, "n": 0})
         seen = samples(client)
         assert seen["http_requests_total", "ok", "/generate"] == 3
-        assert seen["http_requests_total", "refused", "/v1/completions"] == 1
+        assert seen["http_requests_total", "refused", "/v1/completions"] == 2
         assert seen["request_success_total", "0", "stop"] == 3
         assert seen["prompt_tokens_total", "0"] == 15
         assert seen["generation_tokens_total", "0"] == 9
@@ -172,3 +174,37 @@ def test_page(plain: Running) -> None:
         status = client.get("/status").json()
     assert [engine["state"] for engine in status["engines"]] == ["serving"] * 4
     assert status["weight_version"] == 0
+
+
+def test_failure_in_a_stream() -> None:
+    """A pool that ends while it streams: an error object, [DONE], and 503 from then on."""
+    long = {"max_new_tokens": 250, "ignore_eos": True}
+    chat = {"model": "toy", "stream": True, "max_tokens": 250, "ignore_eos": True}
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"text": SUM, "stream": True, "sampling_params": long},
+        "/v1/completions": {**chat, "prompt": SUM},
+        "/v1/chat/completions": {**chat, "messages": [{"role": "user", "content": SUM}]},
+    }
+    with (
+        EnginePool(devices=1, **SMALL) as pool,
+        serving(pool) as running,
+        running.http() as client,
+        ExitStack() as streams,
+    ):
+        replies = []
+        for path, body in bodies.items():
+            reply = streams.enter_context(client.stream("POST", path, json=body))
+            lines = (line for line in reply.iter_lines() if line)
+            next(lines)
+            replies.append(lines)
+        pool.close()
+        for lines in replies:
+            *_, error, done = lines
+            assert done == "data: [DONE]"
+            assert json.loads(error[6:])["error"]["type"] == "service_unavailable"
+        for path, body in bodies.items():
+            reply = client.post(path, json=body)
+            assert reply.status_code == 503
+            assert reply.headers["retry-after"]
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
