@@ -121,10 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with _contestants(engines, model) as contestants:
                 for workload in args.workload:
                     for step_ms in args.step_ms:
-                        rows += _measure(contestants, engines, workload, step_ms, args)
-                        print(f"{engines} engines, {workload}, {step_ms:g} ms", file=sys.stderr)
-    for workload in args.workload:
-        _show(workload, [row for row in rows if row["workload"] == workload])
+                        found = _measure(contestants, engines, workload, step_ms, args)
+                        _show(f"{workload}, up to {engines} engines", found)
+                        rows += found
     figures = {"cores": CORES, "arguments": vars(args), "rows": rows}
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
@@ -203,8 +202,8 @@ def _job(workload: str, engines: int, step_ms: float, seed: int) -> dict[str, An
     }
 
 
-def _show(workload: str, rows: Sequence[dict[str, Any]]) -> None:
-    print(f"{workload}, on {CORES} cores:")
+def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    print(f"{title}, on {CORES} cores:", flush=True)
     plain(
         ["step ms", "", "engines", "tokens/s", "efficiency", "CPU ms a step", "tokens/sim. s"],
         [
