@@ -9,6 +9,8 @@ VENV := .venv
 COMPAT := .venv-compat
 BIN := $(VENV)/bin
 ARGS ?=
+# Two processes, each with its own engines; a file's tests stay together and share theirs.
+PYTEST := -m pytest -n 2 --dist loadfile
 
 .PHONY: help
 help: ## Show this list
@@ -29,11 +31,11 @@ demo: setup ## Four engines on four virtual CPU devices answer prompts side by s
 
 .PHONY: test
 test: setup ## Run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
 
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99
-	$(COMPAT)/bin/python -m pytest $(ARGS)
+	$(COMPAT)/bin/python $(PYTEST) $(ARGS)
 
 .PHONY: lint
 lint: setup ## Check style and formatting

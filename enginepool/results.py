@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginepool.errors import PoolFailed, RequestFailed, RequestsFailed
-from enginepool.requests import Call, Request
+from enginepool.requests import Call, Request, aborted
 from enginepool.tokenizer import Tokenizer
 from enginepool.waiting import Chunk
 
@@ -14,22 +14,34 @@ from enginepool.waiting import Chunk
 def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     """The result of a request that has ended.
 
-    `output_ids` are all sampled ids, the stop token included; one log-probability an id.
+    `output_ids` are all sampled ids, the stop token included; one log-probability an id. An
+    output that the tokenizer cannot decode ends as "tokenizer", without text.
     """
-    return _as_dict(request, tokenizer, list(request.output_ids), request.logprobs, final=True)
+    try:
+        text = tokenizer.text(request, request.output_ids)
+    except Exception as error:  # whatever it is, it must not take the other results along
+        text, reason = "", f"the tokenizer failed on the output: {error!r}"
+        if (request.finish_reason or {}).get("type") != "abort":
+            request.finish_reason = aborted(reason, "tokenizer")
+    return _as_dict(request, text, list(request.output_ids), request.logprobs, final=True)
 
 
 def make_chunk(chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a streamed request has so far; its last chunk equals its result."""
+    """What a streamed request has so far; its last chunk equals its result.
+
+    Raises:
+        Exception: Whatever the tokenizer raises.
+    """
     request = chunk.request
-    made = _as_dict(request, tokenizer, chunk.output_ids, chunk.logprobs, final=chunk.final)
+    text = tokenizer.text(request, chunk.output_ids, final=chunk.final)
+    made = _as_dict(request, text, chunk.output_ids, chunk.logprobs, final=chunk.final)
     made["index"] = request.position
     return made
 
 
 def _as_dict(
     request: Request,
-    tokenizer: Tokenizer,
+    text: str,
     output_ids: list[int],
     logprobs: Sequence[float],
     *,
@@ -63,7 +75,7 @@ def _as_dict(
                 for values, ids in request.top_logprobs[: len(output_ids)]
             ]
     return {
-        "text": tokenizer.text(request, output_ids, final=final),
+        "text": text,
         "output_ids": output_ids,
         "meta_info": meta,
     }

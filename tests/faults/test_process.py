@@ -19,7 +19,7 @@ from support import SMALL, same
 from test_weight_faults import FOR_EVER, FULL, full
 
 from benchmarks import faults
-from enginepool import EnginePool, InvalidRequest, WeightUpdateFailed
+from enginepool import EnginePool, InvalidRequest, RequestsFailed, WeightUpdateFailed
 
 PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(12)]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
@@ -99,14 +99,20 @@ def test_tokenizer_that_does_not_encode(pool: EnginePool) -> None:
 
 
 def test_tokenizer_that_does_not_decode(pool: EnginePool) -> None:
-    """The call raises what the tokenizer raises; all its requests have ended, no engine is
-    touched."""
-    before, finished = len(pool.events()), pool.stats()["finished"]
+    """That one output says so and has its ids, the others are as ever; no engine is touched."""
+    expected, before = ask(pool), len(pool.events())
     faults.raise_in_decode(pool)
-    with pytest.raises(faults.Fault, match="is broken"):
-        ask(pool)
-    assert pool.stats()["finished"] == finished + len(PROMPTS)
+    first, *others = ask(pool)
+    reason = first["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["err_type"]) == ("abort", "tokenizer")
+    assert "the tokenizer is broken" in reason["message"]
+    assert (first["text"], first["output_ids"]) == ("", expected[0]["output_ids"])
+    assert [r["text"] for r in others] == [r["text"] for r in expected[1:]]
     assert pool.events()[before:] == []
+    faults.raise_in_decode(pool)
+    with pytest.raises(RequestsFailed) as caught:
+        pool.generate_all(input_ids=PROMPTS[:2], sampling_params=GREEDY, raise_on_error=True)
+    assert len(caught.value.results) == 2
 
 
 @pytest.mark.parametrize("backend", ["sync", "asyncio", "trio"])
