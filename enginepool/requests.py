@@ -89,6 +89,7 @@ class Request:
     finish_reason: dict[str, Any] | None = None
     snapshot: tuple[list[int], list[float]] | None = None
     created: float = field(default_factory=time.perf_counter)
+    first_token_at: float = 0.0
     finished_at: float = 0.0
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import copy
 import math
 import sys
 import threading
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,8 @@ class PinnedScheduler(Scheduler):
                 request = held.get(req.rid)
                 if request is None:
                     continue
+                if not request.first_token_at and req.output_ids:
+                    request.first_token_at = time.perf_counter()
                 if req.finished():
                     books.deliver(request, req)
                 elif req.stream:

@@ -44,12 +44,11 @@ class Metrics:
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up", by_engine)
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found cached", by_engine)
         self._first = self._histogram(
-            "time_to_first_token_seconds", "Of streamed replies", _LONG, by_engine
+            "time_to_first_token_seconds", "From submission on", _LONG, by_engine
         )
         self._each = self._histogram(
-            "time_per_output_token_seconds", "After the first; of streamed replies", _SHORT,
-            by_engine,
-        )  # fmt: skip
+            "time_per_output_token_seconds", "After the first", _SHORT, by_engine
+        )
         self._whole = self._histogram(
             "e2e_request_latency_seconds", "From submission to the end of an output", _LONG,
             by_engine,
@@ -76,11 +75,11 @@ class Metrics:
                 self._hits.labels(engine).inc(request.cached_tokens)
             end = request.finished_at or now
             self._whole.labels(engine).observe(end - request.created)
-            first, count = exchange.first_output_at, len(request.output_ids)
-            if first is not None and request.position == 0 and count:
-                self._first.labels(engine).observe(first - exchange.started)
-                if count > 1:
-                    self._each.labels(engine).observe(max(0.0, end - first) / (count - 1))
+            first, count = request.first_token_at, len(request.output_ids)
+            if first:
+                self._first.labels(engine).observe(first - request.created)
+            if first and count > 1:
+                self._each.labels(engine).observe(max(0.0, end - first) / (count - 1))
 
     def refused(self, path: str) -> None:
         """Count a request that was no exchange yet, if it was to be one."""

@@ -129,9 +129,16 @@ def test_metrics(one_sum: EnginePool) -> None:
         assert seen["generation_tokens_total", "0"] == 9
         assert seen["prefix_cache_hits_total", "0"] == 8  # the last token is always computed
         assert seen["prefix_cache_queries_total", "0"] == 15
-        assert seen["time_to_first_token_seconds_count", "0"] == 1
-        assert seen["time_per_output_token_seconds_count", "0"] == 1
+        assert seen["time_to_first_token_seconds_count", "0"] == 3
+        assert seen["time_per_output_token_seconds_count", "0"] == 3
         assert seen["e2e_request_latency_seconds_count", "0"] == 3
+        first, each, whole = (
+            seen[f"{name}_seconds_sum", "0"]
+            for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency")
+        )
+        # Three outputs of three tokens.
+        assert 0 < first < whole
+        assert first + 2 * each == pytest.approx(whole)
         assert seen["engine_state", "0", "serving"] == 1
         assert seen["weight_version", "0"] == 1
         assert seen["num_requests_waiting",] == 0
