@@ -17,6 +17,7 @@ import typer
 
 from enginepool.arguments import parse_devices
 from enginepool.complaints import clear_errors, complain
+from enginepool.config import PoolConfig
 from enginepool.options import Devices
 from enginepool.serve.options import TOKEN_VARIABLE, ServeOptions, parse_ports
 
@@ -74,6 +75,15 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.")
     ] = 60.0,
+    restart: Annotated[
+        bool, typer.Option(help="Bring back an engine whose step failed.")
+    ] = PoolConfig.restart,
+    max_restarts: Annotated[
+        int, typer.Option(help="In a row and within a minute.")
+    ] = PoolConfig.max_restarts,
+    step_timeout: Annotated[
+        float | None, typer.Option(help="Seconds until a step counts as stuck.")
+    ] = PoolConfig.step_timeout,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Prompts in the log.")] = False,
 ) -> None:
     """Serve [MODEL] over HTTP: OpenAI's endpoints and sglang's. Left out, the toy.
@@ -107,6 +117,9 @@ def serve(
             model,
             devices=parse_devices(devices),
             warmup=warmup.value,
+            restart=restart,
+            max_restarts=max_restarts,
+            step_timeout=step_timeout,
             max_queued=max_queued_requests,
             when_full="raise",
             **server_args,
