@@ -26,6 +26,13 @@ def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapRepor
     options.check()
     with runtime.steering, runtime.cache.sharing():
         workers = runtime.present()
+        coming_back = [worker for worker in runtime.workers if worker.recovering]
+        if not workers and coming_back and not runtime.closed:
+            raise WeightUpdateFailed(
+                "every engine has failed and is being brought back, with the weights that the "
+                "pool has; nothing was touched, try again",
+                engine_index=coming_back[0].index,
+            )
         if runtime.closed or not workers:
             raise runtime.failure()
         return _Update(runtime, workers, source, options).run()

@@ -11,7 +11,7 @@ from liveness import SECONDS, at_rest, callers, running, until
 from support import SMALL, same
 
 from benchmarks import faults
-from enginepool import EnginePool
+from enginepool import EnginePool, WeightUpdateFailed
 
 PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(12)]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
@@ -195,6 +195,29 @@ def test_all_at_once(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     for engine in range(3):
         faults.raise_in_step(pool, engine, at=4)
     same(ask(pool), expected)
+
+
+def test_update_with_all_out(
+    pool: EnginePool, expected: list[dict[str, Any]], model_dir: Callable[[str], Path]
+) -> None:
+    """New weights for engines that are all being brought back: refused, to be tried again, and the
+    pool is not said to have failed."""
+    resets = [faults.hang_in_reset(pool, engine) for engine in range(3)]
+    try:
+        for engine in range(3):
+            faults.raise_in_step(pool, engine)
+        with callers(1) as executor:
+            call = executor.submit(ask, pool)
+            until(lambda: states(pool) == ["resetting"] * 3)
+            with pytest.raises(WeightUpdateFailed, match="try again"):
+                pool.update_weights(model_dir("qwen3"), weight_version=0)
+            for let_go in resets:
+                let_go.set()
+            same(call.result(SECONDS), expected)
+    finally:
+        for let_go in resets:
+            let_go.set()
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
 
 
 def test_poison(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
