@@ -29,16 +29,21 @@ def import_quietly(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _preserved() -> Iterator[None]:
-    """Put back the event-loop policy, threading's exit hook and the root logger's handlers."""
+    """Put back the event-loop policy, threading's exit hook and the root logger's handlers, and
+    let no native signal handler be installed."""
     root = logging.getLogger()
     # The private name: get_event_loop_policy() would create a policy where there is none, and
     # Python 3.14 deprecates it.
     policy = asyncio.events._event_loop_policy  # type: ignore[attr-defined]
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
     handlers, level = list(root.handlers), root.level
+    util = importlib.import_module("jax._src.util")
+    install = util.install_failure_signal_handler
+    util.install_failure_signal_handler = lambda *_, **__: None
     try:
         yield
     finally:
+        util.install_failure_signal_handler = install
         asyncio.events._event_loop_policy = policy  # type: ignore[attr-defined]
         threading._register_atexit = register_atexit  # type: ignore[attr-defined]
         # absl, imported by way of orbax, calls logging.basicConfig(); the host's own call would

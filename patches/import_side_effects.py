@@ -3,16 +3,20 @@
 What breaks: `import sgl_jax.srt.entrypoints.engine` makes every event loop that the host creates
 afterwards uvloop's, and executors created afterwards are no longer joined at exit. Any import of
 upstream's scheduler also gives the root logger a handler, so that the host's own
-`logging.basicConfig()` does nothing.
+`logging.basicConfig()` does nothing. And the first step of an engine puts a native handler in front
+of the host's own for SIGTERM and its like: three seconds after a SIGTERM the process is aborted,
+whatever the host does about the signal.
 
 Why: Three modules call `asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())` when imported,
-and two set `threading._register_atexit` to a function that does nothing. The handler is absl's,
-imported by way of orbax.
+and two set `threading._register_atexit` to a function that does nothing. The logger's
+handler is absl's, imported by way of orbax; the signals' is absl's too, installed by JAX's test
+utilities, which a step imports to count compilations.
 
 What we change: Those modules are imported with the policy, the exit hook and the root logger's
-handlers put back afterwards. A module that the host has imported already is left as it is, and
-its effects with it. A revert undoes nothing: there is nothing to undo. So `is_needed` says what
-an import would do, by looking at the modules' top-level statements without importing them.
+handlers put back afterwards, and `jax._src.test_util` without the signals' handler. A module that
+the host has imported already is left as it is, and its effects with it. A revert undoes nothing:
+there is nothing to undo. So `is_needed` says what an import would do, by looking at the modules'
+top-level statements without importing them.
 
 Remove when: Upstream's modules do neither at import.
 """
@@ -30,6 +34,8 @@ _MODULES = (
     "sgl_jax.srt.entrypoints.engine",
     "sgl_jax.srt.entrypoints.http_server",
 )
+# Upstream imports it in the middle of a step.
+_TEST_UTILITIES = "jax._src.test_util"
 _CHANGES = {"asyncio.set_event_loop_policy", "threading._register_atexit"}
 
 
@@ -57,7 +63,7 @@ def _changes_process(source: str) -> bool:
 
 
 def _import_all() -> None:
-    for name in _MODULES:
+    for name in (*_MODULES, _TEST_UTILITIES):
         _imports.import_quietly(name)
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from patches import _imports
 
 SCRIPT = """
@@ -70,3 +72,32 @@ def test_the_host_keeps_its_own_policy(monkeypatch):
     assert asyncio.events._event_loop_policy is policy
     assert threading._register_atexit is register
     assert root.handlers == before
+
+
+SIGNALS = """
+import os, signal
+caught = []
+signal.signal(signal.SIGTERM, lambda *_: caught.append("by the host"))
+{action}
+import jax._src.test_util  # as upstream does in a step
+os.kill(os.getpid(), signal.SIGTERM)
+print(*caught)
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "native"),
+    [("", True), ("import patches; patches.apply(patches.ALL[:1])", False)],
+    ids=["without", "with"],
+)
+def test_the_hosts_signal_handlers(action: str, native: bool):
+    """JAX's test utilities put a native handler in front of the host's, which aborts the process
+    three seconds later; with the patch only the host's runs."""
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALS.format(action=action)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "by the host\n"
+    assert ("*** SIGTERM received" in done.stderr) == native
