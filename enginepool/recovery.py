@@ -7,7 +7,7 @@ back with the pool's current weights, and never in the middle of a swap.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
@@ -110,25 +110,29 @@ def _sort_out_not_finite(
     version = worker.channel.books.weight_version
     movable = []
     for request in requests:
-        again = request in error.requests and request.not_finite == worker.channel.books.swaps
-        if again:
-            # On two engines, or twice on the only one: it is not the engine.
+        broken = request in error.requests
+        again = broken and request.not_finite == worker.channel.books.swaps
+        if broken:
+            request.not_finite = worker.channel.books.swaps
+            request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
+        if again and not _proven_elsewhere(runtime, worker, besides=request.failures):
+            # On two engines, or twice on the only one, and no other has shown that it is them.
             if not _proven_elsewhere(runtime, worker):
                 for other in runtime.workers:
                     other.channel.books.hopeless = worker.channel.books.swaps
             request.call.finish(request, not_finite(version))
         else:
-            if request in error.requests:
-                request.not_finite = worker.channel.books.swaps
-                request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
             movable.append(request)
     return movable
 
 
-def _proven_elsewhere(runtime: Runtime, worker: EngineWorker) -> bool:
-    """Whether another engine has given finite numbers with the same update of weights."""
+def _proven_elsewhere(
+    runtime: Runtime, worker: EngineWorker, besides: Collection[int] = ()
+) -> bool:
+    """Whether another engine, none of `besides`, has given finite numbers with the same update of
+    weights."""
     update = worker.channel.books.swaps
-    others = (other for other in runtime.workers if other is not worker)
+    others = (w for w in runtime.workers if w is not worker and w.index not in besides)
     return any(other.channel.books.proven == update for other in others)
 
 

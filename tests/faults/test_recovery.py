@@ -114,6 +114,17 @@ def test_weight_that_is_not_finite(pool: EnginePool, expected: list[dict[str, An
     assert "NotFinite" in news(pool, before, "engine_quarantined")[0]["reason"]
 
 
+def test_two_engines_with_weights_that_are_not_finite(
+    pool: EnginePool, expected: list[dict[str, Any]]
+) -> None:
+    """The third has shown that it is not the weights: no request ends for them."""
+    engines = pool.engines
+    faults.spoil_leaf(pool, 0)
+    faults.spoil_leaf(pool, 1)
+    while pool.engines[0] is engines[0] or pool.engines[1] is engines[1]:
+        same(ask(pool), expected)
+
+
 def test_failures_in_a_row(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """The third failure without a finished request in between leads to a rebuild: a new engine
     object that works like the old one."""
