@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 # Two threads that import under guard at once would each save the other's half-way state.
 _lock = threading.RLock()
@@ -37,7 +38,7 @@ def _preserved() -> Iterator[None]:
     policy = asyncio.events._event_loop_policy  # type: ignore[attr-defined]
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
     handlers, level = list(root.handlers), root.level
-    util = importlib.import_module("jax._src.util")
+    util: Any = importlib.import_module("jax._src.util")
     install = util.install_failure_signal_handler
     util.install_failure_signal_handler = lambda *_, **__: None
     try:
