@@ -17,11 +17,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import faults
 from benchmarks.load import Load
-from benchmarks.simulated import SimulatedDevice
+from benchmarks.simulated import SERVER_ARGS, SimulatedDevice
 from benchmarks.synthetic import micro_config, write_model
 from benchmarks.table import plain
 from enginepool import EnginePool
@@ -86,18 +85,10 @@ def _time(pool: EnginePool, engine: int, by: str) -> float:
 
 def throughput(args: argparse.Namespace) -> list[float]:
     """Tokens per second while one engine is out, over those with all, by round."""
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "context_length": 256,
-        "max_total_tokens": 1024,
-        "max_running_requests": 4,
-        "max_prefill_tokens": 64,
-        "chunked_prefill_size": 64,
-    }
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         model = write_model(Path(folder, "model"), micro_config())
         with EnginePool(
-            str(model), devices=args.engines, step_timeout=_STEP_TIMEOUT, **options
+            str(model), devices=args.engines, step_timeout=_STEP_TIMEOUT, **SERVER_ARGS
         ) as pool:
             for engine in pool.engines:
                 SimulatedDevice(engine, args.step_ms / 1000)

@@ -26,19 +26,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulated import SERVER_ARGS
 from benchmarks.synthetic import nano_config, write_model
 from benchmarks.table import CORES, limited_by_cores, plain
 
-_SERVER_ARGS = {
-    "dtype": "float32",
-    "context_length": 256,
-    "max_total_tokens": 1024,
-    "max_running_requests": 4,
-    "max_prefill_tokens": 64,
-    "chunked_prefill_size": 64,
-    "precompile_token_paddings": [64],
-    "precompile_bs_paddings": [4],
-}
 _REQUESTS = 16  # per engine, four at a time
 # Tokens of a prompt and of an output, at least and at most.
 _WORKLOADS = {"decode": ((3, 3), (32, 96)), "mixed": ((16, 96), (8, 48))}
@@ -68,7 +59,7 @@ class Contestant:
             "kind": kind,
             "engines": engines,
             "model": str(model),
-            "server_args": _SERVER_ARGS,
+            "server_args": SERVER_ARGS,
         }
         self._processes = []
         for _ in range(processes):

@@ -12,6 +12,18 @@ from typing import Any
 
 import jax
 
+# An engine for it: four requests at a time, and a KV cache that costs the CPU little.
+SERVER_ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "context_length": 256,
+    "max_total_tokens": 1024,
+    "max_running_requests": 4,
+    "max_prefill_tokens": 64,
+    "chunked_prefill_size": 64,
+    "precompile_token_paddings": [64],
+    "precompile_bs_paddings": [4],
+}
+
 
 class SimulatedDevice:
     """What an engine's device was made to do: steps, and tokens that they advanced."""

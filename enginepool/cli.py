@@ -18,7 +18,7 @@ import typer
 from enginepool.arguments import make_arguments
 from enginepool.complaints import clear_errors, complain
 from enginepool.errors import InvalidRequest
-from enginepool.options import Devices, Dtype, Model, ServerArg, TpSize
+from enginepool.options import Devices, Dtype, Model, ServerArg, TpSize, Warmup, WarmupOption
 from enginepool.prompt_lines import PromptLine, read_jsonl, read_text
 from enginepool.reference.commands import app as reference
 from enginepool.serve.command import SERVE_CONTEXT, admin, serve
@@ -44,14 +44,6 @@ class Format(StrEnum):
     JSONL = "jsonl"
 
 
-class Warmup(StrEnum):
-    """As the argument of EnginePool."""
-
-    SEQUENTIAL = "sequential"
-    PARALLEL = "parallel"
-    NONE = "none"
-
-
 def main() -> None:
     app()
 
@@ -72,7 +64,7 @@ def generate(
     model: Model = None,
     devices: Devices = None,
     tp_size: TpSize = 1,
-    warmup: Annotated[Warmup, typer.Option(help="How programs are compiled.")] = Warmup.SEQUENTIAL,
+    warmup: WarmupOption = Warmup.SEQUENTIAL,
     dtype: Dtype = None,
     max_new_tokens: Annotated[int | None, typer.Option()] = None,
     temperature: Annotated[float | None, typer.Option()] = None,

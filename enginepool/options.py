@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -16,3 +17,14 @@ ServerArg = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE", help="Any other option of ServerArgs; repeatable."),
 ]
+
+
+class Warmup(StrEnum):
+    """As the argument of EnginePool."""
+
+    SEQUENTIAL = "sequential"
+    PARALLEL = "parallel"
+    NONE = "none"
+
+
+WarmupOption = Annotated[Warmup, typer.Option(help="How programs are compiled.")]

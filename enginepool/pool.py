@@ -8,7 +8,6 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable
-from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -21,6 +20,7 @@ from enginepool.devices import DeviceSpec
 from enginepool.errors import InvalidRequest, PoolClosed
 from enginepool.generation import Generation
 from enginepool.runtime import Runtime
+from enginepool.states import PoolState
 from enginepool.weight_calls import WeightCalls
 from enginepool.worker import on_engine_thread
 
@@ -32,14 +32,6 @@ PauseMode = Literal["retract", "in_place", "abort"]
 _numbers = itertools.count()
 # How long `close()` waits for the engines' threads; one that is in a step cannot be ended.
 CLOSE_SECONDS = 60.0
-
-
-class PoolState(Enum):
-    """Where a pool is in its life."""
-
-    UNOPENED = "not open yet"  # the constructor starts nothing; the first call opens
-    OPEN = "open"
-    CLOSED = "closed"  # for good
 
 
 class EnginePool(Generation, WeightCalls):

@@ -17,6 +17,7 @@ from enginepool.admission import Admission
 from enginepool.channel import Channel
 from enginepool.compilation import ExecutableCache
 from enginepool.config import PoolConfig
+from enginepool.counts import Counts
 from enginepool.devices import resolve_devices
 from enginepool.errors import (
     EnginePoolError,
@@ -36,22 +37,6 @@ from enginepool.startup import make_intake, patched, start_workers
 from enginepool.tuning import tuned
 from enginepool.watchdog import watching
 from enginepool.worker import EngineWorker
-
-
-class Counts:
-    """What has ended so far. Added to under the lock; read as it is."""
-
-    def __init__(self) -> None:
-        self.finished = self.aborted = self.prompt_tokens = self.completion_tokens = 0
-        self._lock = threading.Lock()
-
-    def add(self, request: Request) -> None:
-        aborted = (request.finish_reason or {}).get("type") == "abort"
-        with self._lock:
-            self.finished += not aborted
-            self.aborted += aborted
-            self.prompt_tokens += len(request.input_ids)
-            self.completion_tokens += len(request.output_ids)
 
 
 class Runtime:

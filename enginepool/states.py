@@ -1,6 +1,14 @@
-"""What an engine can be doing."""
+"""What a pool and an engine can be doing."""
 
 from enum import Enum
+
+
+class PoolState(Enum):
+    """Where a pool is in its life."""
+
+    UNOPENED = "not open yet"  # the constructor starts nothing; the first call opens
+    OPEN = "open"
+    CLOSED = "closed"  # for good
 
 
 class EngineState(Enum):

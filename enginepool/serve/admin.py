@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
+from enginepool.pool import PauseMode
+from enginepool.quiesce import SwapMode
 from enginepool.serve.documented import ADMIN_ERRORS
 from enginepool.serve.limits import CheckedRoute
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
 
-PauseMode = Literal["retract", "in_place", "abort"]
-SwapMode = Literal["drain", "retract", "abort", "in_place"]
 _UINT32 = (1 << 32) - 1
 
 

@@ -10,7 +10,7 @@ import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import structlog
 import typer
@@ -18,8 +18,11 @@ import typer
 from enginepool.arguments import parse_devices
 from enginepool.complaints import clear_errors, complain
 from enginepool.config import PoolConfig
-from enginepool.options import Devices
+from enginepool.options import Devices, Warmup, WarmupOption
 from enginepool.serve.options import TOKEN_VARIABLE, ServeOptions, parse_ports
+
+if TYPE_CHECKING:
+    from enginepool.pool import EnginePool
 
 SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -34,18 +37,10 @@ class PauseMode(StrEnum):
     ABORT = "abort"
 
 
-class Warmup(StrEnum):
-    """As the argument of EnginePool."""
-
-    SEQUENTIAL = "sequential"
-    PARALLEL = "parallel"
-    NONE = "none"
-
-
 def serve(
     context: typer.Context,
     devices: Devices = None,
-    warmup: Annotated[Warmup, typer.Option(help="How programs are compiled.")] = Warmup.SEQUENTIAL,
+    warmup: WarmupOption = Warmup.SEQUENTIAL,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Of the whole pool; 0 for any that is free.")] = 30000,
     ports: Annotated[
@@ -110,7 +105,6 @@ def serve(
         )
         from enginepool.pool import EnginePool
         from enginepool.serve.flags import parse_upstream_flags
-        from enginepool.serve.server import Server
 
         model, server_args = parse_upstream_flags(context.args)
         pool = EnginePool(
@@ -124,13 +118,20 @@ def serve(
             when_full="raise",
             **server_args,
         )
-        server = Server(pool, options)
-        _log_to_stderr()
-        try:
-            with pool:
-                server.run()
-        finally:
-            server.close()
+        _serve(pool, options)
+
+
+def _serve(pool: EnginePool, options: ServeOptions) -> None:
+    """The ports are taken first: engines take minutes."""
+    from enginepool.serve.server import Server
+
+    server = Server(pool, options)
+    _log_to_stderr()
+    try:
+        with pool:
+            server.run()
+    finally:
+        server.close()
 
 
 def _log_to_stderr() -> None:
