@@ -15,17 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contestant import Contestant
 from benchmarks.simulated import SERVER_ARGS
 from benchmarks.synthetic import nano_config, write_model
 from benchmarks.table import CORES, limited_by_cores, plain
@@ -48,59 +46,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", metavar="FILE", help="write all figures there")
     add("--plot", metavar="FILE", help="write a PNG of throughput and efficiency there")
     return parser.parse_args(argv)
-
-
-class Contestant:
-    """Processes that do a job together; stopped when they have none."""
-
-    def __init__(self, name: str, kind: str, processes: int, engines: int, model: Path) -> None:
-        self.name = name
-        setup = {
-            "kind": kind,
-            "engines": engines,
-            "model": str(model),
-            "server_args": SERVER_ARGS,
-        }
-        self._processes = []
-        for _ in range(processes):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.scaling_peer"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            self._processes.append(process)
-            _write(process, setup)
-            if _read(process) != "ready":
-                raise SystemExit(f"{name} did not start")
-            process.send_signal(signal.SIGSTOP)
-
-    def run(self, job: dict[str, Any]) -> dict[str, float]:
-        share = len(self._processes)
-        for process in self._processes:
-            process.send_signal(signal.SIGCONT)
-        started = time.perf_counter()
-        for index, process in enumerate(self._processes):
-            parts = {name: job[name][index::share] for name in ("prompts", "params")}
-            _write(process, job | parts)
-        answers = [json.loads(_read(process)) for process in self._processes]
-        wall = time.perf_counter() - started
-        for process in self._processes:
-            process.send_signal(signal.SIGSTOP)
-        return {
-            "tokens_per_sec": sum(answer["tokens"] for answer in answers) / wall,
-            "cpu_ms_per_step": statistics.mean(a["cpu_ms_per_step"] for a in answers),
-            "host_rounds_per_sec": sum(answer["host_rounds_per_sec"] for answer in answers),
-            "tokens_per_simulated_second": max(
-                (max(answer["tokens_per_simulated_second"]) for answer in answers), default=0.0
-            ),
-        }
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +75,8 @@ def _contestants(engines: int, model: Path) -> Iterator[list[Contestant]]:
     with ExitStack() as stack:
 
         def start(name: str, kind: str, processes: int, each: int) -> Contestant:
-            contestant = Contestant(name, kind, processes, each, model)
+            cache = model.parent / "compiled"
+            contestant = Contestant(name, kind, processes, each, model, SERVER_ARGS, cache)
             stack.callback(contestant.close)
             return contestant
 
@@ -210,20 +156,6 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
-
-
-def _write(process: subprocess.Popen[str], value: Any) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(value) + "\n")
-    process.stdin.flush()
-
-
-def _read(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"a contestant ended with status {process.wait()}")
-    return line.strip()
 
 
 if __name__ == "__main__":

@@ -38,23 +38,47 @@ class SimulatedDevice:
         """
         self.step_seconds = step_seconds
         self.steps = self.tokens = 0
-        worker = engine.scheduler_info["scheduler"].tp_worker
+        scheduler = engine.scheduler_info["scheduler"]
+        if hasattr(scheduler, "wait_for_device"):
+            self._slow_down_pinned(scheduler)
+        else:
+            self._slow_down_upstream(scheduler.tp_worker)
+
+    def _slow_down_pinned(self, scheduler: Any) -> None:
+        """Where an engine of a pool waits for its device, it waits longer."""
+        wait, turns = scheduler.wait_for_device, scheduler.channel.turns
+
+        @functools.wraps(wait)
+        def slow(result: Any) -> None:
+            with turns.given():
+                wait(result)
+                self._sleep(scheduler.cur_batch.batch_size())
+
+        scheduler.wait_for_device = slow
+
+    def _slow_down_upstream(self, worker: Any) -> None:
+        """Upstream waits within its worker, and after it."""
         forward = worker.forward_batch_generation
 
         @functools.wraps(forward)
         def slow(batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = jax.block_until_ready(forward(batch, *args, **kwargs))
-            time.sleep(self.step_seconds)
-            self.steps += 1
-            self.tokens += batch.real_bs
+            self._sleep(batch.real_bs)
             return result
 
         worker.forward_batch_generation = slow
+
+    def _sleep(self, requests: int) -> None:
+        time.sleep(self.step_seconds)
+        self.steps += 1
+        self.tokens += requests
 
     def reset(self) -> None:
         self.steps = self.tokens = 0
 
     @property
     def tokens_per_simulated_second(self) -> float:
-        """At most the requests of a batch over the step time, or the sleep was skipped."""
-        return self.tokens / (self.steps * self.step_seconds) if self.steps else 0.0
+        """At most the requests of a batch over the step time, or the sleep was skipped; 0 without a
+        sleep."""
+        slept = self.steps * self.step_seconds
+        return self.tokens / slept if slept else 0.0

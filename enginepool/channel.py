@@ -18,6 +18,7 @@ from enginepool.errors import StepTimeout
 from enginepool.jobs import EngineBroken, Jobs, StopEngine
 from enginepool.queue import RequestQueue
 from enginepool.requests import Request, aborted
+from enginepool.turns import Turns
 
 if TYPE_CHECKING:
     from enginepool.scheduler import PinnedScheduler
@@ -36,12 +37,15 @@ class Channel:
         draining: Whether it only finishes what has begun, here or on an engine that failed.
         weightless: Why the engine has no weights to step with, if it has none.
         stepping_since: When the step that runs now began, in `time.perf_counter`, if one does.
+        turns: With other engines; this one has its turn from a step's begin to its end, but for
+            the wait for its device.
         busy_since: When the first step after the last idling began, in `time.perf_counter`.
     """
 
-    def __init__(self, engine_index: int, queue: RequestQueue) -> None:
+    def __init__(self, engine_index: int, queue: RequestQueue, turns: Turns) -> None:
         self.engine_index = engine_index
         self.queue = queue
+        self.turns = turns
         self.scheduler: PinnedScheduler | None = None
         self.leaves: EngineLeaves | None = None
         self.books = Books()
@@ -113,6 +117,7 @@ class Channel:
     def recv_requests(self) -> list[Any]:
         """The step boundary. Always returns an empty list: requests are admitted right here,
         because only here can a resumed one get its outputs put in place."""
+        self.turns.give()
         with self.books.lock:
             self.stepping_since = None
             if self._abandoned is not None:
@@ -129,6 +134,7 @@ class Channel:
                 if self.weightless is None:
                     self._pull()
                 if self.scheduler.has_work():
+                    self.turns.take()
                     self.stepping_since = time.perf_counter()
                     if waited:
                         self.busy_since = self.stepping_since

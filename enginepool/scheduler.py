@@ -46,6 +46,8 @@ class PinnedScheduler(Scheduler):
         self._discard_expert_statistics()
         model_runner = self.tp_worker.worker.model_runner
         self._top_logprobs = TopLogprobs(model_runner)
+        self._compute_logprobs = model_runner.compute_logprobs
+        model_runner.compute_logprobs = self._compute_logprobs_and_wait
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
         channel.scheduler, channel.leaves = self, self.leaves
@@ -91,6 +93,17 @@ class PinnedScheduler(Scheduler):
                     interval = req.sampling_params.stream_interval or self.stream_interval
                     if req.output_ids and len(req.output_ids) % interval == 0:
                         books.publish(request)
+
+    def _compute_logprobs_and_wait(self, *args: Any) -> Any:
+        """Upstream's last program of a step; it would get the result right after this."""
+        logprobs = self._compute_logprobs(*args)
+        self.wait_for_device(logprobs)
+        return logprobs
+
+    def wait_for_device(self, result: Any) -> None:
+        """Wait until a step's results are there. Other engines have their turns meanwhile."""
+        with self.channel.turns.given():
+            result.block_until_ready()
 
     def get_new_batch_prefill(self) -> Any:
         """Admit requests; upstream reserves room for what they may still sample.

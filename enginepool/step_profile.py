@@ -21,10 +21,14 @@ _SCHEDULER = {
     "run_batch": "batch",
     "process_batch_result": "bookkeeping",
     "stream_output": "output",
+    "wait_for_device": "device",
 }
 _WORKER = {"forward_batch_generation": "transfers"}
 _RUNNER = {"forward": "dispatch", "sample": "sampling", "compute_logprobs": "sampling"}
-SECTIONS = ("scheduling", "batch", "transfers", "dispatch", "sampling", "bookkeeping", "output")
+SECTIONS = (
+    *("scheduling", "batch", "transfers", "dispatch", "sampling"),
+    *("device", "bookkeeping", "output"),
+)
 
 
 @dataclass

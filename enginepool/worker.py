@@ -23,6 +23,7 @@ from enginepool.logs import logger
 from enginepool.queue import RequestQueue
 from enginepool.requests import Request
 from enginepool.states import EngineState
+from enginepool.turns import process_turns
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
@@ -80,7 +81,7 @@ class EngineWorker:
     ) -> None:
         self.index = index
         self.devices = tuple(devices)
-        self.channel = Channel(index, queue)
+        self.channel = Channel(index, queue, process_turns())
         self.assembly = Assembly(server_args, self.devices, self.channel)
         self.reason: str | None = None
         self.since = time.time()
@@ -222,6 +223,7 @@ class EngineWorker:
             except StopEngine:
                 return None
             except BaseException as error:
+                self.channel.turns.give()
                 lost = scheduler.leaves.lost_by_owner()
                 if not lost:
                     return error

@@ -33,7 +33,17 @@ from patches import (
 from patches._patch import Patch, PatchError, is_applied
 from patches._table import table
 
-__all__ = ["ALL", "Patch", "PatchError", "apply", "is_applied", "needed", "revert", "table"]
+__all__ = [
+    "ALL",
+    "Patch",
+    "PatchError",
+    "apply",
+    "is_applied",
+    "needed",
+    "optimising",
+    "revert",
+    "table",
+]
 
 ALL: tuple[Patch, ...] = (
     # First: it imports, quietly, what the others patch.
@@ -56,6 +66,11 @@ def needed() -> list[Patch]:
     return [patch for patch in ALL if patch.is_needed()]
 
 
+def optimising() -> bool:
+    """Tell whether the environment lets what only makes steps cheaper be done."""
+    return os.environ.get("ENGINEPOOL_OPTIMISATIONS") != "0"
+
+
 def apply(patches: Sequence[Patch] | None = None) -> list[Patch]:
     """Apply patches that are needed and not yet applied.
 
@@ -71,7 +86,7 @@ def apply(patches: Sequence[Patch] | None = None) -> list[Patch]:
             that this call applied stays applied.
     """
     if patches is None:
-        fast = os.environ.get("ENGINEPOOL_OPTIMISATIONS") != "0"
+        fast = optimising()
         patches = [patch for patch in ALL if fast or not patch.optimisation]
     return _patch.apply(patches)
 

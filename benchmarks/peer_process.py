@@ -1,13 +1,15 @@
-"""One contestant of `benchmarks/scaling.py`, in its own process: a pool, or upstream's Engines.
+"""One contestant (`contestant.py`), in its own process: a pool, or upstream's Engines.
 
 The first line of standard input is a JSON object that says what to build; it answers "ready".
-Every further line is a job, and is answered with a JSON object: what the run took.
+Every further line is a job, and is answered with a JSON object: what the run took. Prompts are
+texts, or lists of token ids.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -25,7 +27,7 @@ from enginepool.devices import resolve_devices
 # How long an idle engine of upstream's sleeps; by itself it would spin and starve its siblings.
 _PARKED_SECONDS = 0.001
 
-Generate = Callable[[list[list[int]], list[dict[str, Any]]], int]
+Generate = Callable[[list[Any], list[dict[str, Any]]], int]
 
 
 def main() -> None:
@@ -43,6 +45,7 @@ def main() -> None:
             device.reset()
             device.step_seconds = job["step_ms"] / 1000
         with _host(job.get("host")) as rounds:
+            before = _peak_mb()
             cpu, started = time.process_time(), time.perf_counter()
             tokens = generate(job["prompts"], job["params"])
             wall, cpu = time.perf_counter() - started, time.process_time() - cpu
@@ -50,7 +53,7 @@ def main() -> None:
         steps = sum(device.steps for device in devices)
         answer = {
             "tokens": tokens,
-            "wall_sec": wall,
+            "grown_mb": _peak_mb() - before,
             "cpu_ms_per_step": 1000 * cpu / steps,
             "host_rounds_per_sec": done / wall,
             "tokens_per_simulated_second": [d.tokens_per_simulated_second for d in devices],
@@ -64,8 +67,9 @@ def _pool(setup: dict[str, Any]) -> tuple[Sequence[Any], Generate, Callable[[], 
 
     pool = EnginePool(setup["model"], devices=setup["engines"], **setup["server_args"]).open()
 
-    def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> int:
-        results = pool.generate_all(input_ids=prompts, sampling_params=params)
+    def generate(prompts: list[Any], params: list[dict[str, Any]]) -> int:
+        texts, ids = _texts_or_ids(prompts)
+        results = pool.generate_all(texts, params, input_ids=ids)
         return sum(result["meta_info"]["completion_tokens"] for result in results)
 
     return pool.engines, generate, pool.flush_cache
@@ -84,12 +88,14 @@ def _upstream(setup: dict[str, Any]) -> tuple[Sequence[Any], Generate, Callable[
         for index, (thread, group) in enumerate(zip(threads, groups, strict=True))
     ]
 
-    def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> int:
+    def generate(prompts: list[Any], params: list[dict[str, Any]]) -> int:
+        texts, ids = _texts_or_ids(prompts)
         futures = [
             thread.submit(
                 engine.generate,
-                input_ids=prompts[index :: len(engines)],
-                sampling_params=params[index :: len(engines)],
+                texts and texts[index :: len(engines)],
+                params[index :: len(engines)],
+                input_ids=ids and ids[index :: len(engines)],
             )
             for index, (thread, engine) in enumerate(zip(threads, engines, strict=True))
         ]
@@ -111,6 +117,15 @@ def _engine(config: PoolConfig, index: int, platform: str) -> Any:
     scheduler: Any = engine.scheduler_info["scheduler"]
     scheduler.on_idle = lambda: time.sleep(_PARKED_SECONDS)
     return engine
+
+
+def _texts_or_ids(prompts: list[Any]) -> tuple[list[Any] | None, list[Any] | None]:
+    return (prompts, None) if isinstance(prompts[0], str) else (None, prompts)
+
+
+def _peak_mb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e6 if sys.platform == "darwin" else 1e3)
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""Peers that are measured turn about, each in processes of its own (`peer_process.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Contestant:
+    """Processes that do a job together; stopped when they have none.
+
+    Upstream's compile once for all of them, in `cache`: there are many.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        processes: int,
+        engines: int,
+        model: Path,
+        server_args: dict[str, Any],
+        cache: Path,
+    ) -> None:
+        self.name = name
+        env = dict(os.environ)
+        if kind == "upstream":
+            env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+            env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        setup = {
+            "kind": kind,
+            "engines": engines,
+            "model": str(model),
+            "server_args": server_args,
+        }
+        self._processes = []
+        for _ in range(processes):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.peer_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=env,
+            )
+            self._processes.append(process)
+            _write(process, setup)
+            if _read(process) != "ready":
+                raise SystemExit(f"{name} did not start")
+            process.send_signal(signal.SIGSTOP)
+
+    def run(self, job: dict[str, Any]) -> dict[str, float]:
+        share = len(self._processes)
+        for process in self._processes:
+            process.send_signal(signal.SIGCONT)
+        started = time.perf_counter()
+        for index, process in enumerate(self._processes):
+            parts = {name: job[name][index::share] for name in ("prompts", "params")}
+            _write(process, job | parts)
+        answers = [json.loads(_read(process)) for process in self._processes]
+        wall = time.perf_counter() - started
+        for process in self._processes:
+            process.send_signal(signal.SIGSTOP)
+        return {
+            "wall_sec": wall,
+            "grown_mb": sum(answer["grown_mb"] for answer in answers),
+            "tokens_per_sec": sum(answer["tokens"] for answer in answers) / wall,
+            "cpu_ms_per_step": statistics.mean(a["cpu_ms_per_step"] for a in answers),
+            "host_rounds_per_sec": sum(answer["host_rounds_per_sec"] for answer in answers),
+            "tokens_per_simulated_second": max(
+                (max(answer["tokens_per_simulated_second"]) for answer in answers), default=0.0
+            ),
+        }
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+def _write(process: subprocess.Popen[str], value: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(value) + "\n")
+    process.stdin.flush()
+
+
+def _read(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"a contestant ended with status {process.wait()}")
+    return line.strip()

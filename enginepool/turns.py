@@ -1,0 +1,80 @@
+"""Engines take turns with the host's part of a step.
+
+The GIL lets one engine's Python run at a time anyway. But a step lets go of it some twenty times,
+at every transfer and dispatch, and whenever several engines want it each of these costs a switch
+of threads and cold caches. Here an engine goes on until it waits for its device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import patches
+
+# Seconds after which an engine that others wait for has lost its turn: its step compiles, or hangs.
+PATIENCE = 0.05
+
+
+class Turns:
+    """So many threads at a time. Thread-safe; a turn belongs to the thread that took it.
+
+    Waiting threads get theirs in the order in which they came. Nobody waits for a thread that
+    keeps its turn for longer than `PATIENCE`; it goes on, without one.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._free = threading.Semaphore(at_once)
+        self._lock = threading.Lock()
+        self._since: dict[int, float] = {}  # by thread: when its turn began, the oldest first
+
+    def take(self) -> None:
+        """Wait for a turn. The thread must not have one."""
+        while not self._free.acquire(timeout=PATIENCE):
+            self._end_overdue()
+        with self._lock:
+            self._since[threading.get_ident()] = time.monotonic()
+
+    def give(self) -> None:
+        """End the thread's turn, if it still has one."""
+        with self._lock:
+            had = self._since.pop(threading.get_ident(), None)
+        if had is not None:
+            self._free.release()
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        """For a wait: others have their turns until the block ends. Nothing is taken back after
+        an error, or for a thread that had none."""
+        had = threading.get_ident() in self._since
+        self.give()
+        yield
+        if had:
+            self.take()
+
+    def _end_overdue(self) -> None:
+        with self._lock:
+            thread, since = next(iter(self._since.items()), (0, time.monotonic()))
+            overdue = time.monotonic() - since > PATIENCE
+            if overdue:
+                del self._since[thread]
+        if overdue:
+            self._free.release()
+
+
+@functools.cache
+def process_turns() -> Turns:
+    """The turns of all pools of the process, which share one GIL.
+
+    Two at a time, so that one can be in JAX's native code while the other has the GIL, if a core is
+    left for everything else.
+    """
+    if not patches.optimising():
+        return Turns(sys.maxsize)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Turns(1 if (cores or 1) <= 2 else 2)
