@@ -118,7 +118,11 @@ def _measure(
             run["tokens_per_sec"] / (row["engines"] * reference["tokens_per_sec"])
             for run, reference in zip(those, runs[one], strict=True)
         )
-        row["limited_by_cores"] = limited_by_cores(engines, row["cpu_ms_per_step"], step_ms)
+        row["of_upstream"] = statistics.median(
+            run["tokens_per_sec"] / (row["engines"] * reference["tokens_per_sec"])
+            for run, reference in zip(those, runs["one upstream Engine"], strict=True)
+        )
+        row["limited_by_cores"] = limited_by_cores(row["engines"], row["cpu_ms_per_step"], step_ms)
         rows.append(row)
     return rows
 

@@ -18,17 +18,28 @@ from typing import Any
 
 from jax._src import cache_key, compilation_cache, compiler
 
+from enginepool.turns import Turns
+
 _thread = threading.local()
 _lock = threading.Lock()
 _users = 0
 _original: Any = None
 
 
+# Seconds for which a warm-up may trace and lower without compiling; then it does not, it hangs.
+_PATIENCE = 60.0
+
+
 class ExecutableCache:
     """Serialized executables by program. Thread-safe; two threads that need the same program
-    at once compile it once."""
+    at once compile it once.
+
+    Attributes:
+        turns: For warm-ups that go on at once: what is Python in one, and XLA's part in others.
+    """
 
     def __init__(self) -> None:
+        self.turns = Turns(1, _PATIENCE)
         self._serialized: dict[bytes, bytes] = {}
         self._compiling: dict[bytes, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -76,17 +87,20 @@ def _compile_and_load(
     backend: Any, module: Any, executable_devices: Any, options: Any, host_callbacks: Any
 ) -> Any:
     cache = getattr(_thread, "cache", None)
+    if cache is None:
+        return _original(backend, module, executable_devices, options, host_callbacks)
     # A host callback is an address baked into the program: such a program is not shared. Nor is
     # any where the host has a persistent cache: an executable that was loaded serializes to one
     # without its functions, and JAX would write that to the host's cache.
-    if (
-        cache is None
-        or backend.platform != "cpu"
-        or host_callbacks
-        or compilation_cache.is_persistent_cache_enabled()
-    ):
+    shared = (
+        backend.platform == "cpu"
+        and not host_callbacks
+        and not compilation_cache.is_persistent_cache_enabled()
+    )
+    with cache.turns.given():
+        if shared:
+            return cache.load_or_compile(backend, module, executable_devices, options)
         return _original(backend, module, executable_devices, options, host_callbacks)
-    return cache.load_or_compile(backend, module, executable_devices, options)
 
 
 def _install() -> None:

@@ -44,7 +44,7 @@ class PinnedScheduler(Scheduler):
         backend: Any = channel
         super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         self._discard_expert_statistics()
-        model_runner = self.tp_worker.worker.model_runner
+        model_runner: Any = self.tp_worker.worker.model_runner
         self._top_logprobs = TopLogprobs(model_runner)
         self._compute_logprobs = model_runner.compute_logprobs
         model_runner.compute_logprobs = self._compute_logprobs_and_wait

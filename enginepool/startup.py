@@ -47,7 +47,8 @@ def start_workers(
 ) -> None:
     """Start the engines' threads and wait until all serve.
 
-    Builds never overlap: they change process-wide state and put it back. Warm-ups do, if asked.
+    Builds never overlap: they change process-wide state and put it back. Warm-ups do, if asked,
+    with each other and with builds.
 
     Args:
         on_engine: Called when an engine serves, for those who show progress.
@@ -61,7 +62,6 @@ def start_workers(
             worker.start()
         for worker in batch:
             _wait(worker, worker.built)
-        for worker in batch:
             worker.warm_up(compile_programs=warmup != "none")
         for worker in batch:
             _wait(worker, worker.warm)

@@ -1,4 +1,4 @@
-"""Engines take turns with the host's part of a step.
+"""Engines take turns with what is Python: the host's part of a step, and of a compilation.
 
 The GIL lets one engine's Python run at a time anyway. But a step lets go of it some twenty times,
 at every transfer and dispatch, and whenever several engines want it each of these costs a switch
@@ -18,24 +18,25 @@ from collections.abc import Iterator
 import patches
 
 # Seconds after which an engine that others wait for has lost its turn: its step compiles, or hangs.
-PATIENCE = 0.05
+STEP_PATIENCE = 0.05
 
 
 class Turns:
     """So many threads at a time. Thread-safe; a turn belongs to the thread that took it.
 
     Waiting threads get theirs in the order in which they came. Nobody waits for a thread that
-    keeps its turn for longer than `PATIENCE`; it goes on, without one.
+    keeps its turn for longer than `patience`, in seconds; it goes on, without one.
     """
 
-    def __init__(self, at_once: int) -> None:
+    def __init__(self, at_once: int, patience: float) -> None:
+        self.patience = patience
         self._free = threading.Semaphore(at_once)
         self._lock = threading.Lock()
         self._since: dict[int, float] = {}  # by thread: when its turn began, the oldest first
 
     def take(self) -> None:
         """Wait for a turn. The thread must not have one."""
-        while not self._free.acquire(timeout=PATIENCE):
+        while not self._free.acquire(timeout=self.patience):
             self._end_overdue()
         with self._lock:
             self._since[threading.get_ident()] = time.monotonic()
@@ -46,6 +47,15 @@ class Turns:
             had = self._since.pop(threading.get_ident(), None)
         if had is not None:
             self._free.release()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """For work as a whole; the thread must not have a turn."""
+        self.take()
+        try:
+            yield
+        finally:
+            self.give()
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
@@ -60,7 +70,7 @@ class Turns:
     def _end_overdue(self) -> None:
         with self._lock:
             thread, since = next(iter(self._since.items()), (0, time.monotonic()))
-            overdue = time.monotonic() - since > PATIENCE
+            overdue = time.monotonic() - since > self.patience
             if overdue:
                 del self._since[thread]
         if overdue:
@@ -69,12 +79,12 @@ class Turns:
 
 @functools.cache
 def process_turns() -> Turns:
-    """The turns of all pools of the process, which share one GIL.
+    """For steps of all pools of the process, which share one GIL.
 
     Two at a time, so that one can be in JAX's native code while the other has the GIL, if a core is
     left for everything else.
     """
     if not patches.optimising():
-        return Turns(sys.maxsize)
+        return Turns(sys.maxsize, STEP_PATIENCE)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Turns(1 if (cores or 1) <= 2 else 2)
+    return Turns(1 if (cores or 1) <= 2 else 2, STEP_PATIENCE)

@@ -200,7 +200,8 @@ class EngineWorker:
         try:
             if self.stopping.is_set():
                 raise StopEngine
-            self.assembly.warm_up(compile_programs=self._warmup)
+            with self._cache.turns.taken():
+                self.assembly.warm_up(compile_programs=self._warmup)
         except BaseException as error:
             self._leave(error)
             return

@@ -6,10 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
 
+import jax
 import pytest
 from support import MakePool
 
-from enginepool import turns
+from enginepool.compilation import ExecutableCache
 from enginepool.turns import Turns, process_turns
 
 SECONDS = 60.0
@@ -41,16 +42,20 @@ class Taker:
         self._future.result(SECONDS)
 
 
+# Longer than any test: no turn is ever overdue.
+PATIENT = 1e6
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No turn is ever overdue."""
-    monkeypatch.setattr(turns, "PATIENCE", 1e6)
+    """Nor is that of an engine's step."""
+    monkeypatch.setattr(process_turns(), "patience", PATIENT)
 
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_so_many_at_a_time(at_once: int) -> None:
-    those = Turns(at_once)
+    those = Turns(at_once, PATIENT)
     first = [Taker(those) for _ in range(at_once)]
     assert all(taker.has.wait(SECONDS) for taker in first)
     last = Taker(those)
@@ -63,27 +68,26 @@ def test_so_many_at_a_time(at_once: int) -> None:
 
 def test_nobody_waits_for_a_thread_that_hangs() -> None:
     """It has lost its turn; that it gives it back later makes no second one."""
-    those = Turns(1)
+    those = Turns(1, 0.01)
     hanging = Taker(those)
     assert hanging.has.wait(SECONDS)
     second = Taker(those)
     assert second.has.wait(SECONDS)
     hanging.end()
     second.end()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "PATIENCE", 1e6)
-        first, last = Taker(those), Taker(those)
-        assert first.has.wait(SECONDS) or last.has.wait(SECONDS)
-        assert not (first.has.wait(0.2) and last.has.wait(0.2))
-        for taker in (first, last):
-            taker.go_on.set()
-        first.end()
-        last.end()
+    those.patience = PATIENT
+    first, last = Taker(those), Taker(those)
+    assert first.has.wait(SECONDS) or last.has.wait(SECONDS)
+    assert not (first.has.wait(0.2) and last.has.wait(0.2))
+    for taker in (first, last):
+        taker.go_on.set()
+    first.end()
+    last.end()
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_wait_gives_the_turn_to_others_and_takes_it_back() -> None:
-    those = Turns(1)
+    those = Turns(1, PATIENT)
     waiting, over = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -106,7 +110,7 @@ def test_a_wait_gives_the_turn_to_others_and_takes_it_back() -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_a_wait_that_fails_leaves_no_turn_behind() -> None:
-    those = Turns(1)
+    those = Turns(1, PATIENT)
 
     def wait() -> None:
         with those.given():
@@ -181,3 +185,32 @@ def test_a_failed_step_keeps_no_turn(make_pool: MakePool) -> None:
     taker = Taker(those)
     assert taker.has.wait(SECONDS)
     taker.end()
+
+
+def test_engines_that_warm_up_together_trace_while_another_compiles() -> None:
+    cache = ExecutableCache()
+    cache.turns.patience = PATIENT
+    load_or_compile = cache.load_or_compile
+    compiling, over = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        compiling.set()
+        assert over.wait(SECONDS)
+        return load_or_compile(*args)
+
+    cache.load_or_compile = slow
+
+    def warm_up() -> int:
+        with cache.sharing(), cache.turns.taken():
+            return int(jax.jit(lambda x: 3 * x)(14))
+
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(warm_up)
+        assert compiling.wait(SECONDS)
+        tracing = Taker(cache.turns)
+        assert tracing.has.wait(SECONDS)
+        over.set()
+        with pytest.raises(TimeoutError):
+            answer.result(0.2)
+        tracing.end()
+        assert answer.result(SECONDS) == 42
