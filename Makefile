@@ -47,8 +47,8 @@ types: setup ## Check types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: bench
-bench: setup ## Wall time of four engines, against one engine and against upstream in threads
-	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.concurrency --num-engines 4 --concurrency 4 --warmup-sequential $(ARGS)
+bench: setup ## The README's table of speed, in about twenty minutes
+	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks $(ARGS)
 
 .PHONY: constraints
 constraints: ## Write both constraints files anew from the newest versions that fit

@@ -78,7 +78,8 @@ def _pool(setup: dict[str, Any]) -> tuple[Sequence[Any], Generate, Callable[[], 
 def _upstream(setup: dict[str, Any]) -> tuple[Sequence[Any], Generate, Callable[[], Any]]:
     import patches
 
-    patches.apply()  # without them engines cannot be built off the main thread
+    # Without repairs engines cannot be built off the main thread; what makes ours faster is ours.
+    patches.apply([patch for patch in patches.ALL if not patch.optimisation])
     config = PoolConfig(setup["model"], server_args=setup["server_args"])
     groups = resolve_devices(setup["engines"], 1)
     # An engine's event loop belongs to the thread that built it, so each engine has its thread.

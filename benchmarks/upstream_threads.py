@@ -22,7 +22,8 @@ from enginepool.devices import resolve_devices
 def main() -> None:
     job = json.load(sys.stdin)
     devices = [group[0] for group in resolve_devices(job["devices"], 1)]
-    patches.apply()  # without them engines cannot be built off the main thread
+    # Without repairs engines cannot be built off the main thread; what makes ours faster is ours.
+    patches.apply([patch for patch in patches.ALL if not patch.optimisation])
     config = PoolConfig(job["model"], server_args=job["server_args"])
     first = min(device.id for device in devices)
     # An engine's event loop belongs to the thread that built it, so each engine has its thread.
