@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 
 from enginepool import routing
@@ -31,6 +32,8 @@ class RequestQueue:
         self._suspects: dict[str, Request] = {}
         self._reserved: dict[str, int] = {}  # the engine that empties itself for a suspect
         self._engines: dict[int, tuple[Callable[[], int], Callable[[], None]]] = {}
+        self._arrival = threading.Condition()
+        self._moving = 0
         self.on_taken: Callable[[], None] | None = None
         self.paused = False
 
@@ -86,6 +89,23 @@ class RequestQueue:
             for shelf in shelves:
                 shelf.clear()
         return requests
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """While a thread brings requests here that an engine has lost."""
+        with self._arrival:
+            self._moving += 1
+        try:
+            yield
+        finally:
+            with self._arrival:
+                self._moving -= 1
+                self._arrival.notify_all()
+
+    def wait_for_arrival(self) -> None:
+        """Wait until no request is on its way here."""
+        with self._arrival:
+            self._arrival.wait_for(lambda: not self._moving)
 
     def owes(self) -> bool:
         """Whether a request that was taken back from an engine still waits here."""

@@ -40,14 +40,14 @@ class Standstill:
     def run(self, job: Callable[[EngineWorker], Any]) -> dict[int, Any]:
         """Run `job(worker)` on every engine's thread, all at once; results by engine index.
 
-        An engine that has stopped for good drops out. The first exception is raised when all
+        An engine that has stopped for good drops out; what it had is in the queue. The first exception is raised when all
         have answered.
         """
         futures = [(w, w.channel.run(lambda w=w: job(w))) for w in self.workers]
         return self.collect(futures)
 
     def collect(self, futures: Sequence[tuple[EngineWorker, Future[Any]]]) -> dict[int, Any]:
-        results, failures = {}, []
+        results, failures, before = {}, [], len(self.workers)
         for worker, future in futures:
             try:
                 results[worker.index] = future.result()
@@ -55,6 +55,8 @@ class Standstill:
                 self.workers.remove(worker)
             except Exception as error:
                 failures.append(error)
+        if len(self.workers) < before:
+            self.runtime.queue.wait_for_arrival()
         if self.runtime.closed:
             raise PoolClosed(f"pool {self.runtime.name!r} was closed")
         if failures:

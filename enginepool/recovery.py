@@ -42,9 +42,10 @@ class Recovery:
 
     def engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
         """A step that began then does not return. On another thread than the engine's."""
-        requests = worker.abandon(since, reason)
-        if requests is not None:
-            self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
+        with self._runtime.queue.moving():
+            requests = worker.abandon(since, reason)
+            if requests is not None:
+                self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
 
     def engine_unloaded(self, requests: list[Request]) -> None:
         self._runtime.resume(requests)

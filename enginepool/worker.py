@@ -245,20 +245,22 @@ class EngineWorker:
         self.change(EngineState.QUARANTINED, reason)
         if isinstance(error, StepTimeout):
             return  # its requests were taken away when it was abandoned
-        requests = self.channel.close(f"engine {self.index} is quarantined: {reason}")
-        self._queue.detach(self.index)
-        self._supervisor.engine_failed(self, error, requests)
+        with self._queue.moving():
+            requests = self.channel.close(f"engine {self.index} is quarantined: {reason}")
+            self._queue.detach(self.index)
+            self._supervisor.engine_failed(self, error, requests)
 
     def _leave(self, error: BaseException | None) -> None:
         """The thread ends."""
         if self._state is not EngineState.QUARANTINED:
             self.change(EngineState.CLOSED, None if error is None else repr(error))
         self.recovering = False
-        requests = self.channel.close(f"engine {self.index} is {self._state.value}")
-        self._queue.detach(self.index)
-        if not self.warm.done():
-            self.warm.set_exception(error or StopEngine())
-        self._supervisor.engine_closed(requests)
+        with self._queue.moving():
+            requests = self.channel.close(f"engine {self.index} is {self._state.value}")
+            self._queue.detach(self.index)
+            if not self.warm.done():
+                self.warm.set_exception(error or StopEngine())
+            self._supervisor.engine_closed(requests)
 
     # On the thread, called by the supervisor
 

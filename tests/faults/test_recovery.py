@@ -179,6 +179,60 @@ def test_missed_swap(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     pool.update_weights(old)
 
 
+def test_failure_while_a_swap_drains(
+    pool: EnginePool, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a failing engine loses is waited for, also on its way back to the queue: no output has
+    tokens of two versions."""
+    import jax.numpy as jnp
+
+    old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
+    begun, draining, updated = threading.Event(), threading.Event(), threading.Event()
+    workers = [faults.scheduler_of(pool, engine).tp_worker for engine in range(3)]
+
+    def fail_at_the_fifth_step(worker: Any) -> None:
+        forward, steps = worker.forward_batch_generation, 0
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps < 5:
+                return forward(*args, **kwargs)
+            begun.set()
+            assert draining.wait(SECONDS)
+            for other in workers:
+                vars(other).pop("forward_batch_generation", None)
+            raise faults.Fault("while it drains")
+
+        worker.forward_batch_generation = failing
+
+    runtime = pool._runtime()
+    resume = runtime.resume
+
+    def slow(requests: Any) -> None:
+        if requests := list(requests):
+            updated.wait(1.0)  # in vain, or the update has passed these by
+        resume(requests)
+
+    monkeypatch.setattr(runtime, "resume", slow)
+    for worker in workers:
+        fail_at_the_fifth_step(worker)
+    with callers(2) as executor:
+        answer = executor.submit(pool.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+        assert begun.wait(SECONDS)
+        flipped = [jnp.flip(leaf) for leaf in old]
+        update = executor.submit(pool.update_weights, flipped, mode="drain")
+        update.add_done_callback(lambda _: updated.set())
+        until(lambda: states(pool).count("draining") == 2)
+        draining.set()
+        result = answer.result(SECONDS)
+        update.result(SECONDS)
+    assert result["output_ids"] == expected[0]["output_ids"]
+    assert len(result["meta_info"]["weight_versions"]) == 1
+    until(lambda: states(pool) == ["serving"] * 3)
+    pool.update_weights(old)
+
+
 def test_call_pinned_to_an_engine(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """What only the failed engine may run waits for it, and goes on with the tokens it has."""
     faults.raise_in_step(pool, 2, at=5)
