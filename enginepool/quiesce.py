@@ -40,8 +40,8 @@ class Standstill:
     def run(self, job: Callable[[EngineWorker], Any]) -> dict[int, Any]:
         """Run `job(worker)` on every engine's thread, all at once; results by engine index.
 
-        An engine that has stopped for good drops out; what it had is in the queue. The first exception is raised when all
-        have answered.
+        An engine that has stopped for good drops out; what it had is in the queue. The first
+        exception is raised when all have answered.
         """
         futures = [(w, w.channel.run(lambda w=w: job(w))) for w in self.workers]
         return self.collect(futures)
