@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from enginepool.turns import usable_cores
+
+CORES = usable_cores()
 
 
 def limited_by_cores(engines: int, cpu_ms_per_step: float, step_ms: float) -> bool:

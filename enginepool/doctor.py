@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from enginepool.config import REFUSED_ENVIRONMENT
+from enginepool.turns import usable_cores
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 # TPU chips by driver generation: one device file a chip, or one a VFIO group.
@@ -67,7 +68,7 @@ def examine(timeout: float = 60.0) -> dict[str, Any]:
     report: dict[str, Any] = {
         "versions": versions(),
         "jax": start_jax([sys.executable, "-c", _START_JAX], timeout),
-        "memory": {"host_bytes": psutil.virtual_memory().total, "cores": _cores()},
+        "memory": {"host_bytes": psutil.virtual_memory().total, "cores": usable_cores()},
         "tpu": {"holders": holders, "processes_not_readable": hidden, "lock_file": lock},
         "patches": needed_patches(),
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
@@ -219,7 +220,3 @@ def show(report: dict[str, Any]) -> None:
     console.print("Problems" if report["problems"] else "No problems found", style="bold")
     for entry in report["problems"]:
         console.print(f"  {entry['problem']}\n    → {entry['remedy']}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

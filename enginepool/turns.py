@@ -86,5 +86,9 @@ def process_turns() -> Turns:
     """
     if not patches.optimising():
         return Turns(sys.maxsize, STEP_PATIENCE)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Turns(1 if (cores or 1) <= 2 else 2, STEP_PATIENCE)
+    return Turns(1 if usable_cores() <= 2 else 2, STEP_PATIENCE)
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

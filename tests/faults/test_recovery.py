@@ -4,7 +4,7 @@ back: by a reset, or by a rebuild where a reset does not help."""
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from liveness import SECONDS, at_rest, callers, running, until
@@ -179,15 +179,19 @@ def test_missed_swap(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     pool.update_weights(old)
 
 
-def test_failure_while_a_swap_drains(
-    pool: EnginePool, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", ["drain", "abort"])
+def test_failure_while_a_swap_waits(
+    pool: EnginePool,
+    expected: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Literal["drain", "abort"],
 ) -> None:
     """What a failing engine loses is waited for, also on its way back to the queue: no output has
     tokens of two versions."""
     import jax.numpy as jnp
 
     old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
-    begun, draining, updated = threading.Event(), threading.Event(), threading.Event()
+    begun, waiting, updated = threading.Event(), threading.Event(), threading.Event()
     workers = [faults.scheduler_of(pool, engine).tp_worker for engine in range(3)]
 
     def fail_at_the_fifth_step(worker: Any) -> None:
@@ -199,10 +203,10 @@ def test_failure_while_a_swap_drains(
             if steps < 5:
                 return forward(*args, **kwargs)
             begun.set()
-            assert draining.wait(SECONDS)
+            assert waiting.wait(SECONDS)
             for other in workers:
                 vars(other).pop("forward_batch_generation", None)
-            raise faults.Fault("while it drains")
+            raise faults.Fault("while it waits")
 
         worker.forward_batch_generation = failing
 
@@ -221,13 +225,17 @@ def test_failure_while_a_swap_drains(
         answer = executor.submit(pool.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
         assert begun.wait(SECONDS)
         flipped = [jnp.flip(leaf) for leaf in old]
-        update = executor.submit(pool.update_weights, flipped, mode="drain")
+        update = executor.submit(pool.update_weights, flipped, mode=mode)
         update.add_done_callback(lambda _: updated.set())
-        until(lambda: states(pool).count("draining") == 2)
-        draining.set()
+        until(lambda: states(pool).count("serving") == 1)  # the others drain, or stand
+        waiting.set()
         result = answer.result(SECONDS)
         update.result(SECONDS)
-    assert result["output_ids"] == expected[0]["output_ids"]
+    if mode == "drain":
+        assert result["output_ids"] == expected[0]["output_ids"]
+    else:
+        assert result["meta_info"]["finish_reason"]["type"] == "abort"
+        assert result["output_ids"] == expected[0]["output_ids"][:4]
     assert len(result["meta_info"]["weight_versions"]) == 1
     until(lambda: states(pool) == ["serving"] * 3)
     pool.update_weights(old)
