@@ -44,9 +44,15 @@ class RequestQueue:
         return [self._suspects, self._resumed, self._fresh, *self._pinned.values()]
 
     def attach(self, engine: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
-        """Register a serving engine: how many requests it holds, and how to wake it."""
+        """Register a serving engine: how many requests it holds, and how to wake it.
+
+        It is to call `take` right after.
+        """
         with self._lock:
             self._engines[engine] = (load, wake)
+            # A suspect that failed on all engines there were is for this one now; the one that
+            # empties itself for it would not take it any more, and keep it from this one.
+            self._reserved.clear()
 
     def detach(self, engine: int) -> None:
         """Forget an engine; what only it may run waits until it is back, or is stranded."""

@@ -133,6 +133,18 @@ def test_what_only_a_detached_engine_could_run_waits_for_it(queue: RequestQueue)
     assert take(queue) == free
 
 
+def test_engine_that_comes_back_gets_a_suspect_that_failed_on_the_others(queue: RequestQueue):
+    """Also when another one has begun to empty itself for it, for want of a better."""
+    attach(queue, 1, 1)
+    (suspect,) = make(1)
+    suspect.alone, suspect.failures = True, {0: "failed", 1: "failed"}
+    queue.put([suspect])
+    assert take(queue, engine=0, load=1) == []
+    queue.attach(2, lambda: 0, lambda: None)
+    assert take(queue, engine=0) == take(queue, engine=1) == []
+    assert take(queue, engine=2) == [suspect]
+
+
 def test_request_passed_over_too_often_goes_first(queue: RequestQueue):
     """However many with cached prefixes come after it."""
     attach(queue, 0)
