@@ -13,11 +13,13 @@ from patches import min_p, request_seed, seeded_sampler, top_p_order
 
 
 @pytest.fixture(autouse=True)
-def no_patches_left():
-    """Every test starts and ends with upstream as it was installed.
+def no_patches_left(monkeypatch):
+    """Every test starts and ends with upstream as it was installed, and `apply()` leaves no patch
+    out, whatever the environment says.
 
     Pools that other tests keep open for the session get their patches back.
     """
+    monkeypatch.delenv("ENGINEPOOL_OPTIMISATIONS", raising=False)
     applied = [patch for patch in patches.ALL if patches.is_applied(patch)]
     patches.revert()
     yield
