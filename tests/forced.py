@@ -90,7 +90,7 @@ LINE = "abcdefghijklmnopqrstuvwxyz"  # and then the end token
 def write_scripted_model(model_dir: Path) -> Path:
     """Write a Llama that follows its script: attention and MLP add nothing, and the output
     matrix maps each byte's embedding to the byte after it."""
-    make_random_model(model_dir, "llama", seed=5, num_layers=1)
+    make_random_model(model_dir, "llama", seed=5, num_layers=1, num_heads=2)
     _, params = read_checkpoint(model_dir)
     params["model.norm.weight"] = np.ones_like(params["model.norm.weight"])
     for name, value in params.items():
@@ -101,7 +101,7 @@ def write_scripted_model(model_dir: Path) -> Path:
     for first, second in _successors():
         head[second] += embedding[first]
     params["lm_head.weight"] = head
-    write_checkpoint(model_dir, params, random_config("llama", 1, 4, 2, np.float32), np.float32)
+    write_checkpoint(model_dir, params, random_config("llama", 1, 2, 2, np.float32), np.float32)
     return model_dir
 
 

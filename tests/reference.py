@@ -81,7 +81,7 @@ def make_random_model(
     seed: int = 0,
     *,
     num_layers: int = 2,
-    num_heads: int = 4,
+    num_heads: int | None = None,
     num_kv_heads: int = 2,
     std: float = 0.15,
     tied: bool | None = None,
@@ -91,6 +91,8 @@ def make_random_model(
 
     Args:
         family: "qwen2" (biases), "qwen3" (q and k norms), "llama", "gemma2" or "qwen3_moe".
+        num_heads: by default 4, and two queries share a key. Qwen3, which most tests run, has 2:
+            sglang-jax's native attention repeats keys and values, and a step takes twice as long.
         num_kv_heads: at least 2 for "qwen2" and "llama"; with 1, sglang-jax's native attention
             refuses the differing shardings of keys and values.
         tied: whether the output matrix is the embedding; by default Llama's is not.
@@ -100,6 +102,7 @@ def make_random_model(
     Returns:
         `model_dir` as a path.
     """
+    num_heads = num_heads or (2 if family == "qwen3" else 4)
     config = random_config(family, num_layers, num_heads, num_kv_heads, dtype, tied)
     rng = np.random.default_rng(seed)
     params = {}

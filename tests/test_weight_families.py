@@ -48,7 +48,9 @@ def test_round_trip(family: str, head: str, tmp_path: Path) -> None:
     arrays: each time every engine answers as the reference does with those weights, and in the
     end as when the pool was started on them."""
     first, second = (
-        make_random_model(tmp_path / str(seed), family, seed, num_layers=1, tied=head == "tied")
+        make_random_model(
+            *(tmp_path / str(seed), family, seed), num_layers=1, num_heads=4, tied=head == "tied"
+        )
         for seed in (1, 2)
     )
     # Stacked experts lie on a mesh of their own, so there a second engine is another case.

@@ -92,15 +92,13 @@ def test_more_work_than_kv_cache(pool: EnginePool, retracted: list[int]) -> None
     gives what it gives alone."""
     expected = alone(pool, PROMPTS, STOPPABLE)
     assert retracted == []
-    assert (
-        sum(len(p) + len(e["output_ids"]) for p, e in zip(PROMPTS, expected, strict=True))
-        > 3 * KV_TOKENS
-    )
+    needed = sum(len(p) + len(e["output_ids"]) for p, e in zip(PROMPTS, expected, strict=True))
+    assert needed > 2 * KV_TOKENS  # three times that is asked for
     results = pool.generate_all(
-        input_ids=PROMPTS * 2, sampling_params=STOPPABLE, return_logprob=True, timeout=SECONDS
+        input_ids=PROMPTS * 3, sampling_params=STOPPABLE, return_logprob=True, timeout=SECONDS
     )
     assert sum(retracted) > 0
-    same(results, expected * 2)
+    same(results, expected * 3)
 
 
 def test_request_that_can_never_fit(pool: EnginePool) -> None:
