@@ -13,6 +13,8 @@ from enginepool.channel import Channel
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
 
+    from enginepool.weights.leaves import EngineLeaves
+
 
 class Assembly:
     """One engine as an object. Everything on the engine's thread.
@@ -37,8 +39,9 @@ class Assembly:
         """Upstream's scheduler, also while the engine gets no jobs; None if there is none."""
         return self.engine.scheduler_info.get("scheduler") if self.engine is not None else None
 
-    def build(self) -> None:
-        self._build(self._server_args)
+    def build(self, source: EngineLeaves | None = None) -> None:
+        """Make the engine, with the weights of another one, if given, instead of reading them."""
+        self._build(self._server_args, source)
 
     def warm_up(self, *, compile_programs: bool) -> None:
         """Compile every program, unless they are to be compiled while serving."""
@@ -74,10 +77,10 @@ class Assembly:
 
             dismantle(self.engine)
 
-    def _build(self, server_args: dict[str, Any]) -> None:
+    def _build(self, server_args: dict[str, Any], source: EngineLeaves | None = None) -> None:
         # Not at the top: importing sgl_jax has side effects that the patches must precede.
         from enginepool.engine import build_engine
 
         started = time.perf_counter()
-        self.engine = build_engine(server_args, self._devices, self._channel)
+        self.engine = build_engine(server_args, self._devices, self._channel, source)
         self.build_seconds = time.perf_counter() - started

@@ -28,6 +28,8 @@ from enginepool.channel import Channel
 from enginepool.errors import EnginePoolError, InvalidConfig
 from enginepool.guest import preserved
 from enginepool.scheduler import PinnedScheduler
+from enginepool.weights.leaves import EngineLeaves
+from enginepool.weights.sibling import loader_from
 
 _NATIVE_ATTENTION_KNOWS_PAGES = (
     "page_size" in inspect.signature(native_backend.forward_attention).parameters
@@ -35,10 +37,14 @@ _NATIVE_ATTENTION_KNOWS_PAGES = (
 
 
 def build_engine(
-    server_args: dict[str, Any], devices: Sequence[jax.Device], channel: Channel
+    server_args: dict[str, Any],
+    devices: Sequence[jax.Device],
+    channel: Channel,
+    source: EngineLeaves | None = None,
 ) -> Engine:
     """Build an Engine whose scheduler the calling thread must run.
 
+    Its weights are copied from `source`, if given, instead of read (`weights/sibling.py`).
     The caller gives it a `tokenizer_manager` and a `loop` before handing it to users. A failure
     leaves nothing behind: no thread, no file, no process-wide state.
     """
@@ -53,12 +59,17 @@ def build_engine(
         _check_pages(args)
         templates = TemplateManager()
         templates.initialize_templates(model_path=args.model_path)
+        load_format = args.load_format
+        if source is not None and load_format != "dummy":
+            loader: Any = loader_from(source, mesh)
+            args.load_format = loader
         scheduler = PinnedScheduler.__new__(PinnedScheduler)
         try:
             scheduler.__init__(args, mesh, channel)
         except BaseException:
             scheduler.abandon()
             raise
+        args.load_format = load_format
     engine: Any = Engine.__new__(Engine)
     engine.server_args = args
     engine.port_args = None

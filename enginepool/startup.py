@@ -48,7 +48,7 @@ def start_workers(
     """Start the engines' threads and wait until all serve.
 
     Builds never overlap: they change process-wide state and put it back. Warm-ups do, if asked,
-    with each other and with builds.
+    with each other and with builds. The first engine reads the weights; the others copy its.
 
     Args:
         on_engine: Called when an engine serves, for those who show progress.
@@ -59,8 +59,7 @@ def start_workers(
     parallel = warmup == "parallel"
     for batch in [workers] if parallel else [[worker] for worker in workers]:
         for worker in batch:
-            worker.start()
-        for worker in batch:
+            worker.start(source=workers[0].channel.leaves)
             _wait(worker, worker.built)
             worker.warm_up(compile_programs=warmup != "none")
         for worker in batch:

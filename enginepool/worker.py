@@ -28,6 +28,8 @@ from enginepool.turns import process_turns
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
 
+    from enginepool.weights.leaves import EngineLeaves
+
 
 _current = threading.local()
 
@@ -95,6 +97,7 @@ class EngineWorker:
         self._supervisor = supervisor
         self._may_warm_up = threading.Event()
         self._warmup = True
+        self._source: EngineLeaves | None = None
         self._thread = threading.Thread(
             target=self._main, name=f"{name}-engine-{index}", daemon=True
         )
@@ -109,7 +112,9 @@ class EngineWorker:
         """Upstream's Engine; see `Assembly`."""
         return self.assembly.engine
 
-    def start(self) -> None:
+    def start(self, source: EngineLeaves | None = None) -> None:
+        """Start the thread, which builds the engine; its weights are copied from `source`."""
+        self._source = source
         self._thread.start()
 
     def warm_up(self, *, compile_programs: bool) -> None:
@@ -186,7 +191,7 @@ class EngineWorker:
 
     def _build(self) -> None:
         try:
-            self.assembly.build()
+            self.assembly.build(self._source)
         except BaseException as error:
             self.change(EngineState.CLOSED, repr(error))
             self.built.set_exception(error)

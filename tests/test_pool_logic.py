@@ -25,6 +25,7 @@ from enginepool.requests import Call, Request
 from enginepool.routing import MIN_SHARED_PREFIX
 from enginepool.runtime import Runtime
 from enginepool.states import EngineState
+from enginepool.weights.leaves import EngineLeaves
 from enginepool.worker import EngineWorker
 
 ROOM = 3
@@ -166,7 +167,7 @@ class ScriptedAssembly(Assembly):
         self.failures = 0
         self.build()
 
-    def build(self) -> None:
+    def build(self, source: EngineLeaves | None = None) -> None:
         engine: Any = SimpleNamespace(scheduler_info={"scheduler": self._make()})
         self.engine = engine
         self._channel.scheduler = self.scheduler

@@ -20,6 +20,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
     Reading is safe from any thread; `replace` and `drop` only between two steps of the engine.
 
     Attributes:
+        devices: Where they lie, in the order of the engine's mesh.
         shared: Leaves that somebody else holds too, and may delete or donate.
     """
 
@@ -27,6 +28,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
         self._runner: Any = model_runner
         flat = nnx.to_flat_state(nnx.state(model_runner.model))
         self._variables = {".".join(map(str, path)): variable for path, variable in flat}
+        self.devices: tuple[jax.Device, ...] = tuple(model_runner.mesh.devices.flat)
         self.shared: set[str] = set()
         self._index = {path: i for i, path in enumerate(self._variables)}
         held = [variable.get_value() for variable in self._variables.values()]

@@ -1,0 +1,97 @@
+"""A later engine's weights: copied from the first one's devices, so that a checkpoint is read once.
+
+Upstream's `load_format` may be a class of loader. Ours is upstream's own, which makes the model,
+with `load_weights` of the model replaced while it runs.
+
+Touches upstream's private methods `_initialize_model` and, where there is one,
+`_warmup_safetensors_cache` of the loader.
+Imports sgl_jax: import it only after the patches are applied.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, Sharding
+from sgl_jax.srt.model_loader.loader import JAXModelLoader
+
+from enginepool.weights.leaves import EngineLeaves
+from enginepool.weights.placement import place
+
+# What the model that this thread loads is to copy, and the mesh where it wants it.
+_copied: ContextVar[tuple[EngineLeaves, Mesh]] = ContextVar("copied")
+
+
+def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader]:
+    """A class of loader for an engine on this mesh, for upstream's `load_format`.
+
+    The leaves have the same values and, on the other devices, the same shardings. A model with
+    other leaves than the source has before it loads (quantized, or made of others while loading)
+    reads the checkpoint, as ever.
+    """
+
+    class SiblingLoader(JAXModelLoader):
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(load_config, mesh)
+
+        @staticmethod
+        def _warmup_safetensors_cache(model_config: Any) -> None:
+            """Upstream would read the files here once more, to have them at hand."""
+
+        def _initialize_model(self, model_config: Any) -> Any:
+            return _that_copies(super()._initialize_model(model_config))
+
+        def load_model(self, model_config: Any) -> Any:
+            token = _copied.set((source, mesh))
+            try:
+                model = super().load_model(model_config)
+            finally:
+                _copied.reset(token)
+            model.__class__ = type(model).__bases__[0]  # `load_weights` is the model's own again
+            return model
+
+    return SiblingLoader
+
+
+@functools.cache  # JAX keeps every class of model that it has seen
+def _that_copies(model_class: Any) -> Any:
+    class Copying(model_class):
+        def load_weights(self, model_config: Any) -> None:
+            if not _copy(self, *_copied.get()):
+                super().load_weights(model_config)
+
+    return Copying
+
+
+def _copy(model: Any, source: EngineLeaves, mesh: Mesh) -> bool:
+    """Fill an empty model with copies; False, and it is still empty, if they do not fit."""
+    state = nnx.state(model)
+    variables = {".".join(map(str, path)): each for path, each in nnx.to_flat_state(state)}
+    wanted = {path: (each.shape, each.dtype) for path, each in variables.items()}
+    there = {path: (spec.shape, spec.dtype) for path, spec in source.specs.items()}
+    devices = dict(zip(source.devices, mesh.devices.flat, strict=True))
+    shardings = {path: _moved(spec.sharding, devices) for path, spec in source.specs.items()}
+    if source.quantized or wanted != there or None in shardings.values():
+        return False
+    for path, variable in variables.items():
+        sharding: Any = shardings[path]
+        variable.set_value(place(source[path], sharding, variable.dtype))
+    nnx.update(model, state)
+    jax.block_until_ready(nnx.state(model))
+    return True
+
+
+def _moved(sharding: Sharding | None, devices: Mapping[Any, Any]) -> Sharding | None:
+    """The same on other devices; None if it is of a kind that cannot be told."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    old = sharding.mesh
+    moved = np.array([devices[device] for device in old.devices.flat]).reshape(old.devices.shape)
+    mesh = Mesh(moved, old.axis_names, axis_types=old.axis_types)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
