@@ -60,7 +60,13 @@ def start_workers(
     for batch in [workers] if parallel else [[worker] for worker in workers]:
         for worker in batch:
             worker.start(source=workers[0].channel.leaves)
-            _wait(worker, worker.built)
+            try:
+                _wait(worker, worker.built)
+            except EngineStartFailed:
+                for earlier in batch:  # one whose warm-up failed has no weights to copy any more
+                    if earlier.warm.done():
+                        _wait(earlier, earlier.warm)
+                raise
             worker.warm_up(compile_programs=warmup != "none")
         for worker in batch:
             _wait(worker, worker.warm)
