@@ -38,7 +38,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def say(word: str) -> None:
-    print(word, flush=True)
+    print(f"{word}\n", end="", flush=True)  # in one write: several threads say something
 
 
 def at_rest(pool: Any) -> bool:
