@@ -53,7 +53,8 @@ def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader]:
                 model = super().load_model(model_config)
             finally:
                 _copied.reset(token)
-            model.__class__ = type(model).__bases__[0]  # `load_weights` is the model's own again
+            # `load_weights` is the model's own again, if it was replaced.
+            model.__class__ = getattr(type(model), "copied_class", type(model))
             return model
 
     return SiblingLoader
@@ -62,6 +63,8 @@ def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader]:
 @functools.cache  # JAX keeps every class of model that it has seen
 def _that_copies(model_class: Any) -> Any:
     class Copying(model_class):
+        copied_class = model_class
+
         def load_weights(self, model_config: Any) -> None:
             if not _copy(self, *_copied.get()):
                 super().load_weights(model_config)
