@@ -56,6 +56,8 @@ def test_once(
             assert {device for leaf in leaves.values() for device in leaf.devices()} == set(
                 leaves.devices
             )
+        schedulers = [faults.scheduler_of(pool, i) for i in range(len(pool.engines))]
+        assert len({type(s.tp_worker.worker.model_runner.model) for s in schedulers}) == 1
         assert [e.server_args.load_format for e in pool.engines] == ["auto"] * len(pool.engines)
 
 
