@@ -25,14 +25,15 @@ class TopLogprobs:
 
     def __init__(self, model_runner: Any) -> None:
         self._original = model_runner.compute_logprobs
-        self._width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
+        width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
         self._latest: tuple[jax.Array, jax.Array] | None = None
         self.wanted = False
         replicated = NamedSharding(model_runner.mesh, PartitionSpec(None, None))
 
+        # Without `self`: in a cycle the last step's arrays would outlive a closed engine.
         @jax.jit
         def top(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jax.lax.top_k(jax.sharding.reshard(logprobs, replicated), self._width)
+            return jax.lax.top_k(jax.sharding.reshard(logprobs, replicated), width)
 
         self._top = top
         model_runner.compute_logprobs = self._compute

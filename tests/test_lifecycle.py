@@ -225,6 +225,21 @@ def test_repr(unopened: MakeUnopened) -> None:
     assert repr(pool) == f"<EnginePool {pool.name!r} [closed]>"
 
 
+def test_close_gives_device_memory_back(unopened: MakeUnopened) -> None:
+    """When `close` has returned no array of the engines is left, not even until the next garbage
+    collection; nor of one that was warmed up and never used."""
+    before = jax.live_arrays()  # held, so that no new array can have the id of one of these
+    pool = unopened(3, warmup="sequential")
+    pool.generate("12+7=", {"max_new_tokens": 4}, return_logprob=True, top_logprobs_num=2)
+    gc.disable()
+    try:
+        pool.close()
+        left = {id(array): array for array in jax.live_arrays()}
+        assert [left[i].shape for i in left.keys() - {id(array) for array in before}] == []
+    finally:
+        gc.enable()
+
+
 def live_bytes() -> int:
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
