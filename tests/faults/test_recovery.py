@@ -1,11 +1,13 @@
 """Whatever breaks in an engine, every prompt is answered as without the fault, and the engine comes
 back: by a reset, or by a rebuild where a reset does not help."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import pytest
 from liveness import SECONDS, at_rest, callers, running, until
 from support import SMALL, same
@@ -144,6 +146,29 @@ def test_failures_in_a_row(pool: EnginePool, expected: list[dict[str, Any]]) -> 
         ("reset", 2),
         ("rebuild", 3),
     ]
+
+
+def test_rebuilds_do_not_add_up(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """Two rebuilds of an engine leave no device memory behind, not even until the next automatic
+    garbage collection: there may be no room for the weights twice."""
+    device = jax.devices()[1]
+
+    def device_bytes() -> int:
+        arrays = [array for array in jax.live_arrays() if device in array.devices()]
+        return sum(array.nbytes for array in arrays)
+
+    before = device_bytes()
+    gc.disable()
+    try:
+        for _ in range(2):
+            engine = pool.engines[1]
+            faults.spoil_leaf(pool, 1)
+            while pool.engines[1] is engine:
+                same(ask(pool), expected)
+            until(lambda: states(pool)[1] == "serving")
+            assert device_bytes() < before + 10_000  # of a megabyte or more that weights take
+    finally:
+        gc.enable()
 
 
 def test_step_that_does_not_return(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
