@@ -10,7 +10,6 @@ Imports sgl_jax: import it only after the patches are applied.
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -121,5 +120,3 @@ def dismantle(engine: Engine) -> None:
         if set(array.devices()) <= devices:
             penalties.pop(key, None)
     scheduler.abandon()
-    del scheduler
-    gc.collect()  # an engine that was rebuilt has its weights in a cycle, too

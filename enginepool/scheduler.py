@@ -217,7 +217,7 @@ class PinnedScheduler(Scheduler):
         """Drop everything; also what a constructor that failed half way has made.
 
         Scheduler, worker and model runner refer to each other and to compiled programs: an
-        explicit cut frees the arrays now, not at some later garbage collection.
+        explicit cut frees the arrays now. A garbage collection would stop the other engines.
         """
         worker = getattr(self, "tp_worker", None)
         if self.channel.leaves is not None:

@@ -225,11 +225,16 @@ def test_repr(unopened: MakeUnopened) -> None:
     assert repr(pool) == f"<EnginePool {pool.name!r} [closed]>"
 
 
-def test_close_gives_device_memory_back(unopened: MakeUnopened) -> None:
+@pytest.mark.parametrize(
+    ("model", "warmup"), [("qwen3", "sequential"), ("qwen3_moe", "none"), ("gemma2", "none")]
+)
+def test_close_gives_device_memory_back(
+    unopened: MakeUnopened, model_dir: Callable[[str], Path], model: str, warmup: str
+) -> None:
     """When `close` has returned no array of the engines is left, not even until the next garbage
     collection; nor of one that was warmed up and never used."""
     before = jax.live_arrays()  # held, so that no new array can have the id of one of these
-    pool = unopened(3, warmup="sequential")
+    pool = unopened(3, model_dir(model), warmup=warmup)
     pool.generate("12+7=", {"max_new_tokens": 4}, return_logprob=True, top_logprobs_num=2)
     gc.disable()
     try:

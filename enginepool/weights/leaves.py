@@ -100,8 +100,13 @@ class EngineLeaves(Mapping[str, jax.Array]):
         return self.replace(missing)
 
     def forget(self) -> None:
-        """Let all of them go, with the engine; only `specs` can be read from here on."""
+        """Let all of them go, with the engine; only `specs` can be read from here on.
+
+        One by one: listing them, flax leaves the Variables behind in a cycle.
+        """
         self._runner = None
+        for variable in self._variables.values():
+            variable.set_value(None)
         self._variables.clear()
 
     def lost(self) -> list[str]:
