@@ -275,6 +275,38 @@ def cards(model: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"left": left}
 
 
+def idle(model: str, options: dict[str, Any]) -> dict[str, float]:
+    """Which part of a core the process takes while its engines have nothing to do: at rest, and
+    paused with requests that run and requests that wait."""
+    from enginepool import EnginePool
+
+    shares = {}
+    with EnginePool(model, devices=2, **options) as pool:
+        pool.generate_all(["12+7="] * 8, SHORT)
+        shares["at rest"] = idle_share()
+        for mode in ("in_place", "retract"):
+            stream = pool.stream(input_ids=[[65, 66 + i] for i in range(12)], sampling_params=LONG)
+            next(stream)
+            pool.pause_generation(mode)
+            shares[mode] = idle_share()
+            shares[f"{mode}, running"] = pool.stats()["running"]
+            pool.continue_generation()
+            stream.close()
+    return shares
+
+
+def idle_share() -> float:
+    """CPU time of the whole process over wall time, after a rest. The least of three windows: what
+    a busy machine does can only add to it, and what spins is in every one."""
+    time.sleep(1.0)
+    shares = []
+    for _ in range(3):
+        wall, cpu = time.perf_counter(), time.process_time()
+        time.sleep(1.0)
+        shares.append((time.process_time() - cpu) / (time.perf_counter() - wall))
+    return min(shares)
+
+
 def start(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """What importing enginepool and making a pool has started, in a process without JAX."""
     hooks = [asyncio.get_event_loop_policy(), threading._register_atexit]  # type: ignore
@@ -305,6 +337,7 @@ PROGRAMS: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "guest": guest,
     "upstream": upstream,
     "cards": cards,
+    "idle": idle,
     "start": start,
 }
 

@@ -1,44 +1,12 @@
 """A pool leaves its process as it found it; upstream's own start-up, the same way looked at, does
 not. Each program runs in a process of its own (guest_script.py)."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from liveness import SECONDS
-from support import SMALL
-
-from enginepool import toy
-
-SCRIPT = Path(__file__).with_name("guest_script.py")
-
-
-class Program:
-    """A program of guest_script.py that has been started."""
-
-    def __init__(self, name: str, **options: Any) -> None:
-        arguments = [name, toy.checkpoint(), json.dumps(SMALL | options)]
-        self._process = subprocess.Popen(
-            # -P: or the folder tests/patches would stand before the package patches.
-            [sys.executable, "-P", SCRIPT, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def report(self) -> tuple[dict[str, Any], str]:
-        """What it found, and whatever it printed beside that."""
-        try:
-            out, err = self._process.communicate(timeout=3 * SECONDS)
-        finally:
-            self._process.kill()
-        assert self._process.returncode == 0, err
-        *printed, last = out.strip().splitlines()
-        return json.loads(last), "\n".join(printed) + err
+from programs import Program
 
 
 def new_values(difference: dict[str, list[dict[str, Any]]]) -> list[str]:
