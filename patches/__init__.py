@@ -21,6 +21,7 @@ from patches import (
     batch_transfers,
     compile_cache,
     import_side_effects,
+    metadata_check,
     min_p,
     min_p_ignored,
     penalties_after_retract,
@@ -58,6 +59,7 @@ ALL: tuple[Patch, ...] = (
     min_p_ignored.PATCH,
     penalties_after_retract.PATCH,
     batch_transfers.PATCH,
+    metadata_check.PATCH,
 )
 
 

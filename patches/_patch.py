@@ -33,6 +33,7 @@ class Target:
             takes and returns the plain function.
         parameters: The parameter names the original must have; None for what is no function.
         optional: Upstream versions without this binding do not have the defect.
+        inherited: The class has it from a base, which stays as it is.
     """
 
     module: str
@@ -40,6 +41,7 @@ class Target:
     replace: Callable[[Any], Any]
     parameters: tuple[str, ...] | None = None
     optional: bool = False
+    inherited: bool = False
 
     @property
     def path(self) -> str:
@@ -66,6 +68,8 @@ class Target:
         """
         # vars(), not getattr: a descriptor must come back as it is stored.
         found = vars(self.holder()).get(self.name)
+        if found is None and self.inherited:
+            found = getattr(self.holder(), self.name, None)
         if found is None and not self.optional:
             raise PatchError(f"{self.path}: upstream has no {self.name}")
         if found is not None and self.parameters is not None:
@@ -167,7 +171,10 @@ class _Binding:
             )
 
     def restore(self) -> None:
-        setattr(self.holder, self.target.name, self.original)
+        if self.target.inherited:
+            delattr(self.holder, self.target.name)
+        else:
+            setattr(self.holder, self.target.name, self.original)
 
 
 # Protects the decision whether a patch is applied, and the registry: several pools may open

@@ -2,18 +2,19 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from support import MakePool
 
 import patches
 from enginepool import EnginePool
-from patches import batch_transfers
+from patches import batch_transfers, metadata_check
 from patches._patch import module
 
 OPTIMISATIONS = [patch for patch in patches.ALL if patch.optimisation]
@@ -85,6 +86,42 @@ def test_transfers(upstream: Any) -> None:
                 np.testing.assert_array_equal(one, other)
             single = upstream.device_array(arrays[0] + add, sharding=sharding)
             np.testing.assert_array_equal(single, arrays[0] + add)
+
+
+@pytest.fixture
+def backend() -> Iterator[Callable[[Any], Any]]:
+    """Makes attention backends as upstream's are: with metadata that flax has seen already."""
+    base = module("sgl_jax.srt.layers.attention.base_attn_backend").AttentionBackend
+
+    class Backend(base):
+        def __init__(self, metadata: Any) -> None:
+            self.forward_metadata = metadata
+
+        def get_forward_metadata(self, batch: Any) -> None: ...
+
+    applied = patches.is_applied(metadata_check.PATCH)
+    patches.revert([metadata_check.PATCH])
+    yield Backend
+    patches.revert([metadata_check.PATCH])
+    patches.apply([metadata_check.PATCH] if applied else [])
+
+
+def test_metadata(backend: Callable[[Any], Any]) -> None:
+    """What a step gives attention stands there, for flax just as if flax had looked through it;
+    something of another kind is examined, and refused as without the patch."""
+
+    def outcome() -> tuple[str, Any]:
+        kernel, native = backend(nnx.data((np.zeros(2),))), backend(None)
+        kernel.forward_metadata, native.forward_metadata = (np.ones(2),), None
+        with pytest.raises(ValueError, match="static attribute 'forward_metadata'") as refused:
+            native.forward_metadata = jax.numpy.ones(2)
+        graph, state = nnx.split(kernel)
+        assert jax.tree.leaves(state)[0].tolist() == [1.0, 1.0]
+        return str(refused.value), graph
+
+    right = outcome()
+    patches.apply([metadata_check.PATCH])
+    assert outcome() == right
 
 
 def _mesh(first: int, devices: int) -> Mesh:
