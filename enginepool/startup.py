@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import patches
@@ -14,6 +14,7 @@ from enginepool.errors import EngineStartFailed
 from enginepool.intake import Intake, Limits
 from enginepool.logs import logger
 from enginepool.tokenizer import Tokenizer, generation_defaults
+from enginepool.tuning import frozen
 from enginepool.worker import EngineWorker
 
 _lock = threading.Lock()
@@ -49,6 +50,8 @@ def start_workers(
 
     Builds never overlap: they change process-wide state and put it back. Warm-ups do, if asked,
     with each other and with builds. The first engine reads the weights; the others copy its.
+    Tracing makes objects enough for full garbage collections, which would look through all that
+    the host has; until the end they pass over what an engine's build finds.
 
     Args:
         on_engine: Called when an engine serves, for those who show progress.
@@ -56,22 +59,28 @@ def start_workers(
     Raises:
         EngineStartFailed: For the first engine that did not start; the caller closes the others.
     """
-    parallel = warmup == "parallel"
-    for batch in [workers] if parallel else [[worker] for worker in workers]:
-        for worker in batch:
-            worker.start(source=workers[0].channel.leaves)
-            try:
-                _wait(worker, worker.built)
-            except EngineStartFailed:
-                for earlier in batch:  # one whose warm-up failed has no weights to copy any more
-                    if earlier.warm.done():
-                        _wait(earlier, earlier.warm)
-                raise
-            worker.warm_up(compile_programs=warmup != "none")
-        for worker in batch:
-            _wait(worker, worker.warm)
-            if on_engine is not None:
-                on_engine(worker)
+    batches = [workers] if warmup == "parallel" else [[worker] for worker in workers]
+    with ExitStack() as until_all_serve:
+        for batch in batches:
+            for worker in batch:
+                worker.start(source=workers[0].channel.leaves)
+                _wait_for_build(worker, batch)
+                until_all_serve.enter_context(frozen())
+                worker.warm_up(compile_programs=warmup != "none")
+            for worker in batch:
+                _wait(worker, worker.warm)
+                if on_engine is not None:
+                    on_engine(worker)
+
+
+def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None:
+    try:
+        _wait(worker, worker.built)
+    except EngineStartFailed:
+        for earlier in batch:  # one whose warm-up failed has no weights to copy any more
+            if earlier.warm.done():
+                _wait(earlier, earlier.warm)
+        raise
 
 
 def make_intake(workers: Sequence[EngineWorker]) -> Intake:

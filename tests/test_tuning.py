@@ -1,4 +1,5 @@
-"""What `tune_host=True` does to the process while a pool is open, and that nothing of it stays."""
+"""What a pool does to the process while it opens, and with `tune_host=True` while it is open; and
+that nothing of it stays."""
 
 import gc
 import sys
@@ -39,6 +40,32 @@ def test_pool(model_dir: Callable[[str], Path]) -> None:
     with EnginePool(path, devices=1, tune_host=True, **SMALL):
         assert sys.getswitchinterval() < found[0]
         assert frozen()
+    assert state() == found
+
+
+def test_opening(model_dir: Callable[[str], Path]) -> None:
+    """Until all engines serve, garbage collections pass over what the host has."""
+    found = state()
+    seen = []
+    pool = EnginePool(str(model_dir("qwen3")), devices=2, warmup="none", **SMALL)
+    try:
+        pool.open(on_engine=lambda _: seen.append(frozen()))
+        assert seen == [True, True]
+        assert state() == found
+    finally:
+        pool.close()
+
+
+def test_opening_fails(model_dir: Callable[[str], Path]) -> None:
+    """Nothing stays when the second engine does not start."""
+    found = state()
+    path = str(model_dir("qwen3"))
+
+    def stop(engine: object) -> None:
+        raise RuntimeError("the host's own")
+
+    with pytest.raises(RuntimeError, match="the host's own"):
+        EnginePool(path, devices=2, warmup="none", **SMALL).open(on_engine=stop)
     assert state() == found
 
 
