@@ -92,6 +92,10 @@ def _startup(rounds: int) -> Iterator[tuple[str, str]]:
             f"4 engines' first token over one's, nothing compiled, warmup={warmup}",
             f"{ratio:.2f}",
         )
+        if warmup == "sequential":
+            warmups = [run["warmup"] for run in runs["4"]["cold"]]
+            ratio = statistics.median(statistics.mean(w[1:]) / w[0] for w in warmups)
+            yield "engines 2 to 4's warm-up over the first's, one after the other", f"{ratio:.2f}"
 
 
 def _run(name: str, rounds: int, *options: str, rounds_option: str = "--rounds") -> Any:
