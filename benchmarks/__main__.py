@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.startup import later_warmups
 from benchmarks.table import CORES
 
 _ENGINES = (4, 8)
@@ -93,9 +94,10 @@ def _startup(rounds: int) -> Iterator[tuple[str, str]]:
             f"{ratio:.2f}",
         )
         if warmup == "sequential":
-            warmups = [run["warmup"] for run in runs["4"]["cold"]]
-            ratio = statistics.median(statistics.mean(w[1:]) / w[0] for w in warmups)
-            yield "engines 2 to 4's warm-up over the first's, one after the other", f"{ratio:.2f}"
+            yield (
+                "engines 2 to 4's warm-up over the first's, one after the other",
+                f"{later_warmups(runs['4']['cold']):.2f}",
+            )
 
 
 def _run(name: str, rounds: int, *options: str, rounds_option: str = "--rounds") -> Any:

@@ -107,12 +107,12 @@ def _row(
         seconds = [run["seconds"] for run in runs]
         ratios = [s / one["seconds"] for s, one in zip(seconds, first[kind], strict=True)]
         cells += [f"{statistics.median(seconds):.2f}", f"{statistics.median(ratios):.2f}"]
-    others = [
-        statistics.mean(run["warmup"][1:]) / run["warmup"][0]
-        for run in kinds["cold"]
-        if engines > 1
-    ]
-    return [*cells, f"{100 * statistics.median(others):.0f} %" if others else ""]
+    return [*cells, f"{100 * later_warmups(kinds['cold']):.0f} %" if engines > 1 else ""]
+
+
+def later_warmups(runs: Sequence[dict[str, Any]]) -> float:
+    """How long the warm-ups of engines after the first take, over the first's."""
+    return statistics.median(statistics.mean(r["warmup"][1:]) / r["warmup"][0] for r in runs)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_opening(model_dir: Callable[[str], Path]) -> None:
 
 
 def test_opening_fails(model_dir: Callable[[str], Path]) -> None:
-    """Nothing stays when the second engine does not start."""
+    """Nothing stays when it ends half way."""
     found = state()
     path = str(model_dir("qwen3"))
 

@@ -119,7 +119,7 @@ class HuggingFaceMapping:
             tensor = jax.ShapeDtypeStruct(guess, spec.dtype)
             try:
                 result = self.result_shape(path, dict.fromkeys(self.names[path], tensor))
-            except Exception:
+            except Exception:  # whatever upstream raises for a tensor that it cannot use
                 continue
             if result == spec.shape:
                 return guess
