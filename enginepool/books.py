@@ -51,8 +51,30 @@ class Books:
         )
 
     def cache_key(self, request: Request) -> str | None:
-        """The prefix cache's namespace: entries of other weights are never found."""
-        return f"{self.swaps}/{request.extra_key or ''}" if self.swaps else request.extra_key
+        """The prefix cache's namespace: entries of other weights are never found.
+
+        Of the weights that the engine has now. A request that has KV cache when weights are
+        replaced keeps the key it was prefilled under, so what it adds stays out of the new
+        namespace; see `PinnedScheduler.get_new_batch_prefill`.
+        """
+        if not self.swaps and request.extra_key is None:
+            return None
+        return f"{self.swaps}/{request.extra_key or ''}"
+
+    def prefilled(self, request: Request, *, goes_on: bool) -> None:
+        """A step computes KV cache of the prompt, in whole or, for a chunk, in part."""
+        if request.output_ids or (request.req is not None and request.req.output_ids):
+            return  # it resumes; what its first token was sampled from is known
+        if not goes_on:
+            request.prompt_weight_versions = []
+        if self.weight_version not in request.prompt_weight_versions:
+            request.prompt_weight_versions.append(self.weight_version)
+
+    def sampled_first(self, request: Request, req: Any) -> None:
+        """The first token is there; later admissions would count the outputs as cached, too."""
+        request.first_token_at = time.perf_counter()
+        if request.cached_tokens is None:
+            request.cached_tokens = req.cached_tokens
 
     def set_version(self, version: int | str) -> None:
         """Tokens from here on come from other weights; those so far are booked on the old."""
@@ -129,7 +151,5 @@ class Books:
         request.absorb(
             list(req.output_ids), list(req.output_token_logprobs_val), self.weight_version
         )
-        if request.cached_tokens is None:  # later admissions would count the outputs as well
-            request.cached_tokens = req.cached_tokens
         if not keep:
             request.req = None

@@ -75,6 +75,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
     weight_versions: list[list[Any]] = field(default_factory=list)
+    prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
     req: Any = None  # upstream's request, while an engine has it
     engine_index: int | None = None

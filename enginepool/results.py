@@ -61,6 +61,7 @@ def _as_dict(
         "sample_index": request.sample_index,
         "weight_version": spans[-1][2] if spans else request.call.weight_version,
         "weight_versions": spans,
+        "prompt_weight_versions": list(request.prompt_weight_versions),
     }
     if final:
         meta["e2e_latency"] = request.finished_at - request.created

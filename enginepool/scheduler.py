@@ -10,7 +10,6 @@ import copy
 import math
 import sys
 import threading
-import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +85,7 @@ class PinnedScheduler(Scheduler):
                 if request is None:
                     continue
                 if not request.first_token_at and req.output_ids:
-                    request.first_token_at = time.perf_counter()
+                    books.sampled_first(request, req)
                 if req.finished():
                     books.deliver(request, req)
                 elif req.stream:
@@ -110,15 +109,34 @@ class PinnedScheduler(Scheduler):
 
         For one that comes back with outputs upstream reserves `max_new_tokens` beside the outputs
         it has, more than it can need: a long one would not fit an empty engine, and wait for ever.
+
+        Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
+        weights of this moment have computed, whichever they were when it came here.
         """
-        resumed = [(req.sampling_params, len(req.output_ids)) for req in self.waiting_queue]
+        held = self.channel.books.held
+        waiting = list(self.waiting_queue)
+        for req in waiting:
+            if (request := held.get(req.rid)) is not None:
+                req.extra_key = self.channel.books.cache_key(request)
+        in_chunks = [req for req in self.chunked_reqs if req is not None]
+        resumed = [(req.sampling_params, len(req.output_ids)) for req in waiting]
         for params, sampled in resumed:
             params.max_new_tokens -= sampled
         try:
-            return super().get_new_batch_prefill()
+            batch = super().get_new_batch_prefill()
         finally:
             for params, sampled in resumed:
                 params.max_new_tokens += sampled
+        if batch is not None:
+            self._note_prefilled(batch, waiting, in_chunks)
+        return batch
+
+    def _note_prefilled(self, batch: Any, waiting: list[Any], in_chunks: list[Any]) -> None:
+        books = self.channel.books
+        for req in [req for info in batch.reqs_info for req in info.reqs or ()]:
+            goes_on = req in in_chunks
+            if (goes_on or req in waiting) and (request := books.held.get(req.rid)) is not None:
+                books.prefilled(request, goes_on=goes_on)
 
     # What the channel calls, on this thread
 
