@@ -8,6 +8,7 @@ EnginePoolError
 ├── EnginesDiffer                   engines that should have the same weights do not
 ├── QueueFull                       more requests wait than max_queued; nothing has started
 ├── PoolClosed                      the pool is closed; a closed pool cannot be opened again
+├── PatchFailed                     a repair of upstream does not fit the installed sglang-jax
 ├── EngineStartFailed               an engine could not be built or warmed up
 ├── StepTimeout                     a step of an engine does not return
 ├── NotFinite                       an engine's log-probabilities are not finite numbers
@@ -88,6 +89,12 @@ class QueueFull(EnginePoolError):
 
 class PoolClosed(EnginePoolError):
     """Raised when a closed pool is used, and by calls that were waiting when it closed."""
+
+
+class PatchFailed(EnginePoolError):
+    """Raised by `open()` when a patch does not fit the installed sglang-jax, and by `close()` when
+    somebody replaced the same place since; `__cause__` is the `patches.PatchError`, which names
+    the place. `python -m patches` shows which patches are needed."""
 
 
 class EngineStartFailed(EnginePoolError):

@@ -7,6 +7,7 @@ back with the pool's current weights, and never in the middle of a swap.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,9 @@ class Recovery:
         self._times: dict[int, list[float]] = {}  # of failures, by engine
 
     def engine_failed(
-        self, worker: EngineWorker, error: BaseException, requests: list[Request]
+        self, worker: EngineWorker, error: BaseException, trace: str, requests: list[Request]
     ) -> None:
-        self._lost("engine_quarantined", worker, error, requests)
+        self._lost("engine_quarantined", worker, error, requests, exception=trace)
 
     def engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
         """A step that began then does not return. On another thread than the engine's."""
@@ -61,10 +62,15 @@ class Recovery:
         return recover(self._runtime, worker, error, lambda: self._count(worker))
 
     def _lost(
-        self, event: str, worker: EngineWorker, error: BaseException, requests: list[Request]
+        self,
+        event: str,
+        worker: EngineWorker,
+        error: BaseException,
+        requests: list[Request],
+        **about: str,
     ) -> None:
         self._runtime.events.add(
-            event, worker, level="warning", reason=worker.reason, requests=len(requests)
+            event, worker, level="warning", reason=worker.reason, requests=len(requests), **about
         )
         self._runtime.resume(sort_out(self._runtime, worker, error, requests))
 
@@ -166,7 +172,11 @@ def recover(
                 worker.enter()
         except Exception as cause:
             reason = f"{worker.reason}; then {worker.state.value} failed: {cause!r}"
-            worker.change(EngineState.QUARANTINED, reason)
+            worker.change(EngineState.QUARANTINED, reason, returns=True)
+            trace = "".join(traceback.format_exception(cause))
+            runtime.events.add(
+                "engine_not_recovered", worker, level="warning", reason=reason, exception=trace
+            )
             attempt, rebuild = count(), True
             continue
         seconds = time.perf_counter() - started
@@ -176,10 +186,10 @@ def recover(
 
 def _make_anew(runtime: Runtime, worker: EngineWorker, rebuild: bool) -> str:
     if not rebuild:
-        worker.change(EngineState.RESETTING, worker.reason)
+        worker.change(EngineState.RESETTING, worker.reason, returns=True)
         worker.assembly.reset()
         return "reset"
-    worker.change(EngineState.REBUILDING, worker.reason)
+    worker.change(EngineState.REBUILDING, worker.reason, returns=True)
     siblings = bool(_siblings(runtime, worker))
     kept = {} if siblings else _intact(worker)
     from_checkpoint = not siblings and not kept and runtime.updates == 0

@@ -257,7 +257,7 @@ class Runtime:
     def _served(self, pinned_to: int | None) -> bool:
         """Whether an engine is left that may run such a request."""
         workers = self.workers if pinned_to is None else [self.workers[pinned_to]]
-        return any(worker.serving or worker.recovering for worker in workers)
+        return any(worker.expected for worker in workers)
 
     def _fail_stranded(self) -> None:
         """End what waits for engines that have left, also between a look and a `put`."""

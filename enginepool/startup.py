@@ -10,7 +10,7 @@ from typing import Any
 
 import patches
 from enginepool.config import Warmup
-from enginepool.errors import EngineStartFailed
+from enginepool.errors import EngineStartFailed, PatchFailed
 from enginepool.intake import Intake, Limits
 from enginepool.logs import logger
 from enginepool.tokenizer import Tokenizer, generation_defaults
@@ -24,21 +24,38 @@ _applied: list[Any] = []
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """An opening pool applies the patches that are needed; the last that closes reverts them."""
-    global _open_pools, _applied
+    """An opening pool applies the patches that are needed; the last that closes reverts them.
+
+    Raises:
+        PatchFailed: One of them does not fit, or somebody patched the same place again.
+    """
+    global _open_pools
     with _lock:
-        _open_pools += 1
-        if _open_pools == 1:
-            _applied = patches.apply()
-            for patch in _applied:
+        if _open_pools == 0:
+            with _as_ours():
+                applied = patches.apply()
+            for patch in applied:
                 logger().debug("enginepool.patch_applied", name=patch.name, issue=patch.issue)
+            _applied.extend(applied)  # to those that an earlier pool could not revert
+        _open_pools += 1  # last: where a patch cannot be applied there is nothing to revert
     try:
         yield
     finally:
         with _lock:
             _open_pools -= 1
             if _open_pools == 0:
-                patches.revert(_applied)
+                with _as_ours():
+                    patches.revert(_applied)
+                _applied.clear()
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """`patches` works without enginepool, and has an error of its own."""
+    try:
+        yield
+    except patches.PatchError as error:
+        raise PatchFailed(str(error)) from error
 
 
 def start_workers(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -43,9 +45,13 @@ class Supervisor(Protocol):
     """Whom a worker reports to; each is told on the worker's thread."""
 
     def engine_failed(
-        self, worker: EngineWorker, error: BaseException, requests: list[Request]
+        self, worker: EngineWorker, error: BaseException, trace: str, requests: list[Request]
     ) -> None:
-        """A step failed; the requests are out of the engine."""
+        """A step failed; the requests are out of the engine.
+
+        Args:
+            trace: The error's traceback, as Python prints it.
+        """
 
     def recover(self, worker: EngineWorker, error: BaseException) -> bool:
         """Bring a failed engine back; False if it stays out."""
@@ -58,16 +64,29 @@ class Supervisor(Protocol):
         """An engine's thread ends; no engine has these requests."""
 
 
+@dataclass(frozen=True)
+class _Condition:
+    """What an engine does, and why. Replaced as a whole: who looks from another thread never sees
+    half of a change.
+
+    Attributes:
+        returns: Whether the engine has failed and will probably serve again.
+        since: When it came into this state, as `time.time`.
+    """
+
+    state: EngineState
+    reason: str | None = None
+    returns: bool = False
+    since: float = field(default_factory=time.time)
+
+
 class EngineWorker:
     """A thread pinned to one engine's devices. The thread starts with `start()`.
 
     Attributes:
         assembly: The engine as an object, and how it is made.
         built, warm: Resolve when the engine is built, then warm; fail with what stopped it.
-        reason: Why the engine is in its state, for states that need one.
-        since: When it came into its state, as `time.time`.
         stopping: Set when the thread is to end.
-        recovering: Whether the engine has failed and will probably serve again.
     """
 
     def __init__(
@@ -85,13 +104,10 @@ class EngineWorker:
         self.devices = tuple(devices)
         self.channel = Channel(index, queue, process_turns())
         self.assembly = Assembly(server_args, self.devices, self.channel)
-        self.reason: str | None = None
-        self.since = time.time()
         self.built: Future[None] = Future()
         self.warm: Future[None] = Future()
         self.stopping = threading.Event()
-        self.recovering = False
-        self._state = EngineState.STARTING
+        self._condition = _Condition(EngineState.STARTING)
         self._queue = queue
         self._cache = cache
         self._supervisor = supervisor
@@ -131,21 +147,39 @@ class EngineWorker:
     @property
     def state(self) -> EngineState:
         """What the engine does; a paused one serves, but takes no step."""
-        if self._state is not EngineState.SERVING:
-            return self._state
+        state = self._condition.state
+        if state is not EngineState.SERVING:
+            return state
         if self.channel.weightless is not None:
             return EngineState.UNLOADED
         if self.channel.stops:
             return EngineState.PAUSED
         return EngineState.DRAINING if self.channel.draining else EngineState.SERVING
 
-    def change(self, state: EngineState, reason: str | None = None) -> None:
-        self._state, self.reason, self.since = state, reason, time.time()
+    @property
+    def reason(self) -> str | None:
+        """Why the engine is in its state, for states that need one."""
+        return self._condition.reason
+
+    @property
+    def since(self) -> float:
+        """When the engine came into its state, as `time.time`."""
+        return self._condition.since
+
+    def change(
+        self, state: EngineState, reason: str | None = None, *, returns: bool = False
+    ) -> None:
+        """Say what the engine does from now on.
+
+        Args:
+            returns: It has failed and will probably serve again.
+        """
+        self._condition = _Condition(state, reason, returns)
 
     @property
     def present(self) -> bool:
         """Whether the engine's loop runs, so that jobs are done."""
-        return self._state is EngineState.SERVING
+        return self._condition.state is EngineState.SERVING
 
     @property
     def serving(self) -> bool:
@@ -153,9 +187,21 @@ class EngineWorker:
         return self.present and self.channel.weightless is None
 
     @property
+    def recovering(self) -> bool:
+        """Whether the engine has failed and will probably serve again."""
+        return self._condition.returns
+
+    @property
+    def expected(self) -> bool:
+        """Whether requests may wait for this engine: it serves, or will again."""
+        condition = self._condition  # one look: it may come back between two
+        loop_runs = condition.state is EngineState.SERVING
+        return condition.returns or (loop_runs and self.channel.weightless is None)
+
+    @property
     def stuck(self) -> bool:
         """Whether a step has not returned and its requests were taken away."""
-        return self._state is EngineState.ABANDONED
+        return self._condition.state is EngineState.ABANDONED
 
     def join(self, timeout: float | None) -> bool:
         """Wait for the thread to end; False if it is still there after `timeout` seconds."""
@@ -213,9 +259,7 @@ class EngineWorker:
         self.enter()
         self.warm.set_result(None)
         while (error := self._loop()) is not None:
-            error.__traceback__ = None  # its frames hold buffers
-            self.recovering = True
-            self._fail(error)
+            self._fail(error, _take_traceback(error))
             if not self._supervisor.recover(self, error):
                 break
         self._leave(None)
@@ -244,24 +288,25 @@ class EngineWorker:
             except EngineBroken as error:
                 return error
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, trace: str) -> None:
         """A step has failed: no request may stay here, no job will run."""
         reason = f"{type(error).__name__}: {error}"
-        self.change(EngineState.QUARANTINED, reason)
+        self.change(EngineState.QUARANTINED, reason, returns=True)
         if isinstance(error, StepTimeout):
             return  # its requests were taken away when it was abandoned
         with self._queue.moving():
             requests = self.channel.close(f"engine {self.index} is quarantined: {reason}")
             self._queue.detach(self.index)
-            self._supervisor.engine_failed(self, error, requests)
+            self._supervisor.engine_failed(self, error, trace, requests)
 
     def _leave(self, error: BaseException | None) -> None:
         """The thread ends."""
-        if self._state is not EngineState.QUARANTINED:
+        if self._condition.state is EngineState.QUARANTINED:
+            self.change(EngineState.QUARANTINED, self.reason)
+        else:
             self.change(EngineState.CLOSED, None if error is None else repr(error))
-        self.recovering = False
         with self._queue.moving():
-            requests = self.channel.close(f"engine {self.index} is {self._state.value}")
+            requests = self.channel.close(f"engine {self.index} is {self.state.value}")
             self._queue.detach(self.index)
             if not self.warm.done():
                 self.warm.set_exception(error or StopEngine())
@@ -272,7 +317,6 @@ class EngineWorker:
     def enter(self) -> None:
         """From here on the engine gets requests and does jobs."""
         self.change(EngineState.SERVING)
-        self.recovering = False
         self.channel.open()
         self._queue.attach(self.index, self.channel.load, self.channel.wake)
 
@@ -280,8 +324,8 @@ class EngineWorker:
 
     def unload(self, reason: str) -> None:
         """The engine has no weights: it takes no step until `load`, its requests move on."""
-        self.channel.weightless = self.reason = reason
-        self.since = time.time()
+        self.channel.weightless = reason
+        self.change(EngineState.SERVING, reason)
         requests = self.channel.take_back()
         self._queue.detach(self.index)
         self._supervisor.engine_unloaded(requests)
@@ -289,6 +333,18 @@ class EngineWorker:
     def load(self) -> None:
         """The engine has weights again."""
         if self.channel.weightless is not None:
-            self.channel.weightless = self.reason = None
-            self.since = time.time()
+            self.channel.weightless = None
+            self.change(EngineState.SERVING)
             self._queue.attach(self.index, self.channel.load, self.channel.wake)
+
+
+def _take_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it. The error keeps none: its frames hold buffers."""
+    trace = "".join(traceback.format_exception(error))
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        seen.append(link)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return trace

@@ -246,8 +246,7 @@ class ScriptedWorker(EngineWorker):
             self._end()
         except (Fault, StepTimeout) as error:
             self.strike()
-            self.recovering = True
-            self._fail(error)
+            self._fail(error, "")
             self._error = error
         return True
 
@@ -436,7 +435,7 @@ class PoolLogic(RuleBasedStateMachine):
     def served(self, pinned: int | None) -> bool:
         """Whether an engine serves, or will, that may run such a request."""
         workers = self.workers if pinned is None else [self.workers[pinned]]
-        return any(worker.serving or worker.recovering for worker in workers)
+        return any(worker.expected for worker in workers)
 
     def places(self, request: Request) -> list[str]:
         found = ["queue" for shelf in self.runtime.queue._shelves() if request.rid in shelf]

@@ -2,6 +2,7 @@
 back: by a reset, or by a rebuild where a reset does not help."""
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +86,51 @@ def test_failed_step(
     assert quarantined["reason"].startswith("Fault: ")
     assert recovered["by"] == "reset"
     assert pool.engines[1] is engine
+
+
+def test_where_a_step_failed_can_be_read(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """The event has the traceback of the error, and of what caused it."""
+    before = len(pool.events())
+    error = faults.Fault("the second")
+    error.__cause__ = ZeroDivisionError("the first")
+    faults.raise_in_step(pool, 1, error=error)
+    same(ask(pool), expected)
+    until(lambda: news(pool, before, "engine_recovered"))
+    (quarantined,) = news(pool, before, "engine_quarantined")
+    trace = quarantined["exception"]
+    assert trace.startswith("ZeroDivisionError: the first")
+    assert "in raise_in_step" in trace or "in wrong" in trace
+    assert trace.rstrip().endswith("Fault: the second")
+    assert error.__traceback__ is None  # its frames hold buffers
+
+
+def test_a_call_finds_an_engine_that_just_came_back(model_dir: Callable[[str], Path]) -> None:
+    """The only engine fails and comes back all the time; calls that begin at any moment of that
+    are answered, none hears that there is no engine or that it has no weights."""
+    over = threading.Event()
+    with EnginePool(str(model_dir("qwen3")), devices=1, max_restarts=10**6, **SMALL) as pool:
+        runtime = pool._runtime()
+
+        def look() -> int:
+            refused = 0
+            while not over.is_set():
+                refused += not runtime._served(None)
+            return refused
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with callers(2) as executor:
+                looking = executor.submit(look)
+                try:
+                    for _ in range(100):
+                        faults.raise_in_step(pool, 0)
+                        pool.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1})
+                finally:
+                    over.set()
+                assert looking.result(SECONDS) == 0
+        finally:
+            sys.setswitchinterval(interval)
 
 
 def test_lost_kv_cache(pool: EnginePool, expected: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import patches
+from enginepool import EnginePoolError, PatchFailed, startup
 from patches import seeded_sampler, zero_penalty_cache
 
 EACH = pytest.mark.parametrize("patch", patches.ALL, ids=lambda patch: patch.name)
@@ -177,3 +178,46 @@ def test_the_command():
     command = [sys.executable, "-m", "patches", "--markdown"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == patches.table(markdown=True, probe=False) + "\n"
+
+
+def unknown_upstream() -> patches.Patch:
+    """A patch whose target the installed upstream does not have."""
+    [target] = seeded_sampler.PATCH.replaced
+    return replace(seeded_sampler.PATCH, replaced=(replace(target, attribute="gone"),))
+
+
+@pytest.fixture
+def no_pool_open(monkeypatch):
+    """As in a process that has just started, whatever other tests keep open."""
+    monkeypatch.setattr(startup, "_open_pools", 0)
+    monkeypatch.setattr(startup, "_applied", [])
+
+
+def test_after_a_pool_that_could_not_open_the_next_gets_its_patches(no_pool_open, monkeypatch):
+    """An opening that fails for a patch counts for nothing: the next one applies all, and reverts
+    them when it closes. What it raises is enginepool's own, with the place."""
+    with monkeypatch.context() as context:
+        context.setattr(patches, "ALL", (*patches.ALL, unknown_upstream()))
+        with pytest.raises(EnginePoolError, match="has no gone") as caught, startup.patched():
+            pytest.fail("it opened")
+    assert isinstance(caught.value, PatchFailed)
+    assert isinstance(caught.value.__cause__, patches.PatchError)
+    with startup.patched():
+        assert all(map(patches.is_applied, patches.needed()))
+    assert not any(map(patches.is_applied, patches.ALL))
+
+
+def test_what_a_pool_could_not_revert_the_next_one_does(no_pool_open, monkeypatch):
+    """Somebody patched over a patch; when they have gone, the next pool that closes puts upstream
+    back."""
+    [target] = seeded_sampler.PATCH.replaced
+    with (
+        monkeypatch.context() as context,
+        pytest.raises(PatchFailed, match="was patched again"),
+        startup.patched(),
+    ):
+        context.setattr(target.holder(), target.name, lambda operands: None)
+    assert patches.is_applied(seeded_sampler.PATCH)
+    with startup.patched():
+        pass
+    assert not any(map(patches.is_applied, patches.ALL))
