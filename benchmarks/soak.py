@@ -1,13 +1,16 @@
-"""Faults put into the engines of a pool at random, under load and with swaps of weights in every
-mode, and what it survived.
+"""Faults put into the engines of a pool at random, under load, with swaps of weights in every mode
+and pauses, and what it survived.
 
     python -m benchmarks.soak --minutes 10 --seed 1
+    python -m benchmarks.soak --minutes 30 --faults-per-minute 0     # healthy traffic alone
 
-Every prompt must be answered once: with the tokens that its weight versions give (held against a
-plain JAX forward pass), also where a broken tokenizer leaves it without text. No output may mix
-versions but in the modes that allow it. At the end every engine serves with the same weights and
-holds nothing, and memory, threads, signal handlers and child processes are as at the start. Exits
-with 1 if not. The limit of restarts is raised for this.
+Callers share prompts, time out, leave, abort and close their streams. Every prompt must be answered
+once: with the tokens that its weight versions give (held against a plain JAX forward pass), also
+where a broken tokenizer leaves it without text. No output may mix versions but in the modes that
+allow it; nobody hears of an error that was not its own doing; no engine is reset that no fault was
+put into. At the end every engine serves with the same weights and holds nothing, and memory,
+threads, signal handlers and child processes are as at the start. Exits with 1 if not. The limit of
+restarts is raised for this.
 """
 
 from __future__ import annotations
@@ -30,13 +33,24 @@ import jax
 
 from benchmarks import faults
 from benchmarks.injector import STEP_TIMEOUT, Injector
-from benchmarks.micro_pool import OUTPUT, PROMPT, at_rest, server_args, two_models
-from benchmarks.soak_checks import check_end, device_bytes, process, recoveries, verifiable
-from benchmarks.span_checks import Finished, check_spans, check_tokens
+from benchmarks.micro_pool import at_rest, server_args, two_models
+from benchmarks.soak_checks import (
+    check_end,
+    device_bytes,
+    mixed_prompt,
+    process,
+    recoveries,
+    unexplained,
+    verifiable,
+)
+from benchmarks.soak_load import Callers
+from benchmarks.span_checks import check_spans, check_tokens
 from benchmarks.table import plain
-from enginepool import EnginePool, EnginePoolError, WeightUpdateFailed
+from enginepool import EnginePool, EnginePoolError, InvalidRequest, WeightUpdateFailed
 
-_SWAP_EVERY = 2.0  # seconds
+_SWAP_EVERY = 2.0  # seconds, at the most
+_PAUSE_EVERY = 5.0
+_LULL_EVERY = 3.0
 _END_SECONDS = 120.0
 _MODES = ("drain", "retract", "abort", "in_place")
 
@@ -66,11 +80,12 @@ class Soak:
     ) -> None:
         self._pool, self._models, self._args, self._injector = pool, models, args, injector
         self._random = random.Random(args.seed)
+        self._callers = Callers(pool, random.Random(f"callers {args.seed}"))
         self._running = True
-        self._finished: list[tuple[Finished, int, float]] = []  # with tokens wanted, when asked
+        self._lull = False
+        self._in_call = 0
         self._mode_of = {0: "drain"}  # by version
-        self._swapped_at = {0: 0.0}
-        self._refused = self._interrupted = 0
+        self._refused = self._refused_paused = self._interrupted = self._pauses = 0
         self.violations: list[str] = []
 
     def run(self) -> None:
@@ -78,13 +93,15 @@ class Soak:
         load = threading.Thread(target=anyio.run, args=[self._load], name="soak-load")
         load.start()
         while self._running:
+            if self._lull:
+                time.sleep(0.01)
+                continue
             try:
-                prompt, params, asked = self._question()
-                results = self._pool.generate_all(input_ids=[prompt], sampling_params=params)
+                self._callers.call_from_this_thread()
             except KeyboardInterrupt:
                 self._interrupted += 1
-            else:
-                self._note(prompt, params, asked, results)
+            except EnginePoolError as error:
+                self.violations.append(f"a call raised {error!r}")
         load.join()
 
     async def _load(self) -> None:
@@ -93,6 +110,8 @@ class Soak:
                 for _ in range(self._args.requests):
                     group.start_soon(self._keep_asking)
                 group.start_soon(self._swap)
+                group.start_soon(self._pause)
+                group.start_soon(self._rest)
                 with anyio.move_on_after(60 * self._args.minutes):
                     await self._break()
                 self._running = False
@@ -104,32 +123,20 @@ class Soak:
 
     async def _keep_asking(self) -> None:
         while self._running:
-            prompt, params, asked = self._question()
+            if self._lull:
+                await anyio.sleep(0.01)
+                continue
+            self._in_call += 1
             try:
-                results = await self._pool.async_generate_all(
-                    input_ids=[prompt], sampling_params=params
-                )
+                await self._callers.call()
             except EnginePoolError as error:
-                self.violations.append(f"a request raised {error!r}")
-                return
-            else:
-                self._note(prompt, params, asked, results)
-
-    def _question(self) -> tuple[list[int], dict[str, Any], float]:
-        prompt = [self._random.randrange(256) for _ in range(self._random.randint(1, PROMPT))]
-        wanted = self._random.randint(8, OUTPUT)
-        params = {"temperature": 0.0, "max_new_tokens": wanted, "ignore_eos": True}
-        return prompt, params, time.monotonic()
-
-    def _note(
-        self, prompt: list[int], params: dict[str, Any], asked: float, results: list[Any]
-    ) -> None:
-        if len(results) == 1:
-            self._finished.append((Finished(prompt, results[0]), params["max_new_tokens"], asked))
-        else:
-            self.violations.append(f"one prompt, {len(results)} results")
+                self.violations.append(f"a call raised {error!r}")
+            finally:
+                self._in_call -= 1
 
     async def _break(self) -> None:
+        if not self._args.faults_per_minute:
+            await anyio.sleep_forever()
         while True:
             await anyio.sleep(self._random.expovariate(self._args.faults_per_minute / 60))
             await anyio.to_thread.run_sync(self._injector.inject)
@@ -137,7 +144,7 @@ class Soak:
     async def _swap(self) -> None:
         number = 0
         while self._running:
-            await anyio.sleep(_SWAP_EVERY)
+            await anyio.sleep(self._random.uniform(0.0, _SWAP_EVERY))
             mode: Any = self._random.choice(_MODES)
             self._mode_of[number + 1] = mode
             try:
@@ -146,11 +153,39 @@ class Soak:
                     weight_version=number + 1,
                     mode=mode,
                 )
-            except WeightUpdateFailed:
+            except WeightUpdateFailed as error:
                 self._refused += 1
+                if not self._args.faults_per_minute:
+                    self.violations.append(f"an update raised {error!r}")
+            except InvalidRequest as error:
+                # A drain beside a pause has nothing to wait for, and says so.
+                self._refused_paused += 1
+                if mode != "drain" or "continue_generation" not in str(error):
+                    self.violations.append(f"an update raised {error!r}")
             else:
                 number += 1
-                self._swapped_at[number] = time.monotonic()
+
+    async def _rest(self) -> None:
+        """Now and then nobody asks anything: an engine that stands idle counts its KV pages."""
+        while self._running:
+            await anyio.sleep(self._random.uniform(0.0, _LULL_EVERY))
+            self._lull = True
+            while self._in_call and self._running:
+                await anyio.sleep(0.01)
+            await anyio.sleep(0.1)
+            self._lull = False
+
+    async def _pause(self) -> None:
+        """Pauses of every mode, also while weights are replaced, and flushes of the cache."""
+        while self._running:
+            await anyio.sleep(self._random.uniform(0.0, _PAUSE_EVERY))
+            mode: Any = self._random.choice(("retract", "in_place", "retract", "in_place", "abort"))
+            await self._pool.async_pause_generation(mode)
+            self._pauses += 1
+            await anyio.sleep(self._random.uniform(0.0, 0.3))
+            await self._pool.async_continue_generation()
+            if self._random.random() < 0.2:
+                await self._pool.async_flush_cache()
 
     # Afterwards
 
@@ -166,35 +201,45 @@ class Soak:
             self.violations.append(f"afterwards: {error}")
 
     def check_outputs(self) -> dict[str, Any]:
-        trusted = []
-        for finished, wanted, asked in self._finished:
-            found = check_spans(finished) + check_end(finished, wanted, self._mode_of)
+        trusted, mixed, answers = [], 0, self._callers.answers
+        self.violations += self._callers.violations
+        for answer in answers:
+            found = check_spans(answer.finished) + check_end(
+                answer.finished, answer.wanted, self._mode_of, answer.may_end
+            )
             self.violations += found
-            if not found and not self._prefilled_before(finished, asked):
-                trusted.append(verifiable(finished, self._mode_of))
+            if mixed_prompt(answer.finished):
+                mixed += 1
+            elif not found and answer.finished.output:
+                trusted.append(verifiable(answer.finished, self._mode_of))
         compared = check_tokens(trusted, self._models)
         self.violations += [f"{text}; modes {self._mode_of}" for text in compared.violations]
+        cached = [answer.finished.result["meta_info"]["cached_tokens"] for answer in answers]
+        reasons = [answer.finished.reason for answer in answers]
         return {
             "faults": dict(self._injector.counts),
-            "requests answered": len(self._finished),
-            "tokens": sum(len(finished.output) for finished, *_ in self._finished),
+            "calls": dict(self._callers.calls),
+            "requests answered": len(answers),
+            "of them with tokens from the prefix cache": sum(map(bool, cached)),
+            "tokens from prefix caches": sum(cached),
+            "tokens": sum(len(answer.finished.output) for answer in answers),
             "tokens compared": compared.tokens,
             "ties": compared.ties,
+            "prompts that a swap in place fell into, not compared": mixed,
+            "ended by timeouts": sum(r.get("err_type") == "timeout" for r in reasons),
+            "ended by aborts, of calls, swaps and pauses": sum(
+                r.get("err_type") == "cancelled" for r in reasons
+            ),
+            "calls that their callers left": self._callers.left,
             "outputs that the tokenizer failed on": sum(
-                finished.reason.get("err_type") == "tokenizer" for finished, *_ in self._finished
+                r.get("err_type") == "tokenizer" for r in reasons
             ),
             "calls ended by Control-C": self._interrupted,
+            "pauses": self._pauses,
             "swaps": len(self._mode_of) - 1,
             "swaps refused": self._refused,
+            "drains refused beside a pause": self._refused_paused,
         }
-
-    def _prefilled_before(self, finished: Finished, asked: float) -> bool:
-        """Whether a part of its prompt may have been prefilled before its first weights came in
-        place: a prompt that shares its step with others is prefilled in chunks."""
-        versions = [version for *_, version in finished.spans]
-        return bool(versions) and (
-            self._mode_of[versions[0]] == "in_place" and asked < self._swapped_at[versions[0]]
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             after, share = process(), device_bytes(pool) / used
             events = pool.events()
             report = soak.check_outputs()
-    violations = soak.violations
+    violations = soak.violations + unexplained(events)
     violations += [f"{k}: {before[k]} became {after[k]}" for k in before if before[k] != after[k]]
     if abs(share - 1) > 0.02:
         violations.append(f"device memory is {share:.3f} of what it was")

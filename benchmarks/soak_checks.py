@@ -17,17 +17,20 @@ from enginepool import EnginePool
 _MIXING = ("retract", "in_place")
 
 
-def check_end(finished: Finished, wanted: int, mode_of: dict[int, str]) -> list[str]:
+def check_end(
+    finished: Finished, wanted: int, mode_of: dict[int, str], may_end: Sequence[str]
+) -> list[str]:
     """How a request ended, and which versions it has.
 
     Args:
         mode_of: The mode of the swap that brought a version.
+        may_end: Messages of finish reasons that somebody asked for.
     """
     kind, length = finished.reason["type"], len(finished.output)
     versions = [version for *_, version in finished.spans]
     found = []
     if kind == "abort" and finished.reason["err_type"] != "tokenizer":
-        if finished.reason["message"] != "update_weights(mode='abort')":
+        if finished.reason["message"] not in may_end:
             found.append(f"{finished}: {finished.reason}")
     elif length != wanted:
         found.append(f"{finished}: {length} tokens of {wanted}, {finished.reason}")
@@ -49,6 +52,26 @@ def verifiable(finished: Finished, mode_of: dict[int, str]) -> Finished:
         keep += 1
     meta = {**finished.result["meta_info"], "weight_versions": spans[:keep]}
     return Finished(finished.prompt, {**finished.result, "meta_info": meta})
+
+
+def mixed_prompt(finished: Finished) -> bool:
+    """Whether a swap in place fell between two chunks of its prompt: KV cache of two versions,
+    by the pool's own record."""
+    return len(finished.result["meta_info"]["prompt_weight_versions"]) > 1
+
+
+# What the injected faults make engines say; see faults.py and injector.py.
+_INJECTED = ("Fault: ", "SystemExit: ", "NotFinite: ", "deleted", "a step has not returned")
+
+
+def unexplained(events: Sequence[dict[str, Any]]) -> list[str]:
+    """Engines that failed for a reason that nobody put there."""
+    return [
+        f"engine {event['engine']}: {event['reason']}\n{event.get('exception', '')}"
+        for event in events
+        if event["event"] in ("engine_quarantined", "engine_abandoned")
+        and not any(words in event["reason"] for words in _INJECTED)
+    ]
 
 
 def process() -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""Callers of every kind: patient ones, ones that time out, leave, abort, or close a stream.
+
+Every call has copies of one prompt, half of them behind a prefix that many share, since that is
+what RL sends: engines answer from their prefix caches.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED
+from benchmarks.span_checks import Finished
+from enginepool import EnginePool
+
+_COPIES = 3
+_FEW_PROMPTS = 32  # so that whole prompts come again, too
+_LONG = 160  # tokens: several chunks
+_SHARED_PREFIX = list(range(1, SHARED + 1))
+# What ends a request early though nothing is wrong, by its finish reason's message.
+_SWAP, _PAUSE = "update_weights(mode='abort')", "pause_generation(mode='abort')"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One result, and what its caller asked for.
+
+    Attributes:
+        wanted: Tokens.
+        may_end: Messages of finish reasons that its caller, a swap or a pause may have caused.
+    """
+
+    finished: Finished
+    wanted: int
+    may_end: tuple[str, ...] = (_SWAP, _PAUSE)
+
+
+class Callers:
+    """Make calls and keep the answers. One event loop, and the main thread.
+
+    Attributes:
+        calls: How many of each kind.
+        left: Calls that were abandoned before they ended.
+    """
+
+    def __init__(self, pool: EnginePool, rng: random.Random) -> None:
+        self._pool, self._random = pool, rng
+        self.answers: list[Answer] = []
+        self.violations: list[str] = []
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.left = 0
+        self._kinds: dict[str, Callable[[], Awaitable[None]]] = {
+            "patient": self._patient,
+            "timeout": self._timeout,
+            "cancelled": self._cancelled,
+            "stream closed": self._closed_stream,
+            "aborted": self._aborted,
+        }
+        self._prompts = [self._prompt() for _ in range(_FEW_PROMPTS)]
+
+    async def call(self) -> None:
+        """One call, more often a patient one than not."""
+        kind = "patient"
+        if self._random.random() < 0.4:
+            kind = self._random.choice(sorted(self._kinds))
+        self.calls[kind] += 1
+        await self._kinds[kind]()
+
+    def call_from_this_thread(self) -> None:
+        """A patient call without an event loop."""
+        prompt, params = self.question()
+        results = self._pool.generate_all(input_ids=[prompt], sampling_params=params)
+        self._note(prompt, params, results, 1)
+
+    def question(self) -> tuple[list[int], dict[str, Any]]:
+        prompt = self._random.choice(self._prompts)
+        if self._random.random() < 0.5:
+            prompt = self._prompt()
+        wanted = self._random.randint(8, OUTPUT)
+        return prompt, {"temperature": 0.0, "max_new_tokens": wanted, "ignore_eos": True}
+
+    def _prompt(self) -> list[int]:
+        longest = _LONG if self._random.random() < 0.15 else PROMPT
+        own = [self._random.randrange(256) for _ in range(self._random.randint(1, longest))]
+        return _SHARED_PREFIX + own if self._random.random() < 0.5 else own
+
+    # The kinds
+
+    async def _patient(self) -> None:
+        prompt, params = self.question()
+        copies = self._random.randint(1, _COPIES)
+        results = await self._pool.async_generate_all(
+            input_ids=[prompt] * copies, sampling_params=params
+        )
+        self._note(prompt, params, results, copies)
+
+    async def _timeout(self) -> None:
+        prompt, params = self.question()
+        seconds = self._random.uniform(0.01, 0.5)
+        results = await self._pool.async_generate_all(
+            input_ids=[prompt] * _COPIES, sampling_params=params, timeout=seconds
+        )
+        self._note(
+            prompt, params, results, _COPIES, f"not finished within timeout={seconds} seconds"
+        )
+
+    async def _cancelled(self) -> None:
+        prompt, params = self.question()
+        with anyio.move_on_after(self._random.uniform(0.0, 0.3)) as scope:
+            results = await self._pool.async_generate_all(
+                input_ids=[prompt] * _COPIES, sampling_params=params
+            )
+            self._note(prompt, params, results, _COPIES)
+        self.left += scope.cancelled_caught
+
+    async def _closed_stream(self) -> None:
+        prompt, params = self.question()
+        read = self._random.randint(0, OUTPUT)
+        stream: Any = self._pool.async_stream(input_ids=[prompt], sampling_params=params)
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                if chunk["meta_info"]["finish_reason"] is not None:
+                    self._note(prompt, params, [chunk], 1)
+                    return
+                read -= 1
+                if read < 0:
+                    break
+        self.left += 1
+
+    async def _aborted(self) -> None:
+        prompt, params = self.question()
+        after = self._random.randint(1, OUTPUT)
+        chunk: dict[str, Any] = {}
+        async for chunk in self._pool.async_stream(input_ids=[prompt], sampling_params=params):
+            if len(chunk["output_ids"]) >= after:
+                await self._pool.async_abort_request(chunk["meta_info"]["id"])
+        self._note(prompt, params, [chunk], 1, "abort_request")
+
+    def _note(
+        self, prompt: list[int], params: dict[str, Any], results: list[Any], count: int, *ends: str
+    ) -> None:
+        if len(results) != count:
+            self.violations.append(f"{count} prompts, {len(results)} results")
+        for result in results:
+            finished = Finished(prompt, result)
+            self.answers.append(Answer(finished, params["max_new_tokens"], (_SWAP, _PAUSE, *ends)))
