@@ -3,15 +3,18 @@
     python -m benchmarks.swap_soak --engines 4 --requests 64 --swaps 100
 
 So many requests are in flight all the time; each swap begins 50 ms after the last returned and
-brings the other of two sets of weights. Then every output is checked: it ended as it should, its
-spans cover it exactly, with "retract" it gained a token in every swap, and (except with
-"in_place", whose KV cache is of other weights) every token is the one that its version's weights
-give after the same prefix. Exits with 1 if one was not.
+brings the other of two sets of weights. Callers share prefixes and ask whole prompts again, so that
+engines answer from their prefix caches. Then every output is checked: it ended as it should, its
+spans cover it exactly, with "retract" it gained a token in every swap, and every token is the one
+that its version's weights give after the same prefix. With "in_place" that is so up to the first
+swap in an output, from where on its KV cache is of other weights, and not for the few prompts that
+a swap fell into. Exits with 1 if one was not.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import random
 import statistics
@@ -26,6 +29,7 @@ import anyio
 import jax
 
 from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED, at_rest, server_args, two_models
+from benchmarks.soak_checks import mixed_prompt, verifiable
 from benchmarks.span_checks import NEAR_TIE, Finished, check_mode, check_spans, check_tokens
 from benchmarks.table import plain
 from enginepool import EnginePool, EnginePoolError, SwapReport
@@ -36,8 +40,9 @@ _BETWEEN_SECONDS = 0.05
 _END_SECONDS = 120.0  # for what is still in flight after the last swap
 _REST_SECONDS = 10.0  # for the step after which the last request's KV cache is free
 _SHOWN = 20
-_COLUMNS = ["mode", "swaps", "requests", "tokens", "retracts", "aborted"]
+_COLUMNS = ["mode", "swaps", "requests", "cached", "tokens", "retracts", "aborted", "mixed"]
 _COLUMNS += ["pause ms", "max", "swap ms", "versions", "compared", "ties", "violations"]
+_FEW_PROMPTS = 16  # that are asked again and again
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{mode}: {len(rows[-1]['violations'])} violations", flush=True)
     plain(_COLUMNS, map(_line, rows))
     print(
-        "compared: tokens held against a plain JAX forward pass; ties: tokens that were not, since "
-        f"the two best logits are within {NEAR_TIE}"
+        "cached: requests that found a prefix in the cache; mixed: prompts that a swap in place "
+        "fell into, not compared; compared: tokens held against a plain JAX forward pass; ties: "
+        f"tokens that were not, since the two best logits are within {NEAR_TIE}"
     )
     violations = [f"{row['mode']}: {text}" for row in rows for text in row["violations"]]
     print("\n".join(violations[:_SHOWN]))
@@ -86,6 +92,7 @@ class Soak:
     ) -> None:
         self._pool, self._models, self._mode, self._args = pool, models, mode, args
         self._random = random.Random(f"{args.seed} {mode}")
+        self._prompts = [self._prompt() for _ in range(_FEW_PROMPTS)]
         self._swapping = True
         self._finished: list[tuple[Finished, int]] = []
         self._reports: list[SwapReport] = []
@@ -98,8 +105,14 @@ class Soak:
         finished = [request for request, _ in self._finished]
         for request, wanted in self._finished:
             self._violations += check_spans(request) + check_mode(request, self._mode, wanted)
+        mixed = [request for request in finished if mixed_prompt(request)]
+        if mixed and self._mode != "in_place":
+            self._violations.append(f"{mixed[0]}: its prompt is of two versions")
+        modes: Any = collections.defaultdict(lambda: self._mode)
         # Broken spans say nothing about tokens.
-        trusted = finished if self._mode != "in_place" and not self._violations else []
+        trusted = [] if self._violations else [r for r in finished if r.output and r not in mixed]
+        if self._mode == "in_place":
+            trusted = [verifiable(request, modes) for request in trusted]
         compared = check_tokens(trusted, self._models)
         self._violations += compared.violations
         pauses = [e.pause_sec for report in self._reports for e in report.engines] or [0.0]
@@ -108,6 +121,8 @@ class Soak:
             "mode": self._mode,
             "swaps": len(self._reports),
             "requests": len(finished),
+            "cached": sum(r.result["meta_info"]["cached_tokens"] > 0 for r in finished),
+            "mixed": len(mixed),
             "tokens": sum(len(request.output) for request in finished),
             "retracts": retracts if self._mode == "retract" else 0,
             "aborted": sum(request.reason["type"] == "abort" for request in finished),
@@ -134,11 +149,9 @@ class Soak:
             self._violations.append(f"requests did not end within {_END_SECONDS:.0f} s")
 
     async def _keep_asking(self) -> None:
-        shared = list(range(1, SHARED + 1))
         while self._swapping:
-            prompt = [self._random.randrange(256) for _ in range(self._random.randint(1, PROMPT))]
-            if self._random.random() < 0.5:
-                prompt = shared + prompt  # for the prefix cache, which no other version may use
+            again = self._random.random() < 0.5
+            prompt = self._random.choice(self._prompts) if again else self._prompt()
             wanted = self._random.randint(8, OUTPUT)
             params = {"temperature": 0.0, "max_new_tokens": wanted, "ignore_eos": True}
             try:
@@ -149,6 +162,11 @@ class Soak:
                 self._violations.append(f"a request raised {error!r}")
                 return
             self._finished.append((Finished(prompt, result), wanted))
+
+    def _prompt(self) -> list[int]:
+        """Half of them for the prefix cache, which no other version may use."""
+        own = [self._random.randrange(256) for _ in range(self._random.randint(1, PROMPT))]
+        return list(range(1, SHARED + 1)) + own if self._random.random() < 0.5 else own
 
     async def _swap(self) -> None:
         rolling = self._mode == "rolling"
@@ -190,7 +208,8 @@ class Soak:
 
 def _line(row: dict[str, Any]) -> list[Any]:
     return [
-        *(row[key] for key in ("mode", "swaps", "requests", "tokens", "retracts", "aborted")),
+        *(row[key] for key in ("mode", "swaps", "requests", "cached", "tokens", "retracts")),
+        *(row[key] for key in ("aborted", "mixed")),
         *(f"{1000 * row[key]:.1f}" for key in ("pause", "longest_pause", "swap")),
         *(row[key] for key in ("versions", "compared", "ties")),
         len(row["violations"]),

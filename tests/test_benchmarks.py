@@ -106,13 +106,18 @@ def test_weight_update_benchmark_moves_what_it_says(tmp_path):
 def test_swap_soak_finds_every_output_right(tmp_path):
     file = tmp_path / "figures.json"
     options = ["--engines", 2, "--requests", 6, "--swaps", 3, "--json", file]
-    run("benchmarks.swap_soak", *options, "--mode", "retract", "--mode", "abort")
-    retract, abort = json.loads(file.read_text())["rows"]
-    for row in (retract, abort):
+    modes = [word for mode in ("retract", "abort", "in_place") for word in ("--mode", mode)]
+    run("benchmarks.swap_soak", *options, *modes)
+    retract, abort, in_place = json.loads(file.read_text())["rows"]
+    for row in (retract, abort, in_place):
         assert row["violations"] == []
         assert row["swaps"] == 3
         assert row["requests"] >= 6
-        assert row["compared"] + row["ties"] == row["tokens"] > 0
+        assert row["cached"] > 0
+        assert 0 < row["compared"] + row["ties"] <= row["tokens"]
+        if row is not in_place:
+            assert row["compared"] + row["ties"] == row["tokens"]
+            assert not row["mixed"]
     assert retract["retracts"] > 0
     assert retract["aborted"] == 0
     assert abort["aborted"] > 0
@@ -123,6 +128,7 @@ def finished(ids: list[int], spans: list[list[int]], kind: str = "length") -> Fi
         "id": "x",
         "weight_versions": spans,
         "completion_tokens": len(ids),
+        "prompt_weight_versions": [span[2] for span in spans[:1]],
         "finish_reason": {"type": kind},
     }
     return Finished([5, 6, 7], {"output_ids": ids, "meta_info": meta})
