@@ -9,32 +9,32 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio.to_thread
 
-from enginepool import control, statistics
+from enginepool import statistics
 from enginepool.admission import WhenFull
 from enginepool.config import PoolConfig, Warmup
 from enginepool.devices import DeviceSpec
-from enginepool.errors import InvalidRequest, PoolClosed
+from enginepool.errors import PoolClosed
 from enginepool.generation import Generation
 from enginepool.runtime import Runtime
 from enginepool.states import PoolState
+from enginepool.steering import Steering
+from enginepool.values import seconds
 from enginepool.weight_calls import WeightCalls
 from enginepool.worker import on_engine_thread
 
 if TYPE_CHECKING:
     from enginepool.frontend import FrontEnd
 
-PauseMode = Literal["retract", "in_place", "abort"]
-
 _numbers = itertools.count()
 # How long `close()` waits for the engines' threads; one that is in a step cannot be ended.
 CLOSE_SECONDS = 60.0
 
 
-class EnginePool(Generation, WeightCalls):
+class EnginePool(Generation, Steering, WeightCalls):
     """Engines on all devices of a host behind one object.
 
     The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or
@@ -157,6 +157,7 @@ class EnginePool(Generation, WeightCalls):
         Callers that wait get `PoolClosed`. A thread inside a step that does not return within
         `timeout` seconds is left behind, with a warning in the log.
         """
+        timeout = seconds("timeout", timeout, zero=True)
         with self._lock:
             self._state = PoolState.CLOSED
             if self._open_runtime is not None:
@@ -224,8 +225,6 @@ class EnginePool(Generation, WeightCalls):
             await anyio.to_thread.run_sync(self.open)
         return self._runtime()
 
-    # Steering
-
     @property
     def engines(self) -> list[Any]:
         """Upstream's Engine objects, one a replica; opens the pool."""
@@ -238,61 +237,3 @@ class EnginePool(Generation, WeightCalls):
         from enginepool.frontend import FrontEnd
 
         return FrontEnd(runtime, engine)
-
-    def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """End the requests whose `meta_info["id"]` is exactly `rid`, or all; they keep what they
-        have. Returns how many were meant."""
-        if (rid is None) != abort_all:
-            raise InvalidRequest("abort_request: give either rid or abort_all=True")
-        runtime = self._runtime()
-        requests = runtime.unfinished() if rid is None else runtime.find(rid)
-        runtime.abort(requests, "abort_request", "cancelled")
-        return len(requests)
-
-    def pause_generation(self, mode: PauseMode = "retract") -> None:
-        """Stop all engines at their next step boundary; new requests wait. Idle is free.
-
-        Args:
-            mode: "in_place" keeps running requests where they are. "retract" takes them back
-                into the queue with the tokens that they have, and frees their KV cache. "abort"
-                ends them, and what waits, with what they have.
-        """
-        control.pause(self._runtime(), mode)
-
-    def continue_generation(self) -> None:
-        """Go on after `pause_generation`. Does nothing if the pool is not paused."""
-        control.resume(self._runtime())
-
-    def flush_cache(self) -> None:
-        """Empty every engine's prefix cache. Running requests go on; their KV is computed anew."""
-        control.flush_cache(self._runtime())
-
-    def stats(self) -> dict[str, Any]:
-        """Engines with their states, queue, prompts and tokens so far, memory by device."""
-        return statistics.pool(self._runtime())
-
-    def events(self) -> list[dict[str, Any]]:
-        """The latest thousand failures, recoveries and the like, oldest first: `event`, `time`
-        (as `time.time`), `engine`, `devices` and what belongs to each. The log has them too."""
-        return self._runtime().events.latest()
-
-    def get_load(self) -> list[dict[str, Any]]:
-        """Running and waiting requests and KV use of each engine, without stopping any."""
-        return [statistics.load(worker) for worker in self._runtime().workers]
-
-    async def async_abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """`abort_request`; opens the pool without blocking the event loop."""
-        await self._async_runtime()
-        return self.abort_request(rid, abort_all=abort_all)
-
-    async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
-        """`pause_generation` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.pause_generation, mode)
-
-    async def async_continue_generation(self) -> None:
-        """`continue_generation` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.continue_generation)
-
-    async def async_flush_cache(self) -> None:
-        """`flush_cache` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.flush_cache)
