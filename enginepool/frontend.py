@@ -87,6 +87,7 @@ class FrontEnd:
 
     def make_call(self, obj: Any) -> Call:
         """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet."""
+        self.runtime.home.check()
         for name in _UNSUPPORTED:
             if _given(getattr(obj, name, None)):
                 raise InvalidRequest(f"{name} is not supported in a pool")
@@ -156,10 +157,16 @@ class PortalLoop:
         self._runtime = runtime
         self._portal: BlockingPortal | None = None
 
-    def run_until_complete(self, awaitable: Awaitable[Any]) -> Any:
-        return self._open().call(partial(_await, awaitable))
+    def run_until_complete(self, awaitable: Any) -> Any:
+        try:
+            portal = self._open()
+        except BaseException:
+            awaitable.close()  # or Python would warn that nobody awaited it
+            raise
+        return portal.call(partial(_await, awaitable))
 
     def _open(self) -> BlockingPortal:
+        self._runtime.home.check()
         with self._runtime.lock:
             if self._runtime.closed:
                 raise PoolClosed(f"pool {self._runtime.name!r} is already closed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from enginepool.config import PoolConfig, Warmup
 from enginepool.devices import DeviceSpec
 from enginepool.errors import PoolClosed
 from enginepool.generation import Generation
+from enginepool.process import Home, python_ends
 from enginepool.runtime import Runtime
 from enginepool.states import PoolState
 from enginepool.steering import Steering
@@ -32,6 +34,18 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 # How long `close()` waits for the engines' threads; one that is in a step cannot be ended.
 CLOSE_SECONDS = 60.0
+
+
+def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
+    """What runs at exit unless the pool is closed before; does not keep the pool alive."""
+
+    def close() -> None:
+        if runtime.home.here:  # not in a forked child that ends as a script does
+            python_ends()
+            runtime.close(CLOSE_SECONDS)
+            warnings.warn(f"pool {runtime.name!r} was never closed", ResourceWarning, stacklevel=2)
+
+    return close
 
 
 class EnginePool(Generation, Steering, WeightCalls):
@@ -88,6 +102,8 @@ class EnginePool(Generation, Steering, WeightCalls):
         self._lock = threading.RLock()
         self._open_runtime: Runtime | None = None
         self._closing_runtime: Runtime | None = None  # until all of it is given back
+        self._home: Home | None = None  # once it opens
+        self._at_exit: Callable[[], None] | None = None
         self.name = f"enginepool-{next(_numbers)}"
         if model is None:
             from enginepool import toy
@@ -111,6 +127,8 @@ class EnginePool(Generation, Steering, WeightCalls):
         runtime = self._open_runtime
         if runtime is None:
             return f"<EnginePool {self.name!r} [{self._state.value}]>"
+        if not runtime.home.here:
+            return f"<EnginePool {self.name!r} [open in process {runtime.home.pid}]>"
         running = sum(worker.channel.load() for worker in runtime.workers)
         return (
             f"<EnginePool {self.name!r} [{len(runtime.serving())} of {len(runtime.workers)} "
@@ -130,41 +148,53 @@ class EnginePool(Generation, Steering, WeightCalls):
             EngineStartFailed: With the device and the cause; the others are closed again, and
                 `open()` may be tried again.
         """
+        self._check_process()
         with self._lock:
             if self._state is PoolState.CLOSED:
                 raise PoolClosed(f"pool {self.name!r} is already closed; make a new one")
             if self._open_runtime is None:
-                runtime = Runtime(self.config, self.name)
-                report = None
-                if on_engine is not None:
-                    report = lambda worker: on_engine(statistics.engine(worker))  # noqa: E731
-                runtime.open(report)
-                from enginepool.frontend import connect  # imports sgl_jax; patches come first
-
-                try:
-                    connect(runtime)
-                except BaseException:
-                    runtime.close(None)
-                    raise
-                # A script that forgets to close: the engines' threads end before Python does.
-                atexit.register(runtime.close, CLOSE_SECONDS)
-                self._open_runtime, self._state = runtime, PoolState.OPEN
+                self._open_runtime = self._opened(on_engine)
+                self._state = PoolState.OPEN
         return self
+
+    def _opened(self, on_engine: Callable[[dict[str, Any]], None] | None) -> Runtime:
+        runtime = Runtime(self.config, self.name)
+        self._home = runtime.home
+        report = None
+        if on_engine is not None:
+            report = lambda worker: on_engine(statistics.engine(worker))  # noqa: E731
+        try:
+            runtime.open(report)
+            from enginepool.frontend import connect  # imports sgl_jax; patches come first
+
+            connect(runtime)
+        except BaseException:
+            self._home = None
+            runtime.close(None)
+            raise
+        # A script that forgets to close: the engines' threads end before Python does.
+        self._at_exit = _closing_at_exit(runtime)
+        atexit.register(self._at_exit)
+        return runtime
 
     def close(self, timeout: float | None = CLOSE_SECONDS) -> None:
         """Stop all engines and give everything back to the process. Idempotent and final.
 
         Callers that wait get `PoolClosed`. A thread inside a step that does not return within
-        `timeout` seconds is left behind, with a warning in the log.
+        `timeout` seconds is left behind, with a warning in the log. In a forked child of the
+        process that opened the pool it does nothing.
         """
         timeout = seconds("timeout", timeout, zero=True)
+        if self._home is not None and not self._home.here:
+            return
         with self._lock:
             self._state = PoolState.CLOSED
             if self._open_runtime is not None:
                 self._closing_runtime, self._open_runtime = self._open_runtime, None
         runtime = self._closing_runtime
         if runtime is not None:
-            atexit.unregister(runtime.close)
+            if self._at_exit is not None:
+                atexit.unregister(self._at_exit)
             runtime.close(timeout)
             self._closing_runtime = None
 
@@ -200,20 +230,29 @@ class EnginePool(Generation, Steering, WeightCalls):
     ) -> None:
         await self.aclose()
 
-    def __del__(self) -> None:
+    def __del__(self, python_is_gone: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When Python takes its modules down, `_closing_at_exit` has done it, and what this needs
+        # may be gone.
         runtime = getattr(self, "_open_runtime", None)
-        if runtime is None:
+        if runtime is None or python_is_gone() or runtime.closed or not runtime.home.here:
             return
-        warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
-        if on_engine_thread():
-            # The garbage collector ran there: that thread cannot wait for itself, and must not
-            # keep its own pool waiting for this one.
-            with contextlib.suppress(RuntimeError):  # no new threads while Python ends: see `open`
-                threading.Thread(target=self.close, daemon=True).start()
-        else:
-            self.close()
+        try:
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
+        finally:  # a warning may be an error
+            if on_engine_thread():
+                # The garbage collector ran there: that thread cannot wait for itself, and must
+                # not keep its own pool waiting for this one.
+                with contextlib.suppress(RuntimeError):  # no new threads while Python ends
+                    threading.Thread(target=self.close, daemon=True).start()
+            else:
+                self.close()
+
+    def _check_process(self) -> None:
+        if self._home is not None:
+            self._home.check()
 
     def _runtime(self) -> Runtime:
+        self._check_process()
         runtime = self._open_runtime
         if runtime is None:
             runtime = self.open()._open_runtime
