@@ -19,6 +19,8 @@ class CallOptions(TypedDict, total=False):
     Attributes:
         input_ids: Token ids instead of text: one prompt, or a list of them. `chat` has none.
         return_logprob: Give `meta_info["output_token_logprobs"]`, one (logprob, id, None) an id.
+            They are those of softmax(logits / temperature) before top-k, top-p and min-p, at
+            temperature 0 of softmax(logits); of logits after the penalties and `min_new_tokens`.
         top_logprobs_num: Give the most probable ids of each step as well; at most 20.
         timeout: Seconds for the whole call. What is not finished then keeps its place, with what
             it has and `finish_reason {"type": "abort", "err_type": "timeout"}`.
