@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from enginepool.admission import WHEN_FULL, WhenFull
 from enginepool.errors import InvalidConfig
+from enginepool.values import is_int, nearest, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
 WARMUPS: tuple[Warmup, ...] = ("sequential", "parallel", "none")
@@ -103,29 +103,38 @@ class PoolConfig:
     server_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.warmup not in WARMUPS:
-            raise InvalidConfig(f"warmup={self.warmup!r}: expected one of {', '.join(WARMUPS)}")
-        if type(self.tp_size) is not int or self.tp_size < 1:
-            raise InvalidConfig(f"tp_size={self.tp_size!r}: expected a count of devices, 1 or more")
-        if type(self.max_restarts) is not int or self.max_restarts < 0:
-            raise InvalidConfig(f"max_restarts={self.max_restarts!r}: expected a count, 0 or more")
-        limit = self.max_queued
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InvalidConfig(f"max_queued={limit!r}: expected a count, or None for no limit")
-        if self.when_full not in WHEN_FULL:
-            allowed = ", ".join(WHEN_FULL)
-            raise InvalidConfig(f"when_full={self.when_full!r}: expected one of {allowed}")
-        timeout = self.step_timeout
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-            raise InvalidConfig(
-                f"step_timeout={timeout!r}: expected seconds above 0, or None for no limit"
-            )
+        for own in dataclasses.fields(self):  # NumPy's and JAX's values as Python's
+            object.__setattr__(self, own.name, plain(getattr(self, own.name)))
+        given = {name: plain(value) for name, value in self.server_args.items()}
+        object.__setattr__(self, "server_args", given)
+        self._require("restart", isinstance(self.restart, bool), "True or False")
+        self._require("tune_host", isinstance(self.tune_host, bool), "True or False")
+        self._require_one_of("warmup", WARMUPS)
+        self._require_one_of("when_full", WHEN_FULL)
+        self._require_count("tp_size", 1, "a count of devices, 1 or more")
+        self._require_count("max_restarts", 0, "a count, 0 or more")
+        if self.max_queued is not None:
+            self._require_count("max_queued", 1, "a count, or None for no limit")
+        seconds("step_timeout", self.step_timeout, error=InvalidConfig)
         _check_server_args(self.server_args)
         for name, reason in REFUSED_ENVIRONMENT.items():
             if os.environ.get(name, "0") not in ("", "0"):
                 raise InvalidConfig(
                     f"environment variable {name}={os.environ[name]!r}: {reason}; unset it"
                 )
+
+    def _require(self, name: str, condition: bool, expected: str) -> None:
+        if not condition:
+            raise InvalidConfig(f"{name}={shown(getattr(self, name))}: expected {expected}")
+
+    def _require_one_of(self, name: str, allowed: Sequence[str]) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, str) and value in allowed
+        self._require(name, fits, f"one of {', '.join(allowed)}")
+
+    def _require_count(self, name: str, least: int, expected: str) -> None:
+        value = getattr(self, name)
+        self._require(name, is_int(value) and value >= least, expected)
 
     def for_engine(self, platform: str, device_indexes: list[int]) -> dict[str, Any]:
         """`ServerArgs` of one engine.
@@ -174,17 +183,17 @@ def _check_server_args(server_args: Mapping[str, Any]) -> None:
     for name, value in server_args.items():
         if name not in fields:
             known = [*own, *fields]
-            near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InvalidConfig(f"unknown option {name}={value!r}{hint}")
+            near = nearest(name, known)
+            hint = f"; did you mean {near}?" if near else ""
+            raise InvalidConfig(f"unknown option {name}={shown(value)}{hint}")
         reason = REFUSED.get(name) or next(
             (why for prefix, why in REFUSED_PREFIXES.items() if name.startswith(prefix)), None
         )
         if name == "disable_overlap_schedule":
             if value is not True:
                 raise InvalidConfig(
-                    f"{name}={value!r}: the overlap schedule runs the forward on a second thread, "
-                    "so an engine would have no step boundary; leave it out"
+                    f"{name}={shown(value)}: the overlap schedule runs the forward on a second "
+                    "thread, so an engine would have no step boundary; leave it out"
                 )
         elif reason is not None and (name in ("model_path", "device") or value != fields[name]):
-            raise InvalidConfig(f"{name}={value!r}: {reason}")
+            raise InvalidConfig(f"{name}={shown(value)}: {reason}")

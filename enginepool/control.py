@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from enginepool.channel import Channel
 from enginepool.errors import InvalidRequest
 from enginepool.requests import aborted
 from enginepool.runtime import Runtime
+from enginepool.values import shown
 
-PAUSE_MODES = ("retract", "in_place", "abort")
+PauseMode = Literal["retract", "in_place", "abort"]
+PAUSE_MODES = get_args(PauseMode)
 
 
 def pause(runtime: Runtime, mode: str, engine: int | None = None) -> None:
     """Stop engines (all, or one) at their next step boundary."""
-    if mode not in PAUSE_MODES:
-        raise InvalidRequest(f"mode={mode!r}: expected one of {', '.join(PAUSE_MODES)}")
+    if not isinstance(mode, str) or mode not in PAUSE_MODES:
+        raise InvalidRequest(f"mode={shown(mode)}: expected one of {', '.join(PAUSE_MODES)}")
     with runtime.steering:
         if engine is None:
             runtime.queue.paused = True

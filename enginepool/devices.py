@@ -11,6 +11,7 @@ import jax
 from jax._src import xla_bridge
 
 from enginepool.errors import InvalidConfig
+from enginepool.values import is_int, plain, shown
 
 DeviceSpec = int | Sequence[int] | Sequence[jax.Device] | None
 
@@ -28,12 +29,13 @@ def resolve_devices(devices: DeviceSpec, tp_size: int) -> list[list[jax.Device]]
         InvalidConfig: Too few devices (with how to get more), a duplicate or unknown id, a list
             that `tp_size` does not divide, or more than one JAX process.
     """
+    devices = plain(devices)
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
-        raise InvalidConfig(f"devices={devices!r}: expected a count of 1 or more")
+        raise InvalidConfig(f"devices={shown(devices)}: expected a count of 1 or more")
     if not (devices is None or isinstance(devices, int)) and (
         isinstance(devices, str) or not hasattr(devices, "__iter__")
     ):
-        raise InvalidConfig(f"devices={devices!r}: expected a count, or a list of device ids")
+        raise InvalidConfig(f"devices={shown(devices)}: expected a count, or a list of device ids")
     if isinstance(devices, int):
         _ask_for_virtual_devices(devices * tp_size)
     if jax.process_count() != 1:
@@ -51,7 +53,7 @@ def resolve_devices(devices: DeviceSpec, tp_size: int) -> list[list[jax.Device]]
         chosen = _named(local, devices)
         if not chosen or len(chosen) % tp_size:
             raise InvalidConfig(
-                f"devices={devices!r}: {len(chosen)} devices cannot be split into engines of "
+                f"devices={shown(devices)}: {len(chosen)} devices cannot be split into engines of "
                 f"tp_size={tp_size}"
             )
     return [chosen[i : i + tp_size] for i in range(0, len(chosen), tp_size)]
@@ -77,8 +79,8 @@ def _named(local: list[jax.Device], devices: Sequence[int] | Sequence[jax.Device
     chosen = []
     for device in devices:
         device_id = device if isinstance(device, int) else getattr(device, "id", device)
-        if device_id not in by_id:
-            raise InvalidConfig(f"devices: unknown id {device_id!r}; JAX has {sorted(by_id)}")
+        if not is_int(device_id) or device_id not in by_id:
+            raise InvalidConfig(f"devices: unknown id {shown(device_id)}; JAX has {sorted(by_id)}")
         if by_id[device_id] in chosen:
             raise InvalidConfig(f"devices: id {device_id} is named twice; one engine a device")
         chosen.append(by_id[device_id])

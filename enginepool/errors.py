@@ -9,6 +9,7 @@ EnginePoolError
 ├── QueueFull                       more requests wait than max_queued; nothing has started
 ├── PoolClosed                      the pool is closed; a closed pool cannot be opened again
 ├── PatchFailed                     a repair of upstream does not fit the installed sglang-jax
+├── ForkedProcess               the pool was opened in the process that this one was forked from
 ├── EngineStartFailed               an engine could not be built or warmed up
 ├── StepTimeout                     a step of an engine does not return
 ├── NotFinite                       an engine's log-probabilities are not finite numbers
@@ -88,7 +89,21 @@ class QueueFull(EnginePoolError):
 
 
 class PoolClosed(EnginePoolError):
-    """Raised when a closed pool is used, and by calls that were waiting when it closed."""
+    """Raised when a closed pool is used, and by calls that were waiting when it closed.
+
+    Attributes:
+        results: Of a call that was waiting: one entry a sample, in order, with what each has, as
+            `PoolFailed` has them. Else empty.
+    """
+
+    def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.results = list(results)
+
+
+class ForkedProcess(EnginePoolError):
+    """Raised in a forked child by every use of a pool that its parent has opened. Closing it there
+    does nothing."""
 
 
 class PatchFailed(EnginePoolError):

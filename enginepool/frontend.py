@@ -20,6 +20,7 @@ from enginepool.errors import EnginePoolError, InvalidRequest, PoolClosed
 from enginepool.requests import Call
 from enginepool.results import call_results, make_chunk, raise_failure
 from enginepool.runtime import Runtime
+from enginepool.values import is_int, plain, shown
 from enginepool.waiting import async_chunks, async_wait_all
 
 # Fields of upstream's GenerateReqInput that a pool does not serve.
@@ -82,24 +83,26 @@ class FrontEnd:
             return
         await async_wait_all(self.runtime, call, timeout)
         results = await run_sync(call_results, call, tokenizer, False)
-        yield results[0] if _is_single(obj) and len(results) == 1 else results
+        yield results[0] if call.lone and len(results) == 1 else results
 
     def make_call(self, obj: Any) -> Call:
         """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet."""
+        self.runtime.home.check()
         for name in _UNSUPPORTED:
             if _given(getattr(obj, name, None)):
                 raise InvalidRequest(f"{name} is not supported in a pool")
-        if any(start is not None and start >= 0 for start in _as_list(obj.logprob_start_len)):
+        starts = _as_list(plain(obj.logprob_start_len))
+        if any(start is not None and not (is_int(start) and start < 0) for start in starts):
             raise InvalidRequest(
-                f"logprob_start_len={obj.logprob_start_len!r}: a pool gives log-probabilities of "
-                "output tokens only; leave it out"
+                f"logprob_start_len={shown(obj.logprob_start_len)}: a pool gives log-probabilities "
+                "of output tokens only; leave it out"
             )
         return self.runtime.intake.make_call(
             obj.text,
             obj.sampling_params,
             obj.input_ids,
-            return_logprob=bool(_one_for_all("return_logprob", obj.return_logprob)),
-            top_logprobs_num=_one_for_all("top_logprobs_num", obj.top_logprobs_num) or 0,
+            return_logprob=_one_for_all("return_logprob", obj.return_logprob),
+            top_logprobs_num=_one_for_all("top_logprobs_num", obj.top_logprobs_num),
             stream=obj.stream,
             engine=self._engine,
             extra_key=getattr(obj, "extra_key", None),
@@ -154,10 +157,16 @@ class PortalLoop:
         self._runtime = runtime
         self._portal: BlockingPortal | None = None
 
-    def run_until_complete(self, awaitable: Awaitable[Any]) -> Any:
-        return self._open().call(partial(_await, awaitable))
+    def run_until_complete(self, awaitable: Any) -> Any:
+        try:
+            portal = self._open()
+        except BaseException:
+            awaitable.close()  # or Python would warn that nobody awaited it
+            raise
+        return portal.call(partial(_await, awaitable))
 
     def _open(self) -> BlockingPortal:
+        self._runtime.home.check()
         with self._runtime.lock:
             if self._runtime.closed:
                 raise PoolClosed(f"pool {self._runtime.name!r} is already closed")
@@ -183,6 +192,7 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 
 
 def _given(value: Any) -> bool:
+    value = plain(value)
     return any(_given(item) for item in value) if isinstance(value, list) else bool(value)
 
 
@@ -191,13 +201,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _one_for_all(name: str, value: Any) -> Any:
-    values = set(_as_list(value))
-    if len(values) > 1:
-        raise InvalidRequest(f"{name}={value!r}: give one value for all prompts of a call")
-    return values.pop() if values else None
-
-
-def _is_single(obj: Any) -> bool:
-    if obj.text is not None:
-        return isinstance(obj.text, str)
-    return bool(obj.input_ids) and isinstance(obj.input_ids[0], int)
+    values = _as_list(plain(value))
+    if any(other != values[0] for other in values):
+        raise InvalidRequest(f"{name}={shown(value)}: give one value for all prompts of a call")
+    return values[0] if values else None

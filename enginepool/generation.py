@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import anyio.to_thread
 
+from enginepool.call_options import CallOptions, Params, Prompts, check_options
 from enginepool.errors import InvalidRequest
 from enginepool.progress import show_progress
 from enginepool.requests import Call
 from enginepool.results import call_results, make_chunk, make_result, raise_failure
 from enginepool.runtime import Runtime
+from enginepool.values import flag, shown
 from enginepool.waiting import async_chunks, async_wait_all, chunks, wait_all
 
-Prompts = str | Sequence[str] | None
-Params = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
 Messages = Sequence[Mapping[str, Any]]
-
-
-class CallOptions(TypedDict, total=False):
-    """Options of every call that generates.
-
-    Attributes:
-        input_ids: Token ids instead of text: one prompt, or a list of them.
-        return_logprob: Give `meta_info["output_token_logprobs"]`, one (logprob, id, None) an id.
-        top_logprobs_num: Give the most probable ids of each step as well; at most 20.
-        timeout: Seconds for the whole call. What is not finished then keeps its place, with what
-            it has and `finish_reason {"type": "abort", "err_type": "timeout"}`.
-    """
-
-    input_ids: Sequence[int] | Sequence[Sequence[int]] | None
-    return_logprob: bool
-    top_logprobs_num: int
-    timeout: float | None
 
 
 class Generation:
@@ -73,11 +56,10 @@ class Generation:
         Raises:
             RequestsFailed: With `raise_on_error`; `.results` has all results.
         """
+        checked = check_options("generate_all", options)
+        shows, raises = flag("progress", progress), flag("raise_on_error", raise_on_error)
         runtime = self._runtime()
-        call, timeout = _make_call(runtime, prompts, sampling_params, options)
-        with show_progress(call, progress) as tick:
-            wait_all(runtime, call, timeout, tick)
-        return call_results(call, runtime.intake.tokenizer, raise_on_error)
+        return _run(runtime, prompts, sampling_params, checked, raises, shows)[1]
 
     async def async_generate_all(
         self,
@@ -88,14 +70,10 @@ class Generation:
         **options: Unpack[CallOptions],
     ) -> list[dict[str, Any]]:
         """`generate_all` on an event loop. Cancelling ends the requests inside the engines."""
+        checked = check_options("generate_all", options)
+        raises = flag("raise_on_error", raise_on_error)
         runtime = await self._async_runtime()
-        call, timeout = await anyio.to_thread.run_sync(
-            _make_call, runtime, prompts, sampling_params, options
-        )
-        await async_wait_all(runtime, call, timeout)
-        return await anyio.to_thread.run_sync(
-            call_results, call, runtime.intake.tokenizer, raise_on_error
-        )
+        return (await _async_run(runtime, prompts, sampling_params, checked, raises))[1]
 
     def generate(
         self,
@@ -106,10 +84,9 @@ class Generation:
         **options: Unpack[CallOptions],
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Generate for one prompt: a dict, or with n > 1 (or a list of prompts) a list of them."""
-        results = self.generate_all(
-            prompt, sampling_params, raise_on_error=raise_on_error, **options
-        )
-        return _single(prompt, options, results)
+        checked = check_options("generate", options)
+        raises = flag("raise_on_error", raise_on_error)
+        return _single(*_run(self._runtime(), prompt, sampling_params, checked, raises))
 
     async def async_generate(
         self,
@@ -120,10 +97,10 @@ class Generation:
         **options: Unpack[CallOptions],
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """`generate` on an event loop. Cancelling ends the requests inside the engines."""
-        results = await self.async_generate_all(
-            prompt, sampling_params, raise_on_error=raise_on_error, **options
-        )
-        return _single(prompt, options, results)
+        checked = check_options("generate", options)
+        raises = flag("raise_on_error", raise_on_error)
+        runtime = await self._async_runtime()
+        return _single(*await _async_run(runtime, prompt, sampling_params, checked, raises))
 
     def chat(
         self,
@@ -131,6 +108,7 @@ class Generation:
         sampling_params: Params = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        raise_on_error: bool = False,
         **options: Unpack[CallOptions],
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Generate the answer to a conversation, or to each of a list of them.
@@ -139,9 +117,11 @@ class Generation:
             messages: `{"role": ..., "content": ...}` dicts, as the chat template takes them.
             chat_template_kwargs: Handed to the tokenizer's `apply_chat_template`.
         """
+        checked = check_options("chat", options)
+        raises = flag("raise_on_error", raise_on_error)
         runtime = self._runtime()
-        ids = _apply_template(runtime, messages, chat_template_kwargs or {})
-        return self.generate(sampling_params=sampling_params, **{**options, "input_ids": ids})
+        checked["input_ids"] = _apply_template(runtime, messages, chat_template_kwargs)
+        return _single(*_run(runtime, None, sampling_params, checked, raises))
 
     async def async_chat(
         self,
@@ -149,16 +129,17 @@ class Generation:
         sampling_params: Params = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        raise_on_error: bool = False,
         **options: Unpack[CallOptions],
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """`chat` on an event loop."""
+        checked = check_options("chat", options)
+        raises = flag("raise_on_error", raise_on_error)
         runtime = await self._async_runtime()
-        ids = await anyio.to_thread.run_sync(
-            _apply_template, runtime, messages, chat_template_kwargs or {}
+        checked["input_ids"] = await anyio.to_thread.run_sync(
+            _apply_template, runtime, messages, chat_template_kwargs
         )
-        return await self.async_generate(
-            sampling_params=sampling_params, **{**options, "input_ids": ids}
-        )
+        return _single(*await _async_run(runtime, None, sampling_params, checked, raises))
 
     def as_completed(
         self,
@@ -170,9 +151,10 @@ class Generation:
 
         Bad input is raised by the call itself. Closing the iterator ends what still runs.
         """
+        checked = check_options("as_completed", options)
         runtime = self._runtime()
-        call, timeout = _make_call(runtime, prompts, sampling_params, options)
-        return self._as_completed(runtime, call, timeout)
+        call = _make_call(runtime, prompts, sampling_params, checked)
+        return self._as_completed(runtime, call, checked.get("timeout"))
 
     def _as_completed(
         self, runtime: Runtime, call: Call, timeout: float | None
@@ -188,11 +170,12 @@ class Generation:
         **options: Unpack[CallOptions],
     ) -> AsyncIterator[dict[str, Any]]:
         """`as_completed` on an event loop; bad input is raised at the first step."""
+        checked = check_options("as_completed", options)
         runtime = await self._async_runtime()
-        call, timeout = await anyio.to_thread.run_sync(
-            _make_call, runtime, prompts, sampling_params, options
+        call = await anyio.to_thread.run_sync(
+            _make_call, runtime, prompts, sampling_params, checked
         )
-        async for chunk in async_chunks(runtime, call, timeout):
+        async for chunk in async_chunks(runtime, call, checked.get("timeout")):
             yield make_result(chunk.request, runtime.intake.tokenizer)
         raise_failure(call, runtime.intake.tokenizer)
 
@@ -207,9 +190,10 @@ class Generation:
         Chunks that come faster than they are read are joined. The last chunk of an output has its
         `finish_reason` and equals its result. Closing the iterator ends what still runs.
         """
+        checked = check_options("stream", options)
         runtime = self._runtime()
-        call, timeout = _make_call(runtime, prompt, sampling_params, options, stream=True)
-        return self._stream(runtime, call, timeout)
+        call = _make_call(runtime, prompt, sampling_params, checked, stream=True)
+        return self._stream(runtime, call, checked.get("timeout"))
 
     def _stream(
         self, runtime: Runtime, call: Call, timeout: float | None
@@ -225,11 +209,12 @@ class Generation:
         **options: Unpack[CallOptions],
     ) -> AsyncIterator[dict[str, Any]]:
         """`stream` on an event loop; bad input is raised at the first step."""
+        checked = check_options("stream", options)
         runtime = await self._async_runtime()
-        call, timeout = await anyio.to_thread.run_sync(
-            lambda: _make_call(runtime, prompt, sampling_params, options, stream=True)
+        call = await anyio.to_thread.run_sync(
+            lambda: _make_call(runtime, prompt, sampling_params, checked, stream=True)
         )
-        async for chunk in async_chunks(runtime, call, timeout):
+        async for chunk in async_chunks(runtime, call, checked.get("timeout")):
             yield make_chunk(chunk, runtime.intake.tokenizer)
         raise_failure(call, runtime.intake.tokenizer)
 
@@ -238,44 +223,72 @@ def _make_call(
     runtime: Runtime,
     prompts: Prompts,
     sampling_params: Params,
-    options: Mapping[str, Any],
+    checked: CallOptions,
     *,
     stream: bool = False,
-) -> tuple[Call, float | None]:
-    given = dict(options)
-    timeout, input_ids = given.pop("timeout", None), given.pop("input_ids", None)
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise InvalidRequest(f"timeout={timeout!r}: expected seconds above 0, or None for no limit")
-    call = runtime.intake.make_call(
+) -> Call:
+    return runtime.intake.make_call(
         prompts,
         sampling_params,
-        input_ids,
+        checked.get("input_ids"),
+        return_logprob=checked.get("return_logprob"),
+        top_logprobs_num=checked.get("top_logprobs_num"),
         stream=stream,
         weight_version=runtime.weight_version,
-        **given,
     )
-    return call, timeout
 
 
-def _single(
-    prompt: Prompts, options: Mapping[str, Any], results: list[dict[str, Any]]
-) -> dict[str, Any] | list[dict[str, Any]]:
+def _run(
+    runtime: Runtime,
+    prompts: Prompts,
+    sampling_params: Params,
+    checked: CallOptions,
+    raise_on_error: bool,
+    progress: bool = False,
+) -> tuple[Call, list[dict[str, Any]]]:
+    call = _make_call(runtime, prompts, sampling_params, checked)
+    with show_progress(call, progress) as tick:
+        wait_all(runtime, call, checked.get("timeout"), tick)
+    return call, call_results(call, runtime.intake.tokenizer, raise_on_error)
+
+
+async def _async_run(
+    runtime: Runtime,
+    prompts: Prompts,
+    sampling_params: Params,
+    checked: CallOptions,
+    raise_on_error: bool,
+) -> tuple[Call, list[dict[str, Any]]]:
+    call = await anyio.to_thread.run_sync(_make_call, runtime, prompts, sampling_params, checked)
+    await async_wait_all(runtime, call, checked.get("timeout"))
+    results = await anyio.to_thread.run_sync(
+        call_results, call, runtime.intake.tokenizer, raise_on_error
+    )
+    return call, results
+
+
+def _single(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
     """As upstream: a lone result for a lone prompt."""
-    ids = options.get("input_ids")
-    lone = isinstance(prompt, str) or (
-        ids is not None and len(ids) > 0 and not hasattr(ids[0], "__iter__")
-    )
-    return results[0] if lone and len(results) == 1 else results
+    return results[0] if call.lone and len(results) == 1 else results
 
 
 def _apply_template(
-    runtime: Runtime, messages: Any, template_options: Mapping[str, Any]
+    runtime: Runtime, messages: Any, template_options: Any
 ) -> list[int] | list[list[int]]:
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise InvalidRequest(f"chat: expected a list of messages, got {messages!r}")
+        raise InvalidRequest(f"chat: expected a list of messages, got {shown(messages)}")
     if not messages:
         raise InvalidRequest("chat: messages are empty")
+    template_options = {} if template_options is None else template_options
+    if not (isinstance(template_options, Mapping) and all(map(_is_name, template_options))):
+        raise InvalidRequest(
+            f"chat_template_kwargs={shown(template_options)}: expected a dict by names"
+        )
     apply = runtime.intake.tokenizer.apply_chat_template
     if isinstance(messages[0], Mapping):
         return apply(0, messages, **template_options)
     return [apply(index, one, **template_options) for index, one in enumerate(messages)]
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and key not in ("self", "index", "messages", "tokenize")

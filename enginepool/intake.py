@@ -11,6 +11,7 @@ from enginepool.errors import InvalidRequest
 from enginepool.requests import MAX_TOP_LOGPROBS, Call, Request
 from enginepool.sampling import Sampling, Seeds, make_sampling
 from enginepool.tokenizer import Tokenizer
+from enginepool.values import flag, is_int, plain, shown
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Intake:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         *,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
+        return_logprob: bool | None = None,
+        top_logprobs_num: int | None = None,
         stream: bool = False,
         engine: int | None = None,
         extra_key: str | None = None,
@@ -54,15 +55,20 @@ class Intake:
     ) -> Call:
         """Build the requests of a call, n a prompt, grouped by prompt.
 
+        A caller's NumPy and JAX values become plain Python here, once.
+
         Raises:
             InvalidRequest: With the prompt's index, the value, the limit and the remedy.
         """
-        texts, token_ids = self._prompts(prompts, input_ids)
+        texts, token_ids, lone = self._prompts(prompts, input_ids)
         sampling = self._sampling(sampling_params, len(token_ids))
-        _check_top_logprobs(top_logprobs_num)
+        top_logprobs_num = _check_top_logprobs(top_logprobs_num)
+        return_logprob = flag("return_logprob", return_logprob) or top_logprobs_num > 0
+        if ids is not None and len(ids) != len(token_ids):
+            raise InvalidRequest(f"{len(ids)} request ids for {len(token_ids)} prompts")
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             self._check_prompt(index, prompt, one)
-        call = Call(weight_version)
+        call = Call(weight_version, lone=lone)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             for sample_index in range(one.n):
                 call.add(
@@ -74,7 +80,7 @@ class Intake:
                         prompt_index=index,
                         sample_index=sample_index,
                         id=ids[index] if ids else "",
-                        return_logprob=return_logprob or top_logprobs_num > 0,
+                        return_logprob=return_logprob,
                         top_logprobs_num=top_logprobs_num,
                         stream=stream,
                         engine=engine,
@@ -85,32 +91,34 @@ class Intake:
 
     def _prompts(
         self, prompts: Any, input_ids: Any
-    ) -> tuple[Sequence[str | None], list[list[int]]]:
+    ) -> tuple[Sequence[str | None], list[list[int]], bool]:
+        """Texts, ids, and whether it is one prompt and not a list; an empty list is one of no
+        prompts."""
         if (prompts is None) == (input_ids is None):
             raise InvalidRequest("give either prompts or input_ids, and not both")
         if input_ids is not None:
-            input_ids = _as_list("input_ids", input_ids)
-            if input_ids and isinstance(input_ids[0], int):
-                input_ids = [input_ids]
-            token_ids = [_plain_ids(index, prompt) for index, prompt in enumerate(input_ids)]
-            return [None] * len(token_ids), token_ids
-        texts = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts)
+            rows = _as_list("input_ids", input_ids)
+            lone = bool(rows) and _is_scalar(rows[0])
+            rows = [rows] if lone else rows
+            token_ids = [_plain_ids(index, prompt) for index, prompt in enumerate(rows)]
+            return [None] * len(token_ids), token_ids, lone
+        prompts = plain(prompts)
+        lone = isinstance(prompts, str)
+        texts = [prompts] if lone else _as_list("prompts", prompts)
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise InvalidRequest(
-                    f"expected a string, got {type(text).__name__} {text!r}; token ids go to "
+                    f"expected a string, got {type(text).__name__} {shown(text)}; token ids go to "
                     "input_ids=, messages to chat()",
                     prompt_index=index,
                 )
-        return texts, self.tokenizer.encode(texts)
+        return texts, self.tokenizer.encode(texts), lone
 
     def _sampling(self, params: Any, count: int) -> list[Sampling]:
         if params is None:
             return [self._make(self.defaults, explicit=False)] * count
-        if isinstance(params, Mapping):
+        if isinstance(params, Mapping) or _is_upstreams(params):
             return [self._make(params)] * count
-        if hasattr(params, "convert_to_dict"):  # upstream's SamplingParams
-            return [self._make(_from_upstream(params))] * count
         params = _as_list("sampling_params", params)
         if len(params) != count:
             raise InvalidRequest(
@@ -127,9 +135,11 @@ class Intake:
                 raise InvalidRequest(str(error), prompt_index=index) from None
         return made
 
-    def _make(self, params: Mapping[str, Any], *, explicit: bool = True) -> Sampling:
+    def _make(self, params: Any, *, explicit: bool = True) -> Sampling:
+        if _is_upstreams(params):
+            params = _from_upstream(params)
         if not isinstance(params, Mapping):
-            raise InvalidRequest(f"sampling_params: expected a dict, got {params!r}")
+            raise InvalidRequest(f"sampling_params: expected a dict, got {shown(params)}")
         return make_sampling(
             params,
             vocab_size=self.limits.vocab_size,
@@ -176,42 +186,56 @@ class Intake:
         return params
 
 
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "ndim", None) == 0 or not hasattr(value, "__iter__")
+
+
 def _as_list(name: str, value: Any) -> list[Any]:
-    """A caller's sequence or array as a list; its rows stay what they are, unless an array's."""
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {value!r}")
-    return value.tolist() if hasattr(value, "tolist") else list(value)
+    """A caller's sequence or array as a list."""
+    value = plain(value, depth=0)
+    if isinstance(value, (str, bytes, Mapping)) or _is_scalar(value):
+        raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {shown(value)}")
+    return list(value)
 
 
 def _plain_ids(index: int, prompt: Any) -> list[int]:
     """Python integers: upstream compares, concatenates and hashes them as such."""
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not hasattr(ids, "__iter__"):
+    try:
+        ids = _as_list("input_ids", prompt)
+    except InvalidRequest:
         raise InvalidRequest(
-            f"input_ids: expected a list of token ids, got {prompt!r}", prompt_index=index
-        )
-    ids = list(ids)
+            f"input_ids: expected a list of token ids, got {shown(prompt)}", prompt_index=index
+        ) from None
+    if not set(map(type, ids)) <= {int}:
+        ids = [plain(token_id) for token_id in ids]
     for token_id in ids:
-        if type(token_id) is not int:
-            raise InvalidRequest(f"input_ids: {token_id!r} is not an integer", prompt_index=index)
+        if not is_int(token_id):
+            raise InvalidRequest(
+                f"input_ids: {shown(token_id)} is not an integer", prompt_index=index
+            )
     return ids
 
 
-def _check_top_logprobs(number: Any) -> None:
-    if (
-        not isinstance(number, int)
-        or isinstance(number, bool)
-        or not (0 <= number <= MAX_TOP_LOGPROBS)
-    ):
+def _check_top_logprobs(number: Any) -> int:
+    number = plain(number)
+    if number is None:
+        return 0
+    if not (is_int(number) and 0 <= number <= MAX_TOP_LOGPROBS):
         raise InvalidRequest(
-            f"top_logprobs_num={number!r}: expected an integer from 0 to {MAX_TOP_LOGPROBS}"
+            f"top_logprobs_num={shown(number)}: expected an integer from 0 to {MAX_TOP_LOGPROBS}"
         )
+    return number
+
+
+def _is_upstreams(params: Any) -> bool:
+    """Whether it is upstream's SamplingParams."""
+    return hasattr(params, "convert_to_dict") and not isinstance(params, type)
 
 
 def _from_upstream(params: Any) -> dict[str, Any]:
     """The dict that upstream's object was made from, as far as it can tell."""
     given = params.convert_to_dict()
-    if given["top_k"] > 1 << 29:  # upstream's "all"
+    if is_int(given["top_k"]) and given["top_k"] > 1 << 29:  # upstream's "all"
         given["top_k"] = -1
     given.pop("stop_str_max_len", None)
     return given

@@ -5,36 +5,50 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import sys
 import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio.to_thread
 
-from enginepool import control, statistics
+from enginepool import statistics
 from enginepool.admission import WhenFull
 from enginepool.config import PoolConfig, Warmup
 from enginepool.devices import DeviceSpec
-from enginepool.errors import InvalidRequest, PoolClosed
+from enginepool.errors import PoolClosed
 from enginepool.generation import Generation
+from enginepool.process import Home, python_ends
 from enginepool.runtime import Runtime
 from enginepool.states import PoolState
+from enginepool.steering import Steering
+from enginepool.values import seconds
 from enginepool.weight_calls import WeightCalls
 from enginepool.worker import on_engine_thread
 
 if TYPE_CHECKING:
     from enginepool.frontend import FrontEnd
 
-PauseMode = Literal["retract", "in_place", "abort"]
-
 _numbers = itertools.count()
 # How long `close()` waits for the engines' threads; one that is in a step cannot be ended.
 CLOSE_SECONDS = 60.0
 
 
-class EnginePool(Generation, WeightCalls):
+def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
+    """What runs at exit unless the pool is closed before; does not keep the pool alive."""
+
+    def close() -> None:
+        if runtime.home.here:  # not in a forked child that ends as a script does
+            python_ends()
+            runtime.close(CLOSE_SECONDS)
+            warnings.warn(f"pool {runtime.name!r} was never closed", ResourceWarning, stacklevel=2)
+
+    return close
+
+
+class EnginePool(Generation, Steering, WeightCalls):
     """Engines on all devices of a host behind one object.
 
     The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or
@@ -88,6 +102,8 @@ class EnginePool(Generation, WeightCalls):
         self._lock = threading.RLock()
         self._open_runtime: Runtime | None = None
         self._closing_runtime: Runtime | None = None  # until all of it is given back
+        self._home: Home | None = None  # once it opens
+        self._at_exit: Callable[[], None] | None = None
         self.name = f"enginepool-{next(_numbers)}"
         if model is None:
             from enginepool import toy
@@ -111,6 +127,8 @@ class EnginePool(Generation, WeightCalls):
         runtime = self._open_runtime
         if runtime is None:
             return f"<EnginePool {self.name!r} [{self._state.value}]>"
+        if not runtime.home.here:
+            return f"<EnginePool {self.name!r} [open in process {runtime.home.pid}]>"
         running = sum(worker.channel.load() for worker in runtime.workers)
         return (
             f"<EnginePool {self.name!r} [{len(runtime.serving())} of {len(runtime.workers)} "
@@ -130,40 +148,53 @@ class EnginePool(Generation, WeightCalls):
             EngineStartFailed: With the device and the cause; the others are closed again, and
                 `open()` may be tried again.
         """
+        self._check_process()
         with self._lock:
             if self._state is PoolState.CLOSED:
                 raise PoolClosed(f"pool {self.name!r} is already closed; make a new one")
             if self._open_runtime is None:
-                runtime = Runtime(self.config, self.name)
-                report = None
-                if on_engine is not None:
-                    report = lambda worker: on_engine(statistics.engine(worker))  # noqa: E731
-                runtime.open(report)
-                from enginepool.frontend import connect  # imports sgl_jax; patches come first
-
-                try:
-                    connect(runtime)
-                except BaseException:
-                    runtime.close(None)
-                    raise
-                # A script that forgets to close: the engines' threads end before Python does.
-                atexit.register(runtime.close, CLOSE_SECONDS)
-                self._open_runtime, self._state = runtime, PoolState.OPEN
+                self._open_runtime = self._opened(on_engine)
+                self._state = PoolState.OPEN
         return self
+
+    def _opened(self, on_engine: Callable[[dict[str, Any]], None] | None) -> Runtime:
+        runtime = Runtime(self.config, self.name)
+        self._home = runtime.home
+        report = None
+        if on_engine is not None:
+            report = lambda worker: on_engine(statistics.engine(worker))  # noqa: E731
+        try:
+            runtime.open(report)
+            from enginepool.frontend import connect  # imports sgl_jax; patches come first
+
+            connect(runtime)
+        except BaseException:
+            self._home = None
+            runtime.close(None)
+            raise
+        # A script that forgets to close: the engines' threads end before Python does.
+        self._at_exit = _closing_at_exit(runtime)
+        atexit.register(self._at_exit)
+        return runtime
 
     def close(self, timeout: float | None = CLOSE_SECONDS) -> None:
         """Stop all engines and give everything back to the process. Idempotent and final.
 
         Callers that wait get `PoolClosed`. A thread inside a step that does not return within
-        `timeout` seconds is left behind, with a warning in the log.
+        `timeout` seconds is left behind, with a warning in the log. In a forked child of the
+        process that opened the pool it does nothing.
         """
+        timeout = seconds("timeout", timeout, zero=True)
+        if self._home is not None and not self._home.here:
+            return
         with self._lock:
             self._state = PoolState.CLOSED
             if self._open_runtime is not None:
                 self._closing_runtime, self._open_runtime = self._open_runtime, None
         runtime = self._closing_runtime
         if runtime is not None:
-            atexit.unregister(runtime.close)
+            if self._at_exit is not None:
+                atexit.unregister(self._at_exit)
             runtime.close(timeout)
             self._closing_runtime = None
 
@@ -199,20 +230,29 @@ class EnginePool(Generation, WeightCalls):
     ) -> None:
         await self.aclose()
 
-    def __del__(self) -> None:
+    def __del__(self, python_is_gone: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When Python takes its modules down, `_closing_at_exit` has done it, and what this needs
+        # may be gone.
         runtime = getattr(self, "_open_runtime", None)
-        if runtime is None:
+        if runtime is None or python_is_gone() or runtime.closed or not runtime.home.here:
             return
-        warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
-        if on_engine_thread():
-            # The garbage collector ran there: that thread cannot wait for itself, and must not
-            # keep its own pool waiting for this one.
-            with contextlib.suppress(RuntimeError):  # no new threads while Python ends: see `open`
-                threading.Thread(target=self.close, daemon=True).start()
-        else:
-            self.close()
+        try:
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
+        finally:  # a warning may be an error
+            if on_engine_thread():
+                # The garbage collector ran there: that thread cannot wait for itself, and must
+                # not keep its own pool waiting for this one.
+                with contextlib.suppress(RuntimeError):  # no new threads while Python ends
+                    threading.Thread(target=self.close, daemon=True).start()
+            else:
+                self.close()
+
+    def _check_process(self) -> None:
+        if self._home is not None:
+            self._home.check()
 
     def _runtime(self) -> Runtime:
+        self._check_process()
         runtime = self._open_runtime
         if runtime is None:
             runtime = self.open()._open_runtime
@@ -223,8 +263,6 @@ class EnginePool(Generation, WeightCalls):
         if self._open_runtime is None:
             await anyio.to_thread.run_sync(self.open)
         return self._runtime()
-
-    # Steering
 
     @property
     def engines(self) -> list[Any]:
@@ -238,61 +276,3 @@ class EnginePool(Generation, WeightCalls):
         from enginepool.frontend import FrontEnd
 
         return FrontEnd(runtime, engine)
-
-    def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """End the requests whose `meta_info["id"]` is exactly `rid`, or all; they keep what they
-        have. Returns how many were meant."""
-        if (rid is None) != abort_all:
-            raise InvalidRequest("abort_request: give either rid or abort_all=True")
-        runtime = self._runtime()
-        requests = runtime.unfinished() if rid is None else runtime.find(rid)
-        runtime.abort(requests, "abort_request", "cancelled")
-        return len(requests)
-
-    def pause_generation(self, mode: PauseMode = "retract") -> None:
-        """Stop all engines at their next step boundary; new requests wait. Idle is free.
-
-        Args:
-            mode: "in_place" keeps running requests where they are. "retract" takes them back
-                into the queue with the tokens that they have, and frees their KV cache. "abort"
-                ends them, and what waits, with what they have.
-        """
-        control.pause(self._runtime(), mode)
-
-    def continue_generation(self) -> None:
-        """Go on after `pause_generation`. Does nothing if the pool is not paused."""
-        control.resume(self._runtime())
-
-    def flush_cache(self) -> None:
-        """Empty every engine's prefix cache. Running requests go on; their KV is computed anew."""
-        control.flush_cache(self._runtime())
-
-    def stats(self) -> dict[str, Any]:
-        """Engines with their states, queue, prompts and tokens so far, memory by device."""
-        return statistics.pool(self._runtime())
-
-    def events(self) -> list[dict[str, Any]]:
-        """The latest thousand failures, recoveries and the like, oldest first: `event`, `time`
-        (as `time.time`), `engine`, `devices` and what belongs to each. The log has them too."""
-        return self._runtime().events.latest()
-
-    def get_load(self) -> list[dict[str, Any]]:
-        """Running and waiting requests and KV use of each engine, without stopping any."""
-        return [statistics.load(worker) for worker in self._runtime().workers]
-
-    async def async_abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """`abort_request`; opens the pool without blocking the event loop."""
-        await self._async_runtime()
-        return self.abort_request(rid, abort_all=abort_all)
-
-    async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
-        """`pause_generation` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.pause_generation, mode)
-
-    async def async_continue_generation(self) -> None:
-        """`continue_generation` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.continue_generation)
-
-    async def async_flush_cache(self) -> None:
-        """`flush_cache` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.flush_cache)

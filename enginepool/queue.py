@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 
@@ -142,6 +142,17 @@ class RequestQueue:
             pinned = [shelf for engine, shelf in self._pinned.items() if engine in self._engines]
             shelves = [self._suspects, self._resumed, *pinned]
             return any(r.output_ids for shelf in shelves for r in shelf.values())
+
+    def waits_for(self, engines: Collection[int], *, all_there_are: bool) -> bool:
+        """Whether a request that was in an engine waits here and only `engines` may take it."""
+        with self._lock:
+            shelves = [self._suspects, self._resumed, *self._pinned.values()]
+            return any(
+                (request.taken_back or request.output_ids)
+                and ((all_there_are and bool(engines)) or request.engine in engines)
+                for shelf in shelves
+                for request in shelf.values()
+            )
 
     def take(
         self,

@@ -118,7 +118,7 @@ def standstill(
 
     try:
         if mode == "drain":
-            stand.run(lambda worker: _drain(runtime, worker))
+            _drain(runtime, stand)
         wait_until_due()
         if mode == "drain":
             # Of an engine that failed when its siblings were due.
@@ -159,15 +159,25 @@ def _go_on(
             continue  # it has left; its requests went to its siblings
 
 
-def _drain(runtime: Runtime, worker: EngineWorker) -> None:
-    channel = worker.channel
-    if channel.stops and (channel.books.held or runtime.queue.begun()):
+def _drain(runtime: Runtime, stand: Standstill) -> None:
+    """From here on engines only finish what they have begun; refused if some of it cannot finish.
+
+    Nothing is paused meanwhile: that takes `runtime.steering` too.
+    """
+
+    def begin(worker: EngineWorker) -> tuple[bool, bool]:
+        worker.channel.draining = True
+        return bool(worker.channel.stops), bool(worker.channel.books.held)
+
+    found = stand.run(begin)
+    stopped = {index for index, (stops, _) in found.items() if stops}
+    holding = any(stops and held for stops, held in found.values())
+    if holding or runtime.queue.waits_for(stopped, all_there_are=len(stopped) == len(found)):
         raise InvalidRequest(
-            f"mode='drain' waits for running outputs, but engine {worker.index} is paused or "
+            f"mode='drain' waits for running outputs, but engine {min(stopped)} is paused or "
             "without its KV cache; continue_generation() or resume_memory_occupation() first, or "
             "use another mode"
         )
-    channel.draining = True
 
 
 def _may_step(channel: Channel) -> bool:

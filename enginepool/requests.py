@@ -125,8 +125,9 @@ class Call:
     Thread-safe. A request finishes once: the first reason holds, later ones are ignored.
     """
 
-    def __init__(self, weight_version: int | str = 0) -> None:
+    def __init__(self, weight_version: int | str = 0, *, lone: bool = False) -> None:
         self.weight_version = weight_version  # of a request that ends without an output
+        self.lone = lone  # its prompt was given by itself, and not in a list
         self.requests: list[Request] = []
         self.finished: deque[Request] = deque()  # in the order in which they ended
         self.failure: Exception | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from enginepool.errors import PoolFailed, RequestFailed, RequestsFailed
+from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
 from enginepool.requests import Call, Request, aborted
 from enginepool.tokenizer import Tokenizer
 from enginepool.waiting import Chunk
@@ -104,7 +104,7 @@ def call_results(call: Call, tokenizer: Tokenizer, raise_on_error: bool) -> list
 
 def raise_failure(call: Call, tokenizer: Tokenizer) -> None:
     """Raise what ended the call as a whole: the pool was closed, or no engine is left."""
-    if isinstance(call.failure, PoolFailed):
+    if isinstance(call.failure, PoolFailed | PoolClosed):
         results = [make_result(request, tokenizer) for request in call.requests]
         raise type(call.failure)(str(call.failure), results=results)
     if call.failure is not None:

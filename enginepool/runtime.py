@@ -30,6 +30,7 @@ from enginepool.events import Events
 from enginepool.guest import quiet_logger
 from enginepool.jobs import EngineStopped
 from enginepool.logs import logger
+from enginepool.process import Home
 from enginepool.queue import RequestQueue
 from enginepool.recovery import Recovery
 from enginepool.requests import Call, Request, aborted
@@ -45,6 +46,7 @@ class Runtime:
     def __init__(self, config: PoolConfig, name: str) -> None:
         self.config = config
         self.name = name
+        self.home = Home(name)
         self.queue = RequestQueue()
         self.admission = Admission(self.queue, config.max_queued, config.when_full)
         self.cache = ExecutableCache()

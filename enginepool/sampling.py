@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from enginepool.errors import InvalidRequest
+from enginepool.values import flag, is_int, is_number, nearest, plain, shown
 
 _INT32 = 1 << 31
 _UINT32 = 1 << 32
 
 # Ranges of upstream's `SamplingParams.verify`, with ours where upstream accepts what cannot work.
 _FLOATS: Mapping[str, tuple[float, float, str]] = {
-    "temperature": (0.0, math.inf, "0 (greedy) or more"),
+    # Engines divide by it in float32, where what is larger is infinite.
+    "temperature": (0.0, 3e38, "0 (greedy) or more, up to 3e38"),
     "top_p": (0.0, 1.0, "above 0 and at most 1"),
     "min_p": (0.0, 1.0, "between 0 and 1"),
     "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),
@@ -33,6 +33,17 @@ _INTS: Mapping[str, tuple[int, int, str]] = {
 }
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _IGNORED_BY_UPSTREAM = {"repetition_penalty": 1.0, "logit_bias": None}
+_FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+NAMES = (
+    *_FLOATS,
+    *_INTS,
+    *_FLAGS,
+    *_GRAMMARS,
+    *_IGNORED_BY_UPSTREAM,
+    "top_k",
+    "stop",
+    "stop_token_ids",
+)
 
 
 @dataclass(frozen=True)
@@ -63,42 +74,40 @@ def make_sampling(
     from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
     known = list(inspect.signature(SamplingParams.__init__).parameters)[1:]
+    given = {}
     for name, value in params.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InvalidRequest(f"unknown sampling parameter {name}={value!r}{hint}")
-        _check_value(name, value)
-    given = {name: value for name, value in params.items() if value is not None}
+            near = nearest(name, known)
+            hint = f"; did you mean {near}?" if near else ""
+            raise InvalidRequest(f"unknown sampling parameter {name}={shown(value)}{hint}")
+        if (value := plain(value)) is not None:
+            _check_value(name, value, vocab_size)
+            given[name] = value
     try:
         built = SamplingParams(**given)
         built.normalize(tokenizer)
         built.verify(vocab_size)
     except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"sampling parameters {dict(params)!r}: {error}") from error
+        raise InvalidRequest(f"sampling parameters {shown(given)}: {error}") from error
     return Sampling(
         built, built.n, given.get("sampling_seed"), explicit and "max_new_tokens" in given
     )
 
 
-def _check_value(name: str, value: Any) -> None:
-    if value is None:
-        return
+def _check_value(name: str, value: Any, vocab_size: int) -> None:
     if name in _FLOATS:
         low, high, limits = _FLOATS[name]
-        _require(_is_number(value), name, value, f"a number {limits}")
-        inside = math.isfinite(value) and low <= value <= high and (name != "top_p" or value > 0)
+        _require(is_number(value), name, value, f"a number {limits}")
+        inside = low <= value <= high and (name != "top_p" or value > 0)
         _require(inside, name, value, limits)
     elif name in _INTS:
         low, high, limits = _INTS[name]
-        _require(_is_int(value) and low <= value <= high, name, value, limits)
+        _require(is_int(value) and low <= value <= high, name, value, limits)
+    elif name in _FLAGS:
+        flag(name, value)
     elif name == "top_k":
-        _require(
-            _is_int(value) and (value == -1 or 1 <= value < _INT32),
-            name,
-            value,
-            "-1 (all) or an integer, 1 or more",
-        )
+        inside = is_int(value) and (value == -1 or 1 <= value < _INT32)
+        _require(inside, name, value, "-1 (all) or an integer, 1 or more")
     elif name in _IGNORED_BY_UPSTREAM:
         _require(
             value == _IGNORED_BY_UPSTREAM[name] or value == {},
@@ -108,29 +117,24 @@ def _check_value(name: str, value: Any) -> None:
         )
     elif name in _GRAMMARS:
         raise InvalidRequest(
-            f"{name}={value!r}: structured output is not supported in a pool: upstream shares one "
-            "grammar's state between requests, and ends the engine on a grammar that does not parse"
+            f"{name}={shown(value)}: structured output is not supported in a pool: upstream shares "
+            "one grammar's state between requests, and ends the engine on a grammar that does not "
+            "parse"
         )
     elif name == "stop":
         strings = [value] if isinstance(value, str) else value
         ok = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
         _require(ok, name, value, "a non-empty string or a list of them")
     elif name == "stop_token_ids":
-        ok = isinstance(value, (list, tuple, set)) and all(_is_int(i) and i >= 0 for i in value)
-        _require(ok, name, value, "a list of token ids")
+        ok = isinstance(value, (list, tuple, set, frozenset)) and all(
+            is_int(i) and 0 <= i < vocab_size for i in value
+        )
+        _require(ok, name, value, f"a list of token ids, each from 0 to {vocab_size - 1}")
 
 
 def _require(condition: bool, name: str, value: Any, limits: str) -> None:
     if not condition:
-        raise InvalidRequest(f"{name}={value!r}: expected {limits}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        raise InvalidRequest(f"{name}={shown(value)}: expected {limits}")
 
 
 class Seeds:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from enginepool.errors import InvalidRequest
 from enginepool.quiesce import MODES, SwapMode
+from enginepool.values import plain
 
 Strategy = Literal["atomic", "rolling"]
 Staging = Literal["auto", "double", "stream"]
@@ -23,6 +24,9 @@ class Options:
     strict: bool = True
     copy: bool = False
     free_kv: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight_version", plain(self.weight_version))
 
     def check(self) -> None:
         """Raises InvalidRequest for what does not exist or does not go together."""

@@ -10,6 +10,7 @@ from typing import Any
 from enginepool.errors import InvalidRequest
 from enginepool.guest import no_generation_warnings
 from enginepool.requests import Request
+from enginepool.values import shown
 
 # How many tokens of the prompt are decoded before the output, for tokenizers whose text of a
 # token depends on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
@@ -57,7 +58,7 @@ class Tokenizer:
                     self._encode([text])
                 except Exception as error:
                     raise InvalidRequest(
-                        f"the tokenizer does not take {text!r}: {error}", prompt_index=index
+                        f"the tokenizer does not take {shown(text)}: {error}", prompt_index=index
                     ) from error
             raise
 
@@ -71,7 +72,7 @@ class Tokenizer:
         """Token ids of conversation `index` of a call, ready for the assistant's answer."""
         if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__iter__"):
             raise InvalidRequest(
-                f"expected a list of messages, got {messages!r}", prompt_index=index
+                f"expected a list of messages, got {shown(messages)}", prompt_index=index
             )
         messages = list(messages)
         if not messages:
@@ -79,7 +80,7 @@ class Tokenizer:
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise InvalidRequest(
-                    f'expected messages {{"role": ..., "content": ...}}, got {message!r}',
+                    f'expected messages {{"role": ..., "content": ...}}, got {shown(message)}',
                     prompt_index=index,
                 )
         if not getattr(self.hf, "chat_template", None):
@@ -91,7 +92,7 @@ class Tokenizer:
         # A template is a program of the checkpoint's and fails in its own ways.
         except Exception as error:
             raise InvalidRequest(
-                f"the chat template does not take {messages!r}: {error}", prompt_index=index
+                f"the chat template does not take {shown(messages)}: {error}", prompt_index=index
             ) from error
 
     def text(self, request: Request, output_ids: Sequence[int], *, final: bool = True) -> str:

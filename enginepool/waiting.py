@@ -12,6 +12,8 @@ from typing import Any
 import anyio
 from anyio.lowlevel import current_token
 
+from enginepool.errors import PoolClosed
+from enginepool.process import rest_if_python_ends
 from enginepool.requests import Call, Request
 from enginepool.runtime import Runtime
 
@@ -96,6 +98,7 @@ def wait_all(
                 deadline.check()
             if tick is not None:
                 tick()
+    _heard(call)
 
 
 async def async_wait_all(runtime: Runtime, call: Call, timeout: float | None) -> None:
@@ -118,10 +121,13 @@ def chunks(runtime: Runtime, call: Call, timeout: float | None) -> Iterator[Chun
     with _aborting(runtime, call):
         runtime.submit(call)
         while not seen.all:
-            yield from seen.news()
+            for chunk in seen.news():
+                yield chunk
+                runtime.home.check()  # the reader may have forked
             if not seen.all:
                 signal.wait(deadline.left())
                 deadline.check()
+    _heard(call)
 
 
 async def async_chunks(runtime: Runtime, call: Call, timeout: float | None) -> AsyncIterator[Chunk]:
@@ -134,6 +140,7 @@ async def async_chunks(runtime: Runtime, call: Call, timeout: float | None) -> A
         while not seen.all:
             for chunk in seen.news():
                 yield chunk
+                runtime.home.check()
             if not seen.all:
                 await signal.wait(deadline.left())
                 deadline.check()
@@ -210,5 +217,11 @@ def _aborting(runtime: Runtime, call: Call) -> Iterator[None]:
         raise
 
 
+def _heard(call: Call) -> None:
+    if isinstance(call.failure, PoolClosed):
+        rest_if_python_ends()
+
+
 def _leave(runtime: Runtime, call: Call) -> None:
-    runtime.abort(call.requests, "the caller left", "cancelled")
+    if runtime.home.here:
+        runtime.abort(call.requests, "the caller left", "cancelled")

@@ -48,9 +48,10 @@ class WeightCalls:
                 or donating it takes the engine's weights away, unless `copy=True`.
             weight_version: What results carry from now on; left out, the number of the update.
             mode: What becomes of running requests. "drain": they finish first, on the old
-                weights. "retract": they go back to the queue with the tokens that they have and
-                go on under the new weights, their KV computed anew. "abort": they end with what
-                they have. "in_place": they go on under the new weights with the KV they have.
+                weights; refused while a pause keeps some that have begun from finishing.
+                "retract": they go back to the queue with the tokens that they have and go on
+                under the new weights, their KV computed anew. "abort": they end with what they
+                have. "in_place": they go on under the new weights with the KV they have.
                 Waiting requests wait, in every mode.
             strategy: "atomic": all engines at once. "rolling": one after the other while the
                 others serve, each output from one version ("drain" and "abort" only).

@@ -61,7 +61,8 @@ def right(pool: EnginePool) -> Callable[[], None]:
         ({"input_ids": [IDS, [65, None]]}, ["None", "not an integer"]),
         ({"input_ids": [IDS, [[65]]]}, ["[65]", "not an integer"]),
         ({"input_ids": [IDS, 65]}, ["65", "list of token ids"]),
-        ({"input_ids": [IDS, "AB"]}, ["'A'", "not an integer"]),
+        ({"input_ids": [IDS, "AB"]}, ["'AB'", "list of token ids"]),
+        ({"input_ids": [IDS, b"AB"]}, ["b'AB'", "list of token ids"]),
         ({"input_ids": [IDS, np.array([1.5])]}, ["1.5", "not an integer"]),
         ({"input_ids": [IDS, [65, -1]]}, ["-1", "outside the vocabulary", "0 to "]),
         ({"input_ids": [IDS, [65, 10**6]]}, ["1000000", "outside the vocabulary", "0 to "]),
@@ -99,6 +100,10 @@ def test_prompt(pool: EnginePool, prompts: dict[str, Any], words: list[str]) -> 
         ({"timeout": -1.5}, ["timeout=-1.5", "above 0"]),
         ({"timeout": math.nan}, ["timeout=nan", "above 0"]),
         ({"timeout": "soon"}, ["timeout='soon'", "above 0"]),
+        ({"timeout": math.inf}, ["timeout=inf", "finite", "None for no limit"]),
+        ({"timeout": True}, ["timeout=True", "above 0"]),
+        ({"return_logprob": "no"}, ["return_logprob='no'", "True or False"]),
+        ({"raise_on_error": "no"}, ["raise_on_error='no'", "True or False"]),
     ],
 )
 def test_call(pool: EnginePool, arguments: dict[str, Any], words: list[str]) -> None:
@@ -108,7 +113,7 @@ def test_call(pool: EnginePool, arguments: dict[str, Any], words: list[str]) -> 
     refused(pool, lambda: pool.generate_all(**arguments), *words, prompt=None)
 
 
-BAD_PARAMETERS: list[tuple[dict[str, Any], list[str]]] = [
+BAD_PARAMETERS: list[tuple[dict[Any, Any], list[str]]] = [
     ({"max_tokens": 5}, ["unknown", "max_tokens=5", "did you mean max_new_tokens?"]),
     ({"temprature": 1}, ["unknown", "did you mean temperature?"]),
     ({"regex": "("}, ["regex='('", "structured output", "not supported"]),
@@ -148,7 +153,12 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"stop": ""}, ["stop=''", "non-empty"]),
     ({"stop": ["x", 5]}, ["stop=['x', 5]", "string"]),
     ({"stop_token_ids": 5}, ["stop_token_ids=5", "list of token ids"]),
-    ({"stop_token_ids": [-1]}, ["stop_token_ids=[-1]", "list of token ids"]),
+    ({"stop_token_ids": [-1]}, ["stop_token_ids=[-1]", "list of token ids", "0 to "]),
+    ({"stop_token_ids": [65, 10**6]}, ["1000000", "list of token ids", "0 to "]),
+    ({"ignore_eos": "yes"}, ["ignore_eos='yes'", "True or False"]),
+    ({"no_stop_trim": 1}, ["no_stop_trim=1", "True or False"]),
+    ({"temperature": 10**400}, ["temperature=1000", "0 (greedy) or more"]),
+    ({5: 1}, ["unknown", "5=1"]),
 ]
 
 

@@ -171,6 +171,73 @@ def test_drain_of_a_paused_pool_is_refused(micro: EnginePool, versions: list[Pat
     assert micro.stats()["weight_version"] == 1
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_drain_of_a_paused_pool_is_refused_always(
+    micro: EnginePool, versions: list[Path], mode: Any
+) -> None:
+    """Also when the pause came before the first token, in the middle of a long prompt; and not
+    when nothing of the pool had begun."""
+    with paused(micro, mode), callers(1) as executor:
+        call = executor.submit(micro.generate, input_ids=[5] * 400, sampling_params=GREEDY | {
+            "max_new_tokens": 2})  # fmt: skip
+        until(lambda: waiting(micro) == 1)
+        micro.update_weights(versions[1])
+        micro.continue_generation()
+        call.result(SECONDS)
+    for number in range(5):
+        prompt = [number + 7] * 400
+        with callers(1) as executor:
+            call = executor.submit(
+                micro.generate, input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 2}
+            )
+            until(lambda: running(micro) == 1)
+            with paused(micro, mode):
+                if not call.done():
+                    with pytest.raises(InvalidRequest, match="continue_generation"):
+                        micro.update_weights(versions[0])
+            assert len(call.result(SECONDS)["output_ids"]) == 2
+
+
+def test_drain_beside_one_paused_engine(micro: EnginePool, versions: list[Path]) -> None:
+    """An engine that is paused and has nothing keeps no drain from waiting for the others; one
+    that has something does."""
+    long = {**GREEDY, "max_new_tokens": 60}
+    engine = micro.engines[0]
+    with callers(2) as executor:
+        engine.pause_generation("in_place")
+        call = executor.submit(micro.generate, input_ids=[5, 6], sampling_params=long)
+        until(lambda: running(micro) == 1)
+        report = micro.update_weights(versions[1])
+        assert call.result(SECONDS)["meta_info"]["weight_version"] == 0
+        engine.continue_generation()
+        for mode in ("in_place", "retract"):
+            call = executor.submit(engine.generate, input_ids=[5, 6], sampling_params=long)
+            until(lambda: running(micro) == 1)
+            engine.pause_generation(mode)
+            with pytest.raises(InvalidRequest, match=r"engine 0 is paused.*continue_generation"):
+                micro.update_weights(versions[0])
+            engine.continue_generation()
+            result = call.result(SECONDS)
+            assert result["meta_info"]["weight_version"] == report.weight_version
+
+
+def test_pause_while_a_drain_waits(micro: EnginePool, versions: list[Path]) -> None:
+    """The pause comes after the swap, so the drain ends."""
+    with callers(3) as executor:
+        call = executor.submit(
+            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 300}
+        )
+        until(lambda: running(micro) == 1)
+        swap = executor.submit(micro.update_weights, versions[1], weight_version=1)
+        until(lambda: "draining" in {e["state"] for e in micro.stats()["engines"]})
+        pause = executor.submit(micro.pause_generation, "in_place")
+        assert swap.result(SECONDS).weight_version == 1
+        pause.result(SECONDS)
+        assert call.done()
+        assert {engine["state"] for engine in micro.stats()["engines"]} == {"paused"}
+        micro.continue_generation()
+
+
 def test_options(micro: EnginePool, versions: list[Path]) -> None:
     for options in (
         {"mode": "flush"},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from enginepool.pool import PauseMode
+from enginepool.control import PauseMode
 from enginepool.quiesce import SwapMode
 from enginepool.serve.documented import ADMIN_ERRORS
 from enginepool.serve.limits import CheckedRoute

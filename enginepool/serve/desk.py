@@ -13,7 +13,8 @@ from enginepool.report import SwapReport
 from enginepool.serve.replies import Refused
 
 if TYPE_CHECKING:
-    from enginepool.pool import EnginePool, PauseMode
+    from enginepool.control import PauseMode
+    from enginepool.pool import EnginePool
     from enginepool.quiesce import SwapMode
 
 

@@ -1,0 +1,89 @@
+"""A caller's values at the door: made plain Python, checked, and shown in errors."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from enginepool.errors import InvalidRequest
+
+_SHOWN = 200
+
+
+class Unreadable:
+    """Stands for an array that was deleted, donated or is traced: fits nowhere, and says why."""
+
+    def __init__(self, array: Any, error: Exception) -> None:
+        self._text = f"<{type(array).__name__}: {' '.join(str(error).split())}>"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def plain(value: Any, depth: int = 4) -> Any:
+    """NumPy's and JAX's scalars and arrays as Python's own, in lists, tuples and sets too."""
+    if hasattr(value, "tolist") and hasattr(value, "dtype") and not isinstance(value, type):
+        try:
+            value = value.tolist()
+        except Exception as error:
+            return Unreadable(value, error)
+    if depth:  # a list may contain itself
+        for kind in (list, tuple, set, frozenset):
+            if isinstance(value, kind):
+                return kind(plain(item, depth - 1) for item in value)
+    return value
+
+
+def shown(value: Any) -> str:
+    """`repr`, as far as there is one, and not longer than an error message can bear."""
+    try:
+        text = repr(value)
+    except Exception as error:  # an integer of 5,000 digits has none
+        text = f"<{type(value).__name__}: {error}>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
+
+
+def nearest(name: Any, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one may have meant."""
+    known = list(known)
+    if not isinstance(name, str):
+        return None
+    near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
+    return near[0] if near else None
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def flag(name: str, value: Any, default: bool = False) -> bool:
+    """True or False; None is the default, nothing else is either."""
+    value = plain(value)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name}={shown(value)}: expected True or False")
+    return value
+
+
+def seconds(
+    name: str, value: Any, *, zero: bool = False, error: type[Exception] = InvalidRequest
+) -> float | None:
+    """A time that a thread can wait for, or None for no limit."""
+    value = plain(value)
+    if value is None:
+        return None
+    low = 0 if zero else math.ulp(0.0)
+    if not (is_number(value) and low <= value <= threading.TIMEOUT_MAX):
+        least = "of 0 or more" if zero else "above 0"
+        raise error(
+            f"{name}={shown(value)}: expected seconds {least} that are finite, or None for no limit"
+        )
+    return float(value)
