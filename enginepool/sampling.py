@@ -17,8 +17,9 @@ _UINT32 = 1 << 32
 
 # Ranges of upstream's `SamplingParams.verify`, with ours where upstream accepts what cannot work.
 _FLOATS: Mapping[str, tuple[float, float, str]] = {
-    # Engines divide by it in float32, where what is larger is infinite.
-    "temperature": (0.0, 3e38, "0 (greedy) or more, up to 3e38"),
+    # Engines divide by it in float32; near its largest number, 3e38, masked logits become NaN,
+    # which resets engines. From 1e6 on all tokens are equally probable anyway.
+    "temperature": (0.0, 1e30, "0 (greedy) or more, up to 1e30"),
     "top_p": (0.0, 1.0, "above 0 and at most 1"),
     "min_p": (0.0, 1.0, "between 0 and 1"),
     "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),

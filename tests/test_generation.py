@@ -415,3 +415,29 @@ def test_generation_config_is_the_default(scripted: EnginePool, model_dir: Calla
     assert results[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 16}
     mixed = scripted.generate_all(["0", "0"], [None, {"temperature": 0, "max_new_tokens": 3}])
     assert [result["text"] for result in mixed] == ["1234567890123456", "123"]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 2e-6, 1.0, 1e30])
+def test_the_extremes_of_what_is_allowed_give_finite_numbers(
+    pool: EnginePool, temperature: float
+) -> None:
+    """No sampling parameters that a call takes make an engine fail, or give a log-probability that
+    is no finite number: with a larger temperature masked logits become NaN."""
+    params = [
+        {
+            "temperature": temperature,
+            "min_new_tokens": 4,
+            "stop_token_ids": [7],
+            "max_new_tokens": 4,
+            "frequency_penalty": penalty,
+            "presence_penalty": penalty,
+            "sampling_seed": seed,
+            **truncation,
+        }
+        for penalty, seed in ((-2.0, -(2**31)), (2.0, 2**31 - 1))
+        for truncation in ({"top_k": 1}, {"top_p": 1e-30}, {"min_p": 1.0}, {})
+    ]
+    before = len(pool.events())
+    results = pool.generate_all(input_ids=[[5, 6]] * 8, sampling_params=params, return_logprob=True)
+    assert {r["meta_info"]["finish_reason"]["type"] for r in results} == {"length"}
+    assert len(pool.events()) == before
