@@ -181,7 +181,7 @@ class _Update:
         if worker is not self.workers[0]:
             # The first engine has them in the model's layout; a source is read only once.
             first = leaves_of(self.workers[0])
-            plan = self.plan.again(first)
+            plan = self.plan.again(first, leaves_of(worker).specs)
         staged = None
         if self.staging == "double":
             with self._timed("stage"):
