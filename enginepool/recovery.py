@@ -47,7 +47,15 @@ class Recovery:
             if requests is not None:
                 self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
 
-    def engine_unloaded(self, requests: list[Request]) -> None:
+    def engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
+        if self._runtime.released is None:  # else it was asked for
+            self._runtime.events.add(
+                "engine_unloaded",
+                worker,
+                level="warning",
+                reason=worker.reason,
+                requests=len(requests),
+            )
         self._runtime.resume(requests)
 
     def engine_closed(self, requests: list[Request]) -> None:

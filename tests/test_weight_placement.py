@@ -19,6 +19,7 @@ from layouts import (
     serves,
     tensors,
 )
+from liveness import SECONDS, callers, running, until
 from support import compilations
 
 from enginepool import EnginePool, NoWeights
@@ -153,3 +154,36 @@ def test_donated_source(four: EnginePool, target: Callable[[str], Path]) -> None
     for array in tree.values():
         array.delete()
     serves(four, target("qwen3"))
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_donated_source_of_one_engine(
+    four: EnginePool,
+    target: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+    busy: bool,
+) -> None:
+    """Its siblings do the work, and event and log say at once who is out, why, and the remedy; an
+    idle engine takes no request first."""
+    tree = placed(leaves(target("qwen3")), PartitionSpec(), devices=1)
+    four.update_weights(tree)
+    before = len(four.events())
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 100}
+    with callers(1) as executor, caplog.at_level("WARNING", "enginepool"):
+        if busy:
+            call = executor.submit(four.generate_all, None, params, input_ids=PROMPTS * 4)
+            until(lambda: running(four) == 16)
+        for array in tree.values():
+            array.delete()
+        if not busy:
+            call = executor.submit(four.generate_all, None, params, input_ids=PROMPTS * 4)
+        results = call.result(SECONDS)
+    assert [len(result["output_ids"]) for result in results] == [100] * 16
+    (event,) = four.events()[before:]
+    assert (event["event"], event["engine"]) == ("engine_unloaded", 0)
+    assert "copy=True" in event["reason"]
+    assert bool(event["requests"]) == busy
+    (record,) = caplog.records
+    assert "enginepool.engine_unloaded" in record.getMessage()
+    assert "copy=True" in str(vars(record))
+    assert [e["state"] for e in four.stats()["engines"]] == ["unloaded", *["serving"] * 3]
