@@ -167,7 +167,7 @@ def recover(
         started = time.perf_counter()
         try:
             kind = _make_anew(runtime, worker, rebuild)
-            with runtime.steering:
+            with runtime.steering.turn("recovery"):
                 if runtime.closed:
                     return False
                 _bring_up_to_date(runtime, worker)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from enginepool.errors import EnginePoolError, WeightUpdateFailed
+from enginepool.jobs import EngineStopped
 from enginepool.logs import logger
 from enginepool.quiesce import Standstill
 from enginepool.weights.placement import free_bytes, lies_there, place
@@ -166,7 +167,8 @@ def _restore(
             reason = f"an update of weights failed half way, and so did going back: {again}"
             continue
         return
-    lead.channel.run(lambda: give_up(lead, reason)).result()
+    with suppress(EngineStopped):  # one that has left comes back with the weights of the pool
+        lead.channel.run(lambda: give_up(lead, reason)).result()
 
 
 def give_up(worker: EngineWorker, reason: str) -> None:

@@ -120,6 +120,7 @@ def chunks(runtime: Runtime, call: Call, timeout: float | None) -> Iterator[Chun
         while not seen.all:
             yield from seen.news()
             if not seen.all:
+                runtime.refuse_to_wait(call)
                 signal.wait(deadline.left())
                 deadline.check()
 
