@@ -18,7 +18,7 @@ def pause(runtime: Runtime, mode: str, engine: int | None = None) -> None:
     """Stop engines (all, or one) at their next step boundary."""
     if not isinstance(mode, str) or mode not in PAUSE_MODES:
         raise InvalidRequest(f"mode={shown(mode)}: expected one of {', '.join(PAUSE_MODES)}")
-    with runtime.steering:
+    with runtime.steering.turn("pause_generation()"):
         if engine is None:
             runtime.queue.paused = True
 
@@ -43,7 +43,7 @@ def resume(runtime: Runtime, engine: int | None = None) -> None:
     def go_on(channel: Channel) -> None:
         channel.stops.discard("paused")
 
-    with runtime.steering:
+    with runtime.steering.turn("continue_generation()"):
         runtime.on_engines(go_on, engine)
         if engine is None:
             runtime.queue.paused = False
@@ -56,6 +56,6 @@ def flush_cache(runtime: Runtime, engine: int | None = None) -> None:
     Upstream refuses while anything runs; here what runs is taken back with the tokens that it
     has and goes on afterwards.
     """
-    with runtime.steering:
+    with runtime.steering.turn("flush_cache()"):
         taken = runtime.on_engines(Channel.take_back, engine)
         runtime.resume(request for group in taken for request in group)

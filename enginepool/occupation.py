@@ -25,7 +25,10 @@ def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
         worker.channel.stops.add(_STOP)
         return 0 if scheduler.kv_cache.dropped else scheduler.kv_cache.drop()
 
-    with runtime.steering, standstill(runtime, runtime.present(), "retract") as stand:
+    with (
+        runtime.steering.turn("release_memory_occupation()"),
+        standstill(runtime, runtime.present(), "retract") as stand,
+    ):
         runtime.kv_released = True
         return sum(stand.run(drop).values())
 
@@ -40,7 +43,10 @@ def resume_kv_cache(runtime: Runtime) -> int:
         worker.channel.stops.discard(_STOP)
         return made
 
-    with runtime.steering, standstill(runtime, runtime.present(), "in_place") as stand:
+    with (
+        runtime.steering.turn("resume_memory_occupation()"),
+        standstill(runtime, runtime.present(), "in_place") as stand,
+    ):
         runtime.kv_released = False
         return sum(stand.run(rebuild).values())
 
@@ -58,6 +64,9 @@ def release_weights(runtime: Runtime) -> int:
         worker.unload(reason)
         return sum(leaves.specs[path].size * leaves.specs[path].dtype.itemsize for path in had)
 
-    with runtime.steering, standstill(runtime, runtime.present(), "retract") as stand:
+    with (
+        runtime.steering.turn("release_weights()"),
+        standstill(runtime, runtime.present(), "retract") as stand,
+    ):
         runtime.released = reason
         return sum(stand.run(drop).values())

@@ -48,7 +48,15 @@ class Recovery:
             if requests is not None:
                 self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
 
-    def engine_unloaded(self, requests: list[Request]) -> None:
+    def engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
+        if self._runtime.released is None:  # else it was asked for
+            self._runtime.events.add(
+                "engine_unloaded",
+                worker,
+                level="warning",
+                reason=worker.reason,
+                requests=len(requests),
+            )
         self._runtime.resume(requests)
 
     def engine_closed(self, requests: list[Request]) -> None:
@@ -165,7 +173,7 @@ def recover(
         started = time.perf_counter()
         try:
             kind = _make_anew(runtime, worker, rebuild)
-            with runtime.steering:
+            with runtime.steering.turn("recovery"):
                 if runtime.closed:
                     return False
                 _bring_up_to_date(runtime, worker)

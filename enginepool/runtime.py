@@ -21,6 +21,7 @@ from enginepool.counts import Counts
 from enginepool.devices import resolve_devices
 from enginepool.errors import (
     EnginePoolError,
+    InvalidRequest,
     NoWeights,
     PoolClosed,
     PoolFailed,
@@ -35,6 +36,7 @@ from enginepool.queue import RequestQueue
 from enginepool.recovery import Recovery
 from enginepool.requests import Call, Request, aborted
 from enginepool.startup import make_intake, patched, start_workers
+from enginepool.steering_lock import SteeringLock
 from enginepool.tuning import tuned
 from enginepool.watchdog import watching
 from enginepool.worker import EngineWorker
@@ -60,7 +62,7 @@ class Runtime:
         self.closed = False
         self.guards = ExitStack()
         self.lock = threading.Lock()
-        self.steering = threading.Lock()  # pauses, swaps and the like happen one at a time
+        self.steering = SteeringLock()
         self.recovery = Recovery(self)
         self._closing = threading.Lock()  # whoever closes second waits for the first
         self._calls: set[Call] = set()
@@ -148,7 +150,9 @@ class Runtime:
             NoWeights: The weights were released, or lost on every engine.
             PoolFailed: No engine is left.
             QueueFull: See `EnginePool`.
+            InvalidRequest: See `refuse_to_wait`.
         """
+        self.refuse_to_wait(call)
         call.on_finish = self._finished
         with self.lock:
             if self.closed:
@@ -167,6 +171,24 @@ class Runtime:
                 self._calls.discard(call)
             raise
         self._fail_stranded()
+
+    def refuse_to_wait(self, call: Call) -> None:
+        """Before a caller waits for outputs.
+
+        Raises:
+            InvalidRequest: From the iterator that `update_weights` reads, while no engine that
+                may run them takes a step.
+        """
+        if (outer := self.steering.inside()) is None:
+            return
+        for pinned_to in {request.engine for request in call.requests}:
+            able = [w for w in self.serving() if pinned_to in (None, w.index)]
+            if all(worker.channel.stops for worker in able):
+                raise InvalidRequest(
+                    f"generating inside {outer} would wait for ever: no engine takes a step before "
+                    "it returns; generate before it, or use staging='double' without free_kv=True "
+                    "on a pool that is not paused, where engines serve while an iterator is read"
+                )
 
     def abort(self, requests: Iterable[Request], message: str, err_type: str) -> None:
         """End exactly these requests; they keep what they have.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from enginepool.errors import EnginePoolError, WeightUpdateFailed
+from enginepool.jobs import EngineStopped
 from enginepool.logs import logger
 from enginepool.quiesce import Standstill
-from enginepool.weights.arrays import same_buffer
-from enginepool.weights.placement import free_bytes, place
+from enginepool.weights.placement import free_bytes, lies_there, place
 from enginepool.weights.plan import Piece, Plan
 from enginepool.worker import EngineWorker
 
@@ -79,12 +79,14 @@ def _everywhere(
     first = None
     for worker in workers:
         spec = leaves_of(worker).specs[piece.path]
+        assert spec.sharding is not None
         with naming(worker, piece.path):
-            if piece.array is None and first is not None:
-                array, shared = place(first, spec.sharding, spec.dtype), False
+            if first is None:
+                piece = plan.whole(piece, spec)
+            if first is None or lies_there(piece.array, spec.sharding):
+                array, shared = plan.make(piece, spec, copy=copy)
             else:
-                array = plan.make(piece, spec, copy=copy)
-                shared = any(same_buffer(array, x) for x in piece.tensors.values())
+                array, shared = place(first, spec.sharding, spec.dtype), False
         if first is None:
             first = array
         yield worker, array, shared
@@ -93,9 +95,9 @@ def _everywhere(
 def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged], dict[int, str]]:
     """Replace the leaves of standing engines one by one: never more than a set and a leaf.
 
-    The first engine gets them from the source, the others from the first. Until the first is
-    whole, a failure puts its old weights back from a sibling; from then on an engine that fails
-    is left without weights.
+    The first engine gets them from the source, the others from the first, but for what lies on
+    their own devices. Until the first is whole, a failure puts its old weights back from a
+    sibling; from then on an engine that fails is left without weights.
 
     Returns:
         What each engine got, and why others got nothing.
@@ -107,7 +109,7 @@ def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged]
     try:
         for piece in plan.pieces():
             touched.append(piece.path)
-            make = functools.partial(_make, plan, piece, copy)
+            make = functools.partial(plan.make, piece, copy=copy)
             if _exchange(lead, piece.path, make):
                 counts[lead.index].shared.add(piece.path)
             del piece, make
@@ -116,11 +118,11 @@ def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged]
             _restore(lead, others, touched, error)
         raise
     failed = {}
-    again = plan.again(leaves_of(lead))
     for worker in others:
         try:
+            again = plan.again(leaves_of(lead), leaves_of(worker).specs)
             for piece in again.pieces():
-                make = functools.partial(_make, again, piece, copy)
+                make = functools.partial(again.make, piece, copy=copy)
                 if _exchange(worker, piece.path, make):
                     counts[worker.index].shared.add(piece.path)
         except Exception as error:
@@ -131,11 +133,6 @@ def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged]
     for worker in stand.workers:
         counts[worker.index].arrays = {p: leaves_of(worker)[p] for p in plan.paths}
     return counts, failed
-
-
-def _make(plan: Plan, piece: Piece, copy: bool, spec: Any) -> tuple[jax.Array, bool]:
-    array = plan.make(piece, spec, copy=copy)
-    return array, any(same_buffer(array, tensor) for tensor in piece.tensors.values())
 
 
 def _exchange(
@@ -170,7 +167,8 @@ def _restore(
             reason = f"an update of weights failed half way, and so did going back: {again}"
             continue
         return
-    lead.channel.run(lambda: give_up(lead, reason)).result()
+    with suppress(EngineStopped):  # one that has left comes back with the weights of the pool
+        lead.channel.run(lambda: give_up(lead, reason)).result()
 
 
 def give_up(worker: EngineWorker, reason: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from enginepool import staging
 from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
+from enginepool.jobs import EngineStopped
 from enginepool.quiesce import Standstill, standstill
 from enginepool.report import EngineSwap, SwapReport
 from enginepool.runtime import Runtime
@@ -24,7 +25,7 @@ from enginepool.worker import EngineWorker
 def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:
     """See `EnginePool.update_weights`."""
     options.check()
-    with runtime.steering, runtime.cache.sharing():
+    with runtime.steering.turn("update_weights()"), runtime.cache.sharing():
         workers = runtime.present()
         coming_back = [worker for worker in runtime.workers if worker.recovering]
         if not workers and coming_back and not runtime.closed:
@@ -35,7 +36,16 @@ def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapRepor
             )
         if runtime.closed or not workers:
             raise runtime.failure()
-        return _Update(runtime, workers, source, options).run()
+        try:
+            return _Update(runtime, workers, source, options).run()
+        except EngineStopped as error:
+            if runtime.closed:
+                raise PoolClosed(f"pool {runtime.name!r} was closed") from error
+            raise WeightUpdateFailed(
+                f"{error} since the update began; it comes back with the weights that the pool "
+                "has, try again",
+                engine_index=workers[0].index,
+            ) from error
 
 
 @dataclass
@@ -181,7 +191,7 @@ class _Update:
         if worker is not self.workers[0]:
             # The first engine has them in the model's layout; a source is read only once.
             first = leaves_of(self.workers[0])
-            plan = self.plan.again(first)
+            plan = self.plan.again(first, leaves_of(worker).specs)
         staged = None
         if self.staging == "double":
             with self._timed("stage"):

@@ -125,6 +125,7 @@ def chunks(runtime: Runtime, call: Call, timeout: float | None) -> Iterator[Chun
                 yield chunk
                 runtime.home.check()  # the reader may have forked
             if not seen.all:
+                runtime.refuse_to_wait(call)
                 signal.wait(deadline.left())
                 deadline.check()
     _heard(call)

@@ -21,7 +21,6 @@ from enginepool.channel import Channel
 from enginepool.compilation import ExecutableCache
 from enginepool.errors import StepTimeout
 from enginepool.jobs import EngineBroken, StopEngine
-from enginepool.logs import logger
 from enginepool.queue import RequestQueue
 from enginepool.requests import Request
 from enginepool.states import EngineState
@@ -57,8 +56,8 @@ class Supervisor(Protocol):
         """Bring a failed engine back; False if it stays out."""
         ...
 
-    def engine_unloaded(self, requests: list[Request]) -> None:
-        """An engine has lost its weights."""
+    def engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
+        """An engine has lost its weights; the requests are out of it."""
 
     def engine_closed(self, requests: list[Request]) -> None:
         """An engine's thread ends; no engine has these requests."""
@@ -277,9 +276,6 @@ class EngineWorker:
                 lost = scheduler.leaves.lost_by_owner()
                 if not lost:
                     return error
-                logger().warning(
-                    "enginepool.weights_lost", engine=self.index, leaves=len(lost), error=str(error)
-                )
             try:
                 self.unload(
                     f"{len(lost)} weights ({lost[0]} …) were deleted or donated by who shared "
@@ -328,7 +324,7 @@ class EngineWorker:
         self.change(EngineState.SERVING, reason)
         requests = self.channel.take_back()
         self._queue.detach(self.index)
-        self._supervisor.engine_unloaded(requests)
+        self._supervisor.engine_unloaded(self, requests)
 
     def load(self) -> None:
         """The engine has weights again."""

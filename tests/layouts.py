@@ -1,14 +1,17 @@
 """Weights in the layouts that trainers have them in, and asking engines whether they have them."""
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from forced import assert_greedy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from enginepool import EnginePool
+from enginepool import EnginePool, staging
 from enginepool.toy.files import read_checkpoint
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 12}
@@ -45,7 +48,9 @@ def placed(
     params: dict[str, np.ndarray], spec: PartitionSpec, devices: int = 4
 ) -> dict[str, jax.Array]:
     """On a mesh of the first devices; norms and biases replicated."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
+    where = np.array(jax.devices()[:devices])
+    one = "fsdp" in spec or not spec
+    mesh = Mesh(where, ("fsdp",)) if one else Mesh(where.reshape(2, -1), tuple(spec))
     return {
         name: jax.device_put(
             np.array(value), NamedSharding(mesh, spec if value.ndim > 1 else PartitionSpec())
@@ -69,3 +74,34 @@ def pointers(pool: EnginePool, index: int) -> set[int]:
     scheduler: Any = pool.engines[index].scheduler_info["scheduler"]
     leaves = scheduler.tp_worker.worker.model_runner.model_state_leaves
     return {leaf.unsafe_buffer_pointer() for leaf in leaves}
+
+
+@contextmanager
+def devices_only() -> Iterator[None]:
+    """Placing new weights fails where it brings an array to the host, or one from there."""
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            # What is merely "disallowed" may still be asked for, as `device_put` does.
+            with (
+                jax.transfer_guard_device_to_host("disallow_explicit"),
+                jax.transfer_guard_host_to_device("disallow_explicit"),
+            ):
+                return function(*args)
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stage", "stream"):
+            patch.setattr(staging, name, guarded(getattr(staging, name)))
+        yield
+
+
+def on_host(tree: Mapping[str, jax.Array]) -> list[str]:
+    """Arrays of which JAX keeps a copy in host memory, of the whole or of a shard."""
+    return [
+        name
+        for name, array in tree.items()
+        for part in (array, *(shard.data for shard in array.addressable_shards))
+        if part._npy_value is not None
+    ]

@@ -49,8 +49,8 @@ def device_bytes(pool: EnginePool) -> dict[int, int]:
 
 @contextmanager
 def peaks(pool: EnginePool) -> Iterator[dict[int, int]]:
-    """The most that was in use on each of the pool's devices, looked at after every placement and
-    at every exchange of leaves."""
+    """The most that was in use on each of the pool's devices, looked at after every placement or
+    gathering and at every exchange of leaves."""
     gc.collect()
     most = device_bytes(pool)
 
@@ -67,7 +67,8 @@ def peaks(pool: EnginePool) -> Iterator[dict[int, int]]:
         return wrapper
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_put", looking(jax.device_put))
+        for name in ("device_put", "make_array_from_single_device_arrays"):
+            patch.setattr(jax, name, looking(getattr(jax, name)))
         patch.setattr(EngineLeaves, "replace", looking(EngineLeaves.replace))
         yield most
 
@@ -104,3 +105,31 @@ def test_streaming_takes_one_set_and_a_leaf(
     with peaks(llama) as most:
         report = llama.update_weights(source(model_dir("llama")), staging="double")
     assert all(most[device] - before[device] >= report.nbytes for device in before)
+
+
+@pytest.mark.parametrize("layout", [leaves, tensors], ids=["model's layout", "Hugging Face's"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_gathering_takes_a_leaf(
+    llama: EnginePool,
+    target: Callable[[str], Path],
+    layout: Callable[[Path], Any],
+    devices: int,
+) -> None:
+    """A source that is cut over the devices is gathered leaf by leaf: on no device is there more
+    than, beside the trainer's part, a set and a leaf, or two sets and a leaf where it does not
+    stream."""
+    params = layout(target("llama"))
+    largest = max(value.nbytes for value in params.values())
+    tree = placed(params, PartitionSpec("fsdp"), devices=devices)
+    llama.update_weights(tree, copy=True)
+    gc.collect()
+    before = device_bytes(llama)
+    for staging, sets in (("stream", 0), ("double", 1)):
+        with peaks(llama) as most:
+            report = llama.update_weights(tree, staging=staging, copy=True)
+        assert report.staging == staging
+        more = [most[device] - before[device] for device in before]
+        assert sets * report.nbytes <= max(more) <= sets * report.nbytes + largest
+        assert max(more) > 0  # it was looked at while a gathered leaf was there
+        gc.collect()
+        assert device_bytes(llama) == before

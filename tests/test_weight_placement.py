@@ -2,12 +2,25 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from layouts import PROMPTS, answers, leaves, placed, pointers, serves, tensors
+from layouts import (
+    PROMPTS,
+    answers,
+    devices_only,
+    leaves,
+    on_host,
+    placed,
+    pointers,
+    serves,
+    tensors,
+)
+from liveness import SECONDS, callers, running, until
+from support import compilations
 
 from enginepool import EnginePool, NoWeights
 
@@ -32,20 +45,76 @@ def test_replicated_arrays_are_shared(four: EnginePool, target: Callable[[str], 
     serves(four, target("qwen3"))
 
 
-@pytest.mark.parametrize("staging", ["double", "stream"])
+FSDP, COLUMNS, TWO_D = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp"), PartitionSpec("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "devices"),
+    [
+        ({"staging": "double"}, FSDP, 4),
+        ({"staging": "stream"}, FSDP, 4),
+        ({"strategy": "rolling"}, FSDP, 4),
+        ({"copy": True}, FSDP, 4),
+        ({"staging": "double"}, COLUMNS, 2),
+        ({"staging": "stream"}, COLUMNS, 2),
+        ({"staging": "double"}, TWO_D, 4),
+        ({"staging": "double"}, PartitionSpec(), 4),
+        ({"staging": "stream"}, PartitionSpec(), 2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", [leaves, tensors], ids=["model's layout", "Hugging Face's"])
 def test_sharded_arrays_are_gathered(
     four: EnginePool,
     target: Callable[[str], Path],
     layout: Callable[[Path], dict[str, np.ndarray]],
-    staging: str,
+    options: dict[str, Any],
+    spec: PartitionSpec,
+    devices: int,
 ) -> None:
-    """A trainer's FSDP tree over all four devices, each of which has a quarter of every matrix."""
-    tree = placed(layout(target("qwen3")), PartitionSpec("fsdp"))
-    report = four.update_weights(tree, staging=staging)
-    assert report.staging == staging
-    assert {engine.fingerprint for engine in report.engines} == {report.staged}
+    """A trainer's tree, of every matrix a part on each of its devices: nothing of it passes through
+    the host, every engine has what an update from the host gives it, and what lies whole on an
+    engine's device, in the model's layout, is shared with that engine."""
+    four.update_weights(target("qwen3"))
+    expected = four.checksum()
+    tree = placed(layout(target("qwen3")), spec, devices=devices)
+    with devices_only():
+        report = four.update_weights(tree, **options)
+    assert {engine.fingerprint for engine in report.engines} == {report.staged} == {expected}
+    assert on_host(tree) == []
+    whole = [
+        name
+        for name, array in tree.items()
+        if array.is_fully_replicated and not (layout is tensors and name.endswith("proj.weight"))
+    ]
+    shared = 0 if options.get("copy") else len(whole)
+    assert [e.shared for e in report.engines] == [shared] * devices + [0] * (4 - devices)
+    assert [e.shared + e.copied for e in report.engines] == [len(tree)] * 4
     serves(four, target("qwen3"))
+
+
+def test_sharded_arrays_of_another_dtype(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """Trainers keep float32 where engines may not, and the other way round: cast on the devices,
+    as an update from the host casts."""
+    narrow = {k: v.astype(jax.numpy.bfloat16) for k, v in leaves(target("qwen3")).items()}
+    four.update_weights(narrow)
+    expected = four.checksum()
+    tree = placed(narrow, FSDP)
+    with devices_only():
+        four.update_weights(tree)
+    assert four.checksum() == expected
+    assert on_host(tree) == []
+
+
+def test_a_gather_is_compiled_once(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """The next update of the same shapes, from another mesh object, compiles nothing."""
+    for layout in (leaves, tensors):
+        params = layout(target("qwen3"))
+        four.update_weights(placed(params, FSDP))
+        tree = placed(params, FSDP)
+        with compilations() as seen:
+            four.update_weights(tree)
+        assert seen == []
 
 
 def test_arrays_on_one_device(four: EnginePool, target: Callable[[str], Path]) -> None:
@@ -85,3 +154,36 @@ def test_donated_source(four: EnginePool, target: Callable[[str], Path]) -> None
     for array in tree.values():
         array.delete()
     serves(four, target("qwen3"))
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_donated_source_of_one_engine(
+    four: EnginePool,
+    target: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+    busy: bool,
+) -> None:
+    """Its siblings do the work, and event and log say at once who is out, why, and the remedy; an
+    idle engine takes no request first."""
+    tree = placed(leaves(target("qwen3")), PartitionSpec(), devices=1)
+    four.update_weights(tree)
+    before = len(four.events())
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 100}
+    with callers(1) as executor, caplog.at_level("WARNING", "enginepool"):
+        if busy:
+            call = executor.submit(four.generate_all, None, params, input_ids=PROMPTS * 4)
+            until(lambda: running(four) == 16)
+        for array in tree.values():
+            array.delete()
+        if not busy:
+            call = executor.submit(four.generate_all, None, params, input_ids=PROMPTS * 4)
+        results = call.result(SECONDS)
+    assert [len(result["output_ids"]) for result in results] == [100] * 16
+    (event,) = four.events()[before:]
+    assert (event["event"], event["engine"]) == ("engine_unloaded", 0)
+    assert "copy=True" in event["reason"]
+    assert bool(event["requests"]) == busy
+    (record,) = caplog.records
+    assert "enginepool.engine_unloaded" in record.getMessage()
+    assert "copy=True" in str(vars(record))
+    assert [e["state"] for e in four.stats()["engines"]] == ["unloaded", *["serving"] * 3]

@@ -121,7 +121,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
 
     def lost_by_owner(self) -> list[str]:
         """What is lost, if all of that was shared: who shared it took it away."""
-        lost = self.lost()
+        lost = self.lost() if self.shared else []
         return lost if self.shared.issuperset(lost) else []
 
 

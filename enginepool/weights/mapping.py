@@ -58,6 +58,7 @@ class HuggingFaceMapping:
         self.paths = {name: path for path, names in self.names.items() for name in names}
         self._shapes: dict[str, tuple[int, ...] | None] = {}
         self._known: dict[Any, tuple[int, ...] | None] = {}
+        self._kept: dict[Any, bool] = {}
 
     def unmapped(self) -> list[str]:
         """Leaves that no Hugging Face tensor makes."""
@@ -86,15 +87,27 @@ class HuggingFaceMapping:
     def source_shape(self, path: str) -> tuple[int, ...] | None:
         """The shape that each tensor of this leaf must have; None if it cannot be told."""
         if path not in self._shapes:
-            spec = self._specs[path]
-            # Layers repeat: what the entry does, without where, is tried once.
-            entry = self._entries[path][1]
-            fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
-            kind = (str(fields), spec.shape, len(self.names[path]), path.rpartition(".")[2])
+            kind = self._kind(path)
             if kind not in self._known:
-                self._known[kind] = self._find_shape(path, spec)
+                self._known[kind] = self._find_shape(path, self._specs[path])
             self._shapes[path] = self._known[kind]
         return self._shapes[path]
+
+    def keeps(self, path: str) -> bool:
+        """Whether the leaf is its one tensor as it is, but for the dtype."""
+        kind = self._kind(path)
+        if kind not in self._kept:
+            spec = self._specs[path]
+            as_it_is = len(self.names[path]) == 1 and self.source_shape(path) == spec.shape
+            self._kept[kind] = as_it_is and self._does_nothing(path, spec)
+        return self._kept[kind]
+
+    def _kind(self, path: str) -> Any:
+        """Layers repeat: what the mapping does for a leaf, without where, is tried once."""
+        entry = self._entries[path][1]
+        fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
+        shape = self._specs[path].shape
+        return str(fields), shape, len(self.names[path]), path.rpartition(".")[2]
 
     def result_shape(self, path: str, shapes: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape that these tensors would make, by tracing upstream's conversion.
@@ -102,6 +115,17 @@ class HuggingFaceMapping:
         Raises whatever upstream does for tensors that it cannot use.
         """
 
+        return self._traced(path, shapes, jax.eval_shape).shape
+
+    def _does_nothing(self, path: str, spec: jax.ShapeDtypeStruct) -> bool:
+        tensor = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        try:
+            program = self._traced(path, dict.fromkeys(self.names[path], tensor), _program)
+        except Exception:  # whatever upstream raises while it is traced; then it is converted
+            return False
+        return all(step.primitive.name == "device_put" for step in program.eqns)
+
+    def _traced(self, path: str, shapes: Mapping[str, Any], tracer: Callable[..., Any]) -> Any:
         def trace(arrays: dict[str, jax.Array]) -> jax.Array:
             return self._feed(path, shapes, lambda name, sharding: arrays[name])
 
@@ -110,7 +134,7 @@ class HuggingFaceMapping:
             for name in self.names[path]
         }
         with jax.set_mesh(self._loader.mesh):
-            return jax.eval_shape(trace, abstract).shape
+            return tracer(trace, abstract)
 
     def _find_shape(self, path: str, spec: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
         stacked = len(self.names[path]) > 1
@@ -124,6 +148,10 @@ class HuggingFaceMapping:
             if result == spec.shape:
                 return guess
         return None
+
+
+def _program(function: Callable[..., Any], arguments: Any) -> Any:
+    return jax.make_jaxpr(function)(arguments).jaxpr
 
 
 class _Captured(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
-from enginepool.weights.arrays import Array, convertible, lies_in
-from enginepool.weights.placement import lies_there, place
+from enginepool.weights.arrays import Array, convertible, lies_in, same_buffer
+from enginepool.weights.placement import gathered, in_parts, lies_there, place
 from enginepool.weights.sources import Source, Specs
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Piece:
 
     Attributes:
         path: The leaf.
-        array: The source's array if it is in the model's layout, so that any engine may take its
-            own shard of it; None if the tensors must be converted first.
+        array: The whole leaf if the source has it in the model's layout, so that any engine may
+            take its own shard of it; None if the tensors must be converted first.
     """
 
     path: str
@@ -84,22 +84,26 @@ class Plan:
     def arriving(self, specs: Specs, *, copied: bool) -> int:
         """Bytes that an engine needs beside the set that it has, the largest tensor's copy for a
         conversion among them; what its device has already, in the right layout, needs none."""
-        arrays = self._source.specs if self._source.by_path and not copied else {}
         sizes = [0]
         for path in self.paths:
             spec = specs[path]
             assert spec.sharding is not None
-            if not lies_there(arrays.get(path), spec.sharding, spec.dtype):
+            source = self._as_it_is(path)
+            shared = lies_there(source, spec.sharding) and source.dtype == spec.dtype
+            if copied or not shared:
                 sizes.append(spec.size * spec.dtype.itemsize)
         return sum(sizes) + max(sizes)
 
-    def again(self, made: Mapping[str, jax.Array]) -> Plan:
-        """The same update for another engine: from what this one made of a source that had to
-        be converted or can be read only once, else from the source."""
-        if self._source.by_path:
-            return self
+    def again(self, made: Mapping[str, jax.Array], specs: Specs) -> Plan:
+        """The same update for another engine, of these leaves: from what the first one made, and
+        from the source where its device holds that already. Nothing is read, gathered or
+        converted a second time."""
         twin = copy.copy(self)
-        arrays = {path: made[path] for path in self.paths}
+        arrays = {}
+        for path in self.paths:
+            sharding, source = specs[path].sharding, self._as_it_is(path)
+            assert sharding is not None
+            arrays[path] = source if lies_there(source, sharding) else made[path]
         twin._source = Source(True, arrays, arrays.__getitem__)
         twin._parts = {path: (path,) for path in arrays}
         return twin
@@ -118,20 +122,45 @@ class Plan:
         for path in self.paths:
             yield self._piece(path, {name: load(name) for name in self._parts[path]})
 
-    def make(self, piece: Piece, spec: jax.ShapeDtypeStruct, *, copy: bool) -> jax.Array:
-        """A piece on an engine; one that must be converted only on the mapping's own engine."""
+    def whole(self, piece: Piece, spec: jax.ShapeDtypeStruct) -> Piece:
+        """The piece with an array that is cut over devices gathered: once, for all engines that
+        have one of these devices."""
+        assert spec.sharding is not None
+        if not isinstance(piece.array, jax.Array) or not in_parts(piece.array, spec.sharding):
+            return piece
+        return replace(piece, array=gathered(piece.array, spec.dtype))
+
+    def make(
+        self, piece: Piece, spec: jax.ShapeDtypeStruct, *, copy: bool
+    ) -> tuple[jax.Array, bool]:
+        """A piece on an engine; one that must be converted only on the mapping's own engine.
+
+        Returns:
+            The leaf, and whether it is the source's own buffer.
+        """
         private = self._source.private
         assert spec.sharding is not None
         if piece.array is not None:
-            return place(piece.array, spec.sharding, spec.dtype, copy=copy, private=private)
+            whole: Any = self.whole(piece, spec).array
+            made = place(whole, spec.sharding, spec.dtype, private=private)
+        else:
+            made = self._convert(piece)
+        shared = any(same_buffer(made, tensor) for tensor in piece.tensors.values())
+        if shared and copy:
+            made = jax.device_put(jnp.array(made, copy=True), made.sharding)
+        return made, shared and not copy
 
+    def _convert(self, piece: Piece) -> jax.Array:
         # Conversion makes new memory, mostly, and is over before the caller can write to the old:
         # no copy is needed first. A stream's owner may fill the same memory anew in between.
+        private = self._source.private
         lasting = self._source.stream is None
 
         def put(name: str, sharding: Sharding) -> jax.Array:
             tensor = piece.tensors[name]
-            return place(tensor, sharding, tensor.dtype, copy=copy, private=private or lasting)
+            if isinstance(tensor, jax.Array) and in_parts(tensor, sharding):
+                tensor = gathered(tensor, tensor.dtype)
+            return place(tensor, sharding, tensor.dtype, private=private or lasting)
 
         made = self._mapping.convert(piece.path, piece.tensors, put)
         host = [x for x in piece.tensors.values() if isinstance(x, np.ndarray)]
@@ -140,7 +169,16 @@ class Plan:
         return made
 
     def _piece(self, path: str, tensors: dict[str, Array]) -> Piece:
-        return Piece(path, tensors[path] if self._source.by_path else None, tensors)
+        as_it_is = self._source.by_path or self._mapping.keeps(path)
+        return Piece(path, next(iter(tensors.values())) if as_it_is else None, tensors)
+
+    def _as_it_is(self, path: str) -> Any:
+        """The source's array of this leaf, unread, if it is in the model's layout."""
+        if self._source.stream is not None:
+            return None
+        if self._source.by_path or self._mapping.keeps(path):
+            return self._source.specs[self._parts[path][0]]
+        return None
 
     def _resolve(self, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         """Which names make which leaf; complains of what is missing or unknown."""
@@ -230,7 +268,7 @@ class Plan:
                 done.add(path)
                 # No reference stays here: a tensor can go when its leaf is made.
                 del group, array
-                yield Piece(path, None, waiting.pop(path))
+                yield self._piece(path, waiting.pop(path))
         missing = [
             name
             for path, names in self._mapping.names.items()
