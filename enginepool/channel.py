@@ -133,7 +133,7 @@ class Channel:
                     self.soiled = False
                 if self.weightless is None:
                     if waited:
-                        self._look_at_weights()
+                        self.scheduler.look_at_weights()
                     self._pull()
                 if self.scheduler.has_work():
                     self.turns.take()
@@ -183,17 +183,6 @@ class Channel:
             self.books.held.update((request.rid, request) for request in requests)
             raise EngineBroken(f"could not release its requests: {error!r}") from error
         return requests
-
-    def _look_at_weights(self) -> None:
-        """After idling, when a trainer has had time to donate what it shares: the step would fail,
-        with requests that another engine could have had.
-
-        Raises:
-            LookupError: Weights are gone.
-        """
-        assert self.leaves is not None
-        if lost := self.leaves.lost_by_owner():
-            raise LookupError(f"{lost[0]} was deleted or donated")
 
     def _pull(self) -> None:
         scheduler = self.scheduler

@@ -90,6 +90,12 @@ def make_sampling(
         built.verify(vocab_size)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"sampling parameters {shown(given)}: {error}") from error
+    stops = {getattr(tokenizer, "eos_token_id", None), *(built.stop_token_ids or ())} - {None}
+    if built.min_new_tokens and len(stops) >= vocab_size:  # no law is left, only NaN
+        raise InvalidRequest(
+            f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the end token are all "
+            f"{vocab_size} of the vocabulary, so that none may be sampled; leave one out"
+        )
     return Sampling(
         built, built.n, given.get("sampling_seed"), explicit and "max_new_tokens" in given
     )

@@ -148,6 +148,16 @@ class PinnedScheduler(Scheduler):
             or any(req is not None for req in self.chunked_reqs)
         )
 
+    def look_at_weights(self) -> None:
+        """After idling, when a trainer has had time to donate what it shares: the step would fail,
+        with requests that another engine could have had.
+
+        Raises:
+            LookupError: Weights are gone.
+        """
+        if lost := self.leaves.lost_by_owner():
+            raise LookupError(f"{lost[0]} was deleted or donated")
+
     def room(self, load: int) -> int:
         """How many more requests can start. None while one still waits for KV space."""
         return 0 if self.waiting_queue else self.max_running_requests - load

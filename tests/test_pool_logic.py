@@ -106,6 +106,9 @@ class ScriptedScheduler:
     def has_work(self) -> bool:
         return bool(self.reqs)
 
+    def look_at_weights(self) -> None:
+        """They are there: `disturb` unloads an engine by itself."""
+
     def room(self, load: int) -> int:
         return ROOM - load
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import MakePool
 
-from enginepool import EnginePool
+from enginepool import EnginePool, InvalidRequest
 from enginepool.sampling import Seeds, make_sampling
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -107,3 +108,14 @@ def test_harmless_values_are_accepted():
     )
     assert (made.n, made.seed, made.explicit_length) == (3, None, False)
     assert make_sampling({"sampling_seed": 0}, vocab_size=272, tokenizer=None).seed == 0
+
+
+def test_some_token_must_be_left_to_sample(pool: EnginePool) -> None:
+    """Stop ids that are the whole vocabulary cannot be kept from an output: all logits would be
+    masked, and NaN resets engines. With one id left, that one is sampled."""
+    size = pool._runtime().intake.limits.vocab_size
+    everything = {"min_new_tokens": 2, "max_new_tokens": 2, "stop_token_ids": list(range(size))}
+    with pytest.raises(InvalidRequest, match="none may be sampled; leave one out"):
+        pool.generate(input_ids=[5], sampling_params=everything)
+    left = everything | {"stop_token_ids": list(range(1, size)), "temperature": 0}
+    assert pool.generate(input_ids=[5], sampling_params=left)["output_ids"] == [0, 0]
