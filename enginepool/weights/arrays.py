@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 from numpy.lib.array_utils import byte_bounds
 
 from enginepool.errors import InvalidWeights
@@ -31,8 +32,15 @@ def as_array(name: str, value: Any) -> Array:
     lies in host memory.
 
     Raises:
-        InvalidWeights: Neither of the three, or a JAX array that was deleted or donated.
+        InvalidWeights: None of the three, or without values that can be read: a JAX array that
+            was deleted, donated or is being traced, a masked array, a tensor that torch refuses.
     """
+    if isinstance(value, Tracer):
+        raise InvalidWeights(
+            f"{name}: this JAX array has no value while it is traced; call update_weights outside "
+            "jax.jit and the like",
+            names=[name],
+        )
     if isinstance(value, jax.Array):
         if value.is_deleted():
             raise InvalidWeights(
@@ -42,9 +50,20 @@ def as_array(name: str, value: Any) -> Array:
             )
         return value
     if isinstance(value, np.ndarray):
-        return value
+        if np.ma.is_masked(value):
+            raise InvalidWeights(
+                f"{name}: this array has masked elements, which no weight can be; fill them "
+                "(.filled(…)) first",
+                names=[name],
+            )
+        return np.asarray(value)  # of NumPy's own class: JAX refuses some others
     if is_torch(value):
-        return _from_torch(value)
+        try:
+            return _from_torch(value)
+        except Exception as error:  # whatever torch raises: sparse, quantized, on no device
+            raise InvalidWeights(
+                f"{name}: this torch tensor cannot become a NumPy array: {error}", names=[name]
+            ) from error
     raise InvalidWeights(
         f"{name}: expected a NumPy, JAX or torch array, not {type(value).__name__}", names=[name]
     )
@@ -61,7 +80,20 @@ def _from_torch(tensor: Any) -> np.ndarray:
 def convertible(source: Any, target: Any) -> bool:
     """Whether weights of dtype `source` may be cast to the leaf's dtype `target`: between floats
     of at least 16 bits; anything else only as it is."""
+    if isinstance(source, np.dtype):
+        source = source.newbyteorder("=")
     return source == target or (_plain_float(source) and _plain_float(target))
+
+
+def jax_dtype(dtype: Any) -> np.dtype:
+    """What JAX makes of weights of this dtype: native, and no wider than it is configured for."""
+    dtype = np.dtype(dtype).newbyteorder("=")
+    return jax.dtypes.canonicalize_dtype(np.float64 if dtype == np.longdouble else dtype)
+
+
+def for_jax(array: np.ndarray) -> np.ndarray:
+    """The array in the dtype that JAX takes it in; without a copy if it has that."""
+    return array.astype(jax_dtype(array.dtype), copy=False)
 
 
 def _plain_float(dtype: Any) -> bool:

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from enginepool.weights.arrays import Array, as_array
+from enginepool.weights.tied import HEAD
 
 _LAYER = re.compile(r"\blayers_(\d+)")
-_HEAD = "lm_head.kernel"
+_KERNEL = "lm_head.kernel"
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -42,14 +43,14 @@ def to_leaves(
 ) -> tuple[dict[str, Array], dict[str, str]]:
     """The arrays by leaf path, and for each path the name it had.
 
-    A head that the model does not have (tied embeddings) is left out.
+    A head that the model does not have (tied embeddings) goes by its Hugging Face name.
     """
     arrays: dict[str, Array] = {}
     origins: dict[str, str] = {}
     for name, value in flat.items():
         path, array = _leaf(name.removeprefix("params."), as_array(name, value))
         if path == "lm_head.embedding" and path not in specs:
-            continue
+            path = HEAD
         arrays[path], origins[path] = array, name
     for path, spec in specs.items():
         # Only where the projection itself is given: a partial tree says nothing of others.
@@ -60,7 +61,7 @@ def to_leaves(
 
 
 def _leaf(name: str, array: Array) -> tuple[str, Array]:
-    if name == _HEAD:
+    if name == _KERNEL:
         return "lm_head.embedding", array.T
     path = _LAYER.sub(r"layers.\1", name)
     return re.sub(r"\.kernel$", ".weight", path), array

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from enginepool.weights.arrays import Array
+from enginepool.weights.arrays import Array, for_jax
 
 # Two programs of several devices that two threads start at once may wait for each other for ever.
 _gathering = threading.Lock()
@@ -31,9 +31,10 @@ def place(array: Array, sharding: Sharding, dtype: Any, *, private: bool = False
     """
     if isinstance(array, np.ndarray):
         on_host = any(device.platform == "cpu" for device in sharding.device_set)
-        if on_host and not private and array.dtype == dtype:
-            array = np.array(array)
-        placed = jax.device_put(array, sharding)
+        native = for_jax(array)
+        if on_host and not private and native is array and array.dtype == dtype:
+            native = np.array(array)
+        placed = jax.device_put(native, sharding)
     else:
         placed = _own_shards(array, sharding)
         if placed is None:

@@ -13,16 +13,16 @@ import numpy as np
 from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
-from enginepool.weights.arrays import Array, convertible, lies_in, same_buffer
+from enginepool.weights.arrays import Array, convertible, jax_dtype, lies_in, same_buffer
 from enginepool.weights.placement import gathered, in_parts, lies_there, place
-from enginepool.weights.sources import Source, Specs
+from enginepool.weights.sources import Source, Specs, listed
+from enginepool.weights.tied import HEAD, TiedHead
 
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
 
 # Tensors that checkpoints carry and models do not need.
 _TOLERATED = ("rotary_emb.inv_freq",)
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Plan:
         self._specs = leaves.specs
         self._mapping = mapping
         self._strict = strict
+        self._tied = TiedHead(leaves.specs if strict else {})
         self.left: list[str] = []
         self.ignored: list[str] = []
         if leaves.quantized:
@@ -75,6 +76,9 @@ class Plan:
         self.paths = [path for path in leaves.specs if path in self._parts]
         for path in self.paths:
             self._check(path, {name: source.specs[name] for name in self._parts[path]})
+        if self._tied.path is not None and HEAD in source.specs and source.load is not None:
+            (embedding,) = self._parts[self._tied.path]
+            self._tied.compare(source.load(HEAD), source.load(embedding), self._said(HEAD))
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +152,8 @@ class Plan:
         shared = any(same_buffer(made, tensor) for tensor in piece.tensors.values())
         if shared and copy:
             made = jax.device_put(jnp.array(made, copy=True), made.sharding)
+        if self._source.stream is not None:
+            self._tied.made(piece.path, made)
         return made, shared and not copy
 
     def _convert(self, piece: Piece) -> jax.Array:
@@ -158,9 +164,10 @@ class Plan:
 
         def put(name: str, sharding: Sharding) -> jax.Array:
             tensor = piece.tensors[name]
+            dtype = jax_dtype(tensor.dtype)
             if isinstance(tensor, jax.Array) and in_parts(tensor, sharding):
-                tensor = gathered(tensor, tensor.dtype)
-            return place(tensor, sharding, tensor.dtype, private=private or lasting)
+                tensor = gathered(tensor, dtype)
+            return place(tensor, sharding, dtype, private=private or lasting)
 
         made = self._mapping.convert(piece.path, piece.tensors, put)
         host = [x for x in piece.tensors.values() if isinstance(x, np.ndarray)]
@@ -188,7 +195,7 @@ class Plan:
             wanted = self._mapping.names
         known = {name for group in wanted.values() for name in group}
         unknown = [name for name in names if name not in known and not self._tolerated(name)]
-        self.ignored = [name for name in names if name not in known]
+        self.ignored = [self._said(name) for name in names if name not in known]
         parts, missing = {}, []
         for path in self._specs:
             group = wanted.get(path, ())
@@ -203,7 +210,7 @@ class Plan:
                 self.left.append(path)
         if not parts and names and not missing:
             raise InvalidWeights(
-                f"update_weights: none of the names is one of the model's: {_list(list(names))}",
+                f"update_weights: none of the names is one of the model's: {listed(list(names))}",
                 names=list(names),
             )
         self._complain(missing, unknown if self._strict else [])
@@ -212,9 +219,9 @@ class Plan:
     def _complain(self, missing: Sequence[str], unknown: Sequence[str]) -> None:
         said = []
         if missing:
-            said.append(f"missing {_list(missing)}")
+            said.append(f"missing {listed(missing)}")
         if unknown:
-            said.append(f"not of this model {_list([self._said(name) for name in unknown])}")
+            said.append(f"not of this model {listed([self._said(name) for name in unknown])}")
         if said:
             raise InvalidWeights(
                 f"update_weights: the source does not fit the model: {'; '.join(said)}"
@@ -244,7 +251,7 @@ class Plan:
             made = self._mapping.result_shape(path, tensors)
             if made != spec.shape:
                 raise InvalidWeights(
-                    f"{_list(list(tensors))}: would make {path} of shape {made}, it has "
+                    f"{listed(list(tensors))}: would make {path} of shape {made}, it has "
                     f"{spec.shape}",
                     names=list(tensors),
                 )
@@ -258,6 +265,7 @@ class Plan:
                 self.ignored.append(name)
                 if self._strict and not self._tolerated(name):
                     self._complain([], [name])
+                self._tied.came(name, array)
                 continue
             if path in done:
                 raise InvalidWeights(f"{name}: came twice", names=[name])
@@ -269,6 +277,7 @@ class Plan:
                 # No reference stays here: a tensor can go when its leaf is made.
                 del group, array
                 yield self._piece(path, waiting.pop(path))
+        self._tied.forget()
         missing = [
             name
             for path, names in self._mapping.names.items()
@@ -281,17 +290,8 @@ class Plan:
         self._complain(missing, [])
 
     def _tolerated(self, name: str) -> bool:
-        # State dicts of models with tied embeddings list the head as well.
-        tied = name == "lm_head.weight" and "lm_head.embedding" not in self._specs
+        tied = name == HEAD and "lm_head.embedding" not in self._specs
         return tied or name.endswith(_TOLERATED)
 
     def _said(self, name: str) -> str:
         return self._source.origins.get(name, name)
-
-
-def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    more = len(names) - _SHOWN
-    return f"{len(names)} name{'s' * (len(names) != 1)}: {shown}" + (
-        f" and {more} more" if more > 0 else ""
-    )

@@ -15,6 +15,7 @@ from enginepool.weights.arrays import Array, as_array, is_array
 from enginepool.weights.checkpoint import Checkpoint, find
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ def read_source(
     )
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names in an error: how many, and the first of them."""
+    shown = ", ".join(names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return f"{len(names)} name{'s' * (len(names) != 1)}: {shown}" + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
 def _of_mapping(source: Mapping[Any, Any], leaves: Specs) -> Source:
     flat = {name: _value(value) for name, value in flax_tree.flatten(source).items()}
     if not flat:
@@ -112,6 +122,10 @@ def _pairs(items: Iterator[Any]) -> Iterator[tuple[str, Array]]:
             raise InvalidWeights(
                 f"update_weights: an iterator must give (name, array), not {type(item).__name__}"
             ) from None
+        if not isinstance(name, str):
+            raise InvalidWeights(
+                f"update_weights: an iterator must give (name, array), and {name!r} is no str"
+            )
         yield name, as_array(name, value)
 
 

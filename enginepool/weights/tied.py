@@ -1,0 +1,115 @@
+"""A head that a source lists beside a tied embedding: the model has one matrix for both."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from enginepool.errors import InvalidWeights
+from enginepool.weights.arrays import Array, convertible, for_jax
+from enginepool.weights.placement import gathered
+
+HEAD = "lm_head.weight"
+_ROWS = 4096
+
+
+class TiedHead:
+    """Compares the head with the embedding, in the model's dtype; state dicts of models with tied
+    embeddings list both.
+
+    Attributes:
+        path: The embedding's leaf; None if there is nothing to compare.
+    """
+
+    def __init__(self, specs: Any) -> None:
+        paths = [path for path in specs if path.endswith("embed_tokens.embedding")]
+        tied = "lm_head.embedding" not in specs and len(paths) == 1
+        self.path = paths[0] if tied else None
+        self._dtype = specs[paths[0]].dtype if tied else None
+        self._head: Array | None = None
+        self._embedding: Array | None = None
+
+    def compare(self, head: Array, embedding: Array, said: str = HEAD) -> None:
+        """
+        Args:
+            said: What the head is called in the source.
+
+        Raises:
+            InvalidWeights: They differ.
+        """
+        if not convertible(head.dtype, self._dtype) or not _same(head, embedding, self._dtype):
+            raise InvalidWeights(
+                f"{said}: differs from the embedding, and this model has one matrix for both "
+                "(tie_word_embeddings); leave it out, or ignore it with strict=False",
+                names=[said],
+            )
+
+    # From a stream, whose order is its owner's
+
+    def came(self, name: str, tensor: Array) -> None:
+        """A tensor that makes no leaf. The head is kept until the embedding is there."""
+        if self.path is None or name != HEAD:
+            return
+        if self._embedding is not None:
+            self.compare(tensor, self._embedding)
+        else:
+            self._head = tensor
+
+    def made(self, path: str, leaf: jax.Array) -> None:
+        """A leaf is on an engine."""
+        if path != self.path:
+            return
+        head, self._head, self._embedding = self._head, None, leaf
+        if head is not None:
+            self.compare(head, leaf)
+
+    def forget(self) -> None:
+        """The stream has ended."""
+        self._head = self._embedding = None
+
+
+def _same(a: Array, b: Array, dtype: Any) -> bool:
+    if a is b or a.shape != b.shape:
+        return a is b
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        parts = (slice(start, start + _ROWS) for start in range(0, len(a), _ROWS))
+        return all(bool(_equal(a[part].astype(dtype), b[part].astype(dtype))) for part in parts)
+    return bool(_equal_on_devices(*_together(a, b), dtype))
+
+
+def _together(a: Array, b: Array) -> tuple[jax.Array, jax.Array]:
+    """On the same devices, in one order, as a program wants its arrays."""
+    if isinstance(a, np.ndarray):
+        a, b = b, a
+    assert isinstance(a, jax.Array)
+    if isinstance(b, np.ndarray):
+        return a, jax.device_put(for_jax(b), a.sharding)
+    if _devices(a) == _devices(b):
+        return a, b
+    a = _on_one(a)
+    return a, jax.device_put(_on_one(b), a.sharding)
+
+
+def _equal(a: Any, b: Any) -> Any:
+    """Not a number is as good as any other value here."""
+    return ((a == b) | ((a != a) & (b != b))).all()
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _equal_on_devices(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    return _equal(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+
+
+def _devices(array: jax.Array) -> list[jax.Device]:
+    return list(array.sharding.devices_indices_map(array.shape))
+
+
+def _on_one(array: jax.Array) -> jax.Array:
+    if len(array.sharding.device_set) == 1:
+        return array
+    whole = array if array.is_fully_replicated else gathered(array, array.dtype)
+    return whole.addressable_shards[0].data
