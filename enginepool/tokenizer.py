@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from enginepool.chat import ChatTemplate, check_messages
 from enginepool.errors import InvalidRequest
 from enginepool.guest import no_generation_warnings
 from enginepool.requests import Request
@@ -18,6 +19,10 @@ _CONTEXT = 5
 _REPLACEMENT = "\ufffd"
 # The fields of generation_config.json that upstream's Engine takes as defaults.
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+# Options of `apply_chat_template` with which it would not give token ids.
+_ANOTHER_RESULT = frozenset(
+    ("conversation", "tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask")
+)
 
 
 class Tokenizer:
@@ -25,10 +30,12 @@ class Tokenizer:
 
     Attributes:
         lock: To be held by whoever encodes with `hf` itself.
+        chat: What its chat template takes.
     """
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
+        self.chat = ChatTemplate(hf)
         # A fast tokenizer is mutable while it encodes ("Already borrowed").
         self.lock = threading.Lock()
         decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
@@ -69,26 +76,25 @@ class Tokenizer:
     def apply_chat_template(
         self, index: int, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> Any:
-        """Token ids of conversation `index` of a call, ready for the assistant's answer."""
-        if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__iter__"):
-            raise InvalidRequest(
-                f"expected a list of messages, got {shown(messages)}", prompt_index=index
-            )
-        messages = list(messages)
-        if not messages:
-            raise InvalidRequest("the conversation is empty", prompt_index=index)
-        for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise InvalidRequest(
-                    f'expected messages {{"role": ..., "content": ...}}, got {shown(message)}',
-                    prompt_index=index,
-                )
-        if not getattr(self.hf, "chat_template", None):
+        """Token ids of conversation `index` of a call, ready for the assistant's answer.
+
+        Args:
+            options: Of the Hugging Face tokenizer's `apply_chat_template`, and variables of the
+                template. `chat_template` may replace it: whoever calls this is the host's code.
+        """
+        for name in _ANOTHER_RESULT.intersection(options):
+            raise InvalidRequest(f"chat_template_kwargs: {name} is the pool's own; leave it out")
+        messages = check_messages(messages, index)
+        template = options.get("chat_template")
+        if template is None and not getattr(self.hf, "chat_template", None):
             raise InvalidRequest("the tokenizer has no chat template; use generate() with text")
         options.setdefault("add_generation_prompt", True)
         try:
+            fitted = self.chat.fit(messages, template)
             with self.lock:
-                return self.hf.apply_chat_template(messages, tokenize=True, **options)
+                return self.hf.apply_chat_template(
+                    fitted, tokenize=True, return_dict=False, **options
+                )
         # A template is a program of the checkpoint's and fails in its own ways.
         except Exception as error:
             raise InvalidRequest(

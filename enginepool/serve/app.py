@@ -29,6 +29,7 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
+    app.state.bounds = service.bounds  # for CheckedRoute
     app.include_router(openai_api.router(service))
     app.include_router(native.router(service))
     admin_paths: set[str] = set()

@@ -47,6 +47,8 @@ class Exchange:
         self._first: Any = None
         self._texts = True
         self._ended = False
+        self.tokenizer, self.renderers = service.rendering, service.renderers
+        self.template_options = service.bounds.template_options
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._front, name)
@@ -81,13 +83,18 @@ class Exchange:
         check_counts(obj, prompts, self._service.options)
         obj.rid = _ids(obj.rid, prompts, id_prefix)
         self._texts = obj.return_text_in_logprobs
-        self.call = await run_sync(self._front.make_call, obj)
+        self.call = await run_sync(self._make_call, obj)
         timeout = self._service.options.request_timeout
         self._outputs = self._front.outputs(self.call, obj, timeout)
         self._first = await anext(self._outputs)
         if obj.stream:
             self.first_output_at = time.perf_counter()
         _raise_if_lost(self._first, nothing_yet=bool(obj.stream))
+
+    def _make_call(self, obj: Any) -> Call:
+        for text in [obj.text] if isinstance(obj.text, str) else obj.text or ():
+            self._service.bounds.check_text(text)
+        return self._front.make_call(obj)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's: the result, or chunks."""

@@ -1,4 +1,5 @@
-"""How large a request may be: its body, its prompts, its samples."""
+"""How large a request may be: its body, its prompts, its samples. What a prompt may be is in
+`bounds`."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class BodyLimit:
 
 
 class CheckedRoute(APIRoute):
-    """Refuses strings that no reply could repeat: JSON can spell what UTF-8 cannot hold."""
+    """Refuses, before anything is made of it, a body that is too much for a prompt, and strings
+    that no reply could repeat: JSON can spell what UTF-8 cannot hold."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
@@ -72,7 +74,14 @@ class CheckedRoute(APIRoute):
 
 class _CheckedRequest(Request):
     async def json(self) -> Any:
+        if hasattr(self, "_json"):
+            return self._json
         value = await super().json()
+        try:
+            self.app.state.bounds.check_body(value)
+        except InvalidRequest as error:
+            # The one exception that FastAPI hands on while it reads a body.
+            raise HTTPException(400, str(error)) from None
         if _SURROGATE.search(await self.body()):
             try:
                 json.dumps(value, ensure_ascii=False).encode()

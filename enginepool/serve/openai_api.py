@@ -51,7 +51,9 @@ class _Serving:
             raise InvalidRequest(message)
         _check_fields(body)
         exchange: Exchange = self.tokenizer_manager
-        adapted = await run_sync(self._adapt, body)
+        if isinstance(body, ChatCompletionRequest):
+            _check_template_options(body, await raw.json(), exchange.template_options)
+        adapted = await run_sync(self._adapt, body, limiter=exchange.renderers)
         await exchange.begin(adapted, self._request_id_prefix())
         if body.stream:
             streamed = await self._handle_streaming_request(adapted, body, raw)
@@ -66,8 +68,7 @@ class _Serving:
     def _adapt(self: Any, body: Any) -> Any:
         """Upstream's GenerateReqInput for a body: it applies the chat template and encodes."""
         try:
-            with self.tokenizer_manager.runtime.intake.tokenizer.lock:
-                adapted, _ = self._convert_to_internal_request(body)
+            adapted, _ = self._convert_to_internal_request(body)
         except EnginePoolError:
             raise
         # Templates and parsers fail in ways of their own over what they are given.
@@ -156,3 +157,17 @@ def _check_fields(body: Any) -> None:
         raise Refused(400, "prompt=[]: there is no prompt", param="prompt")
     if vars(body)["max_tokens"] == 0:  # its attribute warns: OpenAI calls it deprecated
         raise Refused(400, "max_tokens=0: expected 1 or more", param="max_tokens")
+
+
+def _check_template_options(body: Any, given: dict[str, Any], names: set[str]) -> None:
+    """The template is the checkpoint's: a client's would run here, for as long as it likes."""
+    for name in body.chat_template_kwargs or ():
+        if name in names:
+            raise Refused(
+                400,
+                f"chat_template_kwargs: {name!r} is not a variable of the template and not a "
+                "client's to set; leave it out",
+                param="chat_template_kwargs",
+            )
+    for name in names.intersection(given) - type(body).model_fields.keys():
+        raise Refused(400, f"{name} is not a client's to set; leave it out", param=name)

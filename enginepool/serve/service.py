@@ -6,22 +6,27 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
+from anyio import CapacityLimiter
 from fastapi import Request
 from sgl_jax.srt.managers.template_manager import TemplateManager
 
 from enginepool import statistics
 from enginepool.logs import logger
+from enginepool.serve.bounds import Bounds
 from enginepool.serve.desk import Desk
 from enginepool.serve.exchange import Exchange, outcome_of
 from enginepool.serve.history import History
 from enginepool.serve.metrics import Metrics
 from enginepool.serve.options import ServeOptions
+from enginepool.serve.rendering import Rendering
 from enginepool.serve.replies import Refused
 from enginepool.states import EngineState
 
 if TYPE_CHECKING:
     from enginepool.frontend import FrontEnd
     from enginepool.pool import EnginePool
+
+_RENDERERS = 4
 
 
 class Service:
@@ -31,6 +36,7 @@ class Service:
         front: Of the whole pool.
         exchanges: Requests that are being served.
         draining: No new requests; those that run finish.
+        renderers: How many chat templates run at once, so that threads are left for the rest.
     """
 
     def __init__(
@@ -44,6 +50,10 @@ class Service:
         self.runtime = self.front.runtime
         self.templates = TemplateManager()
         self.templates.initialize_templates(self.front.model_path)
+        tokenizer, limits = self.runtime.intake.tokenizer, self.runtime.intake.limits
+        self.bounds = Bounds(tokenizer, limits.prompt, limits.origin)
+        self.rendering = Rendering(tokenizer, self.bounds)
+        self.renderers = CapacityLimiter(_RENDERERS)
         self.desk = Desk(pool, options.model_root)
         self.metrics = Metrics(self.runtime)
         self.desk.on_update = self.metrics.updated
@@ -51,7 +61,7 @@ class Service:
         self.exchanges: set[Exchange] = set()
         self.draining = False
         self.started = time.time()
-        self.token_text = functools.lru_cache(1 << 16)(self.runtime.intake.tokenizer.token_text)
+        self.token_text = functools.lru_cache(1 << 16)(tokenizer.token_text)
 
     def front_of(self, raw: Request) -> FrontEnd:
         """Of the pool, or of the engine whose port the request came to."""

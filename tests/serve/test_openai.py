@@ -8,6 +8,7 @@ import openai
 import pytest
 from liveness import callers, paused, until, waiting
 from servers import Running, serving
+from templates import TEMPLATES, rendered
 
 from enginepool import EnginePool
 
@@ -255,3 +256,33 @@ def test_abort_shows_in_the_reply(one_sum: EnginePool) -> None:
                 last = [json.loads(line[6:]) for line in lines][-1]
         assert first["choices"][0]["finish_reason"] is None
         assert last["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_text_parts(one_sum: EnginePool, template: str) -> None:
+    """Content in parts is the prompt that the string is, for every template."""
+    tokenizer = one_sum.engines[0].tokenizer_manager.tokenizer
+    own, tokenizer.chat_template = tokenizer.chat_template, TEMPLATES[template]
+    try:
+        with serving(one_sum) as running:
+            made = [
+                running.openai().chat.completions.create(
+                    model="toy",
+                    messages=[{"role": "user", "content": content}],
+                    temperature=0,
+                )
+                for content in (SUM, [{"type": "text", "text": SUM}])
+            ]
+    finally:
+        tokenizer.chat_template = own
+    assert [one.choices[0].message.content for one in made] == ["19", "19"]
+    tokens = [one.usage.prompt_tokens for one in made if one.usage]
+    assert tokens == [len(tokenizer(rendered(("user", SUM)))["input_ids"])] * 2
+
+
+def test_other_parts(plain: Running) -> None:
+    image: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(openai.BadRequestError, match=r"takes text only.*'image_url'"):
+        plain.openai().chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": [image]}]
+        )

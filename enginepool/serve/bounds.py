@@ -1,0 +1,119 @@
+"""What cannot fit a prompt is refused before anyone spends time on it.
+
+Reading a body into upstream's models runs on the event loop, and a tokenizer takes one text after
+the other, so what one client sends there holds up all others. Python cannot end work that has
+begun: these bounds are looked at before. None of them refuses what an engine could take.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from enginepool.chat import check_messages
+from enginepool.errors import InvalidRequest
+from enginepool.tokenizer import Tokenizer
+
+# Fields whose lists of token ids are as long as prompts are; they are read at once.
+_IDS = ("prompt", "input_ids")
+_CONVERSATION = ("messages", "tools", "chat_template_kwargs")
+# A message, a tool or a text part is a few JSON values, and a token or more.
+_VALUES_A_TOKEN = 4
+# Of everything else: options, many prompts with parameters of their own.
+_OTHER_VALUES = 20_000
+# Of a text's beginning that is tried first, in characters a token; and what a cut can change.
+_FIRST_TRY, _CUT = 8, 64
+
+
+class Bounds:
+    """Of one server.
+
+    Args:
+        tokens: The longest prompt.
+        origin: Where that comes from, in words.
+
+    Attributes:
+        template_options: Names that mean something to the tokenizer's `apply_chat_template`
+            itself, not to the template: with them a client would bring its own program.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tokens: int, origin: str) -> None:
+        self._tokenizer, self._tokens, self._origin = tokenizer, tokens, origin
+        self._longest = max(map(len, tokenizer.hf.get_vocab()))
+        options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
+        self.template_options = (options | {"messages"}) - {"documents", "kwargs"}
+
+    def check_body(self, body: Any) -> None:
+        """Refuse what is too much to be read into upstream's models."""
+        if not isinstance(body, dict):
+            return
+        at_most = _OTHER_VALUES + _VALUES_A_TOKEN * self._tokens
+        ids = [body[name] for name in _IDS if isinstance(body.get(name), list)]
+        values = _count({k: v for k, v in body.items() if k not in _IDS}, at_most)[0]
+        values += sum(_count_ids(value, at_most) for value in ids)
+        if values > at_most:
+            raise InvalidRequest(
+                f"the body has more than {at_most} JSON values: more than a prompt of "
+                f"{self._tokens} tokens ({self._origin}) and its options can need"
+            )
+        if isinstance(body.get("messages"), list):
+            conversation = [body[name] for name in _CONVERSATION if name in body]
+            self._check_characters(_count(conversation, at_most)[1])
+            check_messages(body["messages"])
+
+    def check_text(self, text: str) -> None:
+        """Refuse a text with more tokens than fit, from as little of it as tells.
+
+        Raises:
+            InvalidRequest: Only if the whole text would be refused, too.
+        """
+        self._check_characters(len(text))
+        size = _FIRST_TRY * (self._tokens + _CUT)
+        while size < len(text):
+            with self._tokenizer.lock:
+                tokens = len(self._tokenizer.hf(text[:size], add_special_tokens=False)["input_ids"])
+            if tokens > self._tokens + _CUT:
+                raise InvalidRequest(
+                    f"{len(text)} characters are too long: the first {size} of them are {tokens} "
+                    f"tokens, and at most {self._tokens} fit one engine ({self._origin})"
+                )
+            size *= 2
+
+    def _check_characters(self, count: int) -> None:
+        at_most = self._tokens * self._longest
+        if count > at_most:
+            raise InvalidRequest(
+                f"{count} characters or more are too long: at most {self._tokens} tokens fit one "
+                f"engine ({self._origin}), which are {at_most} characters at most"
+            )
+
+
+def _count(value: Any, at_most: int) -> tuple[int, int]:
+    """JSON values and characters; ends soon after so many values."""
+    values = characters = 0
+    rest = [value]
+    while rest and values <= at_most:
+        one = rest.pop()
+        values += 1
+        if isinstance(one, str):
+            characters += len(one)
+        elif isinstance(one, Mapping):
+            characters += sum(map(len, one))
+            values += len(one)
+            rest += one.values()
+        elif isinstance(one, list):
+            rest += one
+    return values, characters
+
+
+def _count_ids(value: list[Any], at_most: int) -> int:
+    """A list of integers counts as one."""
+    if set(map(type, value)) <= {int}:
+        return 1
+    values = 0
+    for one in value:
+        values += _count_ids(one, at_most) if isinstance(one, list) else _count(one, at_most)[0]
+        if values > at_most:
+            break
+    return values

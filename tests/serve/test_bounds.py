@@ -1,0 +1,105 @@
+"""One client cannot hold up the others: templates of its own, and bodies that fit no prompt."""
+
+import json
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from liveness import callers
+from servers import Running
+
+SUM = [{"role": "user", "content": "12+7="}]
+PROMPT_TOKENS = 505  # of the test pools
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+# Liveness, not speed: without the bounds each of these holds the others up for longer than this
+# on a fast machine, and within them for no time that a client would notice.
+PATIENCE = 8.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "tools", "return_tensors", "add_generation_prompt", "messages",
+     "tokenizer_kwargs", "conversation", "max_length"],
+)  # fmt: skip
+def test_the_template_is_the_checkpoints(plain: Running, name: str) -> None:
+    """What belongs to its rendering is refused by name; a variable of the template is not."""
+    body = {"model": "toy", "messages": SUM, "temperature": 0}
+    values: dict[str, Any] = {"chat_template": "x", "tokenize": False, "tools": [{}]}
+    options = {name: values.get(name, 1)}
+    with plain.http() as client:
+        reply = client.post(CHAT, json={**body, "chat_template_kwargs": options})
+        assert reply.status_code == 400
+        assert f"'{name}' is not a variable of the template" in reply.json()["error"]["message"]
+        assert reply.json()["error"]["param"] == "chat_template_kwargs"
+        taken = client.post(CHAT, json={**body, "chat_template_kwargs": {"enable_thinking": True}})
+        assert taken.json()["choices"][0]["message"]["content"] == "19"
+
+
+def test_a_template_beside_the_messages(plain: Running) -> None:
+    """It was ignored; what would be ignored is an error."""
+    with plain.http() as client:
+        reply = client.post(CHAT, json={"model": "toy", "messages": SUM, "chat_template": "x"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "chat_template"
+
+
+def attacks() -> dict[str, tuple[str, str]]:
+    """A path and a body below the limit of 16 MiB."""
+    spin = "{% for i in range(99999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    turn = {"role": "user", "content": ""}
+    bodies: dict[str, tuple[str, Any]] = {
+        "template": (CHAT, {"messages": SUM, "chat_template_kwargs": {"chat_template": spin}}),
+        "messages": (CHAT, {"messages": [turn] * 450_000}),
+        "not messages": (CHAT, {"messages": [1] * 1_000_000}),
+        "parts": (CHAT, {"messages": [{**turn, "content": [1] * 1_000_000}]}),
+        "characters": (CHAT, {"messages": [{**turn, "content": "1" * (15 << 20)}]}),
+        "prompt": (COMPLETIONS, {"prompt": "1" * (15 << 20)}),
+        "not prompts": (COMPLETIONS, {"prompt": ["a", 1] * 500_000}),
+        "text": (GENERATE, {"text": "1" * (15 << 20)}),
+    }
+    return {
+        name: (path, json.dumps({"model": "toy", **body})) for name, (path, body) in bodies.items()
+    }
+
+
+@pytest.mark.parametrize("attack", attacks())
+def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
+    """The attacker gets a 400; a chat beside it and the probe are answered."""
+    path, content = attacks()[attack]
+    longest = 0.0
+    with callers(1) as threads, plain.http() as client, plain.http() as attacker:
+        attacker.timeout = 300
+        headers = {"Content-Type": "application/json"}
+        sent: Future[Any] = threads.submit(attacker.post, path, content=content, headers=headers)
+        while True:
+            last = sent.done()
+            started = time.monotonic()
+            assert client.get("/health").status_code == 200
+            reply = client.post(CHAT, json={"model": "toy", "messages": SUM, "temperature": 0})
+            assert reply.json()["choices"][0]["message"]["content"] == "19"
+            longest = max(longest, time.monotonic() - started)
+            if last:
+                break
+        assert sent.result().status_code == 400, sent.result().text[:300]
+    assert longest < PATIENCE
+
+
+def test_what_fits_is_taken(plain: Running) -> None:
+    """The bounds refuse nothing that an engine takes: the longest tokens, the most messages."""
+    with plain.http() as client:
+        params = {"max_new_tokens": 1}
+        text = "<|endoftext|>" * PROMPT_TOKENS
+        reply = client.post(GENERATE, json={"text": text, "sampling_params": params})
+        assert reply.json()["meta_info"]["prompt_tokens"] == PROMPT_TOKENS
+        reply = client.post(
+            GENERATE, json={"text": text + "1", "sampling_params": {"max_new_tokens": 1}}
+        )
+        assert reply.status_code == 400
+        assert "too long" in reply.json()["error"]["message"]
+        turns = [{"role": "user", "content": [{"type": "text", "text": "1"}]}] * 50
+        reply = client.post(CHAT, json={"model": "toy", "messages": turns, "max_tokens": 1})
+        assert reply.json()["usage"]["prompt_tokens"] > 400
+        ids = [[49] * 400] * 1000
+        reply = client.post(GENERATE, json={"input_ids": ids, "sampling_params": params})
+        assert len(reply.json()) == 1000
