@@ -26,4 +26,6 @@ def clear_errors() -> Iterator[None]:
 
 
 def complain(message: str) -> None:
-    print("enginepool:", " ".join(message.split()), file=sys.stderr)
+    """One line; the exit code says it, too, where standard error cannot be written."""
+    with contextlib.suppress(OSError, ValueError):
+        print("enginepool:", " ".join(message.split()), file=sys.stderr)

@@ -1,7 +1,8 @@
 """The library's logger: structlog's where the host configured it, silent otherwise.
 
 Unconfigured structlog prints to standard output, and a library prints nothing. Then events go to
-the standard `logging` logger "enginepool", whose handlers are the host's.
+the standard `logging` logger "enginepool", whose handlers are the host's. They go there, too, where
+the host's structlog fails: an event that cannot be logged ends no request and no engine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,23 @@ _fallback = structlog.wrap_logger(
 )
 
 
+class _Logger:
+    """A bound logger whose calls do not raise."""
+
+    def __init__(self, bound: Any) -> None:
+        self._bound = bound
+
+    def __getattr__(self, level: str) -> Any:
+        def log(event: str, **fields: Any) -> None:
+            try:
+                getattr(self._bound, level)(event, **fields)
+            except Exception as error:  # a full disk, a closed stream, a processor of the host's
+                _stdlib.warning("enginepool.event_not_logged: %s: %r", event, error)
+
+        return log
+
+
 def logger(**bound: Any) -> Any:
     """A bound logger, looked up anew each time: the host may configure structlog at any time."""
     base = structlog.get_logger("enginepool") if structlog.is_configured() else _fallback
-    return base.bind(**bound)
+    return _Logger(base.bind(**bound))

@@ -10,7 +10,7 @@ import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import structlog
 import typer
@@ -23,6 +23,7 @@ from enginepool.serve.options import TOKEN_VARIABLE, ServeOptions, parse_ports
 
 if TYPE_CHECKING:
     from enginepool.pool import EnginePool
+    from enginepool.serve.log import LogLines
 
 SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -123,20 +124,23 @@ def serve(
 
 def _serve(pool: EnginePool, options: ServeOptions) -> None:
     """The ports are taken first: engines take minutes."""
+    from enginepool.serve.log import LogLines
     from enginepool.serve.server import Server
 
     server = Server(pool, options)
-    _log_to_stderr()
+    lines = LogLines(None if sys.stderr is None else sys.stderr.fileno())
+    _log_to(lines)
     try:
         with pool:
             server.run()
     finally:
         server.close()
+        lines.close()
 
 
-def _log_to_stderr() -> None:
+def _log_to(lines: LogLines) -> None:
     """One line an event: for people on a terminal, else JSON. Upstream logs errors only."""
-    terminal = sys.stderr.isatty()
+    terminal = sys.stderr is not None and sys.stderr.isatty()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -148,7 +152,7 @@ def _log_to_stderr() -> None:
             else structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, lines)),
     )
 
 

@@ -1,0 +1,77 @@
+"""The server's log on standard error, written by a thread of its own: a full disk, a reader that
+went away, or one that does not read costs lines and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+
+KEPT = 10_000  # lines that wait to be written; further ones are lost, and counted
+_END_SECONDS = 2.0
+
+
+class LogLines:
+    """A file to structlog's WriteLogger. `write` never waits and never raises.
+
+    Args:
+        descriptor: Where to; duplicated here. None for nowhere.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = None if descriptor is None else os.dup(descriptor)
+        self._lines: queue.Queue[str | None] = queue.Queue(KEPT)
+        self._lost = 0
+        self._lock = threading.Lock()
+        # Nothing ends a write that waits for a reader: the process must not wait for it.
+        self._thread = threading.Thread(target=self._run, name="enginepool-log", daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> None:
+        try:
+            self._lines.put_nowait(text)
+        except queue.Full:
+            self._lose(1)
+
+    def flush(self) -> None:
+        """Nothing: lines are written as they come."""
+
+    def close(self, timeout: float = _END_SECONDS) -> None:
+        """Wait so long for what is not written yet."""
+        try:
+            self._lines.put(None, timeout=timeout)
+        except queue.Full:
+            return
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (text := self._lines.get()) is not None:
+            if not self._write(text):
+                self._lose(1)
+            elif lost := self._take_lost():
+                about = {"event": "enginepool.log_lines_lost", "level": "warning", "lines": lost}
+                if not self._write(json.dumps(about) + "\n"):
+                    self._lose(lost)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _write(self, text: str) -> bool:
+        if self._descriptor is None:
+            return False
+        data = text.encode(errors="backslashreplace")
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError:
+            return False
+        return True
+
+    def _lose(self, count: int) -> None:
+        with self._lock:
+            self._lost += count
+
+    def _take_lost(self) -> int:
+        with self._lock:
+            lost, self._lost = self._lost, 0
+        return lost

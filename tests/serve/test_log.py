@@ -1,0 +1,114 @@
+"""A log that cannot be written costs its lines, and nothing else."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import httpx
+import pytest
+from liveness import callers, until
+from test_command import FEW_PROGRAMS
+
+REQUESTS = 200
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextlib.contextmanager
+def unwritable(kind: str) -> Iterator[dict[str, Any]]:
+    """A standard error for a process: what Popen takes."""
+    with contextlib.ExitStack() as stack:
+        if kind == "closed":
+            yield {"preexec_fn": lambda: os.close(2)}
+        elif kind == "full disk":
+            yield {"stderr": stack.enter_context(open("/dev/full", "wb"))}
+        else:
+            reader, writer = os.pipe()
+            stack.callback(os.close, writer)
+            if kind == "nobody reads":
+                stack.callback(os.close, reader)
+                os.set_blocking(writer, False)
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        os.write(writer, b"x" * 4096)
+                os.set_blocking(writer, True)
+            else:
+                os.close(reader)
+            yield {"stderr": writer}
+
+
+@pytest.mark.parametrize("kind", ["closed", "full disk", "broken pipe", "nobody reads"])
+def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "enginepool.cli", "serve", "--port", str(port), "--devices", "1"),
+        *chain.from_iterable(FEW_PROGRAMS.items()),
+    ]
+    with unwritable(kind) as options:
+        server = subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": ""}, **options)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+
+                def ready() -> bool:
+                    assert server.poll() is None, "the server ended"
+                    with contextlib.suppress(httpx.TransportError):
+                        return http.get("/ready").status_code == 200
+                    return False
+
+                until(ready)
+                body = {"text": "12+7=", "sampling_params": {"temperature": 0}}
+                for _ in range(REQUESTS):
+                    reply = http.post("/generate", json=body)
+                    assert (reply.status_code, reply.json()["text"]) == (200, "19")
+                assert http.post("/generate", json={"text": ""}).status_code == 400
+                assert http.get("/nowhere").status_code == 404
+                params = {"max_new_tokens": 100, "ignore_eos": True}
+                stream = {"text": "1+1=", "stream": True, "sampling_params": params}
+                with http.stream("POST", "/generate", json=stream) as reply:
+                    lines = (line for line in reply.iter_lines() if line)
+                    next(lines)
+                    server.send_signal(signal.SIGTERM)
+                    *_, last, done = lines
+                assert done == "data: [DONE]"
+                assert json.loads(last[6:])["meta_info"]["completion_tokens"] == 100
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+            server.wait()
+
+
+def test_a_log_that_can_be_written_again_says_how_much_is_lost() -> None:
+    """Nobody read for a while: what came meanwhile is counted, and the count is a line."""
+    from enginepool.serve.log import KEPT, LogLines
+
+    reader, writer = os.pipe()
+    lines = LogLines(writer)
+    try:
+        started = time.monotonic()
+        for number in range(KEPT * 3):
+            lines.write(json.dumps({"number": number}) + "\n")
+        assert time.monotonic() - started < 30  # liveness: nobody reads
+        os.close(writer)  # the log has its own
+        with open(reader, "rb") as stream, callers(1) as threads:
+            threads.submit(lines.close, 60)
+            read = stream.read()  # to the end: what waited is written before the log closes
+    finally:
+        lines.close()
+    found = [json.loads(line) for line in read.decode().splitlines()]
+    numbers = [line["number"] for line in found if "number" in line]
+    assert numbers == sorted(numbers)
+    lost = [line["lines"] for line in found if line.get("event") == "enginepool.log_lines_lost"]
+    assert lost
+    assert len(numbers) + sum(lost) == KEPT * 3

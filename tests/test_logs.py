@@ -1,0 +1,24 @@
+"""An event that the host's logging cannot take ends nothing."""
+
+import logging
+
+import pytest
+import structlog
+
+from enginepool.logs import logger
+
+
+def test_a_host_whose_log_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """Its structlog writes to a stream that is closed: the standard logger says so."""
+    with open("/dev/null", "w") as stream:
+        factory = structlog.WriteLoggerFactory(file=stream)
+    before = structlog.get_config()
+    structlog.configure(logger_factory=factory, cache_logger_on_first_use=False)
+    try:
+        with caplog.at_level(logging.WARNING, logger="enginepool"):
+            logger(pool="a").info("enginepool.opened", engines=2)
+    finally:
+        structlog.configure(**before)
+        structlog.reset_defaults()
+    assert "enginepool.event_not_logged: enginepool.opened" in caplog.text
+    assert "closed file" in caplog.text
