@@ -24,7 +24,7 @@ import jax
 from benchmarks.simulated import SimulatedDevice
 from benchmarks.table import CORES, limited_by_cores, show
 from enginepool import EnginePool
-from enginepool.arguments import parse_devices, parse_server_args
+from enginepool.cli.arguments import parse_devices, parse_server_args
 from enginepool.config import PoolConfig
 
 # Options that go to upstream's ServerArgs when given, with defaults for the toy on CPU.

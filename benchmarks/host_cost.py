@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.synthetic import nano_config, write_model
 from benchmarks.table import plain
 from enginepool import EnginePool
-from enginepool.profiling import profile
+from enginepool.doctor.profile import profile
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -19,8 +19,8 @@ from enginepool.errors import (
     StepTimeout,
     WeightUpdateFailed,
 )
-from enginepool.pool import EnginePool
-from enginepool.report import SwapReport
+from enginepool.pool.pool import EnginePool
+from enginepool.swap.report import SwapReport
 
 __all__ = [
     "EnginePool",

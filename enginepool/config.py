@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from enginepool.admission import WHEN_FULL, WhenFull
 from enginepool.errors import InvalidConfig
+from enginepool.requests.admission import WHEN_FULL, WhenFull
 from enginepool.values import is_int, nearest, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
@@ -162,7 +162,7 @@ class PoolConfig:
 
 def server_args_class() -> Any:
     """Upstream's `ServerArgs`; its import leaves the environment as it was."""
-    from enginepool.guest import restore_environ
+    from enginepool.process.guest import restore_environ
 
     environ = dict(os.environ)
     try:

@@ -18,7 +18,7 @@ from reference import make_random_model
 from support import SMALL, MakePool
 
 from enginepool import EnginePool, toy
-from enginepool.compilation import ExecutableCache
+from enginepool.engine.executable_cache import ExecutableCache
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,7 +26,7 @@ def one_cache() -> Iterator[ExecutableCache]:
     """A program is compiled once a session instead of once a pool: most pools here are alike."""
     cache = ExecutableCache()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("enginepool.runtime.ExecutableCache", lambda: cache)
+        patch.setattr("enginepool.runtime.runtime.ExecutableCache", lambda: cache)
         yield cache
 
 

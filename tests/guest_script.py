@@ -238,11 +238,12 @@ def upstream(model: str, options: dict[str, Any]) -> dict[str, Any]:
 def compile_once() -> None:
     """Pools after the first load what it compiled, which takes a tenth of the time. Each holds
     copies of its own, so that it leaves as much behind as one that has compiled them itself."""
-    from enginepool import compilation, runtime
+    from enginepool.engine import executable_cache
+    from enginepool.runtime import runtime
 
     programs: list[dict[bytes, bytes]] = []
 
-    class Copies(compilation.ExecutableCache):
+    class Copies(executable_cache.ExecutableCache):
         def __init__(self) -> None:
             super().__init__()
             for first in programs[:1]:

@@ -5,9 +5,9 @@ from liveness import SECONDS, callers, paused, until, waiting
 from support import MakePool
 
 from enginepool import QueueFull
-from enginepool.admission import Admission, WhenFull
-from enginepool.queue import RequestQueue
-from enginepool.requests import Call, Request
+from enginepool.requests.admission import Admission, WhenFull
+from enginepool.requests.queue import RequestQueue
+from enginepool.requests.request import Call, Request
 
 
 def make_call(count: int) -> Call:

@@ -8,7 +8,7 @@ from templates import TEMPLATES, rendered
 from transformers import AutoTokenizer
 
 from enginepool import EnginePool, InvalidRequest, toy
-from enginepool.tokenizer import Tokenizer
+from enginepool.requests.tokenizer import Tokenizer
 
 
 def parts(*texts: str) -> list[dict[str, str]]:

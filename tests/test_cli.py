@@ -7,10 +7,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from enginepool.arguments import parse_devices, parse_server_args
-from enginepool.cli import app
+from enginepool.cli.arguments import parse_devices, parse_server_args
+from enginepool.cli.main import app
+from enginepool.cli.prompt_file import PromptLine, read_jsonl, read_text
 from enginepool.errors import InvalidConfig, InvalidRequest
-from enginepool.prompt_lines import PromptLine, read_jsonl, read_text
 
 # One program of each kind: the smallest engine that answers the toy's sums.
 TINY = [
@@ -144,7 +144,16 @@ def test_generate_answers_every_kind_of_line_in_input_order(tmp_path):
     file.write_text("\n".join(map(json.dumps, rows)))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "enginepool.cli", "generate", "--file", file, "--devices", "2"),
+            *(
+                sys.executable,
+                "-m",
+                "enginepool.cli.main",
+                "generate",
+                "--file",
+                file,
+                "--devices",
+                "2",
+            ),
             *("--model", toy.checkpoint("add"), "--output", "jsonl", "--return-logprob", *TINY),
         ],
         capture_output=True,

@@ -6,8 +6,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from enginepool import doctor
-from enginepool.cli import app
+from enginepool.cli.main import app
+from enginepool.doctor import environment
 
 HOLDER = {"pid": 123, "command": "python train.py", "files": ["/dev/accel0"]}
 HEALTHY = {
@@ -31,14 +31,14 @@ def test_holders_are_the_processes_with_a_chip_or_the_lock_file_open(tmp_path):
     process(tmp_path, 7, ["python", "train.py"], "/dev/null", "/dev/accel0", "/dev/accel1")
     process(tmp_path, 8, ["serve"], "/dev/vfio/3")
     process(tmp_path, 9, ["bash"], "/dev/null", "/tmp/other")
-    process(tmp_path, 10, ["waits"], str(doctor.LOCK_FILE))
+    process(tmp_path, 10, ["waits"], str(environment.LOCK_FILE))
     (tmp_path / "11").mkdir()  # ended meanwhile
     (tmp_path / "self").mkdir()
-    assert doctor.device_holders(tmp_path) == (
+    assert environment.device_holders(tmp_path) == (
         [
             {"pid": 7, "command": "python train.py", "files": ["/dev/accel0", "/dev/accel1"]},
             {"pid": 8, "command": "serve", "files": ["/dev/vfio/3"]},
-            {"pid": 10, "command": "waits", "files": [str(doctor.LOCK_FILE)]},
+            {"pid": 10, "command": "waits", "files": [str(environment.LOCK_FILE)]},
         ],
         0,
     )
@@ -50,34 +50,34 @@ def test_holders_are_the_processes_with_a_chip_or_the_lock_file_open(tmp_path):
 )
 def test_lock_file_is_stale_when_nothing_can_hold_it(tmp_path, holders, hidden, state):
     path = tmp_path / "lock"
-    assert doctor.lock_file(path, holders, hidden) is None
+    assert environment.lock_file(path, holders, hidden) is None
     path.touch()
-    assert doctor.lock_file(path, holders, hidden) == {"path": str(path), "state": state}
+    assert environment.lock_file(path, holders, hidden) == {"path": str(path), "state": state}
 
 
 def test_jax_that_does_not_start_is_given_up():
     waits = [sys.executable, "-c", "import threading; threading.Event().wait()"]
-    assert doctor.start_jax(waits, timeout=0.1) == {"error": "JAX did not start within 0.1 s"}
+    assert environment.start_jax(waits, timeout=0.1) == {"error": "JAX did not start within 0.1 s"}
 
 
 def test_jax_that_fails_says_why():
     fails = [sys.executable, "-c", "raise RuntimeError('the TPU is already in use')"]
-    assert doctor.start_jax(fails, 60) == {"error": "RuntimeError: the TPU is already in use"}
+    assert environment.start_jax(fails, 60) == {"error": "RuntimeError: the TPU is already in use"}
 
 
 def test_what_is_printed_before_the_findings_is_ignored():
     prints = [sys.executable, "-c", "print('hello'); print('{\"backend\": \"tpu\"}')"]
-    assert doctor.start_jax(prints, 60) == {"backend": "tpu"}
+    assert environment.start_jax(prints, 60) == {"backend": "tpu"}
 
 
 def test_nothing_wrong_means_no_problems():
-    assert doctor.problems(HEALTHY) == []
+    assert environment.problems(HEALTHY) == []
 
 
 def test_held_tpu_names_the_process_and_how_to_end_it():
     tpu = {"holders": [HOLDER], "processes_not_readable": 0, "lock_file": None}
     report = HEALTHY | {"tpu": tpu, "jax": {"error": "JAX did not start within 60 s"}}
-    first, second = doctor.problems(report)
+    first, second = environment.problems(report)
     assert first["problem"] == "process 123 holds the TPU (python train.py)"
     assert "kill 123" in first["remedy"]
     assert second == {
@@ -89,12 +89,12 @@ def test_held_tpu_names_the_process_and_how_to_end_it():
 def test_stale_lock_file_is_to_be_removed():
     lock = {"path": "/tmp/libtpu_lockfile", "state": "stale"}
     tpu = {"holders": [], "processes_not_readable": 0, "lock_file": lock}
-    (problem,) = doctor.problems(HEALTHY | {"tpu": tpu})
+    (problem,) = environment.problems(HEALTHY | {"tpu": tpu})
     assert problem["remedy"] == "rm -f /tmp/libtpu_lockfile"
 
 
 def test_environment_that_cannot_hold_in_a_pool_is_a_problem():
-    (problem,) = doctor.problems(HEALTHY | {"environment": {"SGLANG_JAX_AOT_DISPATCH": "1"}})
+    (problem,) = environment.problems(HEALTHY | {"environment": {"SGLANG_JAX_AOT_DISPATCH": "1"}})
     assert problem["remedy"] == "unset SGLANG_JAX_AOT_DISPATCH"
 
 
@@ -113,7 +113,7 @@ def test_report_for_a_person_has_the_same_findings(capsys):
         "environment": {"JAX_PLATFORMS": "tpu"},
         "problems": [{"problem": "process 123 holds the TPU", "remedy": "kill 123"}],
     }
-    doctor.show(report)
+    environment.show(report)
     shown = capsys.readouterr().out
     for part in ("JAX backend: tpu", "8 cores, 16.0 GiB", "min_p", "JAX_PLATFORMS=tpu", "kill 123"):
         assert part in shown

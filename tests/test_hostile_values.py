@@ -14,7 +14,7 @@ from liveness import at_rest, until
 from test_bad_input import GREEDY, IDS, refused
 
 from enginepool import EnginePool, InvalidConfig, InvalidRequest
-from enginepool.sampling import NAMES
+from enginepool.requests.sampling import NAMES
 from enginepool.values import is_number, plain
 
 VERBS = ("generate", "generate_all", "stream", "as_completed", "chat")

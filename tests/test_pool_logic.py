@@ -16,17 +16,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from enginepool.assembly import Assembly
 from enginepool.config import PoolConfig
+from enginepool.engine.assembly import Assembly
+from enginepool.engine.jobs import StopEngine
+from enginepool.engine.states import EngineState
+from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolFailed, QueueFull, StepTimeout
-from enginepool.jobs import StopEngine
-from enginepool.queue import RequestQueue
-from enginepool.requests import Call, Request
-from enginepool.routing import MIN_SHARED_PREFIX
-from enginepool.runtime import Runtime
-from enginepool.states import EngineState
+from enginepool.requests.queue import RequestQueue
+from enginepool.requests.request import Call, Request
+from enginepool.requests.routing import MIN_SHARED_PREFIX
+from enginepool.runtime.runtime import Runtime
 from enginepool.weights.leaves import EngineLeaves
-from enginepool.worker import EngineWorker
 
 ROOM = 3
 # Of a step: it succeeds; it fails before it has sampled, when it has sampled for some, when it has

@@ -5,9 +5,9 @@ import json
 from support import MakePool
 from typer.testing import CliRunner
 
-from enginepool.cli import app
-from enginepool.profiling import profile
-from enginepool.step_profile import SECTIONS
+from enginepool.cli.main import app
+from enginepool.doctor.profile import profile
+from enginepool.doctor.step_profile import SECTIONS
 
 
 def test_profile(make_pool: MakePool) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from enginepool.queue import RequestQueue
-from enginepool.requests import Call, Request
-from enginepool.routing import MIN_SHARED_PREFIX
+from enginepool.requests.queue import RequestQueue
+from enginepool.requests.request import Call, Request
+from enginepool.requests.routing import MIN_SHARED_PREFIX
 
 
 @pytest.fixture

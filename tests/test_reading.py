@@ -12,10 +12,10 @@ from support import SMALL, MakePool
 
 from benchmarks import faults
 from enginepool import EnginePool
-from enginepool.channel import Channel
 from enginepool.config import PoolConfig
-from enginepool.queue import RequestQueue
-from enginepool.turns import process_turns
+from enginepool.engine.channel import Channel
+from enginepool.engine.limiter import process_turns
+from enginepool.requests.queue import RequestQueue
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_leaves_of_another_model(
 ) -> None:
     """What the first engine has does not fit (as with models that make leaves of others while
     they load): the checkpoint is read."""
-    from enginepool.engine import build_engine, dismantle
+    from enginepool.engine.build import build_engine, dismantle
 
     source = faults.scheduler_of(make_pool("qwen3", 1), 0).leaves
     args = PoolConfig(str(model_dir("llama")), server_args=SMALL).for_engine("cpu", [1])

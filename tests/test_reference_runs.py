@@ -20,7 +20,7 @@ from support import SMALL
 from typer.testing import CliRunner
 
 from enginepool import toy
-from enginepool.cli import app
+from enginepool.cli.main import app
 
 SMALL_ARGS = [part for item in SMALL.items() for part in ("--server-arg", "{}={}".format(*item))]
 SUBTRACT = str(toy.checkpoint("subtract"))
@@ -385,8 +385,8 @@ def test_bad_input(arguments: list[str], message: str) -> None:
 
 def test_wandb_is_imported_on_demand() -> None:
     program = (
-        "import sys, enginepool.cli, enginepool.reference.kv_cycle, enginepool.reference.hot_update"
-        "; print(sorted({'wandb', 'flax'} & sys.modules.keys()))"
+        "import sys, enginepool.cli.main, enginepool.reference.kv_cycle"
+        ", enginepool.reference.hot_update; print(sorted({'wandb', 'flax'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -12,7 +12,7 @@ from support import MakePool
 from test_generation import params, random_ids
 
 from enginepool import EnginePool
-from enginepool.routing import MAX_PASSED_OVER, MIN_SHARED_PREFIX, Candidate, choose
+from enginepool.requests.routing import MAX_PASSED_OVER, MIN_SHARED_PREFIX, Candidate, choose
 
 ENGINES, ROOM = 4, 8
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support import MakePool
 
 from enginepool import EnginePool, InvalidRequest
-from enginepool.sampling import Seeds, make_sampling
+from enginepool.requests.sampling import Seeds, make_sampling
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 SAMPLED = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True}

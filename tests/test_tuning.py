@@ -10,7 +10,7 @@ import pytest
 from support import SMALL
 
 from enginepool import EnginePool
-from enginepool.tuning import tuned
+from enginepool.process.tuning import tuned
 
 
 @pytest.fixture(autouse=True)

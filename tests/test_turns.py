@@ -10,8 +10,8 @@ import jax
 import pytest
 from support import MakePool
 
-from enginepool.compilation import ExecutableCache
-from enginepool.turns import Turns, process_turns
+from enginepool.engine.executable_cache import ExecutableCache
+from enginepool.engine.limiter import Turns, process_turns
 
 SECONDS = 60.0
 

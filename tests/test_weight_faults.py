@@ -16,7 +16,7 @@ from liveness import SECONDS, callers, running, until
 from support import MakePool, in_use, same
 
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
-from enginepool.quiesce import Standstill
+from enginepool.swap.quiesce import Standstill
 from enginepool.weights.leaves import EngineLeaves
 
 FULL = "RESOURCE_EXHAUSTED: out of memory"

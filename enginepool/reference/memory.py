@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from enginepool import statistics
+from enginepool.runtime import statistics
 
 # An engine's thread lets go of its last step's arrays a moment after the caller has its output.
 _SETTLE_SECONDS = 2.0

@@ -13,13 +13,13 @@ import jax
 
 from enginepool.devices import resolve_devices
 from enginepool.errors import EnginePoolError, InvalidWeights
-from enginepool.pool import EnginePool
+from enginepool.pool.pool import EnginePool
 from enginepool.reference.options import RunOptions
 from enginepool.reference.printer import Printer
 from enginepool.reference.wandb_sink import connect
 
 if TYPE_CHECKING:
-    from enginepool.report import SwapReport
+    from enginepool.swap.report import SwapReport
 
 
 class Run:

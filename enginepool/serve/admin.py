@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from enginepool.control import PauseMode
-from enginepool.quiesce import SwapMode
-from enginepool.serve.documented import ADMIN_ERRORS
+from enginepool.runtime.pause import PauseMode
 from enginepool.serve.limits import CheckedRoute
+from enginepool.serve.openapi import ADMIN_ERRORS
+from enginepool.swap.quiesce import SwapMode
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service

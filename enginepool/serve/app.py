@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 
 from enginepool.errors import EnginePoolError
 from enginepool.serve import admin, native, openai_api
-from enginepool.serve.documented import without_422
-from enginepool.serve.guard import Guard
+from enginepool.serve.auth import Guard
+from enginepool.serve.error_replies import as_refused, error_reply
 from enginepool.serve.limits import BodyLimit
-from enginepool.serve.replies import as_refused, error_reply
+from enginepool.serve.openapi import without_422
 from enginepool.serve.service import Service
 
 

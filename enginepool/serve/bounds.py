@@ -11,9 +11,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from enginepool.chat import check_messages
 from enginepool.errors import InvalidRequest
-from enginepool.tokenizer import Tokenizer
+from enginepool.requests.chat import check_messages
+from enginepool.requests.tokenizer import Tokenizer
 
 # Fields whose lists of token ids are as long as prompts are; they are read at once.
 _IDS = ("prompt", "input_ids")

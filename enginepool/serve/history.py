@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from enginepool.runtime import Runtime
+    from enginepool.runtime.runtime import Runtime
 
 INTERVAL_SECONDS = 2.0
 KEPT = 150  # five minutes

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from enginepool.errors import InvalidRequest
+from enginepool.serve.error_replies import Refused, error_reply
 from enginepool.serve.options import ServeOptions
-from enginepool.serve.replies import Refused, error_reply
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -16,12 +16,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from enginepool.report import SwapReport
-from enginepool.states import EngineState
+from enginepool.engine.states import EngineState
+from enginepool.swap.report import SwapReport
 
 if TYPE_CHECKING:
-    from enginepool.runtime import Runtime
-    from enginepool.serve.exchange import Exchange
+    from enginepool.runtime.runtime import Runtime
+    from enginepool.serve.handler import Exchange
 
 _GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
-from enginepool.serve.documented import GENERATION_ERRORS, errors, events
+from enginepool.serve.error_replies import Refused
 from enginepool.serve.limits import CheckedRoute
+from enginepool.serve.openapi import GENERATION_ERRORS, errors, events
 from enginepool.serve.page import read_page
-from enginepool.serve.replies import Refused
 
 if TYPE_CHECKING:
-    from enginepool.serve.exchange import Exchange
+    from enginepool.serve.handler import Exchange
     from enginepool.serve.service import Service
 
 

@@ -18,10 +18,10 @@ from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from enginepool.errors import EnginePoolError, InvalidRequest
-from enginepool.serve.documented import GENERATION_ERRORS, NOT_FOUND, events
-from enginepool.serve.exchange import Exchange
+from enginepool.serve.error_replies import Refused
+from enginepool.serve.handler import Exchange
 from enginepool.serve.limits import CheckedRoute
-from enginepool.serve.replies import Refused
+from enginepool.serve.openapi import GENERATION_ERRORS, NOT_FOUND, events
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from enginepool.requests.tokenizer import Tokenizer
 from enginepool.serve.bounds import Bounds
-from enginepool.tokenizer import Tokenizer
 
 
 class Rendering:

@@ -20,7 +20,7 @@ from enginepool.serve.history import History
 from enginepool.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from enginepool.pool import EnginePool
+    from enginepool.pool.pool import EnginePool
     from enginepool.serve.service import Service
 
 # How long what was ended by the drain may take to hand over what it has.

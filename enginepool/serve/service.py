@@ -10,21 +10,21 @@ from anyio import CapacityLimiter
 from fastapi import Request
 from sgl_jax.srt.managers.template_manager import TemplateManager
 
-from enginepool import statistics
+from enginepool.engine.states import EngineState
 from enginepool.logs import logger
+from enginepool.runtime import statistics
+from enginepool.serve.administration import Desk
 from enginepool.serve.bounds import Bounds
-from enginepool.serve.desk import Desk
-from enginepool.serve.exchange import Exchange, outcome_of
+from enginepool.serve.error_replies import Refused
+from enginepool.serve.handler import Exchange, outcome_of
 from enginepool.serve.history import History
 from enginepool.serve.metrics import Metrics
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.rendering import Rendering
-from enginepool.serve.replies import Refused
-from enginepool.states import EngineState
 
 if TYPE_CHECKING:
-    from enginepool.frontend import FrontEnd
-    from enginepool.pool import EnginePool
+    from enginepool.pool.pool import EnginePool
+    from enginepool.pool.tokenizer_manager import FrontEnd
 
 _RENDERERS = 4
 

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from sgl_jax.srt.utils.weight_utils import WeightLoader, WeightMapping
 
 from enginepool.errors import EnginePoolError
-from enginepool.guest import no_progress_bars
+from enginepool.process.guest import no_progress_bars
 
 # How a tensor gets to where a step of the conversion wants it.
 Put = Callable[[str, Sharding], jax.Array]

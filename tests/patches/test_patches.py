@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 import patches
-from enginepool import EnginePoolError, PatchFailed, startup
+from enginepool import EnginePoolError, PatchFailed
+from enginepool.runtime import startup
 from patches import seeded_sampler, zero_penalty_cache
 
 EACH = pytest.mark.parametrize("patch", patches.ALL, ids=lambda patch: patch.name)

@@ -18,7 +18,7 @@ from servers import Running
 from typer.testing import CliRunner
 
 from enginepool import toy
-from enginepool.cli import app
+from enginepool.cli.main import app
 from enginepool.errors import InvalidConfig
 from enginepool.serve.flags import parse_upstream_flags
 from enginepool.serve.options import parse_ports
@@ -40,7 +40,16 @@ class Process:
     def __init__(self, *flags: str, **options: str) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "enginepool.cli", "serve", "--port", "0", "--devices", "1"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "enginepool.cli.main",
+                    "serve",
+                    "--port",
+                    "0",
+                    "--devices",
+                    "1",
+                ),
                 *flags,
                 *chain.from_iterable(options.items()),
             ],

@@ -53,7 +53,16 @@ def unwritable(kind: str) -> Iterator[dict[str, Any]]:
 def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
     port = free_port()
     command = [
-        *(sys.executable, "-m", "enginepool.cli", "serve", "--port", str(port), "--devices", "1"),
+        *(
+            sys.executable,
+            "-m",
+            "enginepool.cli.main",
+            "serve",
+            "--port",
+            str(port),
+            "--devices",
+            "1",
+        ),
         *chain.from_iterable(FEW_PROGRAMS.items()),
     ]
     with unwritable(kind) as options:

@@ -1,0 +1,85 @@
+"""What a running pool costs its host: `enginepool doctor --profile`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from enginepool.doctor.step_profile import profiled
+
+if TYPE_CHECKING:
+    from enginepool.pool.pool import EnginePool
+
+_IDLE_SECONDS = 1.0
+_PROMPT = 4  # tokens
+
+
+def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
+    """Keep the first engine busy, with the others idle, and look at its steps.
+
+    Args:
+        requests: In a batch, all the time.
+        tokens: How many each of them gets; the run has so many decode steps.
+
+    Returns:
+        Milliseconds a step: `step_ms`, of which `gil_ms` with the GIL (an upper bound: the
+        thread's processor time), and both by section; `saturates_at`, the number of engines
+        whose steps take all of the GIL's time; `idle_cpu_percent` of one core, and
+        `compilations` while it ran, both of which should be 0.
+    """
+    engine: Any = pool.engines[0]
+    channel = engine.scheduler_info["scheduler"].channel
+    prompts = [[1 + i, *range(2, _PROMPT + 1)] for i in range(requests)]
+    params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    engine.generate(input_ids=prompts, sampling_params=params)
+    engine.flush_cache()
+    compiled = pool.stats()["executables"]
+    started = time.perf_counter()
+    with profiled(channel) as found:
+        engine.generate(input_ids=prompts, sampling_params=params)
+        seconds = time.perf_counter() - started
+    step, gil = seconds / found.steps, found.per_step(found.cpu)
+    return {
+        "steps": found.steps,
+        "requests_in_batch": round(found.batch, 2),
+        "step_ms": 1000 * step,
+        "gil_ms": 1000 * gil,
+        "sections": {
+            name: {
+                "ms": 1000 * wall / found.steps,
+                "gil_ms": 1000 * found.cpu[name] / found.steps,
+            }
+            for name, wall in found.wall.items()
+        },
+        "saturates_at": int(step / gil),
+        "idle_cpu_percent": _idle_cpu(),
+        "compilations": sum(pool.stats()["executables"].values()) - sum(compiled.values()),
+    }
+
+
+def _idle_cpu() -> float:
+    process = psutil.Process()
+    process.cpu_percent()
+    time.sleep(_IDLE_SECONDS)
+    return process.cpu_percent()
+
+
+def show_profile(report: dict[str, Any]) -> None:
+    """Print it for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("section", "ms a step", "of it with the GIL")
+    for name, section in report["sections"].items():
+        table.add_row(name, f"{section['ms']:.3f}", f"{section['gil_ms']:.3f}")
+    table.add_row("whole step", f"{report['step_ms']:.3f}", f"{report['gil_ms']:.3f}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        f"{report['requests_in_batch']:g} requests in a batch, {report['steps']} steps\n"
+        f"the GIL is full with about {report['saturates_at']} such engines\n"
+        f"idle: {report['idle_cpu_percent']:.1f} % of a core; compilations while serving: "
+        f"{report['compilations']}"
+    )

@@ -1,0 +1,121 @@
+"""Where an engine's step spends its time, section by section, on the engine's own thread.
+
+Wraps methods of upstream's scheduler, worker and model runner, of one engine and for as long as it
+looks; names that an upstream does not have are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from enginepool.engine.channel import Channel
+
+# What the methods of a step are for; what a method calls counts for the inner one.
+_SCHEDULER = {
+    "get_next_batch_to_run": "scheduling",
+    "run_batch": "batch",
+    "process_batch_result": "bookkeeping",
+    "stream_output": "output",
+    "wait_for_device": "device",
+}
+_WORKER = {"forward_batch_generation": "transfers"}
+_RUNNER = {"forward": "dispatch", "sample": "sampling", "compute_logprobs": "sampling"}
+SECTIONS = (
+    *("scheduling", "batch", "transfers", "dispatch", "sampling"),
+    *("device", "bookkeeping", "output"),
+)
+
+
+@dataclass
+class StepProfile:
+    """What an engine did while it was looked at. Seconds are sums over all steps.
+
+    Attributes:
+        steps: How many it took.
+        tokens: How many its requests gained.
+        wall: By section, without what other sections within it took.
+        cpu: The same, of the thread's processor time: nearly all of it holds the GIL.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    wall: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
+    cpu: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
+
+    def per_step(self, seconds: dict[str, float]) -> float:
+        return sum(seconds.values()) / self.steps if self.steps else 0.0
+
+    @property
+    def batch(self) -> float:
+        """Requests in a batch, on average."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+
+@contextmanager
+def profiled(channel: Channel) -> Iterator[StepProfile]:
+    """Look at an engine's steps for as long as the block lasts, which must keep it busy.
+
+    Raises:
+        EngineStopped: The engine left meanwhile.
+    """
+    clock = _Clock(StepProfile())
+    found: list[tuple[Any, str, Any]] = []
+
+    def begin() -> None:
+        scheduler: Any = channel.scheduler
+        worker = scheduler.tp_worker
+        for owner, sections in (
+            (scheduler, _SCHEDULER),
+            (worker, _WORKER),
+            (worker.worker.model_runner, _RUNNER),
+        ):
+            for name, section in sections.items():
+                if hasattr(owner, name):
+                    found.append((owner, name, vars(owner).get(name)))
+                    setattr(owner, name, clock.timed(section, getattr(owner, name)))
+
+    def end() -> None:
+        for owner, name, before in found:
+            if before is None:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, before)
+
+    channel.run(begin).result()
+    try:
+        yield clock.profile
+    finally:
+        channel.run(end).result()
+
+
+class _Clock:
+    def __init__(self, profile: StepProfile) -> None:
+        self.profile = profile
+        # Of sections that are open: what inner ones took so far, wall and processor.
+        self._inner: list[list[float]] = []
+
+    def timed(self, section: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timing(*args: Any, **kwargs: Any) -> Any:
+            if section == "transfers":  # once a step, with its batch
+                self.profile.steps += 1
+                self.profile.tokens += args[0].real_bs
+            self._inner.append([0.0, 0.0])
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+                inner = self._inner.pop()
+                self.profile.wall[section] += wall - inner[0]
+                self.profile.cpu[section] += cpu - inner[1]
+                if self._inner:
+                    self._inner[-1][0] += wall
+                    self._inner[-1][1] += cpu
+
+        return timing

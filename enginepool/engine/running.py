@@ -1,0 +1,155 @@
+"""The requests that an engine has, and what they have so far."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from enginepool.errors import NotFinite
+from enginepool.requests.request import Request, not_finite
+
+
+class Books:
+    """Kept by the engine's thread. `retract` may also be called by another one, when a step does
+    not return; `lock` is held wherever requests leave, because that step may return just then.
+
+    Attributes:
+        held: The requests, by rid.
+        weight_version: The version that the engine's next step samples from.
+        swaps: How many times weights were replaced here; separates the prefix cache's entries.
+        settled: Whether the engine's weights are those of `weight_version` for certain; not so
+            while an update is put in place.
+        hopeless: The update of weights (`swaps`) that gives no finite numbers on any engine.
+        proven: The update under which a request last ended here with finite numbers.
+        last_output: When a request last ended here, in `time.perf_counter`.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, Request] = {}
+        self.lock = threading.RLock()
+        self.weight_version: int | str = 0
+        self.swaps = 0
+        self.settled = True
+        self.hopeless: int | None = None
+        self.proven: int | None = None
+        self.last_output = 0.0
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    @property
+    def closed_to_others(self) -> bool:
+        """Whether the engine has a request that runs alone."""
+        return len(self.held) == 1 and next(iter(self.held.values())).alone
+
+    def progressed(self) -> bool:
+        """Whether every request here has gained a token since it was last taken back."""
+        return all(
+            request.req is not None and len(request.req.output_ids) > request.owed
+            for request in self.held.values()
+        )
+
+    def cache_key(self, request: Request) -> str | None:
+        """The prefix cache's namespace: entries of other weights are never found.
+
+        Of the weights that the engine has now. A request that has KV cache when weights are
+        replaced keeps the key it was prefilled under, so what it adds stays out of the new
+        namespace; see `PinnedScheduler.get_new_batch_prefill`.
+        """
+        if not self.swaps and request.extra_key is None:
+            return None
+        return f"{self.swaps}/{request.extra_key or ''}"
+
+    def prefilled(self, request: Request, *, goes_on: bool) -> None:
+        """A step computes KV cache of the prompt, in whole or, for a chunk, in part."""
+        if request.output_ids or (request.req is not None and request.req.output_ids):
+            return  # it resumes; what its first token was sampled from is known
+        if not goes_on:
+            request.prompt_weight_versions = []
+        if self.weight_version not in request.prompt_weight_versions:
+            request.prompt_weight_versions.append(self.weight_version)
+
+    def sampled_first(self, request: Request, req: Any) -> None:
+        """The first token is there; later admissions would count the outputs as cached, too."""
+        request.first_token_at = time.perf_counter()
+        if request.cached_tokens is None:
+            request.cached_tokens = req.cached_tokens
+
+    def set_version(self, version: int | str) -> None:
+        """Tokens from here on come from other weights; those so far are booked on the old."""
+        for request in self.held.values():
+            self.take_over(request, keep=True)
+        self.weight_version = version
+        self.swaps += 1
+        self.settled = True
+
+    # Requests leave
+
+    def deliver(self, request: Request, req: Any) -> None:
+        """Hand a finished upstream request to its caller."""
+        self.last_output = time.perf_counter()
+        self.proven = self.swaps
+        self.held.pop(request.rid, None)
+        self.take_over(request)
+        reason = req.finished_reason.to_json()
+        if reason.get("type") == "abort" and request.abort_reason is not None:
+            reason = request.abort_reason
+        request.call.finish(request, reason)
+
+    def end(self, rid: str, reason: dict[str, Any]) -> None:
+        """End a request with what it has, if it is here; its own reason to abort comes first."""
+        with self.lock:
+            request = self.held.pop(rid, None)
+            if request is not None:
+                self.take_over(request)
+                request.call.finish(request, request.abort_reason or reason)
+
+    def end_not_finite(self, requests: list[Request]) -> None:
+        """End requests whose newest log-probability is no finite number.
+
+        Raises:
+            NotFinite: That may be this engine's fault; nothing is ended.
+        """
+        if self.hopeless != self.swaps:
+            raise NotFinite(requests)
+        for request in requests:
+            self.end(request.rid, not_finite(self.weight_version))
+
+    def retract(self) -> list[Request]:
+        """Take every unfinished request out, with the tokens that it has.
+
+        The scheduler's own state is not touched: for an engine that stays, the caller has the
+        scheduler release everything next.
+        """
+        with self.lock:
+            for request in list(self.held.values()):
+                req = request.req
+                finished = req is not None and req.finished()
+                self.take_over(request)
+                # Unless the step that finished it failed half way.
+                if req is not None and finished and len(request.output_ids) == len(req.output_ids):
+                    self.deliver(request, req)
+            requests, self.held = list(self.held.values()), {}
+        for request in requests:
+            request.taken_back = True
+            request.owed = len(request.output_ids)
+        return requests
+
+    # Requests stay
+
+    def publish(self, request: Request) -> None:
+        """Offer what a streamed request has so far to its caller."""
+        self.take_over(request, keep=True)
+        request.call.publish(request, request.output_ids, request.logprobs)
+
+    def take_over(self, request: Request, *, keep: bool = False) -> None:
+        """Copy what upstream's request has; it is let go unless the engine goes on with it."""
+        req = request.req
+        if req is None:
+            return
+        request.absorb(
+            list(req.output_ids), list(req.output_token_logprobs_val), self.weight_version
+        )
+        if not keep:
+            request.req = None

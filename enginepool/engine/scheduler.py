@@ -1,0 +1,296 @@
+"""Upstream's Scheduler, pinned to its devices and fed by a channel.
+
+Together with `engine.py`, `warmup.py` and `top_logprobs.py` this is where upstream's private
+attributes are touched. Imports sgl_jax: import it only after the patches are applied.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import threading
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import Mesh
+from sgl_jax.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sgl_jax.srt.managers.scheduler import Scheduler
+from sgl_jax.srt.mem_cache.radix_cache import RadixKey
+
+try:  # 0.1.0rc0; 0.0.3rc99 takes the key itself
+    from sgl_jax.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+except ImportError:
+    MatchPrefixParams = None
+
+from enginepool.engine.kv_cache import KVCache
+from enginepool.engine.top_logprobs import TopLogprobs
+from enginepool.weights.leaves import EngineLeaves
+from enginepool.weights.mapping import HuggingFaceMapping
+
+if TYPE_CHECKING:
+    from enginepool.engine.channel import Channel
+    from enginepool.requests.request import Request
+
+
+class PinnedScheduler(Scheduler):
+    """A real upstream Scheduler on an explicit mesh, stepped by the thread that built it."""
+
+    def __init__(self, server_args: Any, mesh: Mesh, channel: Channel) -> None:
+        self.channel = channel
+        # No ports: upstream opens none when it is given a channel.
+        unused: Any = None
+        backend: Any = channel
+        super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
+        self._discard_expert_statistics()
+        model_runner: Any = self.tp_worker.worker.model_runner
+        self._top_logprobs = TopLogprobs(model_runner)
+        self._compute_logprobs = model_runner.compute_logprobs
+        model_runner.compute_logprobs = self._compute_logprobs_and_wait
+        self.leaves = EngineLeaves(model_runner)
+        self.kv_cache = KVCache(model_runner)
+        channel.scheduler, channel.leaves = self, self.leaves
+
+    # What upstream calls
+
+    def init_tokenizer(self) -> None:
+        """Called by upstream's constructor right after it made a zmq context, for sockets that it
+        does not open here. Only a local variable has the context; dropped unclosed it would give
+        a ResourceWarning."""
+        context = sys._getframe(1).f_locals.get("context")
+        if context is not None:
+            context.term()
+        super().init_tokenizer()
+
+    def watchdog_thread(self) -> None:
+        """Upstream's watchdog ends the parent process, and keeps the weights alive for ever."""
+
+    def stream_output(self, reqs: list[Any], *_: Any, **__: Any) -> None:
+        """Take the outputs from the requests themselves, after every step.
+
+        Upstream's message to its detokenizer repeats log-probabilities past 50 tokens and is
+        misaligned in a mixed batch.
+        """
+        books = self.channel.books
+        with books.lock:
+            held = books.held
+            self._top_logprobs.collect(self.cur_batch, held)
+            if broken := _not_finite(reqs, held):
+                books.end_not_finite(broken)
+                self.channel.soiled = True
+                for request in broken:
+                    self.abort(request.rid)
+            for req in reqs:
+                request = held.get(req.rid)
+                if request is None:
+                    continue
+                if not request.first_token_at and req.output_ids:
+                    books.sampled_first(request, req)
+                if req.finished():
+                    books.deliver(request, req)
+                elif req.stream:
+                    interval = req.sampling_params.stream_interval or self.stream_interval
+                    if req.output_ids and len(req.output_ids) % interval == 0:
+                        books.publish(request)
+
+    def _compute_logprobs_and_wait(self, *args: Any) -> Any:
+        """Upstream's last program of a step; it would get the result right after this."""
+        logprobs = self._compute_logprobs(*args)
+        self.wait_for_device(logprobs)
+        return logprobs
+
+    def wait_for_device(self, result: Any) -> None:
+        """Wait until a step's results are there. Other engines have their turns meanwhile."""
+        with self.channel.turns.given():
+            result.block_until_ready()
+
+    def get_new_batch_prefill(self) -> Any:
+        """Admit requests; upstream reserves room for what they may still sample.
+
+        For one that comes back with outputs upstream reserves `max_new_tokens` beside the outputs
+        it has, more than it can need: a long one would not fit an empty engine, and wait for ever.
+
+        Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
+        weights of this moment have computed, whichever they were when it came here.
+        """
+        held = self.channel.books.held
+        waiting = list(self.waiting_queue)
+        for req in waiting:
+            if (request := held.get(req.rid)) is not None:
+                req.extra_key = self.channel.books.cache_key(request)
+        in_chunks = [req for req in self.chunked_reqs if req is not None]
+        resumed = [(req.sampling_params, len(req.output_ids)) for req in waiting]
+        for params, sampled in resumed:
+            params.max_new_tokens -= sampled
+        try:
+            batch = super().get_new_batch_prefill()
+        finally:
+            for params, sampled in resumed:
+                params.max_new_tokens += sampled
+        if batch is not None:
+            self._note_prefilled(batch, waiting, in_chunks)
+        return batch
+
+    def _note_prefilled(self, batch: Any, waiting: list[Any], in_chunks: list[Any]) -> None:
+        books = self.channel.books
+        for req in [req for info in batch.reqs_info for req in info.reqs or ()]:
+            goes_on = req in in_chunks
+            if (goes_on or req in waiting) and (request := books.held.get(req.rid)) is not None:
+                books.prefilled(request, goes_on=goes_on)
+
+    # What the channel calls, on this thread
+
+    def has_work(self) -> bool:
+        return bool(
+            self.waiting_queue
+            or self.last_batch is not None
+            or not self.running_batch.is_empty()
+            or any(req is not None for req in self.chunked_reqs)
+        )
+
+    def look_at_weights(self) -> None:
+        """After idling, when a trainer has had time to donate what it shares: the step would fail,
+        with requests that another engine could have had.
+
+        Raises:
+            LookupError: Weights are gone.
+        """
+        if lost := self.leaves.lost_by_owner():
+            raise LookupError(f"{lost[0]} was deleted or donated")
+
+    def room(self, load: int) -> int:
+        """How many more requests can start. None while one still waits for KV space."""
+        return 0 if self.waiting_queue else self.max_running_requests - load
+
+    def cached_prefix(self, request: Request) -> int:
+        """How many tokens of the prompt this engine's prefix cache has."""
+        key: Any = RadixKey(request.input_ids[:-1], self.channel.books.cache_key(request), 0)
+        params = key if MatchPrefixParams is None else MatchPrefixParams(key=key)
+        return len(self.tree_cache.match_prefix(params).device_indices)
+
+    def kv_usage(self) -> tuple[int, int]:
+        """Tokens of KV cache in use, without what the prefix cache may evict, and in all."""
+        allocator: Any = self.token_to_kv_pool_allocator
+        free = allocator.available_size(0)
+        total = self.max_total_num_tokens
+        return total - free - self.tree_cache.evictable_size(dp_rank=0), total
+
+    def admit(self, request: Request) -> Any:
+        """Create upstream's request, with the outputs that it already has in place.
+
+        Every request asks for output-only log-probabilities, wanted or not: it is one program,
+        and a batch that mixes both forms ends upstream's loop.
+        """
+        self.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=request.rid,
+                text=request.text,
+                input_ids=request.input_ids,
+                sampling_params=copy.copy(request.sampling),
+                return_logprob=False,
+                return_output_logprob_only=True,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=request.stream,
+                extra_key=self.channel.books.cache_key(request),
+                dp_rank=0,
+            )
+        )
+        if request.top_logprobs_num:
+            self._top_logprobs.wanted = True
+        req = self.waiting_queue[-1]
+        if request.output_ids:
+            req.output_ids = list(request.output_ids)
+            req.output_token_logprobs_val = list(request.logprobs)
+            req.output_token_logprobs_idx = list(request.output_ids)
+        return req
+
+    def abort(self, rid: str) -> None:
+        """End one request; the channel hears of it at once or after one more step."""
+        self.abort_request(AbortReq(rid=rid))
+
+    @cached_property
+    def hugging_face(self) -> HuggingFaceMapping:
+        """Which Hugging Face tensors make this engine's leaves. Any thread."""
+        return HuggingFaceMapping(self.tp_worker.worker.model_runner, self.leaves.specs)
+
+    def want_top_logprobs(self, wanted: bool) -> None:
+        self._top_logprobs.wanted = wanted
+
+    def release_all(self) -> None:
+        """Forget every request and give back all KV pages and slots; the prefix cache is empty.
+
+        For a caller that took the requests over (`Channel.retract`), in whatever state a step
+        left things. Upstream's own pause loses what was prefilled but has not joined the running
+        batch; here nothing depends on that.
+        """
+        self.waiting_queue = []
+        self.chunked_reqs = [None] * len(self.chunked_reqs)
+        self.last_batch = self.cur_batch = None
+        nothing: Any = None
+        self.running_batch = (
+            nothing  # upstream's flush makes a new one, but keeps one with requests
+        )
+        flushed, why, _ = self.flush_cache()
+        if not flushed:
+            raise RuntimeError(why)
+
+    def reset(self) -> None:
+        """`release_all`, and new KV buffers: a failed step may have taken the old ones along."""
+        self.release_all()
+        self.kv_cache.renew()
+
+    def abandon(self) -> None:
+        """Drop everything; also what a constructor that failed half way has made.
+
+        Scheduler, worker and model runner refer to each other and to compiled programs: an
+        explicit cut frees the arrays now. A garbage collection would stop the other engines.
+        """
+        worker = getattr(self, "tp_worker", None)
+        if self.channel.leaves is not None:
+            self.channel.leaves.forget()
+        parts: list[Any] = [self]
+        if worker is not None:
+            self._discard_expert_statistics()
+            parts += [worker, worker.model_runner]
+        for part in parts:
+            vars(part).clear()
+
+    def _discard_expert_statistics(self) -> None:
+        """Stop the thread that upstream wakes at every step for statistics of routed experts.
+
+        The pool refuses the option that reads them, so what the queue gets is dropped.
+        """
+        worker: Any = self.tp_worker.worker
+        thread, queue = worker.sync_expert_ids_d2h_thread, worker.sync_queue
+        if isinstance(queue, _Discard):
+            return
+        worker.sync_queue = _Discard()
+        queue.put(_EndThread())
+        thread.join()
+
+
+def _not_finite(reqs: list[Any], held: dict[str, Request]) -> list[Request]:
+    """Requests whose newest log-probability is not a finite number."""
+    broken = [
+        req.rid
+        for req in reqs
+        if (values := req.output_token_logprobs_val) and not math.isfinite(values[-1])
+    ]
+    return [held[rid] for rid in broken if rid in held]
+
+
+class _Discard:
+    def put(self, item: Any) -> None:
+        del item
+
+
+class _EndThread:
+    """Ends upstream's thread where it unpacks what it got; the thread has no other way out."""
+
+    def __iter__(self) -> Any:
+        # Python's own `threading.excepthook` ignores SystemExit; the host's need not.
+        thread: Any = threading.current_thread()
+        thread._invoke_excepthook = lambda *_: None
+        raise SystemExit

@@ -1,0 +1,299 @@
+"""The calls that generate, each with its async twin."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import anyio.to_thread
+
+from enginepool.errors import InvalidRequest
+from enginepool.requests.call_options import CallOptions, Params, Prompts, check_options
+from enginepool.requests.output_processor import (
+    call_results,
+    make_chunk,
+    make_result,
+    raise_failure,
+)
+from enginepool.requests.progress import show_progress
+from enginepool.requests.request import Call
+from enginepool.requests.wait import async_chunks, async_wait_all, chunks, wait_all
+from enginepool.runtime.runtime import Runtime
+from enginepool.values import flag, shown
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Generation:
+    """Mixin of `EnginePool`: what fans out over the engines. Every method is thread-safe.
+
+    All raise InvalidRequest for bad input, before anything has started; PoolClosed when the pool
+    is closed, or is closed meanwhile; and PoolFailed when no engine is left.
+    """
+
+    def _runtime(self) -> Runtime:
+        raise NotImplementedError
+
+    async def _async_runtime(self) -> Runtime:
+        raise NotImplementedError
+
+    def generate_all(
+        self,
+        prompts: Prompts = None,
+        sampling_params: Params = None,
+        *,
+        progress: bool = False,
+        raise_on_error: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> list[dict[str, Any]]:
+        """Generate for every prompt, over all engines; results in input order.
+
+        Args:
+            sampling_params: One dict for all prompts, or one a prompt. Without it the
+                checkpoint's generation_config.json applies.
+            progress: Show a progress bar on standard error.
+            raise_on_error: Raise if an output ended early, instead of returning it as it is.
+            options: See `CallOptions`.
+
+        Returns:
+            Upstream's result dicts. With n > 1 a flat list, grouped by prompt.
+
+        Raises:
+            RequestsFailed: With `raise_on_error`; `.results` has all results.
+        """
+        checked = check_options("generate_all", options)
+        shows, raises = flag("progress", progress), flag("raise_on_error", raise_on_error)
+        runtime = self._runtime()
+        return _run(runtime, prompts, sampling_params, checked, raises, shows)[1]
+
+    async def async_generate_all(
+        self,
+        prompts: Prompts = None,
+        sampling_params: Params = None,
+        *,
+        raise_on_error: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> list[dict[str, Any]]:
+        """`generate_all` on an event loop. Cancelling ends the requests inside the engines."""
+        checked = check_options("generate_all", options)
+        raises = flag("raise_on_error", raise_on_error)
+        runtime = await self._async_runtime()
+        return (await _async_run(runtime, prompts, sampling_params, checked, raises))[1]
+
+    def generate(
+        self,
+        prompt: Prompts = None,
+        sampling_params: Params = None,
+        *,
+        raise_on_error: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Generate for one prompt: a dict, or with n > 1 (or a list of prompts) a list of them."""
+        checked = check_options("generate", options)
+        raises = flag("raise_on_error", raise_on_error)
+        return _single(*_run(self._runtime(), prompt, sampling_params, checked, raises))
+
+    async def async_generate(
+        self,
+        prompt: Prompts = None,
+        sampling_params: Params = None,
+        *,
+        raise_on_error: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """`generate` on an event loop. Cancelling ends the requests inside the engines."""
+        checked = check_options("generate", options)
+        raises = flag("raise_on_error", raise_on_error)
+        runtime = await self._async_runtime()
+        return _single(*await _async_run(runtime, prompt, sampling_params, checked, raises))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        raise_on_error: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Generate the answer to a conversation, or to each of a list of them.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` dicts, as the chat template takes them.
+            chat_template_kwargs: Handed to the tokenizer's `apply_chat_template`.
+        """
+        checked = check_options("chat", options)
+        raises = flag("raise_on_error", raise_on_error)
+        runtime = self._runtime()
+        checked["input_ids"] = _apply_template(runtime, messages, chat_template_kwargs)
+        return _single(*_run(runtime, None, sampling_params, checked, raises))
+
+    async def async_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        raise_on_error: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """`chat` on an event loop."""
+        checked = check_options("chat", options)
+        raises = flag("raise_on_error", raise_on_error)
+        runtime = await self._async_runtime()
+        checked["input_ids"] = await anyio.to_thread.run_sync(
+            _apply_template, runtime, messages, chat_template_kwargs
+        )
+        return _single(*await _async_run(runtime, None, sampling_params, checked, raises))
+
+    def as_completed(
+        self,
+        prompts: Prompts = None,
+        sampling_params: Params = None,
+        **options: Unpack[CallOptions],
+    ) -> Iterator[dict[str, Any]]:
+        """Yield each result when it is there; `meta_info["prompt_index"]` says whose it is.
+
+        Bad input is raised by the call itself. Closing the iterator ends what still runs.
+        """
+        checked = check_options("as_completed", options)
+        runtime = self._runtime()
+        call = _make_call(runtime, prompts, sampling_params, checked)
+        return self._as_completed(runtime, call, checked.get("timeout"))
+
+    def _as_completed(
+        self, runtime: Runtime, call: Call, timeout: float | None
+    ) -> Iterator[dict[str, Any]]:
+        for chunk in chunks(runtime, call, timeout):
+            yield make_result(chunk.request, runtime.intake.tokenizer)
+        raise_failure(call, runtime.intake.tokenizer)
+
+    async def async_as_completed(
+        self,
+        prompts: Prompts = None,
+        sampling_params: Params = None,
+        **options: Unpack[CallOptions],
+    ) -> AsyncIterator[dict[str, Any]]:
+        """`as_completed` on an event loop; bad input is raised at the first step."""
+        checked = check_options("as_completed", options)
+        runtime = await self._async_runtime()
+        call = await anyio.to_thread.run_sync(
+            _make_call, runtime, prompts, sampling_params, checked
+        )
+        async for chunk in async_chunks(runtime, call, checked.get("timeout")):
+            yield make_result(chunk.request, runtime.intake.tokenizer)
+        raise_failure(call, runtime.intake.tokenizer)
+
+    def stream(
+        self,
+        prompt: Prompts = None,
+        sampling_params: Params = None,
+        **options: Unpack[CallOptions],
+    ) -> Iterator[dict[str, Any]]:
+        """Yield upstream's chunks: the text and ids so far, and `index` of the output.
+
+        Chunks that come faster than they are read are joined. The last chunk of an output has its
+        `finish_reason` and equals its result. Closing the iterator ends what still runs.
+        """
+        checked = check_options("stream", options)
+        runtime = self._runtime()
+        call = _make_call(runtime, prompt, sampling_params, checked, stream=True)
+        return self._stream(runtime, call, checked.get("timeout"))
+
+    def _stream(
+        self, runtime: Runtime, call: Call, timeout: float | None
+    ) -> Iterator[dict[str, Any]]:
+        for chunk in chunks(runtime, call, timeout):
+            yield make_chunk(chunk, runtime.intake.tokenizer)
+        raise_failure(call, runtime.intake.tokenizer)
+
+    async def async_stream(
+        self,
+        prompt: Prompts = None,
+        sampling_params: Params = None,
+        **options: Unpack[CallOptions],
+    ) -> AsyncIterator[dict[str, Any]]:
+        """`stream` on an event loop; bad input is raised at the first step."""
+        checked = check_options("stream", options)
+        runtime = await self._async_runtime()
+        call = await anyio.to_thread.run_sync(
+            lambda: _make_call(runtime, prompt, sampling_params, checked, stream=True)
+        )
+        async for chunk in async_chunks(runtime, call, checked.get("timeout")):
+            yield make_chunk(chunk, runtime.intake.tokenizer)
+        raise_failure(call, runtime.intake.tokenizer)
+
+
+def _make_call(
+    runtime: Runtime,
+    prompts: Prompts,
+    sampling_params: Params,
+    checked: CallOptions,
+    *,
+    stream: bool = False,
+) -> Call:
+    return runtime.intake.make_call(
+        prompts,
+        sampling_params,
+        checked.get("input_ids"),
+        return_logprob=checked.get("return_logprob"),
+        top_logprobs_num=checked.get("top_logprobs_num"),
+        stream=stream,
+        weight_version=runtime.weight_version,
+    )
+
+
+def _run(
+    runtime: Runtime,
+    prompts: Prompts,
+    sampling_params: Params,
+    checked: CallOptions,
+    raise_on_error: bool,
+    progress: bool = False,
+) -> tuple[Call, list[dict[str, Any]]]:
+    call = _make_call(runtime, prompts, sampling_params, checked)
+    with show_progress(call, progress) as tick:
+        wait_all(runtime, call, checked.get("timeout"), tick)
+    return call, call_results(call, runtime.intake.tokenizer, raise_on_error)
+
+
+async def _async_run(
+    runtime: Runtime,
+    prompts: Prompts,
+    sampling_params: Params,
+    checked: CallOptions,
+    raise_on_error: bool,
+) -> tuple[Call, list[dict[str, Any]]]:
+    call = await anyio.to_thread.run_sync(_make_call, runtime, prompts, sampling_params, checked)
+    await async_wait_all(runtime, call, checked.get("timeout"))
+    results = await anyio.to_thread.run_sync(
+        call_results, call, runtime.intake.tokenizer, raise_on_error
+    )
+    return call, results
+
+
+def _single(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
+    """As upstream: a lone result for a lone prompt."""
+    return results[0] if call.lone and len(results) == 1 else results
+
+
+def _apply_template(
+    runtime: Runtime, messages: Any, template_options: Any
+) -> list[int] | list[list[int]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise InvalidRequest(f"chat: expected a list of messages, got {shown(messages)}")
+    if not messages:
+        raise InvalidRequest("chat: messages are empty")
+    template_options = {} if template_options is None else template_options
+    if not (isinstance(template_options, Mapping) and all(map(_is_name, template_options))):
+        raise InvalidRequest(
+            f"chat_template_kwargs={shown(template_options)}: expected a dict by names"
+        )
+    apply = runtime.intake.tokenizer.apply_chat_template
+    if isinstance(messages[0], Mapping):
+        return apply(0, messages, **template_options)
+    return [apply(index, one, **template_options) for index, one in enumerate(messages)]
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and key not in ("self", "index", "messages", "tokenize")

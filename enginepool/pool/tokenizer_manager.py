@@ -1,0 +1,207 @@
+"""The stand-in for upstream's TokenizerManager: over one engine, or over the whole pool.
+
+It is what makes `pool.engines[i].generate(...)` work: upstream's Engine and its serving classes
+talk to an object with these names, and here all of them go through the pool's own checks,
+queue and channel. Imports sgl_jax: import it only after the patches are applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.to_thread import run_sync
+from sgl_jax.srt.managers.io_struct import FlushCacheReqOutput
+
+from enginepool.errors import EnginePoolError, InvalidRequest, PoolClosed
+from enginepool.requests.output_processor import call_results, make_chunk, raise_failure
+from enginepool.requests.request import Call
+from enginepool.requests.wait import async_chunks, async_wait_all
+from enginepool.runtime import pause, statistics
+from enginepool.runtime.runtime import Runtime
+from enginepool.values import is_int, plain, shown
+
+# Fields of upstream's GenerateReqInput that a pool does not serve.
+_UNSUPPORTED = (
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "token_ids_logprob",
+    "lora_path",
+    "return_routed_experts",
+    "return_hidden_states",
+)
+
+
+class FrontEnd:
+    """Upstream's TokenizerManager as its callers know it, over `engine` or over all engines.
+
+    Attributes:
+        runtime: The open pool.
+    """
+
+    def __init__(self, runtime: Runtime, engine: int | None = None) -> None:
+        self.runtime = runtime
+        self._engine = engine
+        worker = runtime.workers[engine or 0]
+        assert worker.engine is not None
+        args = worker.engine.server_args
+        self.server_args = args
+        self.tokenizer = runtime.intake.tokenizer.hf
+        self.model_config = worker.engine.scheduler_info["scheduler"].model_config
+        self.mm_processor = None
+        self.model_path = args.model_path
+        self.served_model_name = args.served_model_name
+        self.is_generation = True
+        self.max_req_input_len = worker.engine.scheduler_info["max_req_input_len"]
+        self.rid_to_state: dict[str, Any] = {}
+        self.event_loop = None
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """Serve upstream's GenerateReqInput; yields its one result, or chunks when it streams."""
+        del request
+        call = await run_sync(self.make_call, obj)
+        async for output in self.outputs(call, obj):
+            yield output
+
+    async def outputs(
+        self, call: Call, obj: Any, timeout: float | None = None
+    ) -> AsyncIterator[Any]:
+        """Submit a call of `make_call` and yield what `generate_request` yields.
+
+        Args:
+            timeout: Seconds; what is not finished then ends with what it has.
+        """
+        tokenizer = self.runtime.intake.tokenizer
+        if obj.stream:
+            async for chunk in async_chunks(self.runtime, call, timeout):
+                yield make_chunk(chunk, tokenizer)
+            raise_failure(call, tokenizer)
+            return
+        await async_wait_all(self.runtime, call, timeout)
+        results = await run_sync(call_results, call, tokenizer, False)
+        yield results[0] if call.lone and len(results) == 1 else results
+
+    def make_call(self, obj: Any) -> Call:
+        """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet."""
+        self.runtime.home.check()
+        for name in _UNSUPPORTED:
+            if _given(getattr(obj, name, None)):
+                raise InvalidRequest(f"{name} is not supported in a pool")
+        starts = _as_list(plain(obj.logprob_start_len))
+        if any(start is not None and not (is_int(start) and start < 0) for start in starts):
+            raise InvalidRequest(
+                f"logprob_start_len={shown(obj.logprob_start_len)}: a pool gives log-probabilities "
+                "of output tokens only; leave it out"
+            )
+        return self.runtime.intake.make_call(
+            obj.text,
+            obj.sampling_params,
+            obj.input_ids,
+            return_logprob=_one_for_all("return_logprob", obj.return_logprob),
+            top_logprobs_num=_one_for_all("top_logprobs_num", obj.top_logprobs_num),
+            stream=obj.stream,
+            engine=self._engine,
+            extra_key=getattr(obj, "extra_key", None),
+            ids=_as_list(obj.rid) if obj.rid else None,
+            weight_version=self.runtime.weight_version,
+        )
+
+    def abort_request(self, rid: str | None = "", abort_all: bool = False) -> None:
+        requests = self.runtime.unfinished() if abort_all else self.runtime.find(rid or "")
+        mine = [r for r in requests if self._engine is None or r.engine == self._engine]
+        self.runtime.abort(mine, "abort_request", "cancelled")
+
+    async def flush_cache(self) -> FlushCacheReqOutput:
+        await run_sync(pause.flush_cache, self.runtime, self._engine)
+        return FlushCacheReqOutput(success=True)
+
+    async def pause_generation(self, obj: Any) -> None:
+        await run_sync(pause.pause, self.runtime, obj.mode, self._engine)
+
+    async def continue_generation(self, obj: Any = None) -> None:
+        del obj
+        await run_sync(pause.resume, self.runtime, self._engine)
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        return [statistics.engine(worker) for worker in self._workers()]
+
+    async def get_load(self) -> list[dict[str, Any]]:
+        return [statistics.load(worker) for worker in self._workers()]
+
+    def shutdown(self) -> None:
+        """Nothing: the pool closes its engines."""
+
+    def create_abort_task(self, obj: Any) -> None:
+        """Upstream ends a request when its client is gone; a cancelled task does that here."""
+
+    async def score_request(self, **_: Any) -> NoReturn:
+        raise EnginePoolError("score() is not supported in a pool")
+
+    def _workers(self) -> Iterable[Any]:
+        workers = self.runtime.workers
+        return workers if self._engine is None else [workers[self._engine]]
+
+
+class PortalLoop:
+    """What upstream's Engine uses as its event loop: `run_until_complete` from any thread.
+
+    Upstream's own loop belongs to one thread, and cannot run under a loop that already runs
+    there. This one is in a thread of its own, which starts with the first call.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._portal: BlockingPortal | None = None
+
+    def run_until_complete(self, awaitable: Any) -> Any:
+        try:
+            portal = self._open()
+        except BaseException:
+            awaitable.close()  # or Python would warn that nobody awaited it
+            raise
+        return portal.call(partial(_await, awaitable))
+
+    def _open(self) -> BlockingPortal:
+        self._runtime.home.check()
+        with self._runtime.lock:
+            if self._runtime.closed:
+                raise PoolClosed(f"pool {self._runtime.name!r} is already closed")
+            if self._portal is None:
+                self._portal = self._runtime.guards.enter_context(
+                    start_blocking_portal(name=f"{self._runtime.name}-portal")
+                )
+            return self._portal
+
+
+def connect(runtime: Runtime) -> None:
+    """Give each engine the front end and the loop that its own methods use."""
+    loop = PortalLoop(runtime)
+    for worker in runtime.workers:
+        assert worker.engine is not None
+        engine: Any = worker.engine
+        engine.tokenizer_manager = FrontEnd(runtime, worker.index)
+        engine.loop = loop
+
+
+async def _await(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _given(value: Any) -> bool:
+    value = plain(value)
+    return any(_given(item) for item in value) if isinstance(value, list) else bool(value)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _one_for_all(name: str, value: Any) -> Any:
+    values = _as_list(plain(value))
+    if any(other != values[0] for other in values):
+        raise InvalidRequest(f"{name}={shown(value)}: give one value for all prompts of a call")
+    return values[0] if values else None

@@ -1,0 +1,72 @@
+"""Options of the calls that generate, and what is said of a name that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from enginepool.errors import InvalidRequest
+from enginepool.requests.sampling import NAMES
+from enginepool.values import nearest, seconds, shown
+
+Prompts = str | Sequence[str] | None
+Params = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of every call that generates. None leaves one out, as leaving it out does.
+
+    Attributes:
+        input_ids: Token ids instead of text: one prompt, or a list of them. `chat` has none.
+        return_logprob: Give `meta_info["output_token_logprobs"]`, one (logprob, id, None) an id.
+            They are those of softmax(logits / temperature) before top-k, top-p and min-p, at
+            temperature 0 of softmax(logits); of logits after the penalties and `min_new_tokens`.
+        top_logprobs_num: Give the most probable ids of each step as well; at most 20.
+        timeout: Seconds for the whole call. What is not finished then keeps its place, with what
+            it has and `finish_reason {"type": "abort", "err_type": "timeout"}`.
+    """
+
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | None
+    return_logprob: bool
+    top_logprobs_num: int
+    timeout: float | None
+
+
+# Parameters of a call's own, as its signature has them.
+_OWN = {
+    "generate": ("prompt", "sampling_params", "raise_on_error"),
+    "generate_all": ("prompts", "sampling_params", "progress", "raise_on_error"),
+    "stream": ("prompt", "sampling_params"),
+    "as_completed": ("prompts", "sampling_params"),
+    "chat": ("messages", "sampling_params", "chat_template_kwargs", "raise_on_error"),
+}
+
+
+def check_options(verb: str, options: Mapping[str, Any]) -> CallOptions:
+    """The options of a call, with a `timeout` that can be waited for.
+
+    Raises:
+        InvalidRequest: A name that is none of them, with where it belongs or the nearest.
+    """
+    known = [name for name in CallOptions.__annotations__ if (verb, name) != ("chat", "input_ids")]
+    for name, value in options.items():
+        if name not in known:
+            raise InvalidRequest(_unknown(verb, name, value, [*_OWN[verb], *known]))
+    checked = CallOptions(**options)
+    checked["timeout"] = seconds("timeout", options.get("timeout"))
+    return checked
+
+
+def _unknown(verb: str, name: str, value: Any, known: Sequence[str]) -> str:
+    given = f"{verb}: {name}={shown(value)}"
+    if name in NAMES:
+        return f"{given} is a sampling parameter: give {_as_parameter(name, value)}"
+    near = nearest(name, [*known, *NAMES])
+    if near is None:
+        return f"{given} is unknown; it takes {', '.join(known)}"
+    meant = f"{near}=" if near in known else _as_parameter(near, value)
+    return f"{given} is unknown; did you mean {meant}?"
+
+
+def _as_parameter(name: str, value: Any) -> str:
+    return f'sampling_params={{"{name}": {shown(value)}}}'

@@ -1,0 +1,241 @@
+"""From a caller's arguments to a `Call`: everything is checked before anything starts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginepool.errors import InvalidRequest
+from enginepool.requests.request import MAX_TOP_LOGPROBS, Call, Request
+from enginepool.requests.sampling import Sampling, Seeds, make_sampling
+from enginepool.requests.tokenizer import Tokenizer
+from enginepool.values import flag, is_int, plain, shown
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What fits one engine, in tokens.
+
+    Attributes:
+        prompt: The longest prompt.
+        total: The longest prompt plus output.
+        origin: Where the limits come from, in words.
+    """
+
+    prompt: int
+    total: int
+    vocab_size: int
+    origin: str
+
+
+class Intake:
+    """Checks and tokenizes the prompts of a call. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, defaults: Mapping[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.defaults = dict(defaults)
+        self._seeds = Seeds()
+
+    def make_call(
+        self,
+        prompts: str | Sequence[str] | None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        *,
+        return_logprob: bool | None = None,
+        top_logprobs_num: int | None = None,
+        stream: bool = False,
+        engine: int | None = None,
+        extra_key: str | None = None,
+        ids: Sequence[str] | None = None,
+        weight_version: int | str = 0,
+    ) -> Call:
+        """Build the requests of a call, n a prompt, grouped by prompt.
+
+        A caller's NumPy and JAX values become plain Python here, once.
+
+        Raises:
+            InvalidRequest: With the prompt's index, the value, the limit and the remedy.
+        """
+        texts, token_ids, lone = self._prompts(prompts, input_ids)
+        sampling = self._sampling(sampling_params, len(token_ids))
+        top_logprobs_num = _check_top_logprobs(top_logprobs_num)
+        return_logprob = flag("return_logprob", return_logprob) or top_logprobs_num > 0
+        if ids is not None and len(ids) != len(token_ids):
+            raise InvalidRequest(f"{len(ids)} request ids for {len(token_ids)} prompts")
+        for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
+            self._check_prompt(index, prompt, one)
+        call = Call(weight_version, lone=lone)
+        for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
+            for sample_index in range(one.n):
+                call.add(
+                    Request(
+                        call,
+                        prompt,
+                        self._one_sample(one, len(prompt), index, sample_index),
+                        text=texts[index],
+                        prompt_index=index,
+                        sample_index=sample_index,
+                        id=ids[index] if ids else "",
+                        return_logprob=return_logprob,
+                        top_logprobs_num=top_logprobs_num,
+                        stream=stream,
+                        engine=engine,
+                        extra_key=extra_key,
+                    )
+                )
+        return call
+
+    def _prompts(
+        self, prompts: Any, input_ids: Any
+    ) -> tuple[Sequence[str | None], list[list[int]], bool]:
+        """Texts, ids, and whether it is one prompt and not a list; an empty list is one of no
+        prompts."""
+        if (prompts is None) == (input_ids is None):
+            raise InvalidRequest("give either prompts or input_ids, and not both")
+        if input_ids is not None:
+            rows = _as_list("input_ids", input_ids)
+            lone = bool(rows) and _is_scalar(rows[0])
+            rows = [rows] if lone else rows
+            token_ids = [_plain_ids(index, prompt) for index, prompt in enumerate(rows)]
+            return [None] * len(token_ids), token_ids, lone
+        prompts = plain(prompts)
+        lone = isinstance(prompts, str)
+        texts = [prompts] if lone else _as_list("prompts", prompts)
+        for index, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise InvalidRequest(
+                    f"expected a string, got {type(text).__name__} {shown(text)}; token ids go to "
+                    "input_ids=, messages to chat()",
+                    prompt_index=index,
+                )
+        return texts, self.tokenizer.encode(texts), lone
+
+    def _sampling(self, params: Any, count: int) -> list[Sampling]:
+        if params is None:
+            return [self._make(self.defaults, explicit=False)] * count
+        if isinstance(params, Mapping) or _is_upstreams(params):
+            return [self._make(params)] * count
+        params = _as_list("sampling_params", params)
+        if len(params) != count:
+            raise InvalidRequest(
+                f"sampling_params has {len(params)} entries for {count} prompts: give one dict "
+                "for all of them, or one a prompt"
+            )
+        made = []
+        for index, one in enumerate(params):
+            try:
+                made += [
+                    self._make(self.defaults, explicit=False) if one is None else self._make(one)
+                ]
+            except InvalidRequest as error:
+                raise InvalidRequest(str(error), prompt_index=index) from None
+        return made
+
+    def _make(self, params: Any, *, explicit: bool = True) -> Sampling:
+        if _is_upstreams(params):
+            params = _from_upstream(params)
+        if not isinstance(params, Mapping):
+            raise InvalidRequest(f"sampling_params: expected a dict, got {shown(params)}")
+        return make_sampling(
+            params,
+            vocab_size=self.limits.vocab_size,
+            tokenizer=self.tokenizer.hf,
+            explicit=explicit,
+        )
+
+    def _check_prompt(self, index: int, ids: list[int], sampling: Sampling) -> None:
+        limits = self.limits
+        if not ids:
+            raise InvalidRequest("the prompt is empty: give at least one token", prompt_index=index)
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= limits.vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidRequest(
+                f"token id {bad} is outside the vocabulary of {limits.vocab_size} tokens "
+                f"(0 to {limits.vocab_size - 1})",
+                prompt_index=index,
+            )
+        if len(ids) > limits.prompt:
+            raise InvalidRequest(
+                f"{len(ids)} tokens are too long: at most {limits.prompt} fit one engine "
+                f"({limits.origin}); shorten the prompt or raise that limit",
+                prompt_index=index,
+            )
+        wanted, room = sampling.params.max_new_tokens, limits.total - len(ids)
+        if sampling.explicit_length and wanted > room:
+            raise InvalidRequest(
+                f"max_new_tokens={wanted} does not fit: after {len(ids)} prompt tokens there is "
+                f"room for {room} ({limits.origin}); ask for at most {room} or raise that limit",
+                prompt_index=index,
+            )
+
+    def _one_sample(self, sampling: Sampling, prompt: int, index: int, sample_index: int) -> Any:
+        """Upstream's object for one sample: its own stream of random numbers, one output."""
+        params = copy.copy(sampling.params)
+        params.n = 1
+        room = self.limits.total - prompt
+        params.max_new_tokens = min(params.max_new_tokens or room, room)
+        if sampling.seed is None:
+            params.sampling_seed = self._seeds.fresh()
+        else:
+            params.sampling_seed = Seeds.derived(sampling.seed, index, sample_index)
+        return params
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "ndim", None) == 0 or not hasattr(value, "__iter__")
+
+
+def _as_list(name: str, value: Any) -> list[Any]:
+    """A caller's sequence or array as a list."""
+    value = plain(value, depth=0)
+    if isinstance(value, (str, bytes, Mapping)) or _is_scalar(value):
+        raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {shown(value)}")
+    return list(value)
+
+
+def _plain_ids(index: int, prompt: Any) -> list[int]:
+    """Python integers: upstream compares, concatenates and hashes them as such."""
+    try:
+        ids = _as_list("input_ids", prompt)
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"input_ids: expected a list of token ids, got {shown(prompt)}", prompt_index=index
+        ) from None
+    if not set(map(type, ids)) <= {int}:
+        ids = [plain(token_id) for token_id in ids]
+    for token_id in ids:
+        if not is_int(token_id):
+            raise InvalidRequest(
+                f"input_ids: {shown(token_id)} is not an integer", prompt_index=index
+            )
+    return ids
+
+
+def _check_top_logprobs(number: Any) -> int:
+    number = plain(number)
+    if number is None:
+        return 0
+    if not (is_int(number) and 0 <= number <= MAX_TOP_LOGPROBS):
+        raise InvalidRequest(
+            f"top_logprobs_num={shown(number)}: expected an integer from 0 to {MAX_TOP_LOGPROBS}"
+        )
+    return number
+
+
+def _is_upstreams(params: Any) -> bool:
+    """Whether it is upstream's SamplingParams."""
+    return hasattr(params, "convert_to_dict") and not isinstance(params, type)
+
+
+def _from_upstream(params: Any) -> dict[str, Any]:
+    """The dict that upstream's object was made from, as far as it can tell."""
+    given = params.convert_to_dict()
+    if is_int(given["top_k"]) and given["top_k"] > 1 << 29:  # upstream's "all"
+        given["top_k"] = -1
+    given.pop("stop_str_max_len", None)
+    return given

@@ -1,0 +1,245 @@
+"""The pool's queue: requests that no engine holds yet. Engines pull from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+
+from enginepool.requests import routing
+from enginepool.requests.request import Request
+
+# How many of the oldest requests an engine looks at for affinity, at the least.
+WINDOW = 64
+
+
+class RequestQueue:
+    """Waiting requests, oldest first; those that resume go before the rest.
+
+    Thread-safe. `wake` callables are called outside the lock.
+
+    Attributes:
+        on_taken: Called whenever requests have left, outside the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Dictionaries keep insertion order and remove in constant time.
+        self._resumed: dict[str, Request] = {}
+        self._fresh: dict[str, Request] = {}
+        self._pinned: dict[int, dict[str, Request]] = {}
+        self._suspects: dict[str, Request] = {}
+        self._reserved: dict[str, int] = {}  # the engine that empties itself for a suspect
+        self._engines: dict[int, tuple[Callable[[], int], Callable[[], None]]] = {}
+        self._arrival = threading.Condition()
+        self._moving = 0
+        self.on_taken: Callable[[], None] | None = None
+        self.paused = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shelves()))
+
+    def _shelves(self) -> list[dict[str, Request]]:
+        return [self._suspects, self._resumed, self._fresh, *self._pinned.values()]
+
+    def attach(self, engine: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
+        """Register a serving engine: how many requests it holds, and how to wake it.
+
+        It is to call `take` right after.
+        """
+        with self._lock:
+            self._engines[engine] = (load, wake)
+            # A suspect that failed on all engines there were is for this one now; the one that
+            # empties itself for it would not take it any more, and keep it from this one.
+            self._reserved.clear()
+
+    def detach(self, engine: int) -> None:
+        """Forget an engine; what only it may run waits until it is back, or is stranded."""
+        with self._lock:
+            self._engines.pop(engine, None)
+            self._reserved = {rid: by for rid, by in self._reserved.items() if by != engine}
+
+    def stranded(self, engine: int) -> list[Request]:
+        """Take out what only this engine may run: it does not come back."""
+        with self._lock:
+            alone = [r for r in self._suspects.values() if r.engine == engine]
+            for request in alone:
+                del self._suspects[request.rid]
+            found = [*alone, *self._pinned.pop(engine, {}).values()]
+        self._left(found)
+        return found
+
+    def put(self, requests: Iterable[Request], *, resumed: bool = False) -> None:
+        with self._lock:
+            for request in requests:
+                self._shelf(request, resumed)[request.rid] = request
+        self.wake_all()
+
+    def discard(self, request: Request) -> bool:
+        """Take a request out; False when no engine could get it from here any more."""
+        with self._lock:
+            self._reserved.pop(request.rid, None)
+            found = any(shelf.pop(request.rid, None) is not None for shelf in self._shelves())
+        self._left(found)
+        if found and request.taken_back:
+            self.wake_all()  # engines may wait for `owes` or `begun`
+        return found
+
+    def drain(self) -> list[Request]:
+        """Take everything out."""
+        with self._lock:
+            shelves = self._shelves()
+            self._reserved.clear()
+            requests = [request for shelf in shelves for request in shelf.values()]
+            for shelf in shelves:
+                shelf.clear()
+        return requests
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """While a thread brings requests here that an engine has lost."""
+        with self._arrival:
+            self._moving += 1
+        try:
+            yield
+        finally:
+            with self._arrival:
+                self._moving -= 1
+                self._arrival.notify_all()
+
+    def wait_for_arrival(self) -> None:
+        """Wait until no request is on its way here."""
+        with self._arrival:
+            self._arrival.wait_for(lambda: not self._moving)
+
+    def owes(self) -> bool:
+        """Whether a request that was taken back from an engine still waits here."""
+        with self._lock:
+            shelves = [self._resumed, *self._pinned.values()]
+            return any(r.taken_back for shelf in shelves for r in shelf.values())
+
+    def wake_all(self) -> None:
+        with self._lock:
+            wakes = [wake for _, wake in self._engines.values()]
+        for wake in wakes:
+            wake()
+
+    def take_begun(self) -> list[Request]:
+        """Take out every request that has outputs."""
+        with self._lock:
+            requests = [r for shelf in self._shelves() for r in shelf.values() if r.output_ids]
+            for request in requests:
+                self._reserved.pop(request.rid, None)
+                for shelf in self._shelves():
+                    shelf.pop(request.rid, None)
+        self._left(requests)
+        return requests
+
+    def begun(self) -> bool:
+        """Whether a request that has outputs waits here for an engine that could take it."""
+        with self._lock:
+            pinned = [shelf for engine, shelf in self._pinned.items() if engine in self._engines]
+            shelves = [self._suspects, self._resumed, *pinned]
+            return any(r.output_ids for shelf in shelves for r in shelf.values())
+
+    def waits_for(self, engines: Collection[int], *, all_there_are: bool) -> bool:
+        """Whether a request that was in an engine waits here and only `engines` may take it."""
+        with self._lock:
+            shelves = [self._suspects, self._resumed, *self._pinned.values()]
+            return any(
+                (request.taken_back or request.output_ids)
+                and ((all_there_are and bool(engines)) or request.engine in engines)
+                for shelf in shelves
+                for request in shelf.values()
+            )
+
+    def take(
+        self,
+        engine: int,
+        *,
+        load: int,
+        room: int,
+        cached: Callable[[Request], int],
+        begun: bool = False,
+    ) -> list[Request]:
+        """Hand an engine the requests that it should run now.
+
+        Called on the engine's thread, which may look at its own prefix cache in `cached`.
+
+        Args:
+            begun: Only those that have outputs; for an engine that drains.
+        """
+        if self.paused or room <= 0 or not len(self):
+            return []
+        with self._lock:
+            taken = self._take_alone(engine, load, begun) if self._suspects else None
+            if taken is None:
+                taken = self._take_some(engine, load, room, cached, begun)
+        if any(request.taken_back for request in taken):
+            self.wake_all()  # siblings may wait for `owes`
+        self._left(taken)
+        return taken
+
+    def _left(self, requests: list[Request] | bool) -> None:
+        if requests and self.on_taken is not None:
+            self.on_taken()
+
+    def _take_some(
+        self,
+        engine: int,
+        load: int,
+        room: int,
+        cached: Callable[[Request], int],
+        begun: bool,
+    ) -> list[Request]:
+        pinned = self._pinned.get(engine, {})
+        waiting = len(pinned) + len(self._resumed) + len(self._fresh)
+        free = chain(self._resumed.values(), () if begun else self._fresh.values())
+        order = chain(pinned.values(), (r for r in free if self._may_run(r, engine)))
+        may_start = (r for r in order if r.output_ids or not begun)
+        window = list(islice(may_start, max(WINDOW, 2 * room)))
+        loads = [load if i == engine else other() for i, (other, _) in self._engines.items()]
+        chosen = routing.choose(
+            [request.candidate for request in window],
+            waiting=waiting,
+            load=load,
+            loads=loads,
+            room=room,
+            cached=lambda i: cached(window[i]),
+        )
+        if chosen:
+            for i in set(range(max(chosen))).difference(chosen):
+                window[i].candidate.passed_over += 1
+        taken = [window[i] for i in chosen]
+        for request in taken:
+            for shelf in (pinned, self._resumed, self._fresh):
+                shelf.pop(request.rid, None)
+        return taken
+
+    def _take_alone(self, engine: int, load: int, begun: bool) -> list[Request] | None:
+        """A request that is to run with nothing beside it; none yet while the engine has others;
+        None if no such request is for this engine."""
+        for request in self._suspects.values():
+            mine = request.engine == engine
+            if request.engine is None:
+                mine = self._may_run(request, engine)
+            mine = mine and bool(request.output_ids or not begun)
+            if mine and self._reserved.setdefault(request.rid, engine) == engine:
+                if load:
+                    return []
+                del self._reserved[request.rid]
+                return [self._suspects.pop(request.rid)]
+        return None
+
+    def _may_run(self, request: Request, engine: int) -> bool:
+        """Not where it was present in a failure, while there is another engine."""
+        failed_on = request.failures
+        return engine not in failed_on or failed_on.keys() >= self._engines.keys()
+
+    def _shelf(self, request: Request, resumed: bool) -> dict[str, Request]:
+        if request.alone:
+            return self._suspects
+        if request.engine is not None:
+            return self._pinned.setdefault(request.engine, {})
+        return self._resumed if resumed else self._fresh

@@ -1,0 +1,167 @@
+"""Text to ids and back: once, in the pool, off the engine threads."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from enginepool.errors import InvalidRequest
+from enginepool.process.guest import no_generation_warnings
+from enginepool.requests.chat import ChatTemplate, check_messages
+from enginepool.requests.request import Request
+from enginepool.values import shown
+
+# How many tokens of the prompt are decoded before the output, for tokenizers whose text of a
+# token depends on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
+_CONTEXT = 5
+_REPLACEMENT = "\ufffd"
+# The fields of generation_config.json that upstream's Engine takes as defaults.
+_GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+# Options of `apply_chat_template` with which it would not give token ids.
+_ANOTHER_RESULT = frozenset(
+    ("conversation", "tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask")
+)
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, usable from many threads at once.
+
+    Attributes:
+        lock: To be held by whoever encodes with `hf` itself.
+        chat: What its chat template takes.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self.chat = ChatTemplate(hf)
+        # A fast tokenizer is mutable while it encodes ("Already borrowed").
+        self.lock = threading.Lock()
+        decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
+        self._context = 0 if "ByteLevel" in type(decoder).__name__ else _CONTEXT
+
+    @classmethod
+    def load(cls, server_args: Any) -> Tokenizer:
+        """Load the tokenizer that upstream's engines load for these `ServerArgs`."""
+        from sgl_jax.srt.hf_transformers_utils import get_tokenizer
+
+        options = {
+            "tokenizer_mode": server_args.tokenizer_mode,
+            "trust_remote_code": server_args.trust_remote_code,
+            "revision": server_args.revision,
+        }
+        if hasattr(server_args, "tokenizer_backend"):  # not in 0.0.3rc99
+            options["tokenizer_backend"] = server_args.tokenizer_backend
+        return cls(get_tokenizer(server_args.tokenizer_path, **options))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, special tokens added as the tokenizer is configured."""
+        try:
+            return self._encode(list(texts)) if texts else []
+        except Exception:  # half a surrogate pair, for one: its error names no prompt
+            for index, text in enumerate(texts):
+                try:
+                    self._encode([text])
+                except Exception as error:
+                    raise InvalidRequest(
+                        f"the tokenizer does not take {shown(text)}: {error}", prompt_index=index
+                    ) from error
+            raise
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        with self.lock:
+            return self.hf(texts)["input_ids"]
+
+    def apply_chat_template(
+        self, index: int, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> Any:
+        """Token ids of conversation `index` of a call, ready for the assistant's answer.
+
+        Args:
+            options: Of the Hugging Face tokenizer's `apply_chat_template`, and variables of the
+                template. `chat_template` may replace it: whoever calls this is the host's code.
+        """
+        for name in _ANOTHER_RESULT.intersection(options):
+            raise InvalidRequest(f"chat_template_kwargs: {name} is the pool's own; leave it out")
+        messages = check_messages(messages, index)
+        template = options.get("chat_template")
+        if template is None and not getattr(self.hf, "chat_template", None):
+            raise InvalidRequest("the tokenizer has no chat template; use generate() with text")
+        options.setdefault("add_generation_prompt", True)
+        try:
+            fitted = self.chat.fit(messages, template)
+            with self.lock:
+                return self.hf.apply_chat_template(
+                    fitted, tokenize=True, return_dict=False, **options
+                )
+        # A template is a program of the checkpoint's and fails in its own ways.
+        except Exception as error:
+            raise InvalidRequest(
+                f"the chat template does not take {shown(messages)}: {error}", prompt_index=index
+            ) from error
+
+    def text(self, request: Request, output_ids: Sequence[int], *, final: bool = True) -> str:
+        """The text of an output so far.
+
+        The stop token or string at its end is cut, as upstream does, unless `no_stop_trim`. While
+        the request runs, a character whose bytes are not complete yet is held back, and so is
+        what may become a stop string, so each text of a stream continues the one before.
+        """
+        sampling, reason = request.sampling, request.finish_reason or {}
+        if not final:
+            text = self._decode(request, output_ids).rstrip(_REPLACEMENT)
+            return _hold_back_stop(text, [] if sampling.no_stop_trim else sampling.stop_strs)
+        matched = None if sampling.no_stop_trim else reason.get("matched")
+        if isinstance(matched, int) and output_ids and output_ids[-1] == matched:
+            output_ids = output_ids[:-1]
+        text = self._decode(request, output_ids)
+        if isinstance(matched, str) and (end := text.find(matched)) >= 0:
+            text = text[:end]
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        return self.hf.decode([token_id])
+
+    def _decode(self, request: Request, output_ids: Sequence[int]) -> str:
+        sampling = request.sampling
+        options = {
+            "skip_special_tokens": sampling.skip_special_tokens,
+            "spaces_between_special_tokens": sampling.spaces_between_special_tokens,
+        }
+        context = request.input_ids[-self._context :]
+        if self._context and context:
+            before = self.hf.decode(context, **options)
+            text = self.hf.decode([*context, *output_ids], **options)
+            if text.startswith(before):
+                return text[len(before) :]
+        return self.hf.decode(list(output_ids), **options)
+
+
+def _hold_back_stop(text: str, stops: Sequence[str]) -> str:
+    """Cut a tail that is the beginning of a stop string."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop), len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return text[: len(text) - longest] if longest else text
+
+
+def generation_defaults(server_args: Any) -> dict[str, Any]:
+    """Sampling parameters of a call that gives none: the checkpoint's generation_config.json.
+
+    As upstream's `Engine.get_default_sampling_params` reads it, without `repetition_penalty`,
+    which sglang-jax accepts and ignores.
+    """
+    from sgl_jax.srt.hf_transformers_utils import get_generation_config
+
+    with no_generation_warnings():
+        config = get_generation_config(
+            server_args.model_path, server_args.trust_remote_code, server_args.revision
+        )
+    given = config.to_diff_dict() if config is not None else {}
+    if server_args.preferred_sampling_params is not None:
+        given.update(json.loads(server_args.preferred_sampling_params))
+    return {name: given[name] for name in _GENERATION_DEFAULTS if given.get(name) is not None}

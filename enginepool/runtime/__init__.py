@@ -1,0 +1,1 @@
+"""An open pool: opening, dispatch, pauses, recovery, figures. Knows nothing of `EnginePool`."""

@@ -1,0 +1,135 @@
+"""Opening a pool: patches, engines one after the other, and what callers' input is checked by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import patches
+from enginepool.config import Warmup
+from enginepool.engine.worker import EngineWorker
+from enginepool.errors import EngineStartFailed, PatchFailed
+from enginepool.logs import logger
+from enginepool.process.tuning import frozen
+from enginepool.requests.input_processor import Intake, Limits
+from enginepool.requests.tokenizer import Tokenizer, generation_defaults
+
+_lock = threading.Lock()
+_open_pools = 0
+_applied: list[Any] = []
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """An opening pool applies the patches that are needed; the last that closes reverts them.
+
+    Raises:
+        PatchFailed: One of them does not fit, or somebody patched the same place again.
+    """
+    global _open_pools
+    with _lock:
+        if _open_pools == 0:
+            with _as_ours():
+                applied = patches.apply()
+            for patch in applied:
+                logger().debug("enginepool.patch_applied", name=patch.name, issue=patch.issue)
+            _applied.extend(applied)  # to those that an earlier pool could not revert
+        _open_pools += 1  # last: where a patch cannot be applied there is nothing to revert
+    try:
+        yield
+    finally:
+        with _lock:
+            _open_pools -= 1
+            if _open_pools == 0:
+                with _as_ours():
+                    patches.revert(_applied)
+                _applied.clear()
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """`patches` works without enginepool, and has an error of its own."""
+    try:
+        yield
+    except patches.PatchError as error:
+        raise PatchFailed(str(error)) from error
+
+
+def start_workers(
+    workers: Sequence[EngineWorker],
+    warmup: Warmup,
+    on_engine: Callable[[EngineWorker], None] | None,
+) -> None:
+    """Start the engines' threads and wait until all serve.
+
+    Builds never overlap: they change process-wide state and put it back. Warm-ups do, if asked,
+    with each other and with builds. The first engine reads the weights; the others copy its.
+    Tracing makes objects enough for full garbage collections, which would look through all that
+    the host has; until the end they pass over what an engine's build finds.
+
+    Args:
+        on_engine: Called when an engine serves, for those who show progress.
+
+    Raises:
+        EngineStartFailed: For the first engine that did not start; the caller closes the others.
+    """
+    batches = [workers] if warmup == "parallel" else [[worker] for worker in workers]
+    with ExitStack() as until_all_serve:
+        for batch in batches:
+            for worker in batch:
+                worker.start(source=workers[0].channel.leaves)
+                _wait_for_build(worker, batch)
+                until_all_serve.enter_context(frozen())
+                worker.warm_up(compile_programs=warmup != "none")
+            for worker in batch:
+                _wait(worker, worker.warm)
+                if on_engine is not None:
+                    on_engine(worker)
+
+
+def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None:
+    try:
+        _wait(worker, worker.built)
+    except EngineStartFailed:
+        for earlier in batch:  # one whose warm-up failed has no weights to copy any more
+            if earlier.warm.done():
+                _wait(earlier, earlier.warm)
+        raise
+
+
+def make_intake(workers: Sequence[EngineWorker]) -> Intake:
+    """What checks and tokenizes prompts, with the limits of the smallest engine: devices that
+    something else uses too have room for less KV cache."""
+    engines: list[Any] = [worker.engine for worker in workers]
+    args = engines[0].server_args
+    scheduler = min(
+        (engine.scheduler_info["scheduler"] for engine in engines),
+        key=lambda scheduler: scheduler.max_req_len,
+    )
+    limits = Limits(
+        # Upstream's own arithmetic: it refuses a prompt of `max_req_input_len`, and cuts an
+        # output at `max_req_len` - prompt - 1.
+        prompt=scheduler.max_req_input_len - 1,
+        total=scheduler.max_req_len - 1,
+        vocab_size=scheduler.model_config.vocab_size,
+        origin=(
+            f"context_length={scheduler.model_config.context_len}, "
+            f"max_total_tokens={scheduler.max_total_num_tokens}"
+        ),
+    )
+    return Intake(Tokenizer.load(args), limits, generation_defaults(args))
+
+
+def _wait(worker: EngineWorker, future: Future[None]) -> None:
+    try:
+        future.result()
+    except Exception as error:
+        ids = [device.id for device in worker.devices]
+        raise EngineStartFailed(
+            f"engine {worker.index} on device {ids} did not start: {error}",
+            engine_index=worker.index,
+            device_ids=ids,
+        ) from error

@@ -1,0 +1,103 @@
+"""What `stats()` and `get_load()` say. Plain dicts of numbers and words, for logs and W&B.
+
+Reads counters from outside the engines' threads: each figure is exact, together they are a
+snapshot as good as a moving thing allows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import psutil
+
+if TYPE_CHECKING:
+    from enginepool.engine.worker import EngineWorker
+    from enginepool.runtime.runtime import Runtime
+
+_MEMORY = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit", "largest_free_block_bytes")
+
+
+def pool(runtime: Runtime) -> dict[str, Any]:
+    return {
+        "engines": [engine(worker) for worker in runtime.workers],
+        "waiting": len(runtime.queue) + len(runtime.admission),
+        "running": sum(worker.channel.load() for worker in runtime.workers),
+        "finished": runtime.counts.finished,
+        "aborted": runtime.counts.aborted,
+        "prompt_tokens": runtime.counts.prompt_tokens,
+        "completion_tokens": runtime.counts.completion_tokens,
+        "weight_version": runtime.weight_version,
+        "executables": {"compiled": runtime.cache.compiled, "reused": runtime.cache.reused},
+        "memory": memory([device for worker in runtime.workers for device in worker.devices]),
+    }
+
+
+def engine(worker: EngineWorker) -> dict[str, Any]:
+    return {
+        **load(worker),
+        "devices": [device.id for device in worker.devices],
+        "platform": worker.devices[0].platform,
+        "state": worker.state.value,
+        "reason": worker.reason,
+        "since": worker.since,
+        "steps": worker.channel.steps,
+        # From the first step after idling to the last output: of the work at hand, or of the last.
+        "busy_seconds": max(0.0, worker.channel.books.last_output - worker.channel.busy_since),
+        "build_seconds": worker.assembly.build_seconds,
+        "warmup_seconds": worker.assembly.warmup_seconds,
+    }
+
+
+def load(worker: EngineWorker) -> dict[str, Any]:
+    usage = worker.channel.kv_usage()
+    return {
+        "engine_index": worker.index,
+        "running": worker.channel.load(),
+        "kv_used_tokens": usage[0],
+        "kv_total_tokens": usage[1],
+    }
+
+
+def memory(devices: list[jax.Device]) -> dict[str, Any]:
+    """Bytes by device and summed; process memory beside them.
+
+    Where the platform has no statistics (CPU), `bytes_in_use` is counted from live arrays, a
+    buffer that several arrays share once.
+    """
+    by_device = []
+    counted = None
+    for device in devices:
+        stats = device.memory_stats()
+        if stats is None:
+            if counted is None:
+                counted = _live_bytes()
+            stats = {"bytes_in_use": counted.get(device, 0)}
+        by_device.append({"device": device.id, **{k: stats[k] for k in _MEMORY if k in stats}})
+    summed = {
+        name: sum(entry[name] for entry in by_device)
+        for name in _MEMORY
+        if all(name in entry for entry in by_device)
+    }
+    return {
+        "devices": by_device,
+        "sum": summed,
+        "process_rss_bytes": psutil.Process().memory_info().rss,
+    }
+
+
+def _live_bytes() -> dict[jax.Device, int]:
+    buffers: dict[jax.Device, dict[int, int]] = {}
+    for array in jax.live_arrays():
+        try:
+            # Shards only where there are several: looking at the shard of an array on one device
+            # ties it into a reference cycle (JAX 0.8.1), which keeps its memory.
+            parts = [array]
+            if len(array.sharding.device_set) > 1:
+                parts = [shard.data for shard in array.addressable_shards]
+            for part in parts:
+                (device,) = part.devices()
+                buffers.setdefault(device, {})[part.unsafe_buffer_pointer()] = part.nbytes
+        except RuntimeError:
+            continue  # deleted, or given to a step that runs at this moment
+    return {device: sum(sizes.values()) for device, sizes in buffers.items()}

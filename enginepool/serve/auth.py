@@ -1,0 +1,91 @@
+"""Who may do what: an API key for requests, a token (or this machine alone) for administrators."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from enginepool.serve.error_replies import Refused, error_reply
+from enginepool.serve.options import ServeOptions, is_loopback
+
+# Probes, the scraper, and the page (which holds no data) come without a key, as upstream's do.
+OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
+
+# What a browser sends along for another site's page, and what a proxy adds.
+_FOREIGN = (
+    "origin",
+    "forwarded",
+    "via",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+)
+
+
+class Guard:
+    """Stands in front of everything, so that who may not ask is not read either."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: ServeOptions,
+        admin_paths: frozenset[str],
+        told: Callable[[str, Refused], None],
+    ) -> None:
+        self.app = app
+        self._told = told
+        self._options = options
+        self._admin_paths = admin_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = None
+        admin = scope.get("path") in self._admin_paths
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            refused = self._refusal(Headers(scope=scope), admin)
+        if refused is None:
+            await self.app(scope, receive, send)
+        else:
+            self._told(scope["path"], refused)
+            await error_reply(refused, admin=admin)(scope, receive, send)
+
+    def _refusal(self, headers: Headers, admin: bool) -> Refused | None:
+        secret, name = self._options.api_key, "API key"
+        if admin and self._options.admin_token is not None:
+            secret, name = self._options.admin_token, "admin token"
+        elif admin and (reason := _foreign(headers)) is not None:
+            return Refused(403, f"{reason}; start the server with --admin-token to allow this")
+        if secret is None:
+            return None
+        given = _bearer(headers)
+        if given is None:
+            return Refused(
+                401, f"no {name}: send 'Authorization: Bearer …'", code="invalid_api_key"
+            )
+        if not secrets.compare_digest(given.encode("latin-1"), secret.encode()):
+            return Refused(401, f"wrong {name}", code="invalid_api_key")
+        return None
+
+
+def _foreign(headers: Headers) -> str | None:
+    """Why a request does not come from a program on this machine, as far as one can see."""
+    for name in _FOREIGN:
+        if name in headers:
+            return f"requests with the header {name!r} may not administer this server"
+    site = headers.get("sec-fetch-site", "none")
+    if site not in ("none", "same-origin"):
+        return f"requests from another site ({site}) may not administer this server"
+    # Another site's page may have a name that resolves to this machine.
+    host = headers.get("host", "")
+    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    if not is_loopback(name.strip("[]")):
+        return f"requests to the host {host!r} may not administer this server"
+    return None
+
+
+def _bearer(headers: Headers) -> str | None:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" and given.strip() else None

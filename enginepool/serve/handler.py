@@ -1,0 +1,220 @@
+"""One HTTP request that generates, from its body to its last byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from anyio.to_thread import run_sync
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from enginepool.errors import InvalidRequest
+from enginepool.requests.request import Call
+from enginepool.serve.error_replies import Refused, as_refused, error_object, error_reply
+from enginepool.serve.limits import check_counts, count_prompts
+
+if TYPE_CHECKING:
+    from enginepool.pool.tokenizer_manager import FrontEnd
+    from enginepool.serve.service import Service
+
+CLIENT_GONE = 499  # nobody reads it, but the log does
+
+
+class Exchange:
+    """Upstream's serving classes take it for their TokenizerManager: it has the front end's
+    attributes, and `generate_request` gives what `begin` has begun.
+
+    Attributes:
+        call: The pool's side of it, once the body was found to be good.
+        first_output_at: When a streamed reply had its first output (`time.perf_counter`).
+        failure: What ended a streamed reply early.
+    """
+
+    def __init__(self, service: Service, front: FrontEnd, raw: Request) -> None:
+        self._service, self._front, self._raw = service, front, raw
+        self.path = raw.url.path
+        self.started = time.perf_counter()
+        self.call: Call | None = None
+        self.first_output_at: float | None = None
+        self.failure: Exception | None = None
+        self._outputs: AsyncIterator[Any] | None = None
+        self._first: Any = None
+        self._texts = True
+        self._ended = False
+        self.tokenizer, self.renderers = service.rendering, service.renderers
+        self.template_options = service.bounds.template_options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._front, name)
+
+    async def run(self, reply: Callable[[], Awaitable[Response]]) -> Response:
+        """The reply, or the error's. Ends the requests in the engines if the client leaves."""
+        self._service.exchanges.add(self)
+        try:
+            response = await _while_present(self._raw, reply())
+        except Exception as error:
+            response = error_reply(error)
+            self.failure = error
+        except BaseException:
+            self.end(CLIENT_GONE)
+            raise
+        if response is None:
+            response = Response(status_code=CLIENT_GONE)
+        if not isinstance(response, StreamingResponse):
+            self.end(response.status_code)
+        return response
+
+    async def begin(self, obj: Any, id_prefix: str | None = None) -> None:
+        """Submit upstream's GenerateReqInput and wait for the first that it yields.
+
+        So everything that can be refused is, before the status of a streamed reply is sent.
+
+        Args:
+            id_prefix: Of the one id that all its outputs carry, as OpenAI's do; None for one each.
+        """
+        self._service.check_open()
+        prompts = count_prompts(obj)
+        check_counts(obj, prompts, self._service.options)
+        obj.rid = _ids(obj.rid, prompts, id_prefix)
+        self._texts = obj.return_text_in_logprobs
+        self.call = await run_sync(self._make_call, obj)
+        timeout = self._service.options.request_timeout
+        self._outputs = self._front.outputs(self.call, obj, timeout)
+        self._first = await anext(self._outputs)
+        if obj.stream:
+            self.first_output_at = time.perf_counter()
+        _raise_if_lost(self._first, nothing_yet=bool(obj.stream))
+
+    def _make_call(self, obj: Any) -> Call:
+        for text in [obj.text] if isinstance(obj.text, str) else obj.text or ():
+            self._service.bounds.check_text(text)
+        return self._front.make_call(obj)
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """As upstream's: the result, or chunks."""
+        del obj, request
+        assert self._outputs is not None
+        try:
+            yield self._dressed(self._first)
+            async for output in self._outputs:
+                yield self._dressed(output)
+        except Exception as error:
+            self.failure = error
+            raise ValueError(str(error)) from error  # the only kind that all of upstream's catch
+
+    def stream(self, pieces: AsyncIterator[Any]) -> StreamingResponse:
+        """Server-sent events; what ends them early is told by one of OpenAI's error objects."""
+        return _Stream(self, self._told(pieces))
+
+    async def _told(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for piece in pieces:
+            if self.failure is not None:
+                yield f"data: {json.dumps(error_object(self.failure))}\n\n"
+                yield "data: [DONE]\n\n"
+                return
+            yield piece
+
+    def end(self, status: int) -> None:
+        """Count and log it, and end in the engines what nobody waits for any more."""
+        if self._ended:
+            return
+        self._ended = True
+        if self.call is not None and not self.call.done:
+            self._front.runtime.abort(self.call.requests, "the client left", "cancelled")
+        self._service.exchanges.discard(self)
+        self._service.ended(self, status)
+
+    def _dressed(self, output: Any) -> Any:
+        """Log-probabilities as upstream's classes read them: with each token's text."""
+        for one in output if isinstance(output, list) else [output]:
+            meta = one["meta_info"]
+            if "output_token_logprobs" not in meta:
+                continue
+            top = meta.setdefault("output_top_logprobs", [])
+            if self._texts:
+                text = self._service.token_text
+                meta["output_token_logprobs"] = [
+                    (value, token, text(token)) for value, token, _ in meta["output_token_logprobs"]
+                ]
+                meta["output_top_logprobs"] = [
+                    [(value, token, text(token)) for value, token, _ in step] for step in top
+                ]
+        return output
+
+
+class _Stream(StreamingResponse):
+    """Whatever ends the reply, the exchange ends with it."""
+
+    def __init__(self, exchange: Exchange, pieces: AsyncIterator[Any]) -> None:
+        super().__init__(pieces, media_type="text/event-stream")
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            call, failure = self._exchange.call, self._exchange.failure
+            gone = failure is None and call is not None and not call.done
+            self._exchange.end(CLIENT_GONE if gone else self.status_code)
+
+
+async def _while_present(raw: Request, work: Awaitable[Response]) -> Response | None:
+    """Await `work` while the client is there; cancel it, and return None, when it leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_left(raw))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _left(raw: Request) -> None:
+    while (await raw.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _ids(rid: Any, prompts: int, prefix: str | None) -> list[str] | None:
+    """The id of each prompt's outputs."""
+    if rid is None:
+        return None if prefix is None else [f"{prefix}{uuid.uuid4().hex}"] * prompts
+    if isinstance(rid, list):
+        if len(rid) != prompts:
+            raise InvalidRequest(f"rid has {len(rid)} ids for {prompts} prompts")
+        return rid
+    if prefix is not None or prompts == 1:
+        return [rid] * prompts
+    return [f"{rid}_{index}" for index in range(prompts)]  # as upstream names them
+
+
+def _raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
+    """A reply that is no answer is an error: one that took too long, or that broke engines.
+
+    Args:
+        nothing_yet: Only if there is no output; a stream tells the rest itself.
+    """
+    for one in output if isinstance(output, list) else [output]:
+        reason = one["meta_info"]["finish_reason"] or {}
+        kind = reason.get("err_type")
+        if reason.get("type") != "abort" or kind == "cancelled":
+            continue
+        if not (nothing_yet and one["output_ids"]):
+            raise Refused(504 if kind == "timeout" else 500, reason["message"], code=kind)
+
+
+def outcome_of(exchange: Exchange, status: int) -> str:
+    """A word for metrics and the log."""
+    if status == CLIENT_GONE:
+        return "disconnected"
+    if exchange.failure is not None:
+        refused = as_refused(exchange.failure)
+        return refused.code or ("refused" if refused.status < 500 else "error")
+    return "ok" if status < 400 else "refused"

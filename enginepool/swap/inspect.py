@@ -1,0 +1,82 @@
+"""Looking at engines' weights: checksums, one tensor, and a small change to see it arrive."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
+from enginepool.runtime.runtime import Runtime
+from enginepool.swap.staging import leaves_of
+from enginepool.weights.fingerprint import fingerprints
+
+if TYPE_CHECKING:
+    from enginepool.weights.leaves import EngineLeaves
+
+
+def checksum(runtime: Runtime) -> str:
+    """See `EnginePool.checksum`."""
+    weights = _weights(runtime)
+    return _one(dict(zip(weights, fingerprints(list(weights.values())), strict=True)))
+
+
+def quick_checksum(runtime: Runtime) -> float:
+    """See `EnginePool.quick_checksum`."""
+    sums = {}
+    for index, leaves in _weights(runtime).items():
+        first = [np.asarray(leaves[path]).reshape(-1)[:1024] for path in list(leaves)[:4]]
+        sums[index] = float(sum(part.astype(np.float32).sum() for part in first))
+    return _one(sums)
+
+
+def noise(runtime: Runtime, seed: int, scale: float, num_leaves: int) -> dict[str, jax.Array]:
+    """The first leaves with noise added; see `EnginePool.perturb_weights`."""
+    if num_leaves < 1:
+        raise InvalidRequest(f"num_leaves={num_leaves}: expected at least 1")
+    leaves = next(iter(_weights(runtime).values()))
+    key = jax.random.key(seed)
+    changed = {}
+    for index, path in enumerate(list(leaves)[:num_leaves]):
+        leaf = leaves[path]
+        # On the host: one answer for every device and sharding.
+        drawn = np.asarray(jax.random.normal(jax.random.fold_in(key, index), leaf.shape))
+        host = np.asarray(leaf)
+        changed[path] = (host.astype(np.float32) + drawn * scale).astype(leaf.dtype)
+    return changed
+
+
+def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
+    """See `EnginePool.get_weights_by_name`."""
+    index, leaves = next(iter(_weights(runtime).items()))
+    scheduler: Any = runtime.workers[index].channel.scheduler
+    mapping = scheduler.hugging_face
+    path = mapping.paths.get(name, name)
+    if path not in leaves.specs:
+        raise InvalidRequest(f"{name}: neither a Hugging Face name nor a leaf of this model")
+    array = np.asarray(leaves[path])
+    if path in mapping.names and name in mapping.paths:
+        if len(group := mapping.names[path]) > 1:  # stacked experts
+            array = array[group.index(name)]
+        if mapping.turned(path):
+            array = array.swapaxes(-1, -2)
+    return array[:truncate_size].astype(np.float32).tolist()
+
+
+def _weights(runtime: Runtime) -> dict[int, EngineLeaves]:
+    workers = runtime.present()
+    if not workers:
+        raise runtime.failure()
+    weights = {worker.index: leaves_of(worker) for worker in workers}
+    for index, leaves in weights.items():
+        if leaves.lost():
+            raise NoWeights(f"engine {index} has no weights: {runtime.workers[index].reason}")
+    return weights
+
+
+def _one(sums: dict[int, Any]) -> Any:
+    if len(set(sums.values())) > 1:
+        listed = ", ".join(f"engine {index}: {value}" for index, value in sums.items())
+        raise EnginesDiffer(f"the engines' weights differ: {listed}", checksums=sums)
+    return next(iter(sums.values()))

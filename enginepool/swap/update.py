@@ -1,0 +1,295 @@
+"""`update_weights`: stage on every device, stop every engine, put in place on all or on none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from enginepool.engine.jobs import EngineStopped
+from enginepool.engine.worker import EngineWorker
+from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
+from enginepool.runtime.runtime import Runtime
+from enginepool.swap import staging
+from enginepool.swap.options import Options
+from enginepool.swap.quiesce import Standstill, standstill
+from enginepool.swap.report import EngineSwap, SwapReport
+from enginepool.swap.staging import Staged, leaves_of
+from enginepool.weights.fingerprint import fingerprints
+from enginepool.weights.plan import Plan
+from enginepool.weights.sources import read_source
+
+
+def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:
+    """See `EnginePool.update_weights`."""
+    options.check()
+    with runtime.steering.turn("update_weights()"), runtime.cache.sharing():
+        workers = runtime.present()
+        coming_back = [worker for worker in runtime.workers if worker.recovering]
+        if not workers and coming_back and not runtime.closed:
+            raise WeightUpdateFailed(
+                "every engine has failed and is being brought back, with the weights that the "
+                "pool has; nothing was touched, try again",
+                engine_index=coming_back[0].index,
+            )
+        if runtime.closed or not workers:
+            raise runtime.failure()
+        try:
+            return _Update(runtime, workers, source, options).run()
+        except EngineStopped as error:
+            if runtime.closed:
+                raise PoolClosed(f"pool {runtime.name!r} was closed") from error
+            raise WeightUpdateFailed(
+                f"{error} since the update began; it comes back with the weights that the pool "
+                "has, try again",
+                engine_index=workers[0].index,
+            ) from error
+
+
+@dataclass
+class _Update:
+    runtime: Runtime
+    workers: list[EngineWorker]
+    source: Any
+    options: Options
+    seconds: dict[str, float] = field(default_factory=dict)
+    staged: dict[int, Staged] = field(default_factory=dict)
+    pauses: dict[int, float] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    # By engine, what it had. Freeing it takes time: when the engines go on, and not before.
+    before: dict[int, Any] = field(default_factory=dict)
+    kv_bytes: int = 0
+
+    def run(self) -> SwapReport:
+        started = time.perf_counter()
+        self.number = self.runtime.updates + 1
+        label = self.options.weight_version
+        self.version = self.number if label is None else label
+        lead = self.workers[0]
+        try:
+            self.plan = self._plan()
+        except Exception as error:
+            if lead.present:
+                raise
+            raise WeightUpdateFailed(
+                f"engine {lead.index} failed ({lead.reason}) while the source was read; nothing "
+                "was touched, try again",
+                engine_index=lead.index,
+            ) from error
+        self.staging = self.options.staging
+        if self.options.strategy == "rolling":
+            self._roll()
+        else:
+            self._all_at_once()
+        return self._report(started)
+
+    def _plan(self) -> Plan:
+        scheduler: Any = self.workers[0].channel.scheduler
+        args = scheduler.server_args
+        with self._timed("stage"):
+            source = read_source(
+                self.source,
+                scheduler.leaves.specs,
+                download_dir=args.download_dir,
+                revision=args.revision,
+            )
+            mapping = None if source.by_path else scheduler.hugging_face
+            plan = Plan(source, scheduler.leaves, mapping, strict=self.options.strict)
+        for worker in [w for w in self.workers if w.present]:
+            if lost := set(leaves_of(worker).lost()).difference(plan.paths):
+                raise InvalidWeights(
+                    f"engine {worker.index} has no weights to keep: update all of them, "
+                    f"{len(lost)} are not in the source",
+                    names=sorted(lost),
+                )
+        return plan
+
+    # Atomic
+
+    def _all_at_once(self) -> None:
+        # A device may have room for a second set only once its KV cache is gone.
+        early = not self.options.free_kv and self._choose() == "double"
+        if early:
+            self._stage(self.workers)
+        with self._standing(self.workers) as stand, self._without_kv(stand):
+            if not early and self._choose() == "double":
+                self._stage(stand.workers)
+            elif not early:
+                with self._timed("stage"):
+                    self.staged, self.failed = staging.stream(self.plan, stand, self.options.copy)
+            with self._timed("commit"):
+                self._commit(stand)
+        self.before.clear()
+
+    def _choose(self) -> str:
+        if self.staging == "auto":
+            self.staging = staging.choose(self.plan, self.workers, self.options.copy)
+        return self.staging
+
+    def _stage(self, workers: Sequence[EngineWorker]) -> None:
+        with self._timed("stage"):
+            self.staged = staging.stage(self.plan, workers, self.options.copy)
+
+    def _commit(self, stand: Standstill) -> None:
+        """On every engine or on none."""
+        before = self.before
+
+        def put(worker: EngineWorker) -> None:
+            if worker.index in self.failed:
+                staging.give_up(worker, self.failed[worker.index])
+                return
+            if self.staging == "stream":
+                return  # they lie there already
+            leaves, new = leaves_of(worker), self.staged[worker.index]
+            shared = leaves.shared.copy()
+            worker.channel.books.settled = False
+            with staging.naming(worker):
+                before[worker.index] = leaves.replace(new.arrays, new.shared), shared
+
+        def put_back(worker: EngineWorker) -> None:
+            if worker.index in before:
+                arrays, shared = before[worker.index]
+                leaves_of(worker).replace(arrays, shared)
+            worker.channel.books.settled = True
+
+        def label(worker: EngineWorker) -> None:
+            if worker.index not in self.failed:
+                worker.channel.books.set_version(self.version)
+                worker.load()
+
+        try:
+            stand.run(put)
+        except BaseException:  # Control-C too: what was put in place so far goes back
+            stand.run(put_back)
+            raise
+        self.runtime.released = None
+        self.runtime.weight_version, self.runtime.updates = self.version, self.number
+        stand.run(label)
+
+    # Rolling
+
+    def _roll(self) -> None:
+        """One engine after the other, while the others serve."""
+        self._choose()
+        for worker in self.workers:
+            try:
+                self._roll_one(worker)
+            except (PoolClosed, InvalidWeights):
+                raise
+            except Exception as error:
+                if worker is self.workers[0] or self.runtime.closed:
+                    raise
+                # Others have the new weights already: it only goes forward.
+                reason = f"it missed an update of weights: {error}"
+                self.failed[worker.index] = reason
+                worker.channel.run(lambda w=worker, why=reason: staging.give_up(w, why)).result()
+
+    def _roll_one(self, worker: EngineWorker) -> None:
+        plan = self.plan
+        if worker is not self.workers[0]:
+            # The first engine has them in the model's layout; a source is read only once.
+            first = leaves_of(self.workers[0])
+            plan = self.plan.again(first, leaves_of(worker).specs)
+        staged = None
+        if self.staging == "double":
+            with self._timed("stage"):
+                staged = staging.stage(plan, [worker], self.options.copy)
+        with self._standing([worker]) as stand, self._without_kv(stand):
+            if staged is None:
+                with self._timed("stage"):
+                    staged, _ = staging.stream(plan, stand, self.options.copy)
+            self.staged.update(staged)
+            with self._timed("commit"):
+                self._commit(stand)
+        self.before.clear()
+
+    # Around both
+
+    @contextmanager
+    def _standing(self, workers: Sequence[EngineWorker]) -> Iterator[Standstill]:
+        asked = time.perf_counter()
+        with standstill(self.runtime, workers, self.options.mode) as stand:
+            self._add("quiesce", time.perf_counter() - asked)
+            yield stand
+        self.pauses.update(stand.pauses)
+
+    @contextmanager
+    def _without_kv(self, stand: Standstill) -> Iterator[None]:
+        if not self.options.free_kv:
+            yield
+            return
+        dropped = stand.run(lambda worker: _kv_of(worker).drop())
+        self.kv_bytes += sum(dropped.values())
+        try:
+            yield
+        finally:
+            # What was dropped before this update stays so: `resume_memory_occupation` brings it.
+            stand.run(lambda w: _kv_of(w).rebuild() if dropped.get(w.index) else 0)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(phase, time.perf_counter() - started)
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def _report(self, started: float) -> SwapReport:
+        with self._timed("fingerprint"):
+            staged, engines = self._fingerprints()
+        self.seconds["total"] = time.perf_counter() - started
+        return SwapReport(
+            weight_version=self.version,
+            mode=self.options.mode,
+            strategy=self.options.strategy,
+            staging=self.staging,
+            nbytes=self.plan.nbytes,
+            seconds=self.seconds,
+            staged=staged,
+            engines=tuple(engines),
+            failed=self.failed,
+            left=tuple(self.plan.left),
+            ignored=tuple(self.plan.ignored),
+            kv_bytes=self.kv_bytes,
+        )
+
+    def _fingerprints(self) -> tuple[str, list[EngineSwap]]:
+        """Of what was staged, and of every engine that has it."""
+        done = [w for w in self.workers if w.index in self.pauses and w.index not in self.failed]
+        while done:
+            lead = done[0]
+            try:
+                staged, *have = fingerprints(
+                    [
+                        {**leaves_of(lead), **self.staged[lead.index].arrays},
+                        *(leaves_of(worker) for worker in done),
+                    ]
+                )
+                return staged, list(map(self._engine, done, have))
+            except (LookupError, RuntimeError):
+                # An engine has failed since; it comes back with the new weights.
+                readable = [worker for worker in done if not leaves_of(worker).lost()]
+                if readable == done:
+                    raise
+                done = readable
+        raise self.runtime.failure()
+
+    def _engine(self, worker: EngineWorker, fingerprint: str) -> EngineSwap:
+        mine = self.staged[worker.index]
+        return EngineSwap(
+            engine_index=worker.index,
+            pause_sec=self.pauses[worker.index],
+            shared=len(mine.shared),
+            copied=len(mine.arrays) - len(mine.shared),
+            fingerprint=fingerprint,
+        )
+
+
+def _kv_of(worker: EngineWorker) -> Any:
+    scheduler: Any = worker.channel.scheduler
+    return scheduler.kv_cache
