@@ -90,7 +90,7 @@ class Soak:
 
     def run(self) -> None:
         """On the main thread, where Control-C arrives."""
-        load = threading.Thread(target=anyio.run, args=[self._load], name="soak-load")
+        load = threading.Thread(target=self._run_load, name="soak-load")
         load.start()
         while self._running:
             if self._lull:
@@ -103,6 +103,13 @@ class Soak:
             except EnginePoolError as error:
                 self.violations.append(f"a call raised {error!r}")
         load.join()
+
+    def _run_load(self) -> None:
+        try:
+            anyio.run(self._load)
+        except BaseException as error:
+            self.violations.append(f"the load ended early: {error!r}")
+            raise
 
     async def _load(self) -> None:
         try:
@@ -231,6 +238,7 @@ class Soak:
                 r.get("err_type") == "cancelled" for r in reasons
             ),
             "calls that their callers left": self._callers.left,
+            "streams that the tokenizer broke": self._callers.broken_streams,
             "outputs that the tokenizer failed on": sum(
                 r.get("err_type") == "tokenizer" for r in reasons
             ),

@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 
+from benchmarks.faults import Fault
 from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED
 from benchmarks.span_checks import Finished
 from enginepool import EnginePool
@@ -47,6 +48,7 @@ class Callers:
     Attributes:
         calls: How many of each kind.
         left: Calls that were abandoned before they ended.
+        broken_streams: Streams that raised what an injected fault of the tokenizer raised.
     """
 
     def __init__(self, pool: EnginePool, rng: random.Random) -> None:
@@ -54,7 +56,7 @@ class Callers:
         self.answers: list[Answer] = []
         self.violations: list[str] = []
         self.calls: collections.Counter[str] = collections.Counter()
-        self.left = 0
+        self.left = self.broken_streams = 0
         self._kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "patient": self._patient,
             "timeout": self._timeout,
@@ -70,7 +72,10 @@ class Callers:
         if self._random.random() < 0.4:
             kind = self._random.choice(sorted(self._kinds))
         self.calls[kind] += 1
-        await self._kinds[kind]()
+        try:
+            await self._kinds[kind]()
+        except Fault:
+            self.broken_streams += 1
 
     def call_from_this_thread(self) -> None:
         """A patient call without an event loop."""
