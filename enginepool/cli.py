@@ -6,6 +6,7 @@ Whatever imports sgl_jax is imported inside the commands, so that `--help` answe
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
@@ -27,10 +28,8 @@ if TYPE_CHECKING:
     from enginepool.pool import EnginePool
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="One sglang-jax engine on each accelerator device of a host, used as one.",
 )
 app.command(context_settings=SERVE_CONTEXT)(serve)
 app.add_typer(admin, name="admin")
@@ -46,6 +45,22 @@ class Format(StrEnum):
 
 def main() -> None:
     app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print("enginepool", importlib.metadata.version("enginepool"))
+        raise typer.Exit()
+
+
+@app.callback()
+def _all_commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """One sglang-jax engine on each accelerator device of a host, used as one."""
 
 
 @app.command()

@@ -1,6 +1,8 @@
 """The command line: what it reads, what it refuses, and one real run."""
 
+import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -25,6 +27,54 @@ TINY = [
 
 def invoke(*arguments, stdin=None):
     return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def enginepool(*arguments, **options):
+    """The command in a process of its own, under its own name."""
+    program = "import sys; sys.argv[0] = 'enginepool'; from enginepool.cli import main; main()"
+    options = {"capture_output": True, "text": True, "timeout": 240} | options
+    return subprocess.run([sys.executable, "-c", program, *arguments], **options)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]),
+        *(["admin", "--help"], ["doctor", "--help"], ["demo", "--help"]),
+        *(["reference", "--help"], ["reference", "swap", "--help"]),
+    ],
+    ids=" ".join,
+)
+def test_help_and_version_import_neither_jax_nor_upstream(arguments):
+    program = """
+import sys
+from enginepool.cli import main
+try:
+    main()
+except SystemExit as end:
+    print(end.code, sorted({"jax", "sgl_jax"} & sys.modules.keys()), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == "0 []\n"
+    assert "enginepool" in done.stdout or "Usage" in done.stdout
+
+
+def test_version_is_the_packages():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"enginepool {importlib.metadata.version('enginepool')}\n"
+
+
+def test_shell_completion_is_typers_own():
+    """The script that a shell is given, and what it asks for when somebody presses tab."""
+    script = enginepool(env=os.environ | {"_ENGINEPOOL_COMPLETE": "source_bash"})
+    asked = {"_ENGINEPOOL_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    answer = enginepool(env=os.environ | asked | {"COMP_WORDS": "enginepool gen"})
+    assert "_ENGINEPOOL_COMPLETE=complete_bash" in script.stdout
+    assert answer.stdout.split() == ["generate"]
+    assert "--install-completion" in invoke("--help").stdout
 
 
 @pytest.mark.parametrize(
