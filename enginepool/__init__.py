@@ -1,5 +1,7 @@
 """One sglang-jax engine on each accelerator device of a host, in one process, used as one."""
 
+from typing import TYPE_CHECKING
+
 from enginepool.errors import (
     EnginePoolError,
     EnginesDiffer,
@@ -19,8 +21,10 @@ from enginepool.errors import (
     StepTimeout,
     WeightUpdateFailed,
 )
-from enginepool.pool.pool import EnginePool
-from enginepool.swap.report import SwapReport
+
+if TYPE_CHECKING:
+    from enginepool.pool.pool import EnginePool
+    from enginepool.swap.report import SwapReport
 
 __all__ = [
     "EnginePool",
@@ -43,3 +47,19 @@ __all__ = [
     "SwapReport",
     "WeightUpdateFailed",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What needs JAX is imported when it is asked for: `enginepool --help` answers without."""
+    if name == "EnginePool":
+        from enginepool.pool.pool import EnginePool as found
+    elif name == "SwapReport":
+        from enginepool.swap.report import SwapReport as found
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

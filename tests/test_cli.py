@@ -1,6 +1,11 @@
 """The command line: what it reads, what it refuses, and one real run."""
 
+import importlib.metadata
+import io
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
 
@@ -9,8 +14,10 @@ from typer.testing import CliRunner
 
 from enginepool.cli.arguments import parse_devices, parse_server_args
 from enginepool.cli.main import app
-from enginepool.cli.prompt_file import PromptLine, read_jsonl, read_text
+from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, read_text
+from enginepool.cli.result_lines import ResultLines
 from enginepool.errors import InvalidConfig, InvalidRequest
+from enginepool.requests.progress import progress_bar
 
 # One program of each kind: the smallest engine that answers the toy's sums.
 TINY = [
@@ -25,6 +32,63 @@ TINY = [
 
 def invoke(*arguments, stdin=None):
     return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+# The command in a process of its own, under its own name.
+PROGRAM = "import sys; sys.argv[0] = 'enginepool'; from enginepool.cli import main; main()"
+COMMAND = [sys.executable, "-c", PROGRAM]
+
+
+def enginepool(*arguments, **options):
+    options = {"capture_output": True, "text": True, "timeout": 240} | options
+    return subprocess.run([*COMMAND, *arguments], **options)
+
+
+def redirected(redirections, *arguments):
+    """The command as a shell starts it, with `redirections`."""
+    line = f"{shlex.join([*COMMAND, *arguments])} {redirections}"
+    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]),
+        *(["admin", "--help"], ["doctor", "--help"], ["demo", "--help"]),
+        *(["reference", "--help"], ["reference", "swap", "--help"]),
+    ],
+    ids=" ".join,
+)
+def test_help_and_version_import_neither_jax_nor_upstream(arguments):
+    program = """
+import sys
+from enginepool.cli import main
+try:
+    main()
+except SystemExit as end:
+    print(end.code, sorted({"jax", "sgl_jax"} & sys.modules.keys()), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == "0 []\n"
+    assert "enginepool" in done.stdout or "Usage" in done.stdout
+
+
+def test_version_is_the_packages():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"enginepool {importlib.metadata.version('enginepool')}\n"
+
+
+def test_shell_completion_is_typers_own():
+    """The script that a shell is given, and what it asks for when somebody presses tab."""
+    script = enginepool(env=os.environ | {"_ENGINEPOOL_COMPLETE": "source_bash"})
+    asked = {"_ENGINEPOOL_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    answer = enginepool(env=os.environ | asked | {"COMP_WORDS": "enginepool gen"})
+    assert "_ENGINEPOOL_COMPLETE=complete_bash" in script.stdout
+    assert answer.stdout.split() == ["generate"]
+    assert "--install-completion" in invoke("--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -113,6 +177,97 @@ def test_bad_input_is_one_clear_line(arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("redirections", "message"),
+    [
+        ("<&-", "no prompts: standard input is closed; give them"),
+        ("0>/dev/null", "standard input: Bad file descriptor"),
+    ],
+)
+def test_input_that_cannot_be_read_is_one_clear_line(redirections, message):
+    done = redirected(redirections, "generate")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"enginepool: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "12+7="], ["--version"], ["--help"]], ids=" ".join
+)
+@pytest.mark.parametrize(
+    ("redirections", "message"),
+    [(">&-", "it is closed"), (">/dev/full", "No space left on device")],
+)
+def test_output_that_cannot_be_written_is_one_clear_line(arguments, redirections, message):
+    """Before engines are started, where that can be seen: nothing here has a model."""
+    arguments = [*arguments, "--model", "no-such-model"] if "generate" in arguments else arguments
+    done = redirected(redirections, *arguments)
+    assert done.stderr == f"enginepool: standard output: {message}\n"
+    assert done.returncode == 1
+
+
+def test_errors_do_not_go_to_standard_output_where_standard_error_is_closed():
+    done = redirected("2>&-", "generate", "a", "--devices", "all")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_prompts_that_are_not_utf8_are_named_by_their_line(tmp_path, form, by_file):
+    prompts = b'{"prompt": "fine"}\n{"prompt": "caf\xe9"}\n'
+    file = tmp_path / "prompts"
+    file.write_bytes(prompts)
+    result = invoke(
+        *("generate", "--input", form, *(["--file", str(file)] if by_file else [])),
+        stdin=b"" if by_file else prompts,
+    )
+    assert (result.exit_code, result.stdout) == (2, "")
+    source = file if by_file else "standard input"
+    assert result.stderr.startswith(f"enginepool: {source}, line 2: 'utf-8' codec can't decode")
+    assert result.stderr.count("\n") == 1
+
+
+def test_mark_at_the_beginning_of_a_file_is_no_part_of_the_first_prompt():
+    assert list(decode([b"\xef\xbb\xbf12+7=\n", b"30+4="], "here")) == ["12+7=\n", "30+4="]
+
+
+def ended(prompt_index, sample_index, text):
+    meta = {"prompt_index": prompt_index, "sample_index": sample_index, "completion_tokens": 1}
+    return {"text": text, "meta_info": meta}
+
+
+def test_text_is_written_in_input_order_and_as_soon_as_its_turn_comes():
+    stream = io.BytesIO()
+    lines = ResultLines(stream, Format.TEXT, [2, 1, 1])
+    for result, written in [
+        (ended(0, 1, "b"), ""),
+        (ended(0, 0, "a"), "a\nb\n"),
+        (ended(2, 0, "你"), "a\nb\n"),
+    ]:
+        lines.add(result)
+        assert stream.getvalue().decode() == written
+    lines.rest()
+    assert stream.getvalue().decode() == "a\nb\n你\n"
+
+
+def test_json_is_written_as_results_end():
+    stream = io.BytesIO()
+    lines = ResultLines(stream, Format.JSONL, [1, 1])
+    lines.add(ended(1, 0, "你"))
+    assert json.loads(stream.getvalue()) == {"prompt_index": 1, **ended(1, 0, "你")}
+
+
+def test_progress_bar_leaves_standard_output_alone(capsys, monkeypatch):
+    """Where standard error is a terminal and standard output goes to a file."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress_bar(2, lambda: (1, 10), wanted=True) as tick:
+        print("12+7=19")
+        tick()
+    out, err = capsys.readouterr()
+    assert out == "12+7=19\n"
+    assert "1/2" in err
+
+
 def test_unknown_option_is_named():
     result = invoke("generate", "a", "--temprature", "1")
     assert result.exit_code == 2
@@ -130,8 +285,8 @@ def test_prompt_that_fails_keeps_its_place_and_fails_the_command():
     assert "enginepool: prompt 0: " in result.stderr
 
 
-def test_generate_answers_every_kind_of_line_in_input_order(tmp_path):
-    """Two engines, in a process of their own: JSON alone on standard output, in input order."""
+def test_generate_answers_every_kind_of_line(tmp_path):
+    """Two engines, in a process of their own: JSON alone on standard output."""
     from enginepool import toy
 
     rows = [
@@ -161,8 +316,77 @@ def test_generate_answers_every_kind_of_line_in_input_order(tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    results = sorted(map(json.loads, done.stdout.splitlines()), key=lambda r: r["prompt_index"])
     assert [result["prompt_index"] for result in results] == [0, 1, 2, 3]
     assert [result["text"] for result in results] == ["19", "34", "55", "1"]
     for result in results:
         assert len(result["meta_info"]["output_token_logprobs"]) == len(result["output_ids"])
+
+
+def test_sampling_defaults_are_pythons_and_json_comes_as_it_ends(tmp_path, make_pool):
+    """The toy's generation_config.json is greedy and ends after 16 tokens; whoever gives a
+    parameter, if it is only one, has upstream's defaults instead, which end after 128."""
+    rows = [
+        {"prompt": "12+7=", "sampling_params": {"ignore_eos": True, "top_k": 1}},
+        {"prompt": "30+4="},
+    ]
+    done = enginepool(
+        *("generate", "--input", "jsonl", "--output", "jsonl", "--devices", "1", *TINY),
+        input="\n".join(map(json.dumps, rows)),
+    )
+    assert done.returncode == 0, done.stderr
+    long, short = make_pool("toy", 1).generate_all(
+        [row["prompt"] for row in rows], [row.get("sampling_params") for row in rows]
+    )
+    assert len(long["output_ids"]) == 128
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(result["prompt_index"], result["output_ids"]) for result in results] == [
+        (1, short["output_ids"]),
+        (0, long["output_ids"]),
+    ]
+
+
+def start_many(output):
+    """200 prompts that end one after the other, in a process of their own."""
+    row = {"prompt": "12+7=", "sampling_params": {"ignore_eos": True, "max_new_tokens": 100}}
+    process = subprocess.Popen(
+        [
+            *(*COMMAND, "generate", "--input", "jsonl", "--output", output),
+            *("--devices", "1", "--warmup", "none", *TINY),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdin.write("\n".join([json.dumps(row)] * 200))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+@pytest.mark.parametrize("output", ["text", "jsonl"])
+def test_interrupt_leaves_what_has_ended(output):
+    """Ctrl-C after the third result."""
+    process = start_many(output)
+    first = [process.stdout.readline() for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    rest, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    lines = [*first, *rest.splitlines()]
+    assert 3 <= len(lines) < 200
+    if output == "jsonl":
+        assert len({json.loads(line)["prompt_index"] for line in lines}) == len(lines)
+    assert said == (
+        f"enginepool: interrupted: {len(lines)} of 200 outputs had ended and are written\n"
+    )
+
+
+def test_reader_that_leaves_ends_the_command_quietly():
+    """As `head -1` does; the code is that of a program which SIGPIPE ended."""
+    process = start_many("jsonl")
+    assert json.loads(process.stdout.readline())
+    process.stdout.close()
+    process.stdout = None
+    assert process.communicate(timeout=120)[1] == ""
+    assert process.returncode == 141

@@ -5,11 +5,12 @@ Whatever imports sgl_jax is imported inside the commands, so that `--help` answe
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,35 +18,47 @@ import typer
 
 from enginepool.cli.arguments import make_arguments
 from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize, Warmup, WarmupOption
-from enginepool.cli.prompt_file import PromptLine, read_jsonl, read_text
+from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, read_text
 from enginepool.cli.reference import app as reference
+from enginepool.cli.result_lines import ResultLines
 from enginepool.cli.serve import SERVE_CONTEXT, admin, serve
-from enginepool.console import clear_errors, complain
+from enginepool.console.complaints import Commands, complain
+from enginepool.console.output import check_output, watch_output
 from enginepool.errors import InvalidRequest
+from enginepool.requests.progress import progress_bar
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
 
 app = typer.Typer(
-    add_completion=False,
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="One sglang-jax engine on each accelerator device of a host, used as one.",
 )
 app.command(context_settings=SERVE_CONTEXT)(serve)
 app.add_typer(admin, name="admin")
 app.add_typer(reference, name="reference")
 
 
-class Format(StrEnum):
-    """How prompts come in and results go out."""
-
-    TEXT = "text"
-    JSONL = "jsonl"
-
-
 def main() -> None:
+    watch_output()
     app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print("enginepool", importlib.metadata.version("enginepool"))
+        raise typer.Exit()
+
+
+@app.callback()
+def _all_commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """One sglang-jax engine on each accelerator device of a host, used as one."""
 
 
 @app.command()
@@ -78,11 +91,14 @@ def generate(
     timeout: Annotated[float | None, typer.Option(help="Seconds for all prompts.")] = None,
     server_arg: ServerArg = None,
 ) -> None:
-    """Generate for every prompt, on all engines; results in input order on standard output.
+    """Generate for every prompt, on all engines; each result is written when it ends.
 
-    Prompts come from the arguments, --file, or standard input. A line of JSON has "prompt",
-    "input_ids" or "messages", and may have "sampling_params". Sampling options that are not given
-    are the checkpoint's own.
+    Text comes in input order, JSON as results end, with "prompt_index". Prompts come from the
+    arguments, --file, or standard input. A line of JSON has "prompt", "input_ids" or "messages",
+    and may have "sampling_params", which go before the options.
+
+    As in Python, the checkpoint's generation_config.json applies to prompts for which no sampling
+    parameter is given; with any given, the others are sglang-jax's own defaults (temperature 1).
     """
     options = {
         "max_new_tokens": max_new_tokens,
@@ -93,16 +109,16 @@ def generate(
         "sampling_seed": seed,
     }
     chosen = {name: value for name, value in options.items() if value is not None}
-    with clear_errors():
-        lines = _read(prompts or [], file, input_format)
-        arguments = make_arguments(devices, tp_size, dtype, server_arg)
-        arguments["warmup"] = str(warmup)
-        from enginepool.pool.pool import EnginePool
+    lines = _read(prompts or [], file, input_format)
+    arguments = make_arguments(devices, tp_size, dtype, server_arg)
+    arguments["warmup"] = str(warmup)
+    check_output()
+    from enginepool.pool.pool import EnginePool
 
-        with EnginePool(model, **arguments) as pool:
-            results = _generate(pool, lines, chosen, return_logprob=return_logprob, timeout=timeout)
-    _write(results, output)
-    failed = [r["meta_info"] for r in results if r["meta_info"]["finish_reason"]["type"] == "abort"]
+    with EnginePool(model, **arguments) as pool:
+        failed = _generate(
+            pool, lines, chosen, output, return_logprob=return_logprob, timeout=timeout
+        )
     for meta in failed:
         complain(f"prompt {meta['prompt_index']}: {meta['finish_reason'].get('message')}")
     if failed:
@@ -128,8 +144,7 @@ def doctor(
     one process can feed.
     """
     if profile:
-        with clear_errors():
-            _profile(model, make_arguments(devices, tp_size, dtype, server_arg), as_json)
+        _profile(model, make_arguments(devices, tp_size, dtype, server_arg), as_json)
         return
     from enginepool.doctor.environment import examine, show
 
@@ -146,8 +161,7 @@ def demo(
     """Watch engines come up and answer sums side by side, with the toy model."""
     from enginepool.cli.demo import run
 
-    with clear_errors():
-        run(engines, prompts)
+    run(engines, prompts)
 
 
 def _profile(model: str | None, arguments: dict[str, Any], as_json: bool) -> None:
@@ -165,39 +179,82 @@ def _read(prompts: list[str], file: Path | None, form: Format | None) -> list[Pr
         raise InvalidRequest("give prompts as arguments or with --file, and not both")
     if prompts:
         return [PromptLine("prompt", text) for text in prompts]
-    if file is None and sys.stdin.isatty():
-        raise InvalidRequest("no prompts: give them as arguments, with --file or on standard input")
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
+        why = "standard input is closed; " if sys.stdin is None else ""
+        raise InvalidRequest(
+            f"no prompts: {why}give them as arguments, with --file or on standard input"
+        )
     if form is None:
         by_name = file is not None and file.suffix in (".jsonl", ".ndjson")
         form = Format.JSONL if by_name else Format.TEXT
+    source = "standard input" if file is None else str(file)
     try:
-        stream = sys.stdin if file is None else file.open(encoding="utf-8")
-        with contextlib.nullcontext() if file is None else stream:
-            source = "standard input" if file is None else str(file)
-            lines = read_text(stream) if form is Format.TEXT else read_jsonl(stream, source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"--file {file}: {error}") from None
+        with contextlib.nullcontext(sys.stdin.buffer) if file is None else file.open("rb") as found:
+            text = decode(found, source)
+            lines = read_text(text) if form is Format.TEXT else read_jsonl(text, source)
+    except OSError as error:
+        raise InvalidRequest(f"{source}: {error.strerror or error}") from None
     if not lines:
         raise InvalidRequest("no prompts: the input is empty")
     return lines
 
 
 def _generate(
-    pool: EnginePool, lines: Sequence[PromptLine], chosen: dict[str, Any], **options: Any
+    pool: EnginePool,
+    lines: Sequence[PromptLine],
+    chosen: dict[str, Any],
+    output: Format,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    params: list[dict[str, Any] | None] = [None] * len(lines)
-    if chosen or any(line.sampling_params for line in lines):
-        # An option changes what it names and leaves the checkpoint's other defaults alone.
-        from enginepool.requests.tokenizer import generation_defaults
-
-        defaults = generation_defaults(pool.engines[0].server_args)
-        params = [defaults | chosen | (line.sampling_params or {}) for line in lines]
-    options["progress"] = sys.stderr.isatty()
+    """Write every result when it ends; returns the meta_info of those that ended early."""
+    params = [_sampling_params(chosen, line) for line in lines]
     if all(line.kind == "prompt" for line in lines):
-        return pool.generate_all([line.value for line in lines], params, **options)
-    # One call for all kinds, so that seeds and `prompt_index` count the lines of the input.
-    ids = [_token_ids(pool, index, line) for index, line in enumerate(lines)]
-    return pool.generate_all(sampling_params=params, input_ids=ids, **options)
+        results: Any = pool.async_as_completed([line.value for line in lines], params, **options)
+    else:
+        # One call for all kinds, so that seeds and `prompt_index` count the lines of the input.
+        ids = [_token_ids(pool, index, line) for index, line in enumerate(lines)]
+        results = pool.async_as_completed(sampling_params=params, input_ids=ids, **options)
+    written = ResultLines(sys.stdout.buffer, output, [_samples(one or {}) for one in params])
+    try:
+        failed = asyncio.run(_write(results, written))
+    except KeyboardInterrupt:
+        written.rest()
+        raise KeyboardInterrupt(
+            f"interrupted: {written.ended} of {written.total} outputs had ended and are written"
+        ) from None
+    return sorted(failed, key=lambda meta: (meta["prompt_index"], meta["sample_index"]))
+
+
+async def _write(results: Any, written: ResultLines) -> list[dict[str, Any]]:
+    """On a loop because Ctrl-C ends a task where it waits, and never in the middle of a line."""
+    failed = []
+    async with contextlib.aclosing(results):
+        with _bar(written) as tick:
+            async for result in results:
+                written.add(result)
+                if result["meta_info"]["finish_reason"]["type"] == "abort":
+                    failed.append(result["meta_info"])
+                if tick is not None:
+                    tick()
+    return failed
+
+
+def _sampling_params(chosen: dict[str, Any], line: PromptLine) -> dict[str, Any] | None:
+    """What a caller in Python would write: nothing at all where nothing is given."""
+    if not chosen and line.sampling_params is None:
+        return None
+    return chosen | (line.sampling_params or {})
+
+
+def _samples(params: dict[str, Any]) -> int:
+    n = params.get("n")
+    return n if isinstance(n, int) else 1  # anything else is refused, or 1
+
+
+def _bar(written: ResultLines) -> Any:
+    """A progress bar, unless results appear on the terminal themselves."""
+    wanted = sys.stderr is not None and sys.stderr.isatty() and not sys.stdout.isatty()
+    return progress_bar(written.total, lambda: (written.ended, written.tokens), wanted)
 
 
 def _token_ids(pool: EnginePool, index: int, line: PromptLine) -> Any:
@@ -212,15 +269,6 @@ def _token_ids(pool: EnginePool, index: int, line: PromptLine) -> Any:
         return tokenizer.apply_chat_template(line.value, tokenize=True, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like
         raise InvalidRequest(f"messages: {error}", prompt_index=index) from error
-
-
-def _write(results: Sequence[dict[str, Any]], output: Format) -> None:
-    for result in results:
-        if output is Format.TEXT:
-            print(result["text"])
-        else:
-            index = result["meta_info"]["prompt_index"]
-            print(json.dumps({"prompt_index": index, **result}, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from enginepool.errors import InvalidRequest
 
 KINDS = ("prompt", "input_ids", "messages")
 _FIELDS = (*KINDS, "sampling_params")
+
+
+class Format(StrEnum):
+    """How prompts come in and results go out."""
+
+    TEXT = "text"
+    JSONL = "jsonl"
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,21 @@ class PromptLine:
     kind: str
     value: Any
     sampling_params: dict[str, Any] | None = None
+
+
+def decode(lines: Iterable[bytes], source: str) -> Iterator[str]:
+    """Lines as text: UTF-8, whatever the locale.
+
+    Raises:
+        InvalidRequest: With `source` and the line's number.
+    """
+    for number, line in enumerate(lines, start=1):
+        try:  # editors on Windows begin a file with a mark that is no part of the first prompt
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(
+                f"{source}, line {number}: {error}; prompts must be in UTF-8"
+            ) from None
 
 
 def read_text(lines: Iterable[str]) -> list[PromptLine]:

@@ -16,7 +16,7 @@ import typer
 
 from enginepool.cli.arguments import parse_devices, parse_server_args
 from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize
-from enginepool.console import clear_errors
+from enginepool.console.complaints import clear_errors
 from enginepool.reference.options import RunOptions, WandbOptions, models, read_prompt
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ import typer
 from enginepool.cli.arguments import parse_devices
 from enginepool.cli.options import Devices, Warmup, WarmupOption
 from enginepool.config import PoolConfig
-from enginepool.console import clear_errors, complain
+from enginepool.console.complaints import clear_errors, complain
 from enginepool.serve.options import TOKEN_VARIABLE, ServeOptions, parse_ports
 
 if TYPE_CHECKING:

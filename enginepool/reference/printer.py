@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
-from enginepool.console import complain
+from enginepool.console.complaints import complain
 from enginepool.reference.memory import in_use, snapshot
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from enginepool.console import complain
+from enginepool.console.complaints import complain
 from enginepool.errors import InvalidConfig
 from enginepool.reference.options import RunOptions, WandbOptions
 from enginepool.reference.printer import Printer

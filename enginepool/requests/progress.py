@@ -1,16 +1,34 @@
-"""A progress bar for a call, on standard error."""
+"""A progress bar on standard error."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from enginepool.requests.request import Call
 
 
+def show_progress(call: Call, wanted: bool) -> AbstractContextManager[Callable[[], None] | None]:
+    """A bar for a call; see `progress_bar`."""
+    total = len(call.requests)
+
+    def count() -> tuple[int, int]:
+        tokens = sum(len(request.output_ids) for request in call.requests)
+        return total - call.remaining, tokens
+
+    return progress_bar(total, count, wanted)
+
+
 @contextmanager
-def show_progress(call: Call, wanted: bool) -> Iterator[Callable[[], None] | None]:
-    """Show how many outputs have ended, and tokens per second; yields what redraws it."""
+def progress_bar(
+    total: int, count: Callable[[], tuple[int, int]], wanted: bool
+) -> Iterator[Callable[[], None] | None]:
+    """Show how many outputs have ended, and tokens per second; yields what redraws it.
+
+    Args:
+        count: Outputs that have ended, and tokens so far.
+    """
     if not wanted:
         yield None
         return
@@ -24,15 +42,16 @@ def show_progress(call: Call, wanted: bool) -> Iterator[Callable[[], None] | Non
         TimeElapsedColumn(),
         TextColumn("{task.fields[speed]}"),
     )
-    total = len(call.requests)
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    # On a terminal what is printed meanwhile goes above the bar; a file gets it as ever.
+    shared = sys.stdout is not None and sys.stdout.isatty()
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=shared) as progress:
         task = progress.add_task("generating", total=total, speed="")
 
         def tick() -> None:
             elapsed = progress.tasks[0].elapsed or 0.0
-            tokens = sum(len(request.output_ids) for request in call.requests)
+            ended, tokens = count()
             speed = f"{tokens / elapsed:.0f} tokens/s" if elapsed else ""
-            progress.update(task, completed=total - call.remaining, speed=speed)
+            progress.update(task, completed=ended, speed=speed)
 
         yield tick
         tick()

@@ -1,0 +1,1 @@
+"""What commands say when something is wrong, and where their output goes."""
