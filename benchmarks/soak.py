@@ -93,11 +93,11 @@ class Soak:
         load = threading.Thread(target=self._run_load, name="soak-load")
         load.start()
         while self._running:
-            if self._lull:
-                time.sleep(0.01)
-                continue
             try:
-                self._callers.call_from_this_thread()
+                if self._lull:
+                    time.sleep(0.01)
+                else:
+                    self._callers.call_from_this_thread()
             except KeyboardInterrupt:
                 self._interrupted += 1
             except EnginePoolError as error:

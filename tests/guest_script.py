@@ -187,20 +187,20 @@ def guest(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Two lives of a pool; reports what is not as it was found."""
     child = prepare_host()
     before = snapshot()
-    import enginepool
+    from enginepool import EnginePool  # what needs JAX comes with the class
 
     report: dict[str, Any] = {"import": differences(before, snapshot())}
     report["imported"] = sorted(name for name in sys.modules if name.startswith("sgl_jax"))
     # structlog imports rich, which draws one number from `random` when it is imported.
     random.seed(1)
-    pool = enginepool.EnginePool(model, devices=2, **options)
+    pool = EnginePool(model, devices=2, **options)
     report["constructor"] = differences(before, snapshot())
     with pool:
         use(pool)
         report["open"] = differences(before, snapshot())
     report["closed"] = differences(before, snapshot())
     before = snapshot()
-    with enginepool.EnginePool(model, devices=2, **options) as pool:
+    with EnginePool(model, devices=2, **options) as pool:
         use(pool)
     report["second life"] = differences(before, snapshot())
     report["child lives"] = child.poll() is None
@@ -317,13 +317,13 @@ def start(model: str, options: dict[str, Any]) -> dict[str, Any]:
     from jax._src import xla_bridge
 
     native = len(native_threads())
-    import enginepool
+    from enginepool import EnginePool
 
     report: dict[str, Any] = {
         "imported engine": "sgl_jax.srt.entrypoints.engine" in sys.modules,
         "import threads": len(native_threads()) - native,
     }
-    pool = enginepool.EnginePool(model, devices=3, **options)
+    pool = EnginePool(model, devices=3, **options)
     return {
         **report,
         "constructor threads": len(native_threads()) - native,
