@@ -38,9 +38,10 @@ test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99
 	$(COMPAT)/bin/python $(PYTEST) $(ARGS)
 
 .PHONY: lint
-lint: setup ## Check style and formatting
+lint: setup ## Check style, formatting and which room imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 .PHONY: types
 types: setup ## Check types

@@ -6,14 +6,14 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from enginepool.errors import InvalidConfig
-from enginepool.requests.admission import WHEN_FULL, WhenFull
 from enginepool.values import is_int, nearest, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
-WARMUPS: tuple[Warmup, ...] = ("sequential", "parallel", "none")
+# What becomes of a call that finds no room in a bounded queue.
+WhenFull = Literal["block", "raise"]
 
 _NOT_IN_A_POOL = "it is not supported in a pool"
 _POOLS_OWN = "the pool sets it itself"
@@ -109,8 +109,8 @@ class PoolConfig:
         object.__setattr__(self, "server_args", given)
         self._require("restart", isinstance(self.restart, bool), "True or False")
         self._require("tune_host", isinstance(self.tune_host, bool), "True or False")
-        self._require_one_of("warmup", WARMUPS)
-        self._require_one_of("when_full", WHEN_FULL)
+        self._require_one_of("warmup", get_args(Warmup))
+        self._require_one_of("when_full", get_args(WhenFull))
         self._require_count("tp_size", 1, "a count of devices, 1 or more")
         self._require_count("max_restarts", 0, "a count, 0 or more")
         if self.max_queued is not None:

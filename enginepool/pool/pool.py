@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio.to_thread
 
-from enginepool.config import PoolConfig, Warmup
+from enginepool.config import PoolConfig, Warmup, WhenFull
 from enginepool.devices import DeviceSpec
 from enginepool.engine.states import PoolState
 from enginepool.engine.worker import on_engine_thread
@@ -23,7 +23,6 @@ from enginepool.pool.generate import Generation
 from enginepool.pool.steering import Steering
 from enginepool.pool.training import WeightCalls
 from enginepool.process.forks import Home, python_ends
-from enginepool.requests.admission import WhenFull
 from enginepool.runtime import statistics
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import seconds

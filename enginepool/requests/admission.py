@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Literal
 
+from enginepool.config import WhenFull
 from enginepool.errors import QueueFull
 from enginepool.requests.queue import RequestQueue
 from enginepool.requests.request import Call, Request
-
-WhenFull = Literal["block", "raise"]
-WHEN_FULL: tuple[WhenFull, ...] = ("block", "raise")
 
 
 class Admission:

@@ -5,22 +5,36 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 from anyio.lowlevel import current_token
 
 from enginepool.errors import PoolClosed
-from enginepool.process.forks import rest_if_python_ends
+from enginepool.process.forks import Home, rest_if_python_ends
 from enginepool.requests.request import Call, Request
-from enginepool.runtime.runtime import Runtime
 
 # How long a timed-out or cancelled request may take to hand over what it has. Its engine answers
 # at its next step boundary, unless a step is stuck.
 GRACE_SECONDS = 10.0
 _TICK_SECONDS = 0.1
+
+
+class Dispatch(Protocol):
+    """Where calls go to; an open pool's runtime."""
+
+    home: Home
+
+    def submit(self, call: Call) -> None:
+        """Queue a call's requests, or raise what keeps them from it."""
+
+    def abort(self, requests: Iterable[Request], message: str, err_type: str) -> None:
+        """End exactly these requests; returns at once."""
+
+    def refuse_to_wait(self, call: Call) -> None:
+        """Raise InvalidRequest where the caller would wait for itself."""
 
 
 class ThreadSignal:
@@ -79,7 +93,7 @@ class Chunk:
 
 
 def wait_all(
-    runtime: Runtime, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
+    runtime: Dispatch, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
 ) -> None:
     """Submit a call and sleep until all its requests have ended.
 
@@ -101,7 +115,7 @@ def wait_all(
     _heard(call)
 
 
-async def async_wait_all(runtime: Runtime, call: Call, timeout: float | None) -> None:
+async def async_wait_all(runtime: Dispatch, call: Call, timeout: float | None) -> None:
     """`wait_all` for a task; cancelling it ends the requests inside the engines."""
     signal = LoopSignal()
     call.listen(signal, every=False)
@@ -113,7 +127,7 @@ async def async_wait_all(runtime: Runtime, call: Call, timeout: float | None) ->
                 deadline.check()
 
 
-def chunks(runtime: Runtime, call: Call, timeout: float | None) -> Iterator[Chunk]:
+def chunks(runtime: Dispatch, call: Call, timeout: float | None) -> Iterator[Chunk]:
     """Submit a call and yield its ends, and what streamed requests have, as they come."""
     signal = ThreadSignal()
     call.listen(signal, every=True)
@@ -131,7 +145,9 @@ def chunks(runtime: Runtime, call: Call, timeout: float | None) -> Iterator[Chun
     _heard(call)
 
 
-async def async_chunks(runtime: Runtime, call: Call, timeout: float | None) -> AsyncIterator[Chunk]:
+async def async_chunks(
+    runtime: Dispatch, call: Call, timeout: float | None
+) -> AsyncIterator[Chunk]:
     """`chunks` for a task; cancelling it ends the requests inside the engines."""
     signal = LoopSignal()
     call.listen(signal, every=True)
@@ -177,7 +193,7 @@ class _Seen:
 class _Deadline:
     """Ends a call's requests when its time is up, and gives up on a stuck engine after that."""
 
-    def __init__(self, runtime: Runtime, call: Call, timeout: float | None) -> None:
+    def __init__(self, runtime: Dispatch, call: Call, timeout: float | None) -> None:
         self._runtime, self._call, self._timeout = runtime, call, timeout
         self._at = None if timeout is None else time.monotonic() + timeout
         self._aborted = False
@@ -203,7 +219,7 @@ class _Deadline:
 
 
 @contextlib.contextmanager
-def _aborting(runtime: Runtime, call: Call) -> Iterator[None]:
+def _aborting(runtime: Dispatch, call: Call) -> Iterator[None]:
     """A caller that leaves early (cancelled, interrupted, iterator closed) ends its requests."""
     try:
         yield
@@ -223,6 +239,6 @@ def _heard(call: Call) -> None:
         rest_if_python_ends()
 
 
-def _leave(runtime: Runtime, call: Call) -> None:
+def _leave(runtime: Dispatch, call: Call) -> None:
     if runtime.home.here:
         runtime.abort(call.requests, "the caller left", "cancelled")
