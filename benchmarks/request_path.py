@@ -3,8 +3,9 @@
     python -m benchmarks.request_path
 
 A pool of one and upstream's `Engine.generate` get the same list of texts, turn about, each in a
-process of its own; the table has medians. "Grown" is how far a call raised the process's peak of
-memory, the first time it had so many prompts.
+process of its own; upstream has overlap scheduling off, which is not its default. The table has
+medians. "Grown" is how far a call raised the process's peak of memory, the first time it had so
+many prompts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 Engines of a tiny model whose steps take `--step-ms` longer with the GIL released. Contestants, in
 processes of their own that are stopped while another one runs: the pool; N processes with one
 upstream Engine each; threads around `Engine.generate`; one upstream Engine and a pool of one, which
-set the measure. Upstream's idle engines are parked. Rounds go turn about; the table has medians.
+set the measure. Upstream's idle engines are parked, and all of its have overlap scheduling off,
+which is not its default. Rounds go turn about; the table has medians.
 Efficiency is tokens per second over N times the same kind's with one engine. A point is "limited by
 cores", and proves nothing, where N engines need more than 60 % of the cores for their steps.
 """
