@@ -11,7 +11,8 @@ import pytest
 from forced import assert_greedy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from enginepool import EnginePool, staging
+from enginepool import EnginePool
+from enginepool.swap import staging
 from enginepool.toy.files import read_checkpoint
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 12}

@@ -187,3 +187,37 @@ def test_donated_source_of_one_engine(
     assert "enginepool.engine_unloaded" in record.getMessage()
     assert "copy=True" in str(vars(record))
     assert [e["state"] for e in four.stats()["engines"]] == ["unloaded", *["serving"] * 3]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "NumPy", "checkpoint", "iterator"])
+def test_a_trainers_mesh_does_not_matter(
+    four: EnginePool, target: Callable[[str], Path], kind: str
+) -> None:
+    """Inside a trainer's `jax.set_mesh` over several devices an update and a look at the weights do
+    what they do outside of it; its own iterator still finds its mesh."""
+    names = tensors(target("qwen3"))
+    sharded = placed(names, FSDP)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+    seen = set()
+
+    def iterator() -> Any:
+        for pair in sharded.items():
+            seen.add(jax.sharding.get_abstract_mesh().axis_names)
+            yield pair
+
+    source = {
+        "sharded": sharded,
+        "NumPy": names,
+        "checkpoint": target("qwen3"),
+        "iterator": iterator(),
+    }[kind]
+    with jax.set_mesh(mesh):
+        four.update_weights(source)
+        four.checksum()
+        four.quick_checksum()
+        four.get_weights_by_name("model.embed_tokens.weight")
+    assert seen == ({("a", "b")} if kind == "iterator" else set())
+    serves(four, target("qwen3"))
+    with jax.set_mesh(mesh):
+        four.perturb_weights(num_leaves=2)
+    assert four.checksum()

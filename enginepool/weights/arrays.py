@@ -10,11 +10,23 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 from numpy.lib.array_utils import byte_bounds
 
 from enginepool.errors import InvalidWeights
 
 Array = np.ndarray | jax.Array
+
+
+# A trainer's `with jax.set_mesh(mesh)` holds for its thread: a program over other devices than the
+# mesh's is refused there. Left only around what computes on engines' devices, and not for a whole
+# update, which reads the trainer's iterator.
+_NO_MESH = Mesh(np.empty((), dtype=object), ())
+
+
+def outside_meshes() -> Any:
+    """A context in which no mesh is set."""
+    return jax.set_mesh(_NO_MESH)
 
 
 def is_array(value: Any) -> bool:

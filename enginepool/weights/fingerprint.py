@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from enginepool.weights.arrays import outside_meshes
+
 _COLUMN, _ROW = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _WORD = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -28,7 +30,8 @@ def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
     """
     arrays = [dict(leaves) for leaves in sets]
     different = {id(array): array for leaves in arrays for array in leaves.values()}
-    sums = jax.device_get({key: _of_array(array) for key, array in different.items()})
+    with outside_meshes():
+        sums = jax.device_get({key: _of_array(array) for key, array in different.items()})
     return [_joined(leaves, sums) for leaves in arrays]
 
 

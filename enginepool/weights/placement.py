@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from enginepool.weights.arrays import Array, for_jax
+from enginepool.weights.arrays import Array, for_jax, outside_meshes
 
 # Two programs of several devices that two threads start at once may wait for each other for ever.
 _gathering = threading.Lock()
@@ -29,6 +29,11 @@ def place(array: Array, sharding: Sharding, dtype: Any, *, private: bool = False
     its owner's `delete` or donation takes them away. A NumPy array is copied, unless `private`
     says that nobody else has it.
     """
+    with outside_meshes():
+        return _place(array, sharding, dtype, private)
+
+
+def _place(array: Array, sharding: Sharding, dtype: Any, private: bool) -> jax.Array:
     if isinstance(array, np.ndarray):
         on_host = any(device.platform == "cpu" for device in sharding.device_set)
         native = for_jax(array)

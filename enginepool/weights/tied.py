@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from enginepool.errors import InvalidWeights
-from enginepool.weights.arrays import Array, convertible, for_jax
+from enginepool.weights.arrays import Array, convertible, for_jax, outside_meshes
 from enginepool.weights.placement import gathered
 
 HEAD = "lm_head.weight"
@@ -78,7 +78,8 @@ def _same(a: Array, b: Array, dtype: Any) -> bool:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         parts = (slice(start, start + _ROWS) for start in range(0, len(a), _ROWS))
         return all(bool(_equal(a[part].astype(dtype), b[part].astype(dtype))) for part in parts)
-    return bool(_equal_on_devices(*_together(a, b), dtype))
+    with outside_meshes():
+        return bool(_equal_on_devices(*_together(a, b), dtype))
 
 
 def _together(a: Array, b: Array) -> tuple[jax.Array, jax.Array]:
