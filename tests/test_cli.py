@@ -35,7 +35,7 @@ def invoke(*arguments, stdin=None):
 
 
 # The command in a process of its own, under its own name.
-PROGRAM = "import sys; sys.argv[0] = 'enginepool'; from enginepool.cli import main; main()"
+PROGRAM = "import sys; sys.argv[0] = 'enginepool'; from enginepool.cli.main import main; main()"
 COMMAND = [sys.executable, "-c", PROGRAM]
 
 
@@ -62,7 +62,7 @@ def redirected(redirections, *arguments):
 def test_help_and_version_import_neither_jax_nor_upstream(arguments):
     program = """
 import sys
-from enginepool.cli import main
+from enginepool.cli.main import main
 try:
     main()
 except SystemExit as end:

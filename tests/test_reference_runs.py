@@ -49,11 +49,12 @@ FROM_TREE = [
 
 # An engine that copies what it should share, and a pool that keeps what it should give back.
 FAULTS = """
-from enginepool import EnginePool, cli
+from enginepool import EnginePool
+from enginepool.cli import main
 update = EnginePool.update_weights
 EnginePool.update_weights = lambda pool, source: update(pool, source, copy=True)
 EnginePool.release_memory_occupation = lambda pool: 0
-cli.main()
+main.main()
 """
 
 
