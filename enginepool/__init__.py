@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+# structlog imports rich, which draws a number from `random`: now, and not when the pool is first
+# asked for.
+import enginepool.logs as _logs  # noqa: F401
 from enginepool.errors import (
     EnginePoolError,
     EnginesDiffer,

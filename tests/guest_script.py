@@ -187,20 +187,20 @@ def guest(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Two lives of a pool; reports what is not as it was found."""
     child = prepare_host()
     before = snapshot()
-    from enginepool import EnginePool  # what needs JAX comes with the class
+    import enginepool
 
     report: dict[str, Any] = {"import": differences(before, snapshot())}
     report["imported"] = sorted(name for name in sys.modules if name.startswith("sgl_jax"))
     # structlog imports rich, which draws one number from `random` when it is imported.
     random.seed(1)
-    pool = EnginePool(model, devices=2, **options)
+    pool = enginepool.EnginePool(model, devices=2, **options)
     report["constructor"] = differences(before, snapshot())
     with pool:
         use(pool)
         report["open"] = differences(before, snapshot())
     report["closed"] = differences(before, snapshot())
     before = snapshot()
-    with EnginePool(model, devices=2, **options) as pool:
+    with enginepool.EnginePool(model, devices=2, **options) as pool:
         use(pool)
     report["second life"] = differences(before, snapshot())
     report["child lives"] = child.poll() is None
