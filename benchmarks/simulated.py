@@ -46,11 +46,11 @@ class SimulatedDevice:
 
     def _slow_down_pinned(self, scheduler: Any) -> None:
         """Where an engine of a pool waits for its device, it waits longer."""
-        wait, turns = scheduler.wait_for_device, scheduler.channel.turns
+        wait, limiter = scheduler.wait_for_device, scheduler.limiter
 
         @functools.wraps(wait)
         def slow(result: Any) -> None:
-            with turns.given():
+            with limiter.released():
                 wait(result)
                 self._sleep(scheduler.cur_batch.batch_size())
 

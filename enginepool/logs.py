@@ -8,6 +8,7 @@ the host's structlog fails: an event that cannot be logged ends no request and n
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import Any
 
 import structlog
@@ -41,3 +42,15 @@ def logger(**bound: Any) -> Any:
     """A bound logger, looked up anew each time: the host may configure structlog at any time."""
     base = structlog.get_logger("enginepool") if structlog.is_configured() else _fallback
     return _Logger(base.bind(**bound))
+
+
+def take_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it. The error keeps none: its frames hold buffers."""
+    trace = "".join(traceback.format_exception(error))
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        seen.append(link)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return trace

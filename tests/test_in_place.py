@@ -39,13 +39,14 @@ def swap_between_chunks(
 ) -> list[dict[str, Any]]:
     """Send LONG, then prompts that wait in the engine while it is prefilled, and swap in place
     before its last chunk."""
-    channel = pool._runtime().workers[0].channel
+    worker = pool._runtime().workers[0]
+    channel = worker.channel
     steps = channel.steps
     first_step = hang_in_step(pool, 0)
     with callers(3) as executor:
         try:
             long = executor.submit(pool.generate, None, PARAMS, input_ids=LONG)
-            until(lambda: channel.stepping_since is not None)
+            until(lambda: worker.condition.stepping_since is not None)
             second_step = hang_in_step(pool, 0)
             rest = executor.submit(pool.generate_all, None, PARAMS, input_ids=waiting)
             until(lambda: pool.stats()["waiting"] == len(waiting))

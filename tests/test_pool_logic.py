@@ -1,16 +1,19 @@
 """The pool's logic, driven one move at a time: every request is in one place and ends once.
 
-Queue, admission, routing, books, channel, worker and recovery are the real ones, in a real
-`Runtime`; only the engines are scripted, and no thread runs: the test makes the moves that engine
-threads, callers and the watchdog would make, in an order that Hypothesis chooses.
+Queue, admission, routing, channel, worker and recovery are the real ones, in a real `Runtime`, and
+each worker runs its own loop on its own thread; only the engines are scripted. One thread runs at
+a time: an engine's waits where it may lose its turn, and goes on when the test says so. So the test
+makes the moves of engines, callers and the watchdog in an order that Hypothesis chooses.
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from enginepool.config import PoolConfig
 from enginepool.engine.assembly import Assembly
-from enginepool.engine.jobs import StopEngine
+from enginepool.engine.limiter import Limiter
 from enginepool.engine.states import EngineState
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolFailed, QueueFull, StepTimeout
@@ -29,26 +32,64 @@ from enginepool.runtime.runtime import Runtime
 from enginepool.weights.leaves import EngineLeaves
 
 ROOM = 3
+LIVENESS = 60.0  # seconds
 # Of a step: it succeeds; it fails before it has sampled, when it has sampled for some, when it has
 # for all, or when it has handed over some.
 FAULTS = ["before", "half", "after", "delivering"]
 OUTCOMES = ["ok", "ok", "ok", *FAULTS]
 
 
-class Idle(BaseException):
-    """Raised where an engine's thread would go to sleep."""
-
-
 class Fault(RuntimeError):
     """What the scripted engines raise."""
 
 
+class Baton:
+    """One thread runs at a time: an engine's, or whoever lets it go on."""
+
+    def __init__(self) -> None:
+        self._forth, self._back = threading.Semaphore(0), threading.Semaphore(0)
+
+    def let_go_on(self) -> None:
+        """Let the engine's thread run until it waits or ends."""
+        self._forth.release()
+        assert self._back.acquire(timeout=LIVENESS), "the engine's thread neither waits nor ends"
+
+    def wait(self) -> None:
+        """On the engine's thread."""
+        self._back.release()
+        self._forth.acquire()
+
+    def end(self) -> None:
+        """On the engine's thread, at its end."""
+        self._back.release()
+
+
 class Bell(threading.Event):
-    """Where a thread would sleep there is none."""
+    """What wakes an engine that is idle: it sleeps by waiting for the test."""
+
+    def __init__(self, baton: Baton) -> None:
+        super().__init__()
+        self._baton = baton
+        self.slept_on = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        if timeout is None:
-            raise Idle
+        self.slept_on = True
+        while not self.is_set():
+            self._baton.wait()
+        self.slept_on = False
+        return True
+
+
+class Stopping(threading.Event):
+    """Where a failed engine waits before it is made anew, for as long as the test wants."""
+
+    def __init__(self, baton: Baton) -> None:
+        super().__init__()
+        self._baton = baton
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self._baton.wait()
         return self.is_set()
 
 
@@ -56,7 +97,7 @@ class Req:
     """Stands for upstream's request."""
 
     def __init__(self, request: Request) -> None:
-        self.rid = request.rid
+        self.rid = request.internal_rid
         self.output_ids = list(request.output_ids)
         self.output_token_logprobs_val = [-float(i) for i in request.output_ids]
         self.cached_tokens = 0
@@ -89,6 +130,8 @@ class Leaves(dict[str, Any]):
     def lost(self) -> list[str]:
         return []
 
+    lost_by_owner = lost
+
     def replace(self, arrays: Any) -> None:
         self.update(arrays)
 
@@ -96,12 +139,20 @@ class Leaves(dict[str, Any]):
 class ScriptedScheduler:
     """Stands for upstream's scheduler: what it samples is known beforehand."""
 
-    def __init__(self, worker: EngineWorker, queue: RequestQueue) -> None:
-        self.index, self.books, self.queue = worker.index, worker.channel.books, queue
+    def __init__(self, worker: "ScriptedWorker", queue: RequestQueue) -> None:
+        self.index, self.running, self.queue = worker.index, worker.channel.running, queue
+        self.worker = worker
         self.reqs: dict[str, Req] = {}
         self.prefixes: set[Any] = set()
         self.leaves = Leaves(a=1)
         self.kv_cache = SimpleNamespace(dropped=False)
+
+    def event_loop_normal(self) -> None:
+        while True:
+            self.worker.channel.recv_requests()
+            self.worker.baton.wait()  # in the step
+            self.step(self.worker.outcome)
+            self.worker.baton.wait()  # its outputs are there, but it has not returned
 
     def has_work(self) -> bool:
         return bool(self.reqs)
@@ -116,13 +167,13 @@ class ScriptedScheduler:
         return MIN_SHARED_PREFIX if request.candidate.prefix in self.prefixes else 0
 
     def admit(self, request: Request) -> Req:
-        assert request.engine in (None, self.index)
-        if request.engine is None and self.index in request.failures:
+        assert request.pinned_to in (None, self.index)
+        if request.pinned_to is None and self.index in request.faults.reasons:
             # It failed here before; then it has everywhere.
-            assert request.failures.keys() >= self.queue._engines.keys()
+            assert request.faults.reasons.keys() >= self.queue._engines.keys()
         self.prefixes.add(request.candidate.prefix)
-        self.reqs[request.rid] = Req(request)
-        return self.reqs[request.rid]
+        self.reqs[request.internal_rid] = Req(request)
+        return self.reqs[request.internal_rid]
 
     def abort(self, rid: str) -> None:
         if rid in self.reqs:
@@ -147,33 +198,36 @@ class ScriptedScheduler:
             req.sample()
         if outcome == "after":
             raise Fault("no result")
-        with self.books.lock:
+        with self.running.lock:
             for req in batch:
-                request = self.books.held.get(req.rid)
+                request = self.running.held.get(req.rid)
                 if request is None:
                     continue
                 if req.finished():
                     del self.reqs[req.rid]
-                    self.books.deliver(request, req)
+                    self.running.deliver(request, req)
                 elif req.stream:
-                    self.books.publish(request)
+                    self.running.publish(request)
                 if outcome == "delivering":
-                    raise Fault("wrong books")
+                    raise Fault("no delivery")
 
 
 class ScriptedAssembly(Assembly):
     """Makes scripted engines, or fails to as often as it is told."""
 
-    def __init__(self, worker: EngineWorker, queue: RequestQueue) -> None:
+    def __init__(self, worker: "ScriptedWorker", queue: RequestQueue) -> None:
         super().__init__({}, (), worker.channel)
         self._make: Callable[[], Any] = lambda: ScriptedScheduler(worker, queue)
         self.failures = 0
-        self.build()
 
     def build(self, source: EngineLeaves | None = None) -> None:
         engine: Any = SimpleNamespace(scheduler_info={"scheduler": self._make()})
         self.engine = engine
-        self._channel.scheduler = self.scheduler
+        self.leaves = self.scheduler.leaves
+        self._channel.attach(self.scheduler)
+
+    def warm_up(self, *, compile_programs: bool) -> None:
+        """There is nothing to compile."""
 
     def reset(self) -> None:
         self._fail()
@@ -193,82 +247,74 @@ class ScriptedAssembly(Assembly):
 
 
 class ScriptedWorker(EngineWorker):
-    """A worker whose thread does not run: each `move` is what it does until it may lose its turn,
-    at the beginning of a step, in a step, or before a failed engine comes back."""
+    """A worker whose thread makes a `move` when it is told to: on to the next place where it may
+    lose its turn, at the beginning of a step, in a step, after it, when there is nothing to do, or
+    before a failed engine is made anew."""
 
     def __init__(self, index: int, runtime: Runtime) -> None:
         super().__init__(
             index,
-            (),
+            jax.local_devices()[:1],
             {},
-            runtime.queue,
+            runtime.dispatch.queue,
             runtime.cache,
             name="scripted",
             supervisor=runtime.recovery,
         )
-        self.channel._wake, self.stopping = Bell(), Bell()
-        self.assembly: Any = ScriptedAssembly(self, runtime.queue)
-        self._error: BaseException | None = None
+        self.baton, self.outcome = Baton(), "ok"
+        self.bell = self.channel._wake = Bell(self.baton)
+        self.stopping = Stopping(self.baton)
+        self.channel.limiter = Limiter(sys.maxsize, LIVENESS)  # a step lasts as long as it lasts
+        self.assembly: Any = ScriptedAssembly(self, runtime.dispatch.queue)
         # By request: in how many failures it was, without a token in between, and how many it had.
         self.strikes: dict[str, tuple[int, int]] = {}
         self.gone = False
         self._moving = False
-        self.enter()
+        self.warm_up(compile_programs=False)
+        self.start()
+        assert self.baton._back.acquire(timeout=LIVENESS)
+
+    def _main(self) -> None:
+        try:
+            super()._main()
+        finally:
+            self.gone = True
+            self.baton.end()
 
     @property
     def in_step(self) -> bool:
-        return self.channel.stepping_since is not None
+        return self.condition.stepping_since is not None
 
     def move(self, outcome: str, failures: int = 0) -> bool:
         """Returns whether there was anything to do."""
-        if self.gone or self._moving:
+        if self.gone or self._moving or (self.bell.slept_on and not self.bell.is_set()):
             return False
         self._moving = True
         try:
-            return self._move(outcome, failures)
+            self.outcome, self.assembly.failures = outcome, failures
+            self.baton.let_go_on()
         finally:
             self._moving = False
-
-    def _move(self, outcome: str, failures: int) -> bool:
-        if self._error is not None:
-            error, self._error = self._error, None
-            self.assembly.failures = failures
-            if not self._supervisor.recover(self, error):
-                self._end()
-            return True
-        try:
-            if self.in_step or self.stuck:
-                self.assembly.scheduler.step(outcome)
-            if self.stuck or not self.in_step:
-                self.channel.recv_requests()
-            else:
-                self.channel.stepping_since = None
-        except Idle:
-            return False
-        except StopEngine:
-            self._end()
-        except (Fault, StepTimeout) as error:
-            self.strike()
-            self._fail(error, "")
-            self._error = error
         return True
+
+    def _quarantine(self, error: BaseException, trace: str) -> None:
+        assert isinstance(error, Fault | StepTimeout), trace
+        self.strike()
+        super()._quarantine(error, trace)
 
     def strike(self) -> None:
         """Count this failure for every request that is present."""
-        for request in self.channel.books.held.values():
-            count, before = self.strikes.get(request.rid, (0, -1))
+        for request in self.channel.running.held.values():
+            count, before = self.strikes.get(request.internal_rid, (0, -1))
             tokens = len(request.req.output_token_logprobs_val)
-            self.strikes[request.rid] = (count + 1 if tokens == before else 1, tokens)
-
-    def _end(self) -> None:
-        self._leave(None)
-        self.assembly.take_apart()
-        self.gone = True
+            self.strikes[request.internal_rid] = (count + 1 if tokens == before else 1, tokens)
 
 
 def innocent_suspect(worker: ScriptedWorker) -> bool:
     """A request without blame runs alone: chance must not hit it a third time."""
-    return any(r.alone and not r.sampling.poison for r in worker.channel.books.held.values())
+    return any(
+        r.faults.runs_alone and not r.sampling.poison for r in worker.channel.running.held.values()
+    )
 
 
 class PoolLogic(RuleBasedStateMachine):
@@ -299,11 +345,12 @@ class PoolLogic(RuleBasedStateMachine):
             when_full=when_full,
         )
         self.runtime = Runtime(config, "scripted")
+        self.dispatch = self.runtime.dispatch
         self.workers = [ScriptedWorker(i, self.runtime) for i in range(engines)]
         for worker in self.workers:
             worker.strikes = self.workers[0].strikes
         self.runtime.workers += self.workers
-        self.runtime.queue.on_taken = self.on_taken
+        self.dispatch.queue.on_taken = self.on_taken
         self.on_the_way: list[Request] = []  # to be cancelled when requests leave the queue next
         self.closes = closes
         self.calls: list[Call] = []
@@ -338,13 +385,13 @@ class PoolLogic(RuleBasedStateMachine):
             script = SimpleNamespace(
                 script=list(range(start, start + length)), poison=position == poison
             )
-            call.add(Request(call, prompt, script, stream=stream, engine=pinned))
-        behind = len(self.runtime.admission)
+            call.add(Request(call, prompt, script, stream=stream, pinned_to=pinned))
+        behind = len(self.dispatch.admission)
         try:
-            self.runtime.submit(call)
+            self.dispatch.submit(call)
         except QueueFull:
             assert self.runtime.config.when_full == "raise"
-            assert len(self.runtime.queue) + count > self.runtime.config.max_queued
+            assert len(self.dispatch.queue) + count > self.runtime.config.max_queued
             self.nowhere(call)
         except PoolFailed:
             assert not self.served(pinned)
@@ -352,7 +399,7 @@ class PoolLogic(RuleBasedStateMachine):
         else:
             self.calls.append(call)
             if behind and not call.done:  # those who came first go first
-                assert call in self.runtime.admission._outside
+                assert call in self.dispatch.admission._outside
 
     @rule(
         which=st.integers(0, 100),
@@ -374,8 +421,8 @@ class PoolLogic(RuleBasedStateMachine):
         if later:
             self.on_the_way = group
             return
-        held = [r for worker in self.workers for r in worker.channel.books.held.values()]
-        discard = self.runtime.queue.discard
+        held = [r for worker in self.workers for r in worker.channel.running.held.values()]
+        discard = self.dispatch.queue.discard
 
         def interrupted(request: Request) -> bool:
             found = discard(request)
@@ -385,15 +432,15 @@ class PoolLogic(RuleBasedStateMachine):
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.runtime.queue, "discard", interrupted)
-            self.runtime.abort(group, "the caller left", "cancelled")
+            patch.setattr(self.dispatch.queue, "discard", interrupted)
+            self.dispatch.abort(group, "the caller left", "cancelled")
         if racing is None:  # what no engine has ends at once
             assert all(r in held or r.finish_reason is not None for r in group)
 
     def on_taken(self) -> None:
-        self.runtime.admission._let_in()
+        self.dispatch.admission._let_in()
         group, self.on_the_way = self.on_the_way, []
-        self.runtime.abort(group, "the caller left", "cancelled")
+        self.dispatch.abort(group, "the caller left", "cancelled")
 
     # What engines do
 
@@ -410,22 +457,22 @@ class PoolLogic(RuleBasedStateMachine):
 
     @rule(
         engine=st.integers(0, 3),
-        what=st.sampled_from(["hang", "take back", "lose weights", "get weights", "get weights"]),
+        what=st.sampled_from(["hang", "retract", "lose weights", "get weights", "get weights"]),
     )
     def disturb(self, engine: int, what: str) -> None:
-        """The watchdog finds a step that does not return; requests are taken back at a step
+        """The watchdog finds a step that does not return; requests are retracted at a step
         boundary, as by a pause, a flush or a swap; weights are deleted, and put there again."""
         worker = self.workers[engine % len(self.workers)]
-        since = worker.channel.stepping_since
+        since = worker.condition.stepping_since
         if since is not None:
             if what == "hang" and not innocent_suspect(worker):
                 worker.strike()
                 self.runtime.recovery.engine_stuck(worker, since, "it does not return")
-        elif not worker.present:
+        elif not worker.condition.reachable:
             return
-        elif what == "take back":
-            self.runtime.resume(worker.channel.take_back())
-        elif what == "lose weights" and worker.serving:
+        elif what == "retract":
+            self.dispatch.resume(worker.channel.retract())
+        elif what == "lose weights" and worker.condition.serving:
             worker.unload("their owner deleted them")
         elif what == "get weights":
             worker.load()
@@ -438,23 +485,25 @@ class PoolLogic(RuleBasedStateMachine):
     def served(self, pinned: int | None) -> bool:
         """Whether an engine serves, or will, that may run such a request."""
         workers = self.workers if pinned is None else [self.workers[pinned]]
-        return any(worker.expected for worker in workers)
+        return any(worker.condition.will_serve for worker in workers)
 
     def places(self, request: Request) -> list[str]:
-        found = ["queue" for shelf in self.runtime.queue._shelves() if request.rid in shelf]
+        found = [
+            "queue" for shelf in self.dispatch.queue._shelves() if request.internal_rid in shelf
+        ]
         if request.finish_reason is not None:
             found.append("ended")
-        elif request.call in self.runtime.admission._outside:
+        elif request.call in self.dispatch.admission._outside:
             found.append("in front of the queue")
         for worker in self.workers:
-            if request.rid in worker.channel.books.held:
+            if request.internal_rid in worker.channel.running.held:
                 found.append(f"engine {worker.index}")
         return found
 
     def nowhere(self, call: Call) -> None:
         """A call that was refused has left nothing."""
         assert [self.places(request) for request in call.requests] == [[]] * len(call.requests)
-        assert call not in self.runtime._calls
+        assert call not in self.dispatch._calls
 
     @invariant()
     def one_place(self) -> None:
@@ -465,16 +514,16 @@ class PoolLogic(RuleBasedStateMachine):
     @invariant()
     def one_end(self) -> None:
         for request in self.requests():
-            if request.rid in self.ended:
-                assert request.finish_reason is self.ended[request.rid]
+            if request.internal_rid in self.ended:
+                assert request.finish_reason is self.ended[request.internal_rid]
             elif request.finish_reason is not None:
-                self.ended[request.rid] = request.finish_reason
+                self.ended[request.internal_rid] = request.finish_reason
                 self.check_end(request)
-        counts = self.runtime.counts
+        counts = self.dispatch.counts
         assert counts.finished + counts.aborted == len(self.ended)
         assert len(self.ended) == sum(len(call.finished) for call in self.calls)
         unfinished = {call for call in self.calls if not call.done}
-        assert self.runtime._calls == unfinished
+        assert self.dispatch._calls == unfinished
 
     def check_end(self, request: Request) -> None:
         reason, poison = request.finish_reason or {}, request.sampling.poison
@@ -484,19 +533,19 @@ class PoolLogic(RuleBasedStateMachine):
             assert request.output_ids == request.sampling.script
         elif ended == "poisoned":
             assert poison
-            assert self.workers[0].strikes[request.rid][0] == 3
-            assert all(why in reason["message"] for why in request.failures.values())
+            assert self.workers[0].strikes[request.internal_rid][0] == 3
+            assert all(why in reason["message"] for why in request.faults.reasons.values())
         elif ended == "engine_failed":
-            assert request.engine is not None
+            assert request.pinned_to is not None
             assert not self.runtime.config.restart
         elif ended in ("PoolFailed", "NoWeights"):
-            assert not self.served(request.engine)
+            assert not self.served(request.pinned_to)
             assert request.call.failure is not None
             assert self.runtime.config.restart or not (
-                request.engine is not None and request.failed
+                request.pinned_to is not None and request.faults.count
             )
-            states = [w for w in self.workers if request.engine in (None, w.index)]
-            assert all(str(w.reason) in reason["message"] for w in states)
+            states = [w for w in self.workers if request.pinned_to in (None, w.index)]
+            assert all(str(w.condition.reason) in reason["message"] for w in states)
         else:
             assert ended == "cancelled"
             assert request.abort_reason is not None
@@ -516,23 +565,23 @@ class PoolLogic(RuleBasedStateMachine):
             known = len(request.output_ids)
             if request.req is not None:
                 known = max(known, len(request.req.output_token_logprobs_val))
-            assert known >= self.tokens.get(request.rid, 0)
-            self.tokens[request.rid] = known
+            assert known >= self.tokens.get(request.internal_rid, 0)
+            self.tokens[request.internal_rid] = known
 
     @invariant()
     def room(self) -> None:
         """No engine has more than it can run, and a suspect is with nobody else; the queue knows
         exactly those that serve. An engine has heard of what was cancelled, or will at the next
         step boundary."""
-        serving = {worker.index for worker in self.workers if worker.serving}
-        assert self.runtime.queue._engines.keys() == serving
+        serving = {worker.index for worker in self.workers if worker.condition.serving}
+        assert self.dispatch.queue._engines.keys() == serving
         for worker in self.workers:
-            held = list(worker.channel.books.held.values())
+            held = list(worker.channel.running.held.values())
             assert len(held) <= ROOM
-            assert len(held) <= 1 or not any(request.alone for request in held)
+            assert len(held) <= 1 or not any(request.faults.runs_alone for request in held)
             if worker.in_step:
-                assert {r.rid for r in held} == worker.assembly.scheduler.reqs.keys()
-            if not worker.present:
+                assert {r.internal_rid for r in held} == worker.assembly.scheduler.reqs.keys()
+            if not worker.condition.reachable:
                 assert not held
             heard = all(r.req.aborted for r in held if r.abort_reason is not None)
             assert heard or worker.channel._jobs._jobs
@@ -542,9 +591,9 @@ class PoolLogic(RuleBasedStateMachine):
         """A request is one after two failures without a token in between; an engine that empties
         itself for one serves, and the suspect waits."""
         for request in self.requests():
-            strikes, _ = self.workers[0].strikes.get(request.rid, (0, 0))
-            assert request.alone == (strikes >= 2) or request.finish_reason is not None
-        queue = self.runtime.queue
+            strikes, _ = self.workers[0].strikes.get(request.internal_rid, (0, 0))
+            assert request.faults.runs_alone == (strikes >= 2) or request.finish_reason is not None
+        queue = self.dispatch.queue
         assert queue._reserved.keys() <= queue._suspects.keys()
         assert set(queue._reserved.values()) <= queue._engines.keys()
 
@@ -552,24 +601,35 @@ class PoolLogic(RuleBasedStateMachine):
     def queue_length(self) -> None:
         """At most `max_queued`, but for what has run already and for a call that is larger itself;
         nothing waits in front of an empty queue."""
-        queue, limit = self.runtime.queue, self.runtime.config.max_queued
-        new = [r for shelf in queue._shelves() for r in shelf.values() if not r.taken_back]
+        queue, limit = self.dispatch.queue, self.runtime.config.max_queued
+        new = [r for shelf in queue._shelves() for r in shelf.values() if not r.retracted]
         if limit is not None and len(new) > limit:
             assert len({request.call for request in new}) == 1
             assert len(new[0].call.requests) > limit
-        assert len(queue) or not len(self.runtime.admission)
+        assert len(queue) or not len(self.dispatch.admission)
         if limit is None or self.runtime.config.when_full == "raise":
-            assert not len(self.runtime.admission)
+            assert not len(self.dispatch.admission)
 
     # How it ends
 
     def teardown(self) -> None:
         if not hasattr(self, "runtime"):
             return
-        if self.closes:
-            self.close()
-        else:
-            self.run_out()
+        try:
+            if self.closes:
+                self.close()
+            else:
+                self.run_out()
+        finally:
+            self.runtime.close(timeout=0.0)
+            self.leave()
+
+    def leave(self) -> None:
+        for worker in self.workers:
+            while worker.move("ok"):
+                pass
+            assert worker.gone
+            worker._thread.join()
 
     def run_out(self) -> None:
         """With nothing but poison to disturb them the engines come to rest and everything has
@@ -583,8 +643,8 @@ class PoolLogic(RuleBasedStateMachine):
             self.check()
         else:
             pytest.fail("the engines do not come to rest")
-        assert {request.rid for request in self.requests()} == self.ended.keys()
-        assert len(self.runtime.queue) == len(self.runtime.admission) == 0
+        assert {request.internal_rid for request in self.requests()} == self.ended.keys()
+        assert len(self.dispatch.queue) == len(self.dispatch.admission) == 0
 
     def check(self) -> None:
         self.one_place()
@@ -598,17 +658,19 @@ class PoolLogic(RuleBasedStateMachine):
         """Every caller that waits hears of it at once; what engines do afterwards changes nothing,
         and all of them leave."""
         waited = [request for request in self.requests() if request.finish_reason is None]
-        assert self.runtime.close(timeout=0.0)
-        reasons = {request.rid: request.finish_reason for request in self.requests()}
+        gone = [worker for worker in self.workers if worker.gone]
+        for worker in gone:
+            worker._thread.join()
+        assert self.runtime.close(timeout=0.0) == (gone == self.workers)
+        reasons = {request.internal_rid: request.finish_reason for request in self.requests()}
         for request in waited:
-            assert reasons[request.rid]["err_type"] == "PoolClosed"
+            assert reasons[request.internal_rid]["err_type"] == "PoolClosed"
             assert type(request.call.failure).__name__ == "PoolClosed"
+        self.leave()
         for worker in self.workers:
-            while worker.move("ok"):
-                pass
-            assert worker.gone
-            assert worker.state in (EngineState.CLOSED, EngineState.QUARANTINED)
-        assert {r.rid: r.finish_reason for r in self.requests()} == reasons
+            assert worker.condition.state in (EngineState.CLOSED, EngineState.QUARANTINED)
+        assert self.runtime.close(timeout=0.0)
+        assert {r.internal_rid: r.finish_reason for r in self.requests()} == reasons
         self.tokens_only_grow()
 
 
@@ -629,10 +691,10 @@ TestPoolLogic.settings = settings(
 )
 
 
-def suspect(engine: int | None = None) -> Request:
+def suspect(pinned_to: int | None = None) -> Request:
     call = Call()
-    call.add(Request(call, [5], None, engine=engine))
-    call.requests[0].alone = True
+    call.add(Request(call, [5], None, pinned_to=pinned_to))
+    call.requests[0].faults.runs_alone = True
     return call.requests[0]
 
 
@@ -652,9 +714,9 @@ def test_suspect_goes_to_another_engine_when_the_one_that_empties_itself_leaves(
     assert take(queue, 1, load=0) == [request]
 
 
-def test_suspect_that_only_one_engine_may_run_is_stranded_with_it() -> None:
+def test_suspect_that_only_one_engine_may_run_is_taken_out_with_it() -> None:
     """As any other request that is pinned."""
-    queue, pinned, free = RequestQueue(), suspect(engine=0), suspect()
+    queue, pinned, free = RequestQueue(), suspect(pinned_to=0), suspect()
     queue.put([pinned, free])
-    assert queue.stranded(0) == [pinned]
+    assert queue.take_pinned_to(0) == [pinned]
     assert len(queue) == 1

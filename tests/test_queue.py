@@ -23,11 +23,11 @@ def attach(queue: RequestQueue, *loads: int) -> list[int]:
 
 
 def make(
-    count: int, *, engine: int | None = None, prompt: list[int] | None = None
+    count: int, *, pinned_to: int | None = None, prompt: list[int] | None = None
 ) -> list[Request]:
     call = Call()
     for _ in range(count):
-        call.add(Request(call, prompt or [1, 2, 3], None, engine=engine))
+        call.add(Request(call, prompt or [1, 2, 3], None, pinned_to=pinned_to))
     return call.requests
 
 
@@ -65,7 +65,7 @@ def test_resumed_requests_go_before_the_rest(queue: RequestQueue):
 def test_pinned_requests_go_to_their_engine_only(queue: RequestQueue):
     """And first there, also when they resume."""
     attach(queue, 0, 0)
-    free, pinned = make(2), make(2, engine=1)
+    free, pinned = make(2), make(2, pinned_to=1)
     queue.put(free)
     queue.put(pinned[:1])
     queue.put(pinned[1:], resumed=True)
@@ -82,14 +82,11 @@ def test_an_engine_that_holds_more_than_its_share_gets_nothing(queue: RequestQue
     assert len(take(queue, engine=1)) == 4
 
 
-def test_paused_queue_hands_out_nothing(queue: RequestQueue):
-    """Nor does one without room."""
+def test_an_engine_without_room_gets_nothing(queue: RequestQueue):
+    """What it might have taken stays, in its order."""
     attach(queue, 0)
     requests = make(2)
     queue.put(requests)
-    queue.paused = True
-    assert take(queue) == []
-    queue.paused = False
     assert take(queue, room=0) == []
     assert take(queue) == requests
 
@@ -105,7 +102,7 @@ def test_discard_wins_or_loses_against_an_engine(queue: RequestQueue):
     """True exactly when no engine can get the request any more."""
     attach(queue, 0, 0)
     first, second = make(2)
-    (pinned,) = make(1, engine=1)
+    (pinned,) = make(1, pinned_to=1)
     queue.put([first, second, pinned])
     assert queue.discard(first)
     assert not queue.discard(first)
@@ -117,7 +114,7 @@ def test_discard_wins_or_loses_against_an_engine(queue: RequestQueue):
 def test_drain_takes_everything(queue: RequestQueue):
     """Resumed, fresh and pinned."""
     attach(queue, 0, 0)
-    fresh, resumed, pinned = make(2), make(1), make(1, engine=1)
+    fresh, resumed, pinned = make(2), make(1), make(1, pinned_to=1)
     queue.put(fresh + pinned)
     queue.put(resumed, resumed=True)
     assert set(queue.drain()) == {*fresh, *resumed, *pinned}
@@ -127,7 +124,7 @@ def test_drain_takes_everything(queue: RequestQueue):
 def test_what_only_a_detached_engine_could_run_waits_for_it(queue: RequestQueue):
     """And it no longer counts when work is shared out."""
     attach(queue, 0, 0)
-    pinned, free = make(2, engine=1), make(4)
+    pinned, free = make(2, pinned_to=1), make(4)
     queue.put(pinned + free)
     queue.detach(1)
     assert take(queue) == free
@@ -137,7 +134,8 @@ def test_engine_that_comes_back_gets_a_suspect_that_failed_on_the_others(queue: 
     """Also when another one has begun to empty itself for it, for want of a better."""
     attach(queue, 1, 1)
     (suspect,) = make(1)
-    suspect.alone, suspect.failures = True, {0: "failed", 1: "failed"}
+    suspect.faults.runs_alone = True
+    suspect.faults.reasons = {0: "failed", 1: "failed"}
     queue.put([suspect])
     assert take(queue, engine=0, load=1) == []
     queue.attach(2, lambda: 0, lambda: None)

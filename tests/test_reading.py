@@ -14,7 +14,8 @@ from benchmarks import faults
 from enginepool import EnginePool
 from enginepool.config import PoolConfig
 from enginepool.engine.channel import Channel
-from enginepool.engine.limiter import process_turns
+from enginepool.engine.condition import EngineCondition
+from enginepool.engine.limiter import process_limiter
 from enginepool.requests.queue import RequestQueue
 
 
@@ -71,7 +72,9 @@ def test_leaves_of_another_model(
     source = faults.scheduler_of(make_pool("qwen3", 1), 0).leaves
     args = PoolConfig(str(model_dir("llama")), server_args=SMALL).for_engine("cpu", [1])
     devices = jax.devices()[1:2]
-    engine: Any = build_engine(args, devices, Channel(1, RequestQueue(), process_turns()), source)
+    engine: Any = build_engine(
+        args, devices, Channel(1, RequestQueue(), process_limiter(), EngineCondition()), source
+    )
     try:
         assert reads[-1:] == devices
         leaves = engine.scheduler_info["scheduler"].leaves

@@ -30,14 +30,13 @@ def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
         `compilations` while it ran, both of which should be 0.
     """
     engine: Any = pool.engines[0]
-    channel = engine.scheduler_info["scheduler"].channel
     prompts = [[1 + i, *range(2, _PROMPT + 1)] for i in range(requests)]
     params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     engine.generate(input_ids=prompts, sampling_params=params)
     engine.flush_cache()
     compiled = pool.stats()["executables"]
     started = time.perf_counter()
-    with profiled(channel) as found:
+    with profiled(pool._runtime().workers[0]) as found:
         engine.generate(input_ids=prompts, sampling_params=params)
         seconds = time.perf_counter() - started
     step, gil = seconds / found.steps, found.per_step(found.cpu)

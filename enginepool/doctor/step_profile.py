@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from enginepool.engine.channel import Channel
+from enginepool.engine.worker import EngineWorker
 
 # What the methods of a step are for; what a method calls counts for the inner one.
 _SCHEDULER = {
@@ -57,7 +57,7 @@ class StepProfile:
 
 
 @contextmanager
-def profiled(channel: Channel) -> Iterator[StepProfile]:
+def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
     """Look at an engine's steps for as long as the block lasts, which must keep it busy.
 
     Raises:
@@ -67,12 +67,12 @@ def profiled(channel: Channel) -> Iterator[StepProfile]:
     found: list[tuple[Any, str, Any]] = []
 
     def begin() -> None:
-        scheduler: Any = channel.scheduler
-        worker = scheduler.tp_worker
+        scheduler = worker.scheduler
+        tp_worker: Any = scheduler.tp_worker
         for owner, sections in (
             (scheduler, _SCHEDULER),
-            (worker, _WORKER),
-            (worker.worker.model_runner, _RUNNER),
+            (tp_worker, _WORKER),
+            (tp_worker.worker.model_runner, _RUNNER),
         ):
             for name, section in sections.items():
                 if hasattr(owner, name):
@@ -86,11 +86,11 @@ def profiled(channel: Channel) -> Iterator[StepProfile]:
             else:
                 setattr(owner, name, before)
 
-    channel.run(begin).result()
+    worker.channel.run(begin).result()
     try:
         yield clock.profile
     finally:
-        channel.run(end).result()
+        worker.channel.run(end).result()
 
 
 class _Clock:

@@ -22,12 +22,14 @@ class Assembly:
     Attributes:
         engine: Upstream's Engine, from the moment it is built; an empty shell once it is taken
             apart, another object after `rebuild`.
+        leaves: Its weights.
     """
 
     def __init__(
         self, server_args: dict[str, Any], devices: Sequence[jax.Device], channel: Channel
     ) -> None:
         self.engine: Engine | None = None
+        self.leaves: EngineLeaves | None = None
         self.build_seconds = self.warmup_seconds = 0.0
         self._server_args = server_args
         self._devices = devices
@@ -59,7 +61,7 @@ class Assembly:
         For an engine whose requests were taken over.
         """
         self.scheduler.reset()
-        self._channel.scheduler = self.scheduler
+        self._channel.attach(self.scheduler)
 
     def rebuild(self, *, dummy_weights: bool) -> None:
         """Make everything anew, with the checkpoint's weights or with some that do not count."""
@@ -83,4 +85,6 @@ class Assembly:
 
         started = time.perf_counter()
         self.engine = build_engine(server_args, self._devices, self._channel, source)
+        self.leaves = self.scheduler.leaves
+        self._channel.attach(self.scheduler)
         self.build_seconds = time.perf_counter() - started

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax._src import cache_key, compilation_cache, compiler
 
-from enginepool.engine.limiter import Turns
+from enginepool.engine.limiter import Limiter
 
 _thread = threading.local()
 _lock = threading.Lock()
@@ -35,11 +35,11 @@ class ExecutableCache:
     at once compile it once.
 
     Attributes:
-        turns: For warm-ups that go on at once: what is Python in one, and XLA's part in others.
+        limiter: For warm-ups that go on at once: what is Python in one, and XLA's part in others.
     """
 
     def __init__(self) -> None:
-        self.turns = Turns(1, _PATIENCE)
+        self.limiter = Limiter(1, _PATIENCE)
         self._serialized: dict[bytes, bytes] = {}
         self._compiling: dict[bytes, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ def _compile_and_load(
         and not host_callbacks
         and not compilation_cache.is_persistent_cache_enabled()
     )
-    with cache.turns.given():
+    with cache.limiter.released():
         if shared:
             return cache.load_or_compile(backend, module, executable_devices, options)
         return _original(backend, module, executable_devices, options, host_callbacks)

@@ -1,4 +1,4 @@
-"""Engines take turns with what is Python: the host's part of a step, and of a compilation.
+"""A limit on engines that run Python at once: the host's part of a step, and of a compilation.
 
 The GIL lets one engine's Python run at a time anyway. But a step lets go of it some twenty times,
 at every transfer and dispatch, and whenever several engines want it each of these costs a switch
@@ -17,55 +17,55 @@ from collections.abc import Iterator
 
 import patches
 
-# Seconds after which an engine that others wait for has lost its turn: its step compiles, or hangs.
+# Seconds after which an engine that others wait for has lost its slot: its step compiles, or hangs.
 STEP_PATIENCE = 0.05
 
 
-class Turns:
-    """So many threads at a time. Thread-safe; a turn belongs to the thread that took it.
+class Limiter:
+    """So many threads at a time. Thread-safe; a slot belongs to the thread that acquired it.
 
     Waiting threads get theirs in the order in which they came. Nobody waits for a thread that
-    keeps its turn for longer than `patience`, in seconds; it goes on, without one.
+    keeps its slot for longer than `patience`, in seconds; it goes on, without one.
     """
 
     def __init__(self, at_once: int, patience: float) -> None:
         self.patience = patience
         self._free = threading.Semaphore(at_once)
         self._lock = threading.Lock()
-        self._since: dict[int, float] = {}  # by thread: when its turn began, the oldest first
+        self._since: dict[int, float] = {}  # by thread: when it got its slot, oldest first
 
-    def take(self) -> None:
-        """Wait for a turn. The thread must not have one."""
+    def acquire(self) -> None:
+        """Wait for a slot. The thread must not have one."""
         while not self._free.acquire(timeout=self.patience):
             self._end_overdue()
         with self._lock:
             self._since[threading.get_ident()] = time.monotonic()
 
-    def give(self) -> None:
-        """End the thread's turn, if it still has one."""
+    def release(self) -> None:
+        """Give the thread's slot back, if it still has one."""
         with self._lock:
             had = self._since.pop(threading.get_ident(), None)
         if had is not None:
             self._free.release()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """For work as a whole; the thread must not have a turn."""
-        self.take()
+    def held(self) -> Iterator[None]:
+        """For work as a whole; the thread must not have a slot."""
+        self.acquire()
         try:
             yield
         finally:
-            self.give()
+            self.release()
 
     @contextlib.contextmanager
-    def given(self) -> Iterator[None]:
-        """For a wait: others have their turns until the block ends. Nothing is taken back after
+    def released(self) -> Iterator[None]:
+        """For a wait: others may have the slot until the block ends. It is not acquired again after
         an error, or for a thread that had none."""
         had = threading.get_ident() in self._since
-        self.give()
+        self.release()
         yield
         if had:
-            self.take()
+            self.acquire()
 
     def _end_overdue(self) -> None:
         with self._lock:
@@ -78,15 +78,15 @@ class Turns:
 
 
 @functools.cache
-def process_turns() -> Turns:
+def process_limiter() -> Limiter:
     """For steps of all pools of the process, which share one GIL.
 
     Two at a time, so that one can be in JAX's native code while the other has the GIL, if a core is
     left for everything else.
     """
     if not patches.optimising():
-        return Turns(sys.maxsize, STEP_PATIENCE)
-    return Turns(1 if usable_cores() <= 2 else 2, STEP_PATIENCE)
+        return Limiter(sys.maxsize, STEP_PATIENCE)
+    return Limiter(1 if usable_cores() <= 2 else 2, STEP_PATIENCE)
 
 
 def usable_cores() -> int:

@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
+from enginepool.engine.condition import WeightsCondition
 from enginepool.errors import NotFinite
 from enginepool.requests.request import Request, not_finite
 
 
-class Books:
+class RunningRequests:
     """Kept by the engine's thread. `retract` may also be called by another one, when a step does
     not return; `lock` is held wherever requests leave, because that step may return just then.
 
     Attributes:
-        held: The requests, by rid.
-        weight_version: The version that the engine's next step samples from.
-        swaps: How many times weights were replaced here; separates the prefix cache's entries.
-        settled: Whether the engine's weights are those of `weight_version` for certain; not so
-            while an update is put in place.
-        hopeless: The update of weights (`swaps`) that gives no finite numbers on any engine.
-        proven: The update under which a request last ended here with finite numbers.
+        held: The requests, by internal id.
         last_output: When a request last ended here, in `time.perf_counter`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightsCondition) -> None:
         self.held: dict[str, Request] = {}
         self.lock = threading.RLock()
-        self.weight_version: int | str = 0
-        self.swaps = 0
-        self.settled = True
-        self.hopeless: int | None = None
-        self.proven: int | None = None
         self.last_output = 0.0
+        self._weights = weights
 
     def __len__(self) -> int:
         return len(self.held)
 
     @property
-    def closed_to_others(self) -> bool:
+    def has_one_alone(self) -> bool:
         """Whether the engine has a request that runs alone."""
-        return len(self.held) == 1 and next(iter(self.held.values())).alone
+        return len(self.held) == 1 and next(iter(self.held.values())).faults.runs_alone
 
     def progressed(self) -> bool:
-        """Whether every request here has gained a token since it was last taken back."""
+        """Whether every request here has gained a token since it was last retracted."""
         return all(
-            request.req is not None and len(request.req.output_ids) > request.owed
+            request.req is not None and len(request.req.output_ids) > request.retracted_at
             for request in self.held.values()
         )
 
@@ -57,9 +49,9 @@ class Books:
         replaced keeps the key it was prefilled under, so what it adds stays out of the new
         namespace; see `PinnedScheduler.get_new_batch_prefill`.
         """
-        if not self.swaps and request.extra_key is None:
+        if not self._weights.update and request.extra_key is None:
             return None
-        return f"{self.swaps}/{request.extra_key or ''}"
+        return f"{self._weights.update}/{request.extra_key or ''}"
 
     def prefilled(self, request: Request, *, goes_on: bool) -> None:
         """A step computes KV cache of the prompt, in whole or, for a chunk, in part."""
@@ -67,8 +59,9 @@ class Books:
             return  # it resumes; what its first token was sampled from is known
         if not goes_on:
             request.prompt_weight_versions = []
-        if self.weight_version not in request.prompt_weight_versions:
-            request.prompt_weight_versions.append(self.weight_version)
+        version = self._weights.version
+        if version not in request.prompt_weight_versions:
+            request.prompt_weight_versions.append(version)
 
     def sampled_first(self, request: Request, req: Any) -> None:
         """The first token is there; later admissions would count the outputs as cached, too."""
@@ -76,31 +69,33 @@ class Books:
         if request.cached_tokens is None:
             request.cached_tokens = req.cached_tokens
 
-    def set_version(self, version: int | str) -> None:
+    def set_weights(self, version: int | str, update: int) -> None:
         """Tokens from here on come from other weights; those so far are booked on the old."""
         for request in self.held.values():
             self.take_over(request, keep=True)
-        self.weight_version = version
-        self.swaps += 1
-        self.settled = True
+        self._weights.replaced(version, update)
+
+    def hold(self, requests: Iterable[Request]) -> None:
+        """From here on the engine has these."""
+        self.held.update((request.internal_rid, request) for request in requests)
 
     # Requests leave
 
     def deliver(self, request: Request, req: Any) -> None:
         """Hand a finished upstream request to its caller."""
         self.last_output = time.perf_counter()
-        self.proven = self.swaps
-        self.held.pop(request.rid, None)
+        self._weights.finite_under = self._weights.update
+        self.held.pop(request.internal_rid, None)
         self.take_over(request)
         reason = req.finished_reason.to_json()
         if reason.get("type") == "abort" and request.abort_reason is not None:
             reason = request.abort_reason
         request.call.finish(request, reason)
 
-    def end(self, rid: str, reason: dict[str, Any]) -> None:
+    def end(self, internal_rid: str, reason: dict[str, Any]) -> None:
         """End a request with what it has, if it is here; its own reason to abort comes first."""
         with self.lock:
-            request = self.held.pop(rid, None)
+            request = self.held.pop(internal_rid, None)
             if request is not None:
                 self.take_over(request)
                 request.call.finish(request, request.abort_reason or reason)
@@ -111,10 +106,10 @@ class Books:
         Raises:
             NotFinite: That may be this engine's fault; nothing is ended.
         """
-        if self.hopeless != self.swaps:
+        if self._weights.nonfinite_under != self._weights.update:
             raise NotFinite(requests)
         for request in requests:
-            self.end(request.rid, not_finite(self.weight_version))
+            self.end(request.internal_rid, not_finite(self._weights.version))
 
     def retract(self) -> list[Request]:
         """Take every unfinished request out, with the tokens that it has.
@@ -132,8 +127,8 @@ class Books:
                     self.deliver(request, req)
             requests, self.held = list(self.held.values()), {}
         for request in requests:
-            request.taken_back = True
-            request.owed = len(request.output_ids)
+            request.retracted = True
+            request.retracted_at = len(request.output_ids)
         return requests
 
     # Requests stay
@@ -149,7 +144,7 @@ class Books:
         if req is None:
             return
         request.absorb(
-            list(req.output_ids), list(req.output_token_logprobs_val), self.weight_version
+            list(req.output_ids), list(req.output_token_logprobs_val), self._weights.version
         )
         if not keep:
             request.req = None

@@ -37,7 +37,8 @@ class PinnedScheduler(Scheduler):
     """A real upstream Scheduler on an explicit mesh, stepped by the thread that built it."""
 
     def __init__(self, server_args: Any, mesh: Mesh, channel: Channel) -> None:
-        self.channel = channel
+        self.running, self.condition = channel.running, channel.condition
+        self.limiter = channel.limiter
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
@@ -49,7 +50,6 @@ class PinnedScheduler(Scheduler):
         model_runner.compute_logprobs = self._compute_logprobs_and_wait
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
-        channel.scheduler, channel.leaves = self, self.leaves
 
     # What upstream calls
 
@@ -71,27 +71,27 @@ class PinnedScheduler(Scheduler):
         Upstream's message to its detokenizer repeats log-probabilities past 50 tokens and is
         misaligned in a mixed batch.
         """
-        books = self.channel.books
-        with books.lock:
-            held = books.held
+        running = self.running
+        with running.lock:
+            held = running.held
             self._top_logprobs.collect(self.cur_batch, held)
             if broken := _not_finite(reqs, held):
-                books.end_not_finite(broken)
-                self.channel.soiled = True
+                running.end_not_finite(broken)
+                self.condition.kv_not_finite = True
                 for request in broken:
-                    self.abort(request.rid)
+                    self.abort(request.internal_rid)
             for req in reqs:
                 request = held.get(req.rid)
                 if request is None:
                     continue
                 if not request.first_token_at and req.output_ids:
-                    books.sampled_first(request, req)
+                    running.sampled_first(request, req)
                 if req.finished():
-                    books.deliver(request, req)
+                    running.deliver(request, req)
                 elif req.stream:
                     interval = req.sampling_params.stream_interval or self.stream_interval
                     if req.output_ids and len(req.output_ids) % interval == 0:
-                        books.publish(request)
+                        running.publish(request)
 
     def _compute_logprobs_and_wait(self, *args: Any) -> Any:
         """Upstream's last program of a step; it would get the result right after this."""
@@ -100,8 +100,8 @@ class PinnedScheduler(Scheduler):
         return logprobs
 
     def wait_for_device(self, result: Any) -> None:
-        """Wait until a step's results are there. Other engines have their turns meanwhile."""
-        with self.channel.turns.given():
+        """Wait until a step's results are there. Other engines may step meanwhile."""
+        with self.limiter.released():
             result.block_until_ready()
 
     def get_new_batch_prefill(self) -> Any:
@@ -113,11 +113,11 @@ class PinnedScheduler(Scheduler):
         Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
         weights of this moment have computed, whichever they were when it came here.
         """
-        held = self.channel.books.held
+        held = self.running.held
         waiting = list(self.waiting_queue)
         for req in waiting:
             if (request := held.get(req.rid)) is not None:
-                req.extra_key = self.channel.books.cache_key(request)
+                req.extra_key = self.running.cache_key(request)
         in_chunks = [req for req in self.chunked_reqs if req is not None]
         resumed = [(req.sampling_params, len(req.output_ids)) for req in waiting]
         for params, sampled in resumed:
@@ -132,11 +132,11 @@ class PinnedScheduler(Scheduler):
         return batch
 
     def _note_prefilled(self, batch: Any, waiting: list[Any], in_chunks: list[Any]) -> None:
-        books = self.channel.books
+        running = self.running
         for req in [req for info in batch.reqs_info for req in info.reqs or ()]:
             goes_on = req in in_chunks
-            if (goes_on or req in waiting) and (request := books.held.get(req.rid)) is not None:
-                books.prefilled(request, goes_on=goes_on)
+            if (goes_on or req in waiting) and (request := running.held.get(req.rid)) is not None:
+                running.prefilled(request, goes_on=goes_on)
 
     # What the channel calls, on this thread
 
@@ -164,7 +164,7 @@ class PinnedScheduler(Scheduler):
 
     def cached_prefix(self, request: Request) -> int:
         """How many tokens of the prompt this engine's prefix cache has."""
-        key: Any = RadixKey(request.input_ids[:-1], self.channel.books.cache_key(request), 0)
+        key: Any = RadixKey(request.input_ids[:-1], self.running.cache_key(request), 0)
         params = key if MatchPrefixParams is None else MatchPrefixParams(key=key)
         return len(self.tree_cache.match_prefix(params).device_indices)
 
@@ -183,7 +183,7 @@ class PinnedScheduler(Scheduler):
         """
         self.handle_generate_request(
             TokenizedGenerateReqInput(
-                rid=request.rid,
+                rid=request.internal_rid,
                 text=request.text,
                 input_ids=request.input_ids,
                 sampling_params=copy.copy(request.sampling),
@@ -193,7 +193,7 @@ class PinnedScheduler(Scheduler):
                 top_logprobs_num=0,
                 token_ids_logprob=None,
                 stream=request.stream,
-                extra_key=self.channel.books.cache_key(request),
+                extra_key=self.running.cache_key(request),
                 dp_rank=0,
             )
         )
@@ -206,9 +206,9 @@ class PinnedScheduler(Scheduler):
             req.output_token_logprobs_idx = list(request.output_ids)
         return req
 
-    def abort(self, rid: str) -> None:
+    def abort(self, internal_rid: str) -> None:
         """End one request; the channel hears of it at once or after one more step."""
-        self.abort_request(AbortReq(rid=rid))
+        self.abort_request(AbortReq(rid=internal_rid))
 
     @cached_property
     def hugging_face(self) -> HuggingFaceMapping:
@@ -248,8 +248,8 @@ class PinnedScheduler(Scheduler):
         explicit cut frees the arrays now. A garbage collection would stop the other engines.
         """
         worker = getattr(self, "tp_worker", None)
-        if self.channel.leaves is not None:
-            self.channel.leaves.forget()
+        if (leaves := getattr(self, "leaves", None)) is not None:
+            leaves.forget()
         parts: list[Any] = [self]
         if worker is not None:
             self._discard_expert_statistics()

@@ -1,34 +1,36 @@
 """One engine's thread: builds the engine, warms it up, runs its loop, takes it apart.
 
-When a step fails the thread hands over what the engine held, asks its supervisor to bring the
-engine back (`recovery.py`), and runs the loop again.
+When a step fails the thread hands over what the engine held, asks its supervisor what to do,
+does it, and runs the loop again.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from enginepool.engine.assembly import Assembly
 from enginepool.engine.channel import Channel
+from enginepool.engine.condition import EngineCondition
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.jobs import EngineBroken, StopEngine
-from enginepool.engine.limiter import process_turns
+from enginepool.engine.limiter import process_limiter
 from enginepool.engine.states import EngineState
+from enginepool.engine.supervisor import Decision, Supervisor
 from enginepool.errors import StepTimeout
+from enginepool.logs import take_traceback
 from enginepool.requests.queue import RequestQueue
 from enginepool.requests.request import Request
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
 
+    from enginepool.engine.scheduler import PinnedScheduler
     from enginepool.weights.leaves import EngineLeaves
 
 
@@ -40,49 +42,12 @@ def on_engine_thread() -> bool:
     return getattr(_current, "is_engine", False)
 
 
-class Supervisor(Protocol):
-    """Whom a worker reports to; each is told on the worker's thread."""
-
-    def engine_failed(
-        self, worker: EngineWorker, error: BaseException, trace: str, requests: list[Request]
-    ) -> None:
-        """A step failed; the requests are out of the engine.
-
-        Args:
-            trace: The error's traceback, as Python prints it.
-        """
-
-    def recover(self, worker: EngineWorker, error: BaseException) -> bool:
-        """Bring a failed engine back; False if it stays out."""
-        ...
-
-    def engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
-        """An engine has lost its weights; the requests are out of it."""
-
-    def engine_closed(self, requests: list[Request]) -> None:
-        """An engine's thread ends; no engine has these requests."""
-
-
-@dataclass(frozen=True)
-class _Condition:
-    """What an engine does, and why. Replaced as a whole: who looks from another thread never sees
-    half of a change.
-
-    Attributes:
-        returns: Whether the engine has failed and will probably serve again.
-        since: When it came into this state, as `time.time`.
-    """
-
-    state: EngineState
-    reason: str | None = None
-    returns: bool = False
-    since: float = field(default_factory=time.time)
-
-
 class EngineWorker:
     """A thread pinned to one engine's devices. The thread starts with `start()`.
 
     Attributes:
+        condition: What the engine is doing and what it may do.
+        channel: The door to it.
         assembly: The engine as an object, and how it is made.
         built, warm: Resolve when the engine is built, then warm; fail with what stopped it.
         stopping: Set when the thread is to end.
@@ -101,12 +66,12 @@ class EngineWorker:
     ) -> None:
         self.index = index
         self.devices = tuple(devices)
-        self.channel = Channel(index, queue, process_turns())
+        self.condition = EngineCondition()
+        self.channel = Channel(index, queue, process_limiter(), self.condition)
         self.assembly = Assembly(server_args, self.devices, self.channel)
         self.built: Future[None] = Future()
         self.warm: Future[None] = Future()
         self.stopping = threading.Event()
-        self._condition = _Condition(EngineState.STARTING)
         self._queue = queue
         self._cache = cache
         self._supervisor = supervisor
@@ -120,12 +85,27 @@ class EngineWorker:
     def __repr__(self) -> str:
         devices = ",".join(str(device.id) for device in self.devices)
         held = self.channel.load()
-        return f"<EngineWorker {self.index} device {devices} [{self.state.value}, {held} running]>"
+        state = self.condition.state.value
+        return f"<EngineWorker {self.index} device {devices} [{state}, {held} running]>"
 
     @property
     def engine(self) -> Engine | None:
         """Upstream's Engine; see `Assembly`."""
         return self.assembly.engine
+
+    @property
+    def scheduler(self) -> PinnedScheduler:
+        """Upstream's Scheduler, of an engine that was built."""
+        scheduler = self.assembly.scheduler
+        assert scheduler is not None, "there is no engine"
+        return scheduler
+
+    @property
+    def leaves(self) -> EngineLeaves:
+        """The engine's weights; their specs can be read as long as the pool is open."""
+        leaves = self.assembly.leaves
+        assert leaves is not None, "the engine was never built"
+        return leaves
 
     def start(self, source: EngineLeaves | None = None) -> None:
         """Start the thread, which builds the engine; its weights are copied from `source`."""
@@ -143,65 +123,6 @@ class EngineWorker:
         self._may_warm_up.set()
         self.channel.stop()
 
-    @property
-    def state(self) -> EngineState:
-        """What the engine does; a paused one serves, but takes no step."""
-        state = self._condition.state
-        if state is not EngineState.SERVING:
-            return state
-        if self.channel.weightless is not None:
-            return EngineState.UNLOADED
-        if self.channel.stops:
-            return EngineState.PAUSED
-        return EngineState.DRAINING if self.channel.draining else EngineState.SERVING
-
-    @property
-    def reason(self) -> str | None:
-        """Why the engine is in its state, for states that need one."""
-        return self._condition.reason
-
-    @property
-    def since(self) -> float:
-        """When the engine came into its state, as `time.time`."""
-        return self._condition.since
-
-    def change(
-        self, state: EngineState, reason: str | None = None, *, returns: bool = False
-    ) -> None:
-        """Say what the engine does from now on.
-
-        Args:
-            returns: It has failed and will probably serve again.
-        """
-        self._condition = _Condition(state, reason, returns)
-
-    @property
-    def present(self) -> bool:
-        """Whether the engine's loop runs, so that jobs are done."""
-        return self._condition.state is EngineState.SERVING
-
-    @property
-    def serving(self) -> bool:
-        """Whether the engine may be given requests."""
-        return self.present and self.channel.weightless is None
-
-    @property
-    def recovering(self) -> bool:
-        """Whether the engine has failed and will probably serve again."""
-        return self._condition.returns
-
-    @property
-    def expected(self) -> bool:
-        """Whether requests may wait for this engine: it serves, or will again."""
-        condition = self._condition  # one look: it may come back between two
-        loop_runs = condition.state is EngineState.SERVING
-        return condition.returns or (loop_runs and self.channel.weightless is None)
-
-    @property
-    def stuck(self) -> bool:
-        """Whether a step has not returned and its requests were taken away."""
-        return self._condition.state is EngineState.ABANDONED
-
     def join(self, timeout: float | None) -> bool:
         """Wait for the thread to end; False if it is still there after `timeout` seconds."""
         if self._thread.ident is not None:
@@ -214,12 +135,10 @@ class EngineWorker:
 
         When it returns after all its outcome is ignored, and the engine is reset.
         """
-        with self.channel.books.lock:  # it may return just now
-            requests = self.channel.abandon(since, f"engine {self.index} is abandoned: {reason}")
-            if requests is None:
-                return None
-            self.change(EngineState.ABANDONED, reason)
-            self._queue.detach(self.index)
+        with self.channel.running.lock:  # until the queue has heard of it, it does not return
+            requests = self.channel.abandon(since, reason)
+            if requests is not None:
+                self._queue.detach(self.index)
             return requests
 
     # On the thread
@@ -238,19 +157,19 @@ class EngineWorker:
         try:
             self.assembly.build(self._source)
         except BaseException as error:
-            self.change(EngineState.CLOSED, repr(error))
+            self.condition.change(EngineState.CLOSED, repr(error))
             self.built.set_exception(error)
             return
         self.built.set_result(None)
 
     def _serve(self) -> None:
-        if self.channel.scheduler is None:
+        if self.assembly.scheduler is None:
             return
         self._may_warm_up.wait()
         try:
             if self.stopping.is_set():
                 raise StopEngine
-            with self._cache.turns.taken():
+            with self._cache.limiter.held():
                 self.assembly.warm_up(compile_programs=self._warmup)
         except BaseException as error:
             self._leave(error)
@@ -258,21 +177,20 @@ class EngineWorker:
         self.enter()
         self.warm.set_result(None)
         while (error := self._loop()) is not None:
-            self._fail(error, _take_traceback(error))
-            if not self._supervisor.recover(self, error):
+            if not self._recover(error):
                 break
         self._leave(None)
 
     def _loop(self) -> BaseException | None:
         """Run upstream's loop; returns what ended it, None for a stop."""
         while True:
-            scheduler: Any = self.channel.scheduler
+            scheduler = self.scheduler
             try:
                 scheduler.event_loop_normal()
             except StopEngine:
                 return None
             except BaseException as error:
-                self.channel.turns.give()
+                self.channel.limiter.release()
                 lost = scheduler.leaves.lost_by_owner()
                 if not lost:
                     return error
@@ -284,10 +202,32 @@ class EngineWorker:
             except EngineBroken as error:
                 return error
 
-    def _fail(self, error: BaseException, trace: str) -> None:
+    def _recover(self, error: BaseException) -> bool:
+        """Do what becomes of an engine whose step failed, until it serves again; False if it
+        stays out, and the condition says why."""
+        self._quarantine(error, take_traceback(error))
+        decision = self._supervisor.decide(self, error)
+        while decision.action != "stay out":
+            if self.stopping.wait(decision.delay):
+                return False
+            try:
+                started = time.perf_counter()
+                self._make_anew(decision)
+                return self._supervisor.readmit(self, decision, time.perf_counter() - started)
+            except Exception as cause:
+                condition = self.condition
+                reason = f"{condition.reason}; then {condition.state.value} failed: {cause!r}"
+                condition.change(EngineState.QUARANTINED, reason, returns=True)
+                decision = self._supervisor.recovery_failed(self, cause, take_traceback(cause))
+        if decision.why is not None:
+            reason = f"{self.condition.reason}; {decision.why}"
+            self.condition.change(EngineState.QUARANTINED, reason)
+        return False
+
+    def _quarantine(self, error: BaseException, trace: str) -> None:
         """A step has failed: no request may stay here, no job will run."""
         reason = f"{type(error).__name__}: {error}"
-        self.change(EngineState.QUARANTINED, reason, returns=True)
+        self.condition.change(EngineState.QUARANTINED, reason, returns=True)
         if isinstance(error, StepTimeout):
             return  # its requests were taken away when it was abandoned
         with self._queue.moving():
@@ -295,14 +235,38 @@ class EngineWorker:
             self._queue.detach(self.index)
             self._supervisor.engine_failed(self, error, trace, requests)
 
+    def _make_anew(self, decision: Decision) -> None:
+        reason = self.condition.reason
+        if decision.action == "reset":
+            self.condition.change(EngineState.RESETTING, reason, returns=True)
+            self.assembly.reset()
+            return
+        self.condition.change(EngineState.REBUILDING, reason, returns=True)
+        weights = self.condition.weights
+        elsewhere = self._supervisor.sibling_has_weights(self)
+        kept = {} if elsewhere else self._intact()
+        from_checkpoint = not elsewhere and not kept and weights.update == 0
+        self.assembly.rebuild(dummy_weights=not from_checkpoint)
+        if kept:
+            self.leaves.replace(kept)
+        elif not from_checkpoint:
+            weights.update = -1  # `readmit` brings weights
+
+    def _intact(self) -> dict[str, Any]:
+        """The engine's own weights, for when no other engine has them."""
+        if self.assembly.scheduler is None or self.leaves.lost():
+            return {}
+        return dict(self.leaves)
+
     def _leave(self, error: BaseException | None) -> None:
         """The thread ends."""
-        if self._condition.state is EngineState.QUARANTINED:
-            self.change(EngineState.QUARANTINED, self.reason)
+        condition = self.condition
+        if condition.state is EngineState.QUARANTINED:
+            condition.change(EngineState.QUARANTINED, condition.reason)
         else:
-            self.change(EngineState.CLOSED, None if error is None else repr(error))
+            condition.change(EngineState.CLOSED, None if error is None else repr(error))
         with self._queue.moving():
-            requests = self.channel.close(f"engine {self.index} is {self.state.value}")
+            requests = self.channel.close(f"engine {self.index} is {condition.state.value}")
             self._queue.detach(self.index)
             if not self.warm.done():
                 self.warm.set_exception(error or StopEngine())
@@ -312,7 +276,7 @@ class EngineWorker:
 
     def enter(self) -> None:
         """From here on the engine gets requests and does jobs."""
-        self.change(EngineState.SERVING)
+        self.condition.change(EngineState.SERVING)
         self.channel.open()
         self._queue.attach(self.index, self.channel.load, self.channel.wake)
 
@@ -320,27 +284,15 @@ class EngineWorker:
 
     def unload(self, reason: str) -> None:
         """The engine has no weights: it takes no step until `load`, its requests move on."""
-        self.channel.weightless = reason
-        self.change(EngineState.SERVING, reason)
-        requests = self.channel.take_back()
+        self.condition.weights.missing = reason
+        self.condition.change(EngineState.SERVING)  # from now on
+        requests = self.channel.retract()
         self._queue.detach(self.index)
         self._supervisor.engine_unloaded(self, requests)
 
     def load(self) -> None:
         """The engine has weights again."""
-        if self.channel.weightless is not None:
-            self.channel.weightless = None
-            self.change(EngineState.SERVING)
+        if self.condition.weights.missing is not None:
+            self.condition.weights.missing = None
+            self.condition.change(EngineState.SERVING)
             self._queue.attach(self.index, self.channel.load, self.channel.wake)
-
-
-def _take_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it. The error keeps none: its frames hold buffers."""
-    trace = "".join(traceback.format_exception(error))
-    seen: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in seen:
-        seen.append(link)
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return trace

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import anyio.to_thread
 
 from enginepool.errors import InvalidRequest
+from enginepool.pool.opening import Opening
 from enginepool.requests.call_options import CallOptions, Params, Prompts, check_options
 from enginepool.requests.output_processor import (
     call_results,
@@ -17,6 +18,7 @@ from enginepool.requests.output_processor import (
 )
 from enginepool.requests.progress import show_progress
 from enginepool.requests.request import Call
+from enginepool.requests.submission import submitted
 from enginepool.requests.wait import async_chunks, async_wait_all, chunks, wait_all
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag, shown
@@ -24,18 +26,12 @@ from enginepool.values import flag, shown
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Generation:
+class Generation(Opening):
     """Mixin of `EnginePool`: what fans out over the engines. Every method is thread-safe.
 
     All raise InvalidRequest for bad input, before anything has started; PoolClosed when the pool
     is closed, or is closed meanwhile; and PoolFailed when no engine is left.
     """
-
-    def _runtime(self) -> Runtime:
-        raise NotImplementedError
-
-    async def _async_runtime(self) -> Runtime:
-        raise NotImplementedError
 
     def generate_all(
         self,
@@ -164,8 +160,9 @@ class Generation:
     def _as_completed(
         self, runtime: Runtime, call: Call, timeout: float | None
     ) -> Iterator[dict[str, Any]]:
-        for chunk in chunks(runtime, call, timeout):
-            yield make_result(chunk.request, runtime.intake.tokenizer)
+        with submitted(runtime.dispatch, call):
+            for chunk in chunks(runtime.dispatch, call, timeout):
+                yield make_result(chunk.request, runtime.intake.tokenizer)
         raise_failure(call, runtime.intake.tokenizer)
 
     async def async_as_completed(
@@ -180,8 +177,10 @@ class Generation:
         call = await anyio.to_thread.run_sync(
             _make_call, runtime, prompts, sampling_params, checked
         )
-        async for chunk in async_chunks(runtime, call, checked.get("timeout")):
-            yield make_result(chunk.request, runtime.intake.tokenizer)
+        dispatch = runtime.dispatch
+        with submitted(dispatch, call):
+            async for chunk in async_chunks(dispatch, call, checked.get("timeout")):
+                yield make_result(chunk.request, runtime.intake.tokenizer)
         raise_failure(call, runtime.intake.tokenizer)
 
     def stream(
@@ -203,8 +202,9 @@ class Generation:
     def _stream(
         self, runtime: Runtime, call: Call, timeout: float | None
     ) -> Iterator[dict[str, Any]]:
-        for chunk in chunks(runtime, call, timeout):
-            yield make_chunk(chunk, runtime.intake.tokenizer)
+        with submitted(runtime.dispatch, call):
+            for chunk in chunks(runtime.dispatch, call, timeout):
+                yield make_chunk(chunk, runtime.intake.tokenizer)
         raise_failure(call, runtime.intake.tokenizer)
 
     async def async_stream(
@@ -219,8 +219,10 @@ class Generation:
         call = await anyio.to_thread.run_sync(
             lambda: _make_call(runtime, prompt, sampling_params, checked, stream=True)
         )
-        async for chunk in async_chunks(runtime, call, checked.get("timeout")):
-            yield make_chunk(chunk, runtime.intake.tokenizer)
+        dispatch = runtime.dispatch
+        with submitted(dispatch, call):
+            async for chunk in async_chunks(dispatch, call, checked.get("timeout")):
+                yield make_chunk(chunk, runtime.intake.tokenizer)
         raise_failure(call, runtime.intake.tokenizer)
 
 
@@ -239,7 +241,7 @@ def _make_call(
         return_logprob=checked.get("return_logprob"),
         top_logprobs_num=checked.get("top_logprobs_num"),
         stream=stream,
-        weight_version=runtime.weight_version,
+        weight_version=runtime.desired.weight_version,
     )
 
 
@@ -252,8 +254,9 @@ def _run(
     progress: bool = False,
 ) -> tuple[Call, list[dict[str, Any]]]:
     call = _make_call(runtime, prompts, sampling_params, checked)
-    with show_progress(call, progress) as tick:
-        wait_all(runtime, call, checked.get("timeout"), tick)
+    dispatch = runtime.dispatch
+    with show_progress(call, progress) as tick, submitted(dispatch, call):
+        wait_all(dispatch, call, checked.get("timeout"), tick)
     return call, call_results(call, runtime.intake.tokenizer, raise_on_error)
 
 
@@ -265,7 +268,8 @@ async def _async_run(
     raise_on_error: bool,
 ) -> tuple[Call, list[dict[str, Any]]]:
     call = await anyio.to_thread.run_sync(_make_call, runtime, prompts, sampling_params, checked)
-    await async_wait_all(runtime, call, checked.get("timeout"))
+    with submitted(runtime.dispatch, call):
+        await async_wait_all(runtime.dispatch, call, checked.get("timeout"))
     results = await anyio.to_thread.run_sync(
         call_results, call, runtime.intake.tokenizer, raise_on_error
     )

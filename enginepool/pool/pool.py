@@ -39,7 +39,7 @@ def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
     """What runs at exit unless the pool is closed before; does not keep the pool alive."""
 
     def close() -> None:
-        if runtime.home.here:  # not in a forked child that ends as a script does
+        if runtime.dispatch.home.here:  # not in a forked child that ends as a script does
             python_ends()
             runtime.close(CLOSE_SECONDS)
             warnings.warn(f"pool {runtime.name!r} was never closed", ResourceWarning, stacklevel=2)
@@ -126,12 +126,12 @@ class EnginePool(Generation, Steering, WeightCalls):
         runtime = self._open_runtime
         if runtime is None:
             return f"<EnginePool {self.name!r} [{self._state.value}]>"
-        if not runtime.home.here:
-            return f"<EnginePool {self.name!r} [open in process {runtime.home.pid}]>"
+        if not runtime.dispatch.home.here:
+            return f"<EnginePool {self.name!r} [open in process {runtime.dispatch.home.pid}]>"
         running = sum(worker.channel.load() for worker in runtime.workers)
         return (
             f"<EnginePool {self.name!r} [{len(runtime.serving())} of {len(runtime.workers)} "
-            f"engines serving | {running} running, {len(runtime.queue)} waiting]>"
+            f"engines serving | {running} running, {len(runtime.dispatch.queue)} waiting]>"
         )
 
     # Life
@@ -158,7 +158,7 @@ class EnginePool(Generation, Steering, WeightCalls):
 
     def _opened(self, on_engine: Callable[[dict[str, Any]], None] | None) -> Runtime:
         runtime = Runtime(self.config, self.name)
-        self._home = runtime.home
+        self._home = runtime.dispatch.home
         report = None
         if on_engine is not None:
             report = lambda worker: on_engine(statistics.engine(worker))  # noqa: E731
@@ -235,7 +235,7 @@ class EnginePool(Generation, Steering, WeightCalls):
         # When Python takes its modules down, `_closing_at_exit` has done it, and what this needs
         # may be gone.
         runtime = getattr(self, "_open_runtime", None)
-        if runtime is None or python_is_gone() or runtime.closed or not runtime.home.here:
+        if runtime is None or python_is_gone() or runtime.closed or not runtime.dispatch.home.here:
             return
         try:
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
@@ -270,10 +270,10 @@ class EnginePool(Generation, Steering, WeightCalls):
         """Upstream's Engine objects, one a replica; opens the pool."""
         return [worker.engine for worker in self._runtime().workers]
 
-    def front_end(self, engine: int | None = None) -> FrontEnd:
+    def front_end(self, engine_index: int | None = None) -> FrontEnd:
         """What upstream's serving classes take for a TokenizerManager: requests through it run on
         all engines, or on one. Opens the pool."""
         runtime = self._runtime()
         from enginepool.pool.tokenizer_manager import FrontEnd
 
-        return FrontEnd(runtime, engine)
+        return FrontEnd(runtime, engine_index)

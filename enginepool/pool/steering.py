@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import anyio.to_thread
 
 from enginepool.errors import InvalidRequest
+from enginepool.pool.opening import Opening
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.pause import PauseMode
-from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag, plain, shown
 
 
-class Steering:
+class Steering(Opening):
     """Mixin of `EnginePool`. Thread-safe; all open the pool."""
-
-    @abstractmethod
-    def _runtime(self) -> Runtime: ...
-
-    @abstractmethod
-    async def _async_runtime(self) -> Runtime: ...
 
     def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
         """End the requests whose `meta_info["id"]` is exactly `rid`, or all; they keep what they
@@ -31,16 +24,16 @@ class Steering:
             raise InvalidRequest("abort_request: give either rid or abort_all=True")
         if not (rid is None or isinstance(rid, str)):
             raise InvalidRequest(f"abort_request: rid={shown(rid)}: expected a string")
-        runtime = self._runtime()
-        requests = runtime.unfinished() if rid is None else runtime.find(rid)
-        runtime.abort(requests, "abort_request", "cancelled")
+        dispatch = self._runtime().dispatch
+        requests = dispatch.unfinished() if rid is None else dispatch.find(rid)
+        dispatch.abort(requests, "abort_request", "cancelled")
         return len(requests)
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
         """Stop all engines at their next step boundary; new requests wait. Idle is free.
 
         Args:
-            mode: "in_place" keeps running requests where they are. "retract" takes them back
+            mode: "in_place" keeps running requests where they are. "retract" puts them back
                 into the queue with the tokens that they have, and frees their KV cache. "abort"
                 ends them, and what waits, with what they have.
         """

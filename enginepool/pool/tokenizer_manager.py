@@ -15,9 +15,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.to_thread import run_sync
 from sgl_jax.srt.managers.io_struct import FlushCacheReqOutput
 
-from enginepool.errors import EnginePoolError, InvalidRequest, PoolClosed
+from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.requests.output_processor import call_results, make_chunk, raise_failure
 from enginepool.requests.request import Call
+from enginepool.requests.submission import submitted
 from enginepool.requests.wait import async_chunks, async_wait_all
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.runtime import Runtime
@@ -37,16 +38,16 @@ _UNSUPPORTED = (
 
 
 class FrontEnd:
-    """Upstream's TokenizerManager as its callers know it, over `engine` or over all engines.
+    """Upstream's TokenizerManager as its callers know it, over one engine or over all.
 
     Attributes:
         runtime: The open pool.
     """
 
-    def __init__(self, runtime: Runtime, engine: int | None = None) -> None:
+    def __init__(self, runtime: Runtime, pinned_to: int | None = None) -> None:
         self.runtime = runtime
-        self._engine = engine
-        worker = runtime.workers[engine or 0]
+        self._pinned_to = pinned_to
+        worker = runtime.workers[pinned_to or 0]
         assert worker.engine is not None
         args = worker.engine.server_args
         self.server_args = args
@@ -75,19 +76,21 @@ class FrontEnd:
         Args:
             timeout: Seconds; what is not finished then ends with what it has.
         """
-        tokenizer = self.runtime.intake.tokenizer
+        dispatch, tokenizer = self.runtime.dispatch, self.runtime.intake.tokenizer
         if obj.stream:
-            async for chunk in async_chunks(self.runtime, call, timeout):
-                yield make_chunk(chunk, tokenizer)
+            with submitted(dispatch, call):
+                async for chunk in async_chunks(dispatch, call, timeout):
+                    yield make_chunk(chunk, tokenizer)
             raise_failure(call, tokenizer)
             return
-        await async_wait_all(self.runtime, call, timeout)
+        with submitted(dispatch, call):
+            await async_wait_all(dispatch, call, timeout)
         results = await run_sync(call_results, call, tokenizer, False)
         yield results[0] if call.lone and len(results) == 1 else results
 
     def make_call(self, obj: Any) -> Call:
         """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet."""
-        self.runtime.home.check()
+        self.runtime.dispatch.home.check()
         for name in _UNSUPPORTED:
             if _given(getattr(obj, name, None)):
                 raise InvalidRequest(f"{name} is not supported in a pool")
@@ -104,27 +107,28 @@ class FrontEnd:
             return_logprob=_one_for_all("return_logprob", obj.return_logprob),
             top_logprobs_num=_one_for_all("top_logprobs_num", obj.top_logprobs_num),
             stream=obj.stream,
-            engine=self._engine,
+            pinned_to=self._pinned_to,
             extra_key=getattr(obj, "extra_key", None),
-            ids=_as_list(obj.rid) if obj.rid else None,
-            weight_version=self.runtime.weight_version,
+            rids=_as_list(obj.rid) if obj.rid else None,
+            weight_version=self.runtime.desired.weight_version,
         )
 
     def abort_request(self, rid: str | None = "", abort_all: bool = False) -> None:
-        requests = self.runtime.unfinished() if abort_all else self.runtime.find(rid or "")
-        mine = [r for r in requests if self._engine is None or r.engine == self._engine]
-        self.runtime.abort(mine, "abort_request", "cancelled")
+        dispatch = self.runtime.dispatch
+        requests = dispatch.unfinished() if abort_all else dispatch.find(rid or "")
+        mine = [r for r in requests if self._pinned_to in (None, r.pinned_to)]
+        dispatch.abort(mine, "abort_request", "cancelled")
 
     async def flush_cache(self) -> FlushCacheReqOutput:
-        await run_sync(pause.flush_cache, self.runtime, self._engine)
+        await run_sync(pause.flush_cache, self.runtime, self._pinned_to)
         return FlushCacheReqOutput(success=True)
 
     async def pause_generation(self, obj: Any) -> None:
-        await run_sync(pause.pause, self.runtime, obj.mode, self._engine)
+        await run_sync(pause.pause, self.runtime, obj.mode, self._pinned_to)
 
     async def continue_generation(self, obj: Any = None) -> None:
         del obj
-        await run_sync(pause.resume, self.runtime, self._engine)
+        await run_sync(pause.resume, self.runtime, self._pinned_to)
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
         return [statistics.engine(worker) for worker in self._workers()]
@@ -143,7 +147,7 @@ class FrontEnd:
 
     def _workers(self) -> Iterable[Any]:
         workers = self.runtime.workers
-        return workers if self._engine is None else [workers[self._engine]]
+        return workers if self._pinned_to is None else [workers[self._pinned_to]]
 
 
 class PortalLoop:
@@ -166,10 +170,10 @@ class PortalLoop:
         return portal.call(partial(_await, awaitable))
 
     def _open(self) -> BlockingPortal:
-        self._runtime.home.check()
-        with self._runtime.lock:
-            if self._runtime.closed:
-                raise PoolClosed(f"pool {self._runtime.name!r} is already closed")
+        dispatch = self._runtime.dispatch
+        dispatch.home.check()
+        with dispatch.lock:
+            dispatch.check_open()
             if self._portal is None:
                 self._portal = self._runtime.guards.enter_context(
                     start_blocking_portal(name=f"{self._runtime.name}-portal")

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import anyio.to_thread
 
-from enginepool.runtime.runtime import Runtime
+from enginepool.pool.opening import Opening
 from enginepool.swap import inspect, memory, update
 from enginepool.swap.options import Options, Staging, Strategy
 from enginepool.swap.quiesce import SwapMode
 from enginepool.swap.report import SwapReport
 
 
-class WeightCalls:
+class WeightCalls(Opening):
     """The calls of `EnginePool` that change or look at weights and memory. Thread-safe; those
     that change something happen one at a time, in the order in which they get their turn."""
-
-    @abstractmethod
-    def _runtime(self) -> Runtime: ...
 
     # Sync
 

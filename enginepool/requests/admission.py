@@ -58,10 +58,14 @@ class Admission:
             calls, self._outside = self._outside, deque()
         return [request for call in calls for request in call.requests]
 
-    def stranded(self, engine: int) -> list[Request]:
+    def take_pinned_to(self, engine_index: int) -> list[Request]:
         """Take out what only this engine may run: it does not come back."""
         with self._lock:
-            calls = [c for c in self._outside if any(r.engine == engine for r in c.requests)]
+            calls = [
+                call
+                for call in self._outside
+                if any(request.pinned_to == engine_index for request in call.requests)
+            ]
             self._outside = deque(call for call in self._outside if call not in calls)
         return [request for call in calls for request in call.requests]
 

@@ -48,9 +48,9 @@ class Intake:
         return_logprob: bool | None = None,
         top_logprobs_num: int | None = None,
         stream: bool = False,
-        engine: int | None = None,
+        pinned_to: int | None = None,
         extra_key: str | None = None,
-        ids: Sequence[str] | None = None,
+        rids: Sequence[str] | None = None,
         weight_version: int | str = 0,
     ) -> Call:
         """Build the requests of a call, n a prompt, grouped by prompt.
@@ -64,8 +64,8 @@ class Intake:
         sampling = self._sampling(sampling_params, len(token_ids))
         top_logprobs_num = _check_top_logprobs(top_logprobs_num)
         return_logprob = flag("return_logprob", return_logprob) or top_logprobs_num > 0
-        if ids is not None and len(ids) != len(token_ids):
-            raise InvalidRequest(f"{len(ids)} request ids for {len(token_ids)} prompts")
+        if rids is not None and len(rids) != len(token_ids):
+            raise InvalidRequest(f"{len(rids)} request ids for {len(token_ids)} prompts")
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             self._check_prompt(index, prompt, one)
         call = Call(weight_version, lone=lone)
@@ -79,11 +79,11 @@ class Intake:
                         text=texts[index],
                         prompt_index=index,
                         sample_index=sample_index,
-                        id=ids[index] if ids else "",
+                        rid=rids[index] if rids else "",
                         return_logprob=return_logprob,
                         top_logprobs_num=top_logprobs_num,
                         stream=stream,
-                        engine=engine,
+                        pinned_to=pinned_to,
                         extra_key=extra_key,
                     )
                 )

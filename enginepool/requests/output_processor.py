@@ -51,7 +51,7 @@ def _as_dict(
     count = len(output_ids)
     spans = [[a, min(b, count), v] for a, b, v in list(request.weight_versions) if a < count]
     meta: dict[str, Any] = {
-        "id": request.id or request.rid,
+        "id": request.shown_rid,
         "finish_reason": request.finish_reason if final else None,
         "prompt_tokens": len(request.input_ids),
         "completion_tokens": len(output_ids),

@@ -35,7 +35,6 @@ class RequestQueue:
         self._arrival = threading.Condition()
         self._moving = 0
         self.on_taken: Callable[[], None] | None = None
-        self.paused = False
 
     def __len__(self) -> int:
         return sum(map(len, self._shelves()))
@@ -43,47 +42,49 @@ class RequestQueue:
     def _shelves(self) -> list[dict[str, Request]]:
         return [self._suspects, self._resumed, self._fresh, *self._pinned.values()]
 
-    def attach(self, engine: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
+    def attach(self, engine_index: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
         """Register a serving engine: how many requests it holds, and how to wake it.
 
         It is to call `take` right after.
         """
         with self._lock:
-            self._engines[engine] = (load, wake)
+            self._engines[engine_index] = (load, wake)
             # A suspect that failed on all engines there were is for this one now; the one that
             # empties itself for it would not take it any more, and keep it from this one.
             self._reserved.clear()
 
-    def detach(self, engine: int) -> None:
-        """Forget an engine; what only it may run waits until it is back, or is stranded."""
+    def detach(self, engine_index: int) -> None:
+        """Forget an engine; what only it may run waits until it is back, or is taken out."""
         with self._lock:
-            self._engines.pop(engine, None)
-            self._reserved = {rid: by for rid, by in self._reserved.items() if by != engine}
+            self._engines.pop(engine_index, None)
+            reserved = self._reserved.items()
+            self._reserved = {key: by for key, by in reserved if by != engine_index}
 
-    def stranded(self, engine: int) -> list[Request]:
+    def take_pinned_to(self, engine_index: int) -> list[Request]:
         """Take out what only this engine may run: it does not come back."""
         with self._lock:
-            alone = [r for r in self._suspects.values() if r.engine == engine]
+            alone = [r for r in self._suspects.values() if r.pinned_to == engine_index]
             for request in alone:
-                del self._suspects[request.rid]
-            found = [*alone, *self._pinned.pop(engine, {}).values()]
+                del self._suspects[request.internal_rid]
+            found = [*alone, *self._pinned.pop(engine_index, {}).values()]
         self._left(found)
         return found
 
     def put(self, requests: Iterable[Request], *, resumed: bool = False) -> None:
         with self._lock:
             for request in requests:
-                self._shelf(request, resumed)[request.rid] = request
+                self._shelf(request, resumed)[request.internal_rid] = request
         self.wake_all()
 
     def discard(self, request: Request) -> bool:
         """Take a request out; False when no engine could get it from here any more."""
         with self._lock:
-            self._reserved.pop(request.rid, None)
-            found = any(shelf.pop(request.rid, None) is not None for shelf in self._shelves())
+            key = request.internal_rid
+            self._reserved.pop(key, None)
+            found = any(shelf.pop(key, None) is not None for shelf in self._shelves())
         self._left(found)
-        if found and request.taken_back:
-            self.wake_all()  # engines may wait for `owes` or `begun`
+        if found and request.retracted:
+            self.wake_all()  # engines may wait for `has_retracted` or `begun`
         return found
 
     def drain(self) -> list[Request]:
@@ -113,11 +114,11 @@ class RequestQueue:
         with self._arrival:
             self._arrival.wait_for(lambda: not self._moving)
 
-    def owes(self) -> bool:
-        """Whether a request that was taken back from an engine still waits here."""
+    def has_retracted(self) -> bool:
+        """Whether a request that was retracted from an engine still waits here."""
         with self._lock:
             shelves = [self._resumed, *self._pinned.values()]
-            return any(r.taken_back for shelf in shelves for r in shelf.values())
+            return any(r.retracted for shelf in shelves for r in shelf.values())
 
     def wake_all(self) -> None:
         with self._lock:
@@ -130,16 +131,16 @@ class RequestQueue:
         with self._lock:
             requests = [r for shelf in self._shelves() for r in shelf.values() if r.output_ids]
             for request in requests:
-                self._reserved.pop(request.rid, None)
+                self._reserved.pop(request.internal_rid, None)
                 for shelf in self._shelves():
-                    shelf.pop(request.rid, None)
+                    shelf.pop(request.internal_rid, None)
         self._left(requests)
         return requests
 
     def begun(self) -> bool:
         """Whether a request that has outputs waits here for an engine that could take it."""
         with self._lock:
-            pinned = [shelf for engine, shelf in self._pinned.items() if engine in self._engines]
+            pinned = [shelf for index, shelf in self._pinned.items() if index in self._engines]
             shelves = [self._suspects, self._resumed, *pinned]
             return any(r.output_ids for shelf in shelves for r in shelf.values())
 
@@ -148,15 +149,15 @@ class RequestQueue:
         with self._lock:
             shelves = [self._suspects, self._resumed, *self._pinned.values()]
             return any(
-                (request.taken_back or request.output_ids)
-                and ((all_there_are and bool(engines)) or request.engine in engines)
+                (request.retracted or request.output_ids)
+                and ((all_there_are and bool(engines)) or request.pinned_to in engines)
                 for shelf in shelves
                 for request in shelf.values()
             )
 
     def take(
         self,
-        engine: int,
+        engine_index: int,
         *,
         load: int,
         room: int,
@@ -170,14 +171,14 @@ class RequestQueue:
         Args:
             begun: Only those that have outputs; for an engine that drains.
         """
-        if self.paused or room <= 0 or not len(self):
+        if room <= 0 or not len(self):
             return []
         with self._lock:
-            taken = self._take_alone(engine, load, begun) if self._suspects else None
+            taken = self._take_alone(engine_index, load, begun) if self._suspects else None
             if taken is None:
-                taken = self._take_some(engine, load, room, cached, begun)
-        if any(request.taken_back for request in taken):
-            self.wake_all()  # siblings may wait for `owes`
+                taken = self._take_some(engine_index, load, room, cached, begun)
+        if any(request.retracted for request in taken):
+            self.wake_all()  # siblings may wait for `has_retracted`
         self._left(taken)
         return taken
 
@@ -187,19 +188,19 @@ class RequestQueue:
 
     def _take_some(
         self,
-        engine: int,
+        engine_index: int,
         load: int,
         room: int,
         cached: Callable[[Request], int],
         begun: bool,
     ) -> list[Request]:
-        pinned = self._pinned.get(engine, {})
+        pinned = self._pinned.get(engine_index, {})
         waiting = len(pinned) + len(self._resumed) + len(self._fresh)
         free = chain(self._resumed.values(), () if begun else self._fresh.values())
-        order = chain(pinned.values(), (r for r in free if self._may_run(r, engine)))
+        order = chain(pinned.values(), (r for r in free if self._may_run(r, engine_index)))
         may_start = (r for r in order if r.output_ids or not begun)
         window = list(islice(may_start, max(WINDOW, 2 * room)))
-        loads = [load if i == engine else other() for i, (other, _) in self._engines.items()]
+        loads = [load if i == engine_index else other() for i, (other, _) in self._engines.items()]
         chosen = routing.choose(
             [request.candidate for request in window],
             waiting=waiting,
@@ -214,32 +215,31 @@ class RequestQueue:
         taken = [window[i] for i in chosen]
         for request in taken:
             for shelf in (pinned, self._resumed, self._fresh):
-                shelf.pop(request.rid, None)
+                shelf.pop(request.internal_rid, None)
         return taken
 
-    def _take_alone(self, engine: int, load: int, begun: bool) -> list[Request] | None:
+    def _take_alone(self, engine_index: int, load: int, begun: bool) -> list[Request] | None:
         """A request that is to run with nothing beside it; none yet while the engine has others;
         None if no such request is for this engine."""
         for request in self._suspects.values():
-            mine = request.engine == engine
-            if request.engine is None:
-                mine = self._may_run(request, engine)
+            key = request.internal_rid
+            mine = request.pinned_to == engine_index
+            if request.pinned_to is None:
+                mine = self._may_run(request, engine_index)
             mine = mine and bool(request.output_ids or not begun)
-            if mine and self._reserved.setdefault(request.rid, engine) == engine:
+            if mine and self._reserved.setdefault(key, engine_index) == engine_index:
                 if load:
                     return []
-                del self._reserved[request.rid]
-                return [self._suspects.pop(request.rid)]
+                del self._reserved[key]
+                return [self._suspects.pop(key)]
         return None
 
-    def _may_run(self, request: Request, engine: int) -> bool:
-        """Not where it was present in a failure, while there is another engine."""
-        failed_on = request.failures
-        return engine not in failed_on or failed_on.keys() >= self._engines.keys()
+    def _may_run(self, request: Request, engine_index: int) -> bool:
+        return request.faults.may_run_on(engine_index, self._engines.keys())
 
     def _shelf(self, request: Request, resumed: bool) -> dict[str, Request]:
-        if request.alone:
+        if request.faults.runs_alone:
             return self._suspects
-        if request.engine is not None:
-            return self._pinned.setdefault(request.engine, {})
+        if request.pinned_to is not None:
+            return self._pinned.setdefault(request.pinned_to, {})
         return self._resumed if resumed else self._fresh

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from enginepool.requests.fault_history import FaultHistory
 from enginepool.requests.routing import MIN_SHARED_PREFIX, Candidate
 
 # The widest `top_logprobs_num`: OpenAI's limit. Engines compute one width for all.
@@ -27,8 +28,8 @@ class Signal(Protocol):
     def set(self) -> None: ...
 
 
-def new_rid() -> str:
-    """A request id. All have one length, so none is a prefix of another: upstream's abort
+def new_internal_rid() -> str:
+    """All have one length, so none is a prefix of another: upstream's abort
     matches by prefix."""
     return uuid.uuid4().hex
 
@@ -62,13 +63,13 @@ class Request:
     prompt_index: int = 0
     sample_index: int = 0
     position: int = 0  # in its call
-    id: str = ""
+    rid: str = ""  # the caller's name for it, if it gave one
     return_logprob: bool = False
     top_logprobs_num: int = 0
     stream: bool = False
     extra_key: str | None = None
-    engine: int | None = None  # the only engine that may run it
-    rid: str = field(default_factory=new_rid)
+    pinned_to: int | None = None  # the only engine that may run it
+    internal_rid: str = field(default_factory=new_internal_rid)  # what engines know it by
     candidate: Candidate = field(init=False)
 
     output_ids: list[int] = field(default_factory=list)
@@ -79,13 +80,9 @@ class Request:
     cached_tokens: int | None = None
     req: Any = None  # upstream's request, while an engine has it
     engine_index: int | None = None
-    failures: dict[int, str] = field(default_factory=dict)  # why, by engine
-    failed: int = 0  # in how many failures it was present, without an output token in between
-    failed_at: int = -1  # how many outputs it had at the last
-    alone: bool = False  # it runs with nothing beside it: it may be what makes engines fail
-    not_finite: int | None = None  # the update of weights under which its logits were not finite
-    taken_back: bool = False  # from an engine, to go on later
-    owed: int = 0  # outputs when it was; one more is due before it may be taken back for a swap
+    faults: FaultHistory = field(default_factory=FaultHistory)
+    retracted: bool = False  # from an engine, to go on later
+    retracted_at: int = 0  # outputs when it was; a swap retracts it again with more than that only
     abort_reason: dict[str, Any] | None = None
     finish_reason: dict[str, Any] | None = None
     snapshot: tuple[list[int], list[float]] | None = None
@@ -97,7 +94,12 @@ class Request:
         prefix = None
         if len(self.input_ids) > MIN_SHARED_PREFIX:
             prefix = hash((self.extra_key, *self.input_ids[:MIN_SHARED_PREFIX]))
-        self.candidate = Candidate(prefix, pinned=self.engine is not None)
+        self.candidate = Candidate(prefix, pinned=self.pinned_to is not None)
+
+    @property
+    def shown_rid(self) -> str:
+        """The id in results, and what `abort_request` takes."""
+        return self.rid or self.internal_rid
 
     def absorb(self, output_ids: list[int], logprobs: list[float], version: int | str) -> None:
         """Take over the outputs that an engine has produced so far (all of them, not the new).

@@ -5,36 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 from anyio.lowlevel import current_token
 
 from enginepool.errors import PoolClosed
-from enginepool.process.forks import Home, rest_if_python_ends
+from enginepool.process.forks import rest_if_python_ends
 from enginepool.requests.request import Call, Request
+from enginepool.requests.submission import Dispatch
 
 # How long a timed-out or cancelled request may take to hand over what it has. Its engine answers
 # at its next step boundary, unless a step is stuck.
 GRACE_SECONDS = 10.0
 _TICK_SECONDS = 0.1
-
-
-class Dispatch(Protocol):
-    """Where calls go to; an open pool's runtime."""
-
-    home: Home
-
-    def submit(self, call: Call) -> None:
-        """Queue a call's requests, or raise what keeps them from it."""
-
-    def abort(self, requests: Iterable[Request], message: str, err_type: str) -> None:
-        """End exactly these requests; returns at once."""
-
-    def refuse_to_wait(self, call: Call) -> None:
-        """Raise InvalidRequest where the caller would wait for itself."""
 
 
 class ThreadSignal:
@@ -93,74 +79,66 @@ class Chunk:
 
 
 def wait_all(
-    runtime: Dispatch, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
+    dispatch: Dispatch, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
 ) -> None:
-    """Submit a call and sleep until all its requests have ended.
+    """Sleep until all requests of a submitted call have ended.
 
     Args:
         tick: Called about ten times a second meanwhile.
     """
     signal = ThreadSignal()
     call.listen(signal, every=False)
-    deadline = _Deadline(runtime, call, timeout)
-    with _aborting(runtime, call):
-        runtime.submit(call)
-        while not call.done:
-            left = deadline.left()
-            pause = left if tick is None else min(_TICK_SECONDS, left or _TICK_SECONDS)
-            if not signal.wait(pause):
-                deadline.check()
-            if tick is not None:
-                tick()
+    deadline = _Deadline(dispatch, call, timeout)
+    while not call.done:
+        left = deadline.left()
+        pause = left if tick is None else min(_TICK_SECONDS, left or _TICK_SECONDS)
+        if not signal.wait(pause):
+            deadline.check()
+        if tick is not None:
+            tick()
     _heard(call)
 
 
-async def async_wait_all(runtime: Dispatch, call: Call, timeout: float | None) -> None:
-    """`wait_all` for a task; cancelling it ends the requests inside the engines."""
+async def async_wait_all(dispatch: Dispatch, call: Call, timeout: float | None) -> None:
+    """`wait_all` for a task."""
     signal = LoopSignal()
     call.listen(signal, every=False)
-    deadline = _Deadline(runtime, call, timeout)
-    with _aborting(runtime, call):
-        runtime.submit(call)
-        while not call.done:
-            if not await signal.wait(deadline.left()):
-                deadline.check()
+    deadline = _Deadline(dispatch, call, timeout)
+    while not call.done:
+        if not await signal.wait(deadline.left()):
+            deadline.check()
 
 
-def chunks(runtime: Dispatch, call: Call, timeout: float | None) -> Iterator[Chunk]:
-    """Submit a call and yield its ends, and what streamed requests have, as they come."""
+def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Chunk]:
+    """Yield the ends of a submitted call, and what streamed requests have, as they come."""
     signal = ThreadSignal()
     call.listen(signal, every=True)
-    deadline, seen = _Deadline(runtime, call, timeout), _Seen(call)
-    with _aborting(runtime, call):
-        runtime.submit(call)
-        while not seen.all:
-            for chunk in seen.news():
-                yield chunk
-                runtime.home.check()  # the reader may have forked
-            if not seen.all:
-                runtime.refuse_to_wait(call)
-                signal.wait(deadline.left())
-                deadline.check()
+    deadline, seen = _Deadline(dispatch, call, timeout), _Seen(call)
+    while not seen.all:
+        for chunk in seen.news():
+            yield chunk
+            dispatch.home.check()  # the reader may have forked
+        if not seen.all:
+            dispatch.refuse_to_wait(call)
+            signal.wait(deadline.left())
+            deadline.check()
     _heard(call)
 
 
 async def async_chunks(
-    runtime: Dispatch, call: Call, timeout: float | None
+    dispatch: Dispatch, call: Call, timeout: float | None
 ) -> AsyncIterator[Chunk]:
-    """`chunks` for a task; cancelling it ends the requests inside the engines."""
+    """`chunks` for a task."""
     signal = LoopSignal()
     call.listen(signal, every=True)
-    deadline, seen = _Deadline(runtime, call, timeout), _Seen(call)
-    with _aborting(runtime, call):
-        runtime.submit(call)
-        while not seen.all:
-            for chunk in seen.news():
-                yield chunk
-                runtime.home.check()
-            if not seen.all:
-                await signal.wait(deadline.left())
-                deadline.check()
+    deadline, seen = _Deadline(dispatch, call, timeout), _Seen(call)
+    while not seen.all:
+        for chunk in seen.news():
+            yield chunk
+            dispatch.home.check()
+        if not seen.all:
+            await signal.wait(deadline.left())
+            deadline.check()
 
 
 class _Seen:
@@ -191,10 +169,10 @@ class _Seen:
 
 
 class _Deadline:
-    """Ends a call's requests when its time is up, and gives up on a stuck engine after that."""
+    """Ends a call's requests when its time is up; after that it waits for no stuck engine."""
 
-    def __init__(self, runtime: Dispatch, call: Call, timeout: float | None) -> None:
-        self._runtime, self._call, self._timeout = runtime, call, timeout
+    def __init__(self, dispatch: Dispatch, call: Call, timeout: float | None) -> None:
+        self._dispatch, self._call, self._timeout = dispatch, call, timeout
         self._at = None if timeout is None else time.monotonic() + timeout
         self._aborted = False
 
@@ -207,7 +185,7 @@ class _Deadline:
         if not self._aborted:
             self._aborted = True
             self._at = time.monotonic() + GRACE_SECONDS
-            self._runtime.abort(
+            self._dispatch.abort(
                 self._call.requests,
                 f"not finished within timeout={self._timeout} seconds",
                 "timeout",
@@ -218,27 +196,6 @@ class _Deadline:
                 self._call.finish(request, request.abort_reason)
 
 
-@contextlib.contextmanager
-def _aborting(runtime: Dispatch, call: Call) -> Iterator[None]:
-    """A caller that leaves early (cancelled, interrupted, iterator closed) ends its requests."""
-    try:
-        yield
-    except GeneratorExit:
-        # Perhaps the garbage collector closes the iterator, on a thread that holds a lock which
-        # `abort` needs.
-        with contextlib.suppress(RuntimeError):  # no new threads while Python ends
-            threading.Thread(target=_leave, args=(runtime, call), daemon=True).start()
-        raise
-    except BaseException:
-        _leave(runtime, call)
-        raise
-
-
 def _heard(call: Call) -> None:
     if isinstance(call.failure, PoolClosed):
         rest_if_python_ends()
-
-
-def _leave(runtime: Dispatch, call: Call) -> None:
-    if runtime.home.here:
-        runtime.abort(call.requests, "the caller left", "cancelled")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from enginepool.engine.channel import Channel
+from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest
 from enginepool.requests.request import aborted
 from enginepool.runtime.runtime import Runtime
@@ -14,48 +14,48 @@ PauseMode = Literal["retract", "in_place", "abort"]
 PAUSE_MODES = get_args(PauseMode)
 
 
-def pause(runtime: Runtime, mode: str, engine: int | None = None) -> None:
+def pause(runtime: Runtime, mode: str, engine_index: int | None = None) -> None:
     """Stop engines (all, or one) at their next step boundary."""
     if not isinstance(mode, str) or mode not in PAUSE_MODES:
         raise InvalidRequest(f"mode={shown(mode)}: expected one of {', '.join(PAUSE_MODES)}")
+    dispatch = runtime.dispatch
     with runtime.steering.turn("pause_generation()"):
-        if engine is None:
-            runtime.queue.paused = True
+        if engine_index is None:
+            runtime.desired.pause_reasons.add("paused")
 
-        def stop(channel: Channel) -> list[Any]:
-            channel.stops.add("paused")
-            return [] if mode == "in_place" else channel.take_back()
+        def stop(worker: EngineWorker) -> list[Any]:
+            worker.condition.pause_reasons.add("paused")
+            return [] if mode == "in_place" else worker.channel.retract()
 
-        taken = [request for group in runtime.on_engines(stop, engine) for request in group]
+        taken = [request for group in runtime.on_engines(stop, engine_index) for request in group]
         if mode == "abort":
-            if engine is None:
-                taken += runtime.queue.drain() + runtime.admission.drain()
+            if engine_index is None:
+                taken += dispatch.take_waiting()
             reason = aborted("pause_generation(mode='abort')", "cancelled")
             for request in taken:
                 request.call.finish(request, reason)
         else:
-            runtime.resume(taken)
+            dispatch.resume(taken)
 
 
-def resume(runtime: Runtime, engine: int | None = None) -> None:
+def resume(runtime: Runtime, engine_index: int | None = None) -> None:
     """Let paused engines go on."""
 
-    def go_on(channel: Channel) -> None:
-        channel.stops.discard("paused")
+    def go_on(worker: EngineWorker) -> None:
+        worker.condition.pause_reasons.discard("paused")
 
     with runtime.steering.turn("continue_generation()"):
-        runtime.on_engines(go_on, engine)
-        if engine is None:
-            runtime.queue.paused = False
-    runtime.queue.wake_all()
+        if engine_index is None:
+            runtime.desired.pause_reasons.discard("paused")
+        runtime.on_engines(go_on, engine_index)
 
 
-def flush_cache(runtime: Runtime, engine: int | None = None) -> None:
+def flush_cache(runtime: Runtime, engine_index: int | None = None) -> None:
     """Empty the prefix cache of every engine, or of one.
 
-    Upstream refuses while anything runs; here what runs is taken back with the tokens that it
-    has and goes on afterwards.
+    Upstream refuses while anything runs; here what runs is retracted with the tokens that it has
+    and goes on afterwards.
     """
     with runtime.steering.turn("flush_cache()"):
-        taken = runtime.on_engines(Channel.take_back, engine)
-        runtime.resume(request for group in taken for request in group)
+        taken = runtime.on_engines(lambda worker: worker.channel.retract(), engine_index)
+        runtime.dispatch.resume(request for group in taken for request in group)

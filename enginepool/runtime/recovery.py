@@ -1,40 +1,55 @@
-"""What becomes of an engine that failed, and of the requests that it had.
+"""An engine that failed: its requests move on, and it comes back as the pool is by then.
 
-An engine is reset, in milliseconds, or rebuilt, where a reset fails or does not help. It comes
-back with the pool's current weights, and never in the middle of a swap.
+What is to become of each is decided in `recovery_policy.py` and done here, on the engine's own
+thread; an engine never comes back in the middle of a swap. A step that does not return is found
+by a thread that looks for it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from enginepool.engine.states import EngineState
+from enginepool.engine.supervisor import Decision
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
 from enginepool.requests.request import Request, aborted, not_finite
+from enginepool.runtime.desired import DesiredState
+from enginepool.runtime.dispatch import Dispatch
+from enginepool.runtime.events import Events
+from enginepool.runtime.recovery_policy import (
+    WINDOW_SECONDS,
+    EngineHistory,
+    Policy,
+    decide,
+    decide_not_finite,
+    decide_request,
+)
+from enginepool.runtime.steering_lock import SteeringLock
 from enginepool.weights.placement import place
-
-if TYPE_CHECKING:
-    from enginepool.runtime.runtime import Runtime
-
-# Failures in a row, without a finished request in between, count for this long.
-WINDOW_SECONDS = 60.0
-# From this many in a row on, an engine is rebuilt instead of reset.
-REBUILD_AFTER = 3
-# A request that was present in so many failures, without an output token in between, runs alone;
-# if that fails too, it ends.
-MAX_FAILURES = 2
 
 
 class Recovery:
-    """What workers of a pool report to; see `worker.Supervisor`."""
+    """What workers of a pool report to; see `engine/supervisor.py`."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        policy: Policy,
+        desired: DesiredState,
+        steering: SteeringLock,
+        events: Events,
+    ) -> None:
+        self._dispatch = dispatch
+        self._policy = policy
+        self._desired = desired
+        self._steering = steering
+        self._events = events
         self._times: dict[int, list[float]] = {}  # of failures, by engine
+
+    # The requests
 
     def engine_failed(
         self, worker: EngineWorker, error: BaseException, trace: str, requests: list[Request]
@@ -43,31 +58,22 @@ class Recovery:
 
     def engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
         """A step that began then does not return. On another thread than the engine's."""
-        with self._runtime.queue.moving():
+        with self._dispatch.queue.moving():
             requests = worker.abandon(since, reason)
             if requests is not None:
                 self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
 
     def engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
-        if self._runtime.released is None:  # else it was asked for
-            self._runtime.events.add(
-                "engine_unloaded",
-                worker,
-                level="warning",
-                reason=worker.reason,
-                requests=len(requests),
-            )
-        self._runtime.resume(requests)
+        if self._desired.no_weights is None:  # else it was asked for
+            self._warn("engine_unloaded", worker, requests=len(requests))
+        self._dispatch.resume(requests)
 
     def engine_closed(self, requests: list[Request]) -> None:
-        runtime = self._runtime
-        if runtime.closed:
-            runtime.fail(requests, PoolClosed(f"pool {runtime.name!r} was closed"))
+        dispatch = self._dispatch
+        if dispatch.closed:
+            dispatch.fail(requests, PoolClosed(f"pool {dispatch.name!r} was closed"))
         else:
-            runtime.resume(requests)
-
-    def recover(self, worker: EngineWorker, error: BaseException) -> bool:
-        return recover(self._runtime, worker, error, lambda: self._count(worker))
+            dispatch.resume(requests)
 
     def _lost(
         self,
@@ -77,184 +83,161 @@ class Recovery:
         requests: list[Request],
         **about: str,
     ) -> None:
-        self._runtime.events.add(
-            event, worker, level="warning", reason=worker.reason, requests=len(requests), **about
-        )
-        self._runtime.resume(sort_out(self._runtime, worker, error, requests))
+        self._warn(event, worker, requests=len(requests), **about)
+        if isinstance(error, NotFinite):
+            self._dispatch.resume(self._sort_out_not_finite(worker, error, requests))
+        else:
+            self._dispatch.resume(self._sort_out(worker, requests))
+
+    def _warn(self, event: str, worker: EngineWorker, **about: object) -> None:
+        reason = worker.condition.reason
+        self._events.add(event, worker, level="warning", reason=reason, **about)
+
+    def _sort_out(self, worker: EngineWorker, requests: Sequence[Request]) -> list[Request]:
+        """Of the requests of a failed engine, end those that cannot go on; returns the others."""
+        movable = []
+        for request in requests:
+            faults = request.faults
+            faults.add(worker.index, str(worker.condition.reason), len(request.output_ids))
+            pinned = request.pinned_to is not None
+            fate = decide_request(faults, pinned=pinned, policy=self._policy)
+            if fate in ("poisoned", "engine_failed"):
+                request.call.finish(request, aborted(str(faults), fate))
+            else:
+                faults.runs_alone = fate == "resume alone"
+                movable.append(request)
+        return movable
+
+    def _sort_out_not_finite(
+        self, worker: EngineWorker, error: NotFinite, requests: Sequence[Request]
+    ) -> list[Request]:
+        weights = worker.condition.weights
+        finite_on = self._finite_on(worker)
+        movable = []
+        for request in requests:
+            fault = "resume"
+            if request in error.requests:
+                reason = str(worker.condition.reason)
+                again = request.faults.add_not_finite(worker.index, reason, weights.update)
+                fault = decide_not_finite(request.faults, again=again, finite_on=finite_on)
+            if fault == "weights":
+                for other in self._dispatch.workers:
+                    other.condition.weights.nonfinite_under = weights.update
+            if fault == "resume":
+                movable.append(request)
+            else:
+                request.call.finish(request, not_finite(weights.version))
+        return movable
+
+    def _finite_on(self, worker: EngineWorker) -> list[int]:
+        """Other engines that have given finite numbers with this one's update of weights."""
+        update = worker.condition.weights.update
+        others = (other for other in self._dispatch.workers if other is not worker)
+        return [w.index for w in others if w.condition.weights.finite_under == update]
+
+    # The engine
+
+    def decide(self, worker: EngineWorker, error: BaseException) -> Decision:
+        finite = bool(self._finite_on(worker))
+        history = EngineHistory(self._count(worker), finite_elsewhere=finite)
+        return decide(error, history, self._policy)
+
+    def recovery_failed(self, worker: EngineWorker, error: Exception, trace: str) -> Decision:
+        self._warn("engine_not_recovered", worker, exception=trace)
+        return decide(error, EngineHistory(self._count(worker), not_made_anew=True), self._policy)
 
     def _count(self, worker: EngineWorker) -> int:
         """Count a failure of this engine; returns how many there are in a row."""
         now = time.perf_counter()
-        since = max(worker.channel.books.last_output, now - WINDOW_SECONDS)
+        since = max(worker.channel.running.last_output, now - WINDOW_SECONDS)
         times = self._times.get(worker.index, [])
         self._times[worker.index] = [at for at in times if at > since] + [now]
         return len(self._times[worker.index])
 
+    def sibling_has_weights(self, worker: EngineWorker) -> bool:
+        return bool(self._siblings(worker))
 
-def pause_before(attempt: int) -> float:
-    """Seconds to wait before the so-manieth recovery in a row: none, then growing."""
-    return 0.0 if attempt <= 1 else 0.05 * 4.0 ** (attempt - 2)
+    def _siblings(self, worker: EngineWorker) -> list[EngineWorker]:
+        """Serving engines that have the current weights."""
+        return [
+            other
+            for other in self._dispatch.workers
+            if other is not worker
+            and other.condition.serving
+            and other.condition.weights.update == self._desired.update
+        ]
 
-
-def sort_out(
-    runtime: Runtime, worker: EngineWorker, error: BaseException, requests: Sequence[Request]
-) -> list[Request]:
-    """Of the requests of a failed engine, end those that cannot go on; returns the others."""
-    if isinstance(error, NotFinite):
-        return _sort_out_not_finite(runtime, worker, error, requests)
-    movable = []
-    for request in requests:
-        request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
-        progressed = len(request.output_ids) > request.failed_at
-        request.failed = 1 if progressed else request.failed + 1
-        request.failed_at = len(request.output_ids)
-        message = "; ".join(request.failures.values())
-        if request.failed > MAX_FAILURES:
-            request.call.finish(request, aborted(message, "poisoned"))
-        elif request.engine is not None and not runtime.config.restart:
-            request.call.finish(request, aborted(message, "engine_failed"))
-        else:
-            request.alone = request.failed >= MAX_FAILURES
-            movable.append(request)
-    return movable
-
-
-def _sort_out_not_finite(
-    runtime: Runtime, worker: EngineWorker, error: NotFinite, requests: Sequence[Request]
-) -> list[Request]:
-    version = worker.channel.books.weight_version
-    movable = []
-    for request in requests:
-        broken = request in error.requests
-        again = broken and request.not_finite == worker.channel.books.swaps
-        if broken:
-            request.not_finite = worker.channel.books.swaps
-            request.failures[worker.index] = f"engine {worker.index}: {worker.reason}"
-        if again and not _proven_elsewhere(runtime, worker, besides=request.failures):
-            # On two engines, or twice on the only one, and no other has shown that it is them.
-            if not _proven_elsewhere(runtime, worker):
-                for other in runtime.workers:
-                    other.channel.books.hopeless = worker.channel.books.swaps
-            request.call.finish(request, not_finite(version))
-        else:
-            movable.append(request)
-    return movable
-
-
-def _proven_elsewhere(
-    runtime: Runtime, worker: EngineWorker, besides: Collection[int] = ()
-) -> bool:
-    """Whether another engine, none of `besides`, has given finite numbers with the same update of
-    weights."""
-    update = worker.channel.books.swaps
-    others = (w for w in runtime.workers if w is not worker and w.index not in besides)
-    return any(other.channel.books.proven == update for other in others)
-
-
-def recover(
-    runtime: Runtime, worker: EngineWorker, error: BaseException, count: Callable[[], int]
-) -> bool:
-    """Bring an engine back, on its own thread; False if it stays out, and `reason` says why."""
-    attempt = count()
-    if isinstance(error, NotFinite):
-        # A reset did not help, and the same weights work elsewhere: these here are broken.
-        rebuild = attempt > 1 and _proven_elsewhere(runtime, worker)
-    else:
-        rebuild = attempt >= REBUILD_AFTER
-    while True:
-        if not runtime.config.restart:
-            return False
-        if attempt > runtime.config.max_restarts:
-            limit = f"max_restarts={runtime.config.max_restarts} in {WINDOW_SECONDS:g} s"
-            worker.change(EngineState.QUARANTINED, f"{worker.reason}; {limit} are used up")
-            return False
-        if worker.stopping.wait(pause_before(attempt)):
-            return False
-        started = time.perf_counter()
-        try:
-            kind = _make_anew(runtime, worker, rebuild)
-            with runtime.steering.turn("recovery"):
-                if runtime.closed:
-                    return False
-                _bring_up_to_date(runtime, worker)
-                worker.enter()
-        except Exception as cause:
-            reason = f"{worker.reason}; then {worker.state.value} failed: {cause!r}"
-            worker.change(EngineState.QUARANTINED, reason, returns=True)
-            trace = "".join(traceback.format_exception(cause))
-            runtime.events.add(
-                "engine_not_recovered", worker, level="warning", reason=reason, exception=trace
-            )
-            attempt, rebuild = count(), True
-            continue
-        seconds = time.perf_counter() - started
-        runtime.events.add("engine_recovered", worker, by=kind, seconds=seconds, attempt=attempt)
+    def readmit(self, worker: EngineWorker, decision: Decision, seconds: float) -> bool:
+        made = time.perf_counter()
+        with self._steering.turn("recovery"):
+            if self._dispatch.closed:
+                return False
+            self._bring_up_to_date(worker)
+            worker.enter()
+        seconds += time.perf_counter() - made
+        self._events.add(
+            "engine_recovered",
+            worker,
+            by=decision.action,
+            seconds=seconds,
+            attempt=decision.attempt,
+        )
         return True
 
-
-def _make_anew(runtime: Runtime, worker: EngineWorker, rebuild: bool) -> str:
-    if not rebuild:
-        worker.change(EngineState.RESETTING, worker.reason, returns=True)
-        worker.assembly.reset()
-        return "reset"
-    worker.change(EngineState.REBUILDING, worker.reason, returns=True)
-    siblings = bool(_siblings(runtime, worker))
-    kept = {} if siblings else _intact(worker)
-    from_checkpoint = not siblings and not kept and runtime.updates == 0
-    worker.assembly.rebuild(dummy_weights=not from_checkpoint)
-    scheduler: Any = worker.channel.scheduler
-    if kept:
-        scheduler.leaves.replace(kept)
-    elif not from_checkpoint:
-        worker.channel.books.swaps = -1  # of no update: `_bring_up_to_date` brings weights
-    return "rebuild"
-
-
-def _intact(worker: EngineWorker) -> dict[str, Any]:
-    """The engine's own weights, for when no other engine has them."""
-    scheduler = worker.assembly.scheduler
-    if scheduler is None or scheduler.leaves.lost():
-        return {}
-    return dict(scheduler.leaves)
-
-
-def _bring_up_to_date(runtime: Runtime, worker: EngineWorker) -> None:
-    """Current weights, and the stops of the pool. While no swap can begin."""
-    channel = worker.channel
-    channel.draining = False
-    channel.stops = runtime.stops()
-    channel.weightless = runtime.released
-    scheduler: Any = channel.scheduler
-    if "kv_cache" in channel.stops and not scheduler.kv_cache.dropped:
-        scheduler.kv_cache.drop()
-    if runtime.released is not None:
-        return
-    current = channel.books.settled and channel.books.swaps == runtime.updates
-    if current and not scheduler.leaves.lost():
-        return
-    for sibling in _siblings(runtime, worker):
-        _copy_weights(worker, sibling)
-        channel.books.weight_version, channel.books.swaps = runtime.weight_version, runtime.updates
-        channel.books.settled = True
-        return
-    channel.weightless = "its weights are gone, and no other engine has them; update_weights"
-
-
-def _siblings(runtime: Runtime, worker: EngineWorker) -> list[EngineWorker]:
-    """Serving engines that have the current weights."""
-    return [
-        other
-        for other in runtime.serving()
-        if other is not worker and other.channel.books.swaps == runtime.updates
-    ]
+    def _bring_up_to_date(self, worker: EngineWorker) -> None:
+        """Current weights, and the pool's pause reasons. While no swap can begin."""
+        condition, desired = worker.condition, self._desired
+        condition.draining = False
+        condition.pause_reasons = set(desired.pause_reasons)
+        condition.weights.missing = desired.no_weights
+        kv_cache = worker.scheduler.kv_cache
+        if "kv_cache" in desired.pause_reasons and not kv_cache.dropped:
+            kv_cache.drop()
+        if desired.no_weights is not None:
+            return
+        weights = condition.weights
+        current = weights.update == desired.update and not weights.being_replaced
+        if current and not worker.leaves.lost():
+            return
+        for sibling in self._siblings(worker):
+            _copy_weights(worker, sibling)
+            weights.replaced(desired.weight_version, desired.update)
+            return
+        weights.missing = "its weights are gone, and no other engine has them; update_weights"
 
 
 def _copy_weights(worker: EngineWorker, sibling: EngineWorker) -> None:
     """Leaf by leaf: never more than one set and a leaf."""
-    schedulers: list[Any] = [worker.channel.scheduler, sibling.channel.scheduler]
-    mine, theirs = (scheduler.leaves for scheduler in schedulers)
+    mine, theirs = worker.leaves, sibling.leaves
     for path, spec in mine.specs.items():
         mine.drop([path])
         array = place(theirs[path], spec.sharding, spec.dtype)
         array.block_until_ready()
         mine.replace({path: array})
+
+
+@contextmanager
+def watching(
+    name: str, workers: Sequence[EngineWorker], step_timeout: float, recovery: Recovery
+) -> Iterator[None]:
+    """Abandon engines whose step takes longer. Ends with the block.
+
+    Looks ten times in `step_timeout`, so a step is found stuck up to a tenth of it late.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(min(step_timeout / 10, 30.0)):
+            for worker in workers:
+                since = worker.condition.stepping_since
+                if since is not None and (took := time.perf_counter() - since) > step_timeout:
+                    reason = f"a step has not returned for {took:.1f} s ({step_timeout=})"
+                    recovery.engine_stuck(worker, since, reason)
+
+    thread = threading.Thread(target=watch, name=f"{name}-watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

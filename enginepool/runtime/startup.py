@@ -80,7 +80,7 @@ def start_workers(
     with ExitStack() as until_all_serve:
         for batch in batches:
             for worker in batch:
-                worker.start(source=workers[0].channel.leaves)
+                worker.start(source=workers[0].assembly.leaves)
                 _wait_for_build(worker, batch)
                 until_all_serve.enter_context(frozen())
                 worker.warm_up(compile_programs=warmup != "none")

@@ -21,13 +21,13 @@ _MEMORY = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit", "largest_free_blo
 def pool(runtime: Runtime) -> dict[str, Any]:
     return {
         "engines": [engine(worker) for worker in runtime.workers],
-        "waiting": len(runtime.queue) + len(runtime.admission),
+        "waiting": runtime.dispatch.waiting,
         "running": sum(worker.channel.load() for worker in runtime.workers),
-        "finished": runtime.counts.finished,
-        "aborted": runtime.counts.aborted,
-        "prompt_tokens": runtime.counts.prompt_tokens,
-        "completion_tokens": runtime.counts.completion_tokens,
-        "weight_version": runtime.weight_version,
+        "finished": runtime.dispatch.counts.finished,
+        "aborted": runtime.dispatch.counts.aborted,
+        "prompt_tokens": runtime.dispatch.counts.prompt_tokens,
+        "completion_tokens": runtime.dispatch.counts.completion_tokens,
+        "weight_version": runtime.desired.weight_version,
         "executables": {"compiled": runtime.cache.compiled, "reused": runtime.cache.reused},
         "memory": memory([device for worker in runtime.workers for device in worker.devices]),
     }
@@ -38,12 +38,12 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         **load(worker),
         "devices": [device.id for device in worker.devices],
         "platform": worker.devices[0].platform,
-        "state": worker.state.value,
-        "reason": worker.reason,
-        "since": worker.since,
+        "state": worker.condition.state.value,
+        "reason": worker.condition.reason,
+        "since": worker.condition.since,
         "steps": worker.channel.steps,
         # From the first step after idling to the last output: of the work at hand, or of the last.
-        "busy_seconds": max(0.0, worker.channel.books.last_output - worker.channel.busy_since),
+        "busy_seconds": max(0.0, worker.channel.running.last_output - worker.channel.busy_since),
         "build_seconds": worker.assembly.build_seconds,
         "warmup_seconds": worker.assembly.warmup_seconds,
     }

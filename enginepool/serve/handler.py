@@ -126,7 +126,7 @@ class Exchange:
             return
         self._ended = True
         if self.call is not None and not self.call.done:
-            self._front.runtime.abort(self.call.requests, "the client left", "cancelled")
+            self._front.runtime.dispatch.abort(self.call.requests, "the client left", "cancelled")
         self._service.exchanges.discard(self)
         self._service.ended(self, status)
 

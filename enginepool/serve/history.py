@@ -38,7 +38,7 @@ class History:
                 "requests_per_sec": (requests - self._last[1]) / seconds,
                 "tokens_per_sec": (tokens - self._last[2]) / seconds,
                 "running": sum(w.channel.load() for w in self._runtime.workers),
-                "waiting": len(self._runtime.queue) + len(self._runtime.admission),
+                "waiting": self._runtime.dispatch.waiting,
             }
         )
         self._last = now
@@ -47,5 +47,5 @@ class History:
         return list(self._samples)
 
     def _counted(self) -> tuple[float, int, int]:
-        counts = self._runtime.counts
+        counts = self._runtime.dispatch.counts
         return time.monotonic(), counts.finished + counts.aborted, counts.completion_tokens

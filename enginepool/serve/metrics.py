@@ -121,11 +121,11 @@ class _Pool(Collector):
             tokens, capacity = worker.channel.kv_usage()
             used.add_metric([engine], tokens / capacity if capacity else 0.0)
             for state in EngineState:
-                states.add_metric([engine, state.value], float(worker.state is state))
+                states.add_metric([engine, state.value], float(worker.condition.state is state))
         waiting = _gauge("num_requests_waiting", "Requests that no engine holds yet")
-        waiting.add_metric([], len(runtime.queue) + len(runtime.admission))
+        waiting.add_metric([], runtime.dispatch.waiting)
         version = _gauge("weight_version", "1, with the version of the weights", "version")
-        version.add_metric([str(runtime.weight_version)], 1)
+        version.add_metric([str(runtime.desired.weight_version)], 1)
         yield from (running, waiting, used, states, version, self._recovered())
 
     def _recovered(self) -> CounterMetricFamily:

@@ -86,7 +86,7 @@ class Service:
             return "the server is about to end"
         index = self._engine_ports.get(_port(raw))
         workers = self.runtime.workers if index is None else [self.runtime.workers[index]]
-        states = [worker.state for worker in workers]
+        states = [worker.condition.state for worker in workers]
         if {EngineState.SERVING, EngineState.DRAINING}.intersection(states):
             return None
         return f"no engine can serve: {', '.join(state.value for state in states)}"
@@ -126,14 +126,14 @@ class Service:
         )
 
     def status(self) -> dict[str, Any]:
-        counts = self.runtime.counts
+        counts = self.runtime.dispatch.counts
         return {
             "model": self.front.served_model_name,
             "uptime": time.time() - self.started,
             "draining": self.draining,
             "reloading": self.desk.reloading,
-            "weight_version": self.runtime.weight_version,
-            "waiting": len(self.runtime.queue) + len(self.runtime.admission),
+            "weight_version": self.runtime.desired.weight_version,
+            "waiting": self.runtime.dispatch.waiting,
             "finished": counts.finished,
             "aborted": counts.aborted,
             "prompt_tokens": counts.prompt_tokens,

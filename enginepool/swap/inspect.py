@@ -9,7 +9,6 @@ import numpy as np
 
 from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
 from enginepool.runtime.runtime import Runtime
-from enginepool.swap.staging import leaves_of
 from enginepool.weights.fingerprint import fingerprints
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ def noise(runtime: Runtime, seed: int, scale: float, num_leaves: int) -> dict[st
 def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
     """See `EnginePool.get_weights_by_name`."""
     index, leaves = next(iter(_weights(runtime).items()))
-    scheduler: Any = runtime.workers[index].channel.scheduler
-    mapping = scheduler.hugging_face
+    mapping = runtime.workers[index].scheduler.hugging_face
     path = mapping.paths.get(name, name)
     if path not in leaves.specs:
         raise InvalidRequest(f"{name}: neither a Hugging Face name nor a leaf of this model")
@@ -65,13 +63,14 @@ def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
 
 
 def _weights(runtime: Runtime) -> dict[int, EngineLeaves]:
-    workers = runtime.present()
+    workers = runtime.reachable()
     if not workers:
-        raise runtime.failure()
-    weights = {worker.index: leaves_of(worker) for worker in workers}
+        raise runtime.dispatch.failure()
+    weights = {worker.index: worker.leaves for worker in workers}
     for index, leaves in weights.items():
         if leaves.lost():
-            raise NoWeights(f"engine {index} has no weights: {runtime.workers[index].reason}")
+            reason = runtime.workers[index].condition.reason
+            raise NoWeights(f"engine {index} has no weights: {reason}")
     return weights
 
 

@@ -9,8 +9,6 @@ from enginepool.errors import InvalidRequest
 from enginepool.runtime.runtime import Runtime
 from enginepool.swap.quiesce import standstill
 
-_STOP = "kv_cache"
-
 
 def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
     """See `EnginePool.release_memory_occupation`."""
@@ -20,16 +18,15 @@ def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
         )
 
     def drop(worker: EngineWorker) -> int:
-        scheduler = worker.channel.scheduler
-        assert scheduler is not None
-        worker.channel.stops.add(_STOP)
-        return 0 if scheduler.kv_cache.dropped else scheduler.kv_cache.drop()
+        worker.condition.pause_reasons.add("kv_cache")
+        kv_cache = worker.scheduler.kv_cache
+        return 0 if kv_cache.dropped else kv_cache.drop()
 
     with (
         runtime.steering.turn("release_memory_occupation()"),
-        standstill(runtime, runtime.present(), "retract") as stand,
+        standstill(runtime, runtime.reachable(), "retract") as stand,
     ):
-        runtime.kv_released = True
+        runtime.desired.pause_reasons.add("kv_cache")
         return sum(stand.run(drop).values())
 
 
@@ -37,17 +34,15 @@ def resume_kv_cache(runtime: Runtime) -> int:
     """See `EnginePool.resume_memory_occupation`."""
 
     def rebuild(worker: EngineWorker) -> int:
-        scheduler = worker.channel.scheduler
-        assert scheduler is not None
-        made = scheduler.kv_cache.rebuild()
-        worker.channel.stops.discard(_STOP)
+        made = worker.scheduler.kv_cache.rebuild()
+        worker.condition.pause_reasons.discard("kv_cache")
         return made
 
     with (
         runtime.steering.turn("resume_memory_occupation()"),
-        standstill(runtime, runtime.present(), "in_place") as stand,
+        standstill(runtime, runtime.reachable(), "in_place") as stand,
     ):
-        runtime.kv_released = False
+        runtime.desired.pause_reasons.discard("kv_cache")
         return sum(stand.run(rebuild).values())
 
 
@@ -56,9 +51,7 @@ def release_weights(runtime: Runtime) -> int:
     reason = "release_weights() gave them back; update_weights() brings new ones"
 
     def drop(worker: EngineWorker) -> int:
-        scheduler = worker.channel.scheduler
-        assert scheduler is not None
-        leaves = scheduler.leaves
+        leaves = worker.leaves
         had = set(leaves).difference(leaves.lost())
         leaves.drop(list(had))
         worker.unload(reason)
@@ -66,7 +59,7 @@ def release_weights(runtime: Runtime) -> int:
 
     with (
         runtime.steering.turn("release_weights()"),
-        standstill(runtime, runtime.present(), "retract") as stand,
+        standstill(runtime, runtime.reachable(), "retract") as stand,
     ):
-        runtime.released = reason
+        runtime.desired.no_weights = reason
         return sum(stand.run(drop).values())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from enginepool.errors import InvalidRequest
-from enginepool.swap.quiesce import MODES, SwapMode
+from enginepool.swap.quiesce import SWAP_MODES, SwapMode
 from enginepool.values import plain
 
 Strategy = Literal["atomic", "rolling"]
@@ -31,9 +31,9 @@ class Options:
     def check(self) -> None:
         """Raises InvalidRequest for what does not exist or does not go together."""
         for name, allowed in (
-            ("mode", MODES),
-            ("strategy", ("atomic", "rolling")),
-            ("staging", ("auto", "double", "stream")),
+            ("mode", SWAP_MODES),
+            ("strategy", get_args(Strategy)),
+            ("staging", get_args(Staging)),
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise InvalidRequest(f"{name}={value!r}: expected one of {', '.join(allowed)}")

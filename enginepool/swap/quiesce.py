@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from enginepool.engine.channel import Channel
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest, PoolClosed, WeightUpdateFailed
@@ -20,8 +19,7 @@ from enginepool.requests.request import Request, aborted
 from enginepool.runtime.runtime import Runtime
 
 SwapMode = Literal["drain", "retract", "abort", "in_place"]
-MODES = ("drain", "retract", "abort", "in_place")
-_STOP = "swap"
+SWAP_MODES = get_args(SwapMode)
 
 
 class Standstill:
@@ -56,19 +54,19 @@ class Standstill:
             except Exception as error:
                 failures.append(error)
         if len(self.workers) < before:
-            self.runtime.queue.wait_for_arrival()
+            self.runtime.dispatch.queue.wait_for_arrival()
         if self.runtime.closed:
             raise PoolClosed(f"pool {self.runtime.name!r} was closed")
         if failures:
             raise failures[0]
         if not self.workers:
-            if any(worker.recovering for worker, _ in futures):
+            if any(worker.condition.returns for worker, _ in futures):
                 raise WeightUpdateFailed(
                     "every engine failed meanwhile; they come back with the weights they had, "
                     "try again",
                     engine_index=futures[0][0].index,
                 )
-            raise self.runtime.failure()
+            raise self.runtime.dispatch.failure()
         return results
 
 
@@ -81,37 +79,38 @@ def standstill(
     Args:
         mode: What becomes of running requests. "drain": they finish first. "retract": they go
             back to the queue with the tokens that they have, each at least one more than when it
-            was last taken back. "abort": they end with what they have. "in_place": they stay.
+            was last retracted. "abort": they end with what they have. "in_place": they stay.
 
     Raises:
         PoolClosed: The pool was closed meanwhile.
         PoolFailed: No engine is left.
     """
-    stand = Standstill(runtime, workers)
+    stand, queue = Standstill(runtime, workers), runtime.dispatch.queue
     stopped: dict[int, float] = {}
     taken: list[Request] = []
     waits: list[Future[Any]] = []
 
-    def stop(channel: Channel) -> None:
-        channel.stops.add(_STOP)
-        stopped[channel.engine_index] = time.perf_counter()
+    def stop(worker: EngineWorker) -> None:
+        worker.condition.pause_reasons.add("swap")
+        stopped[worker.index] = time.perf_counter()
         if mode != "in_place":
-            taken.extend(channel.take_back())
+            taken.extend(worker.channel.retract())
 
-    def due(channel: Channel) -> bool:
-        if not _may_step(channel):
+    def due(worker: EngineWorker) -> bool:
+        if not worker.condition.may_step:
             return True
         if mode == "drain":
-            return not (channel.books.held or _has_work(channel) or runtime.queue.begun())
-        return mode != "retract" or (channel.books.progressed() and not runtime.queue.owes())
+            return not (worker.channel.has_work() or queue.begun())
+        return mode != "retract" or (
+            worker.channel.running.progressed() and not queue.has_retracted()
+        )
 
     def wait_until_due() -> None:
         futures = []
         for worker in stand.workers:
-            channel = worker.channel
             # Drained engines wait for their siblings with nothing to do, so they stop last.
-            job = _nothing if mode == "drain" else (lambda channel=channel: stop(channel))
-            future = channel.run_when(lambda channel=channel: due(channel), job)
+            job = _nothing if mode == "drain" else (lambda worker=worker: stop(worker))
+            future = worker.channel.run_when(lambda worker=worker: due(worker), job)
             waits.append(future)
             futures.append((worker, future))
         stand.collect(futures)
@@ -122,10 +121,13 @@ def standstill(
         wait_until_due()
         if mode == "drain":
             # Of an engine that failed when its siblings were due.
-            while runtime.queue.begun() and any(_may_step(w.channel) for w in stand.workers):
+            while queue.begun() and any(w.condition.may_step for w in stand.workers):
                 wait_until_due()
-            stand.run(lambda worker: stop(worker.channel))
-        _settle(runtime, taken, mode)
+            stand.run(stop)
+        if mode == "abort":
+            # Those of an engine that failed are in the queue.
+            for request in (*taken, *queue.take_begun()):
+                request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
         yield stand
     finally:
         for future in waits:
@@ -133,25 +135,18 @@ def standstill(
         _go_on(runtime, stand, stopped, taken if mode != "abort" else [])
 
 
-def _settle(runtime: Runtime, taken: list[Request], mode: SwapMode) -> None:
-    if mode == "abort":
-        # Those of an engine that failed are in the queue.
-        for request in (*taken, *runtime.queue.take_begun()):
-            request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
-
-
 def _go_on(
     runtime: Runtime, stand: Standstill, stopped: dict[int, float], taken: list[Request]
 ) -> None:
-    def go(channel: Channel) -> None:
-        channel.stops.discard(_STOP)
-        channel.draining = False
-        if (since := stopped.get(channel.engine_index)) is not None:
-            stand.pauses[channel.engine_index] = time.perf_counter() - since
+    def go(worker: EngineWorker) -> None:
+        worker.condition.pause_reasons.discard("swap")
+        worker.condition.draining = False
+        if (since := stopped.get(worker.index)) is not None:
+            stand.pauses[worker.index] = time.perf_counter() - since
 
     # Before the engines go on: what they had comes first.
-    runtime.resume(taken)
-    futures = [(w, w.channel.run(lambda w=w: go(w.channel))) for w in stand.workers]
+    runtime.dispatch.resume(taken)
+    futures = [(w, w.channel.run(lambda w=w: go(w))) for w in stand.workers]
     for _, future in futures:
         try:
             future.result()
@@ -166,26 +161,20 @@ def _drain(runtime: Runtime, stand: Standstill) -> None:
     """
 
     def begin(worker: EngineWorker) -> tuple[bool, bool]:
-        worker.channel.draining = True
-        return bool(worker.channel.stops), bool(worker.channel.books.held)
+        worker.condition.draining = True
+        return bool(worker.condition.pause_reasons), bool(worker.channel.running)
 
     found = stand.run(begin)
-    stopped = {index for index, (stops, _) in found.items() if stops}
-    holding = any(stops and held for stops, held in found.values())
-    if holding or runtime.queue.waits_for(stopped, all_there_are=len(stopped) == len(found)):
+    stopped = {index for index, (paused, _) in found.items() if paused}
+    holding = any(paused and held for paused, held in found.values())
+    if holding or runtime.dispatch.queue.waits_for(
+        stopped, all_there_are=len(stopped) == len(found)
+    ):
         raise InvalidRequest(
             f"mode='drain' waits for running outputs, but engine {min(stopped)} is paused or "
             "without its KV cache; continue_generation() or resume_memory_occupation() first, or "
             "use another mode"
         )
-
-
-def _may_step(channel: Channel) -> bool:
-    return not channel.stops and channel.weightless is None
-
-
-def _has_work(channel: Channel) -> bool:
-    return channel.scheduler is not None and channel.scheduler.has_work()
 
 
 def _nothing() -> None:

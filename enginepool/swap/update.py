@@ -12,11 +12,11 @@ from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
 from enginepool.runtime.runtime import Runtime
-from enginepool.swap import staging
+from enginepool.swap.commit import commit, leave_without_weights, stream
 from enginepool.swap.options import Options
 from enginepool.swap.quiesce import Standstill, standstill
 from enginepool.swap.report import EngineSwap, SwapReport
-from enginepool.swap.staging import Staged, leaves_of
+from enginepool.swap.staging import Staged, choose_staging, stage
 from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
@@ -26,8 +26,8 @@ def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapRepor
     """See `EnginePool.update_weights`."""
     options.check()
     with runtime.steering.turn("update_weights()"), runtime.cache.sharing():
-        workers = runtime.present()
-        coming_back = [worker for worker in runtime.workers if worker.recovering]
+        workers = runtime.reachable()
+        coming_back = [worker for worker in runtime.workers if worker.condition.returns]
         if not workers and coming_back and not runtime.closed:
             raise WeightUpdateFailed(
                 "every engine has failed and is being brought back, with the weights that the "
@@ -35,7 +35,7 @@ def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapRepor
                 engine_index=coming_back[0].index,
             )
         if runtime.closed or not workers:
-            raise runtime.failure()
+            raise runtime.dispatch.failure()
         try:
             return _Update(runtime, workers, source, options).run()
         except EngineStopped as error:
@@ -64,18 +64,18 @@ class _Update:
 
     def run(self) -> SwapReport:
         started = time.perf_counter()
-        self.number = self.runtime.updates + 1
+        self.number = self.runtime.desired.update + 1
         label = self.options.weight_version
         self.version = self.number if label is None else label
         lead = self.workers[0]
         try:
             self.plan = self._plan()
         except Exception as error:
-            if lead.present:
+            if lead.condition.reachable:
                 raise
             raise WeightUpdateFailed(
-                f"engine {lead.index} failed ({lead.reason}) while the source was read; nothing "
-                "was touched, try again",
+                f"engine {lead.index} failed ({lead.condition.reason}) while the source was read; "
+                "nothing was touched, try again",
                 engine_index=lead.index,
             ) from error
         self.staging = self.options.staging
@@ -86,7 +86,7 @@ class _Update:
         return self._report(started)
 
     def _plan(self) -> Plan:
-        scheduler: Any = self.workers[0].channel.scheduler
+        scheduler = self.workers[0].scheduler
         args = scheduler.server_args
         with self._timed("stage"):
             source = read_source(
@@ -97,8 +97,8 @@ class _Update:
             )
             mapping = None if source.by_path else scheduler.hugging_face
             plan = Plan(source, scheduler.leaves, mapping, strict=self.options.strict)
-        for worker in [w for w in self.workers if w.present]:
-            if lost := set(leaves_of(worker).lost()).difference(plan.paths):
+        for worker in [w for w in self.workers if w.condition.reachable]:
+            if lost := set(worker.leaves.lost()).difference(plan.paths):
                 raise InvalidWeights(
                     f"engine {worker.index} has no weights to keep: update all of them, "
                     f"{len(lost)} are not in the source",
@@ -118,55 +118,36 @@ class _Update:
                 self._stage(stand.workers)
             elif not early:
                 with self._timed("stage"):
-                    self.staged, self.failed = staging.stream(self.plan, stand, self.options.copy)
+                    self.staged, self.failed = stream(self.plan, stand, self.options.copy)
             with self._timed("commit"):
                 self._commit(stand)
         self.before.clear()
 
     def _choose(self) -> str:
         if self.staging == "auto":
-            self.staging = staging.choose(self.plan, self.workers, self.options.copy)
+            self.staging = choose_staging(self.plan, self.workers, self.options.copy)
         return self.staging
 
     def _stage(self, workers: Sequence[EngineWorker]) -> None:
         with self._timed("stage"):
-            self.staged = staging.stage(self.plan, workers, self.options.copy)
+            self.staged = stage(self.plan, workers, self.options.copy)
 
     def _commit(self, stand: Standstill) -> None:
         """On every engine or on none."""
-        before = self.before
+        if self.staging == "double":  # else they lie there already
+            self.before = commit(stand, self.staged)
+        desired = self.runtime.desired
+        desired.no_weights = None
+        desired.weight_version, desired.update = self.version, self.number
+        stand.run(self._label)
 
-        def put(worker: EngineWorker) -> None:
-            if worker.index in self.failed:
-                staging.give_up(worker, self.failed[worker.index])
-                return
-            if self.staging == "stream":
-                return  # they lie there already
-            leaves, new = leaves_of(worker), self.staged[worker.index]
-            shared = leaves.shared.copy()
-            worker.channel.books.settled = False
-            with staging.naming(worker):
-                before[worker.index] = leaves.replace(new.arrays, new.shared), shared
-
-        def put_back(worker: EngineWorker) -> None:
-            if worker.index in before:
-                arrays, shared = before[worker.index]
-                leaves_of(worker).replace(arrays, shared)
-            worker.channel.books.settled = True
-
-        def label(worker: EngineWorker) -> None:
-            if worker.index not in self.failed:
-                worker.channel.books.set_version(self.version)
-                worker.load()
-
-        try:
-            stand.run(put)
-        except BaseException:  # Control-C too: what was put in place so far goes back
-            stand.run(put_back)
-            raise
-        self.runtime.released = None
-        self.runtime.weight_version, self.runtime.updates = self.version, self.number
-        stand.run(label)
+    def _label(self, worker: EngineWorker) -> None:
+        """On the engine's thread: its next tokens come from the new weights."""
+        if worker.index in self.failed:
+            leave_without_weights(worker, self.failed[worker.index])
+            return
+        worker.channel.running.set_weights(self.version, self.number)
+        worker.load()
 
     # Rolling
 
@@ -184,22 +165,24 @@ class _Update:
                 # Others have the new weights already: it only goes forward.
                 reason = f"it missed an update of weights: {error}"
                 self.failed[worker.index] = reason
-                worker.channel.run(lambda w=worker, why=reason: staging.give_up(w, why)).result()
+                worker.channel.run(
+                    lambda w=worker, why=reason: leave_without_weights(w, why)
+                ).result()
 
     def _roll_one(self, worker: EngineWorker) -> None:
         plan = self.plan
         if worker is not self.workers[0]:
             # The first engine has them in the model's layout; a source is read only once.
-            first = leaves_of(self.workers[0])
-            plan = self.plan.again(first, leaves_of(worker).specs)
+            first = self.workers[0].leaves
+            plan = self.plan.again(first, worker.leaves.specs)
         staged = None
         if self.staging == "double":
             with self._timed("stage"):
-                staged = staging.stage(plan, [worker], self.options.copy)
+                staged = stage(plan, [worker], self.options.copy)
         with self._standing([worker]) as stand, self._without_kv(stand):
             if staged is None:
                 with self._timed("stage"):
-                    staged, _ = staging.stream(plan, stand, self.options.copy)
+                    staged, _ = stream(plan, stand, self.options.copy)
             self.staged.update(staged)
             with self._timed("commit"):
                 self._commit(stand)
@@ -220,13 +203,13 @@ class _Update:
         if not self.options.free_kv:
             yield
             return
-        dropped = stand.run(lambda worker: _kv_of(worker).drop())
+        dropped = stand.run(lambda worker: worker.scheduler.kv_cache.drop())
         self.kv_bytes += sum(dropped.values())
         try:
             yield
         finally:
             # What was dropped before this update stays so: `resume_memory_occupation` brings it.
-            stand.run(lambda w: _kv_of(w).rebuild() if dropped.get(w.index) else 0)
+            stand.run(lambda w: w.scheduler.kv_cache.rebuild() if dropped.get(w.index) else 0)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -266,18 +249,18 @@ class _Update:
             try:
                 staged, *have = fingerprints(
                     [
-                        {**leaves_of(lead), **self.staged[lead.index].arrays},
-                        *(leaves_of(worker) for worker in done),
+                        {**lead.leaves, **self.staged[lead.index].arrays},
+                        *(worker.leaves for worker in done),
                     ]
                 )
                 return staged, list(map(self._engine, done, have))
             except (LookupError, RuntimeError):
                 # An engine has failed since; it comes back with the new weights.
-                readable = [worker for worker in done if not leaves_of(worker).lost()]
+                readable = [worker for worker in done if not worker.leaves.lost()]
                 if readable == done:
                     raise
                 done = readable
-        raise self.runtime.failure()
+        raise self.runtime.dispatch.failure()
 
     def _engine(self, worker: EngineWorker, fingerprint: str) -> EngineSwap:
         mine = self.staged[worker.index]
@@ -288,8 +271,3 @@ class _Update:
             copied=len(mine.arrays) - len(mine.shared),
             fingerprint=fingerprint,
         )
-
-
-def _kv_of(worker: EngineWorker) -> Any:
-    scheduler: Any = worker.channel.scheduler
-    return scheduler.kv_cache

@@ -109,12 +109,12 @@ def test_a_call_finds_an_engine_that_just_came_back(model_dir: Callable[[str], P
     are answered, none hears that there is no engine or that it has no weights."""
     over = threading.Event()
     with EnginePool(str(model_dir("qwen3")), devices=1, max_restarts=10**6, **SMALL) as pool:
-        runtime = pool._runtime()
+        dispatch = pool._runtime().dispatch
 
         def look() -> int:
             refused = 0
             while not over.is_set():
-                refused += not runtime._served(None)
+                refused += not dispatch._will_be_served(None)
             return refused
 
         interval = sys.getswitchinterval()
@@ -278,15 +278,15 @@ def test_failure_while_a_swap_waits(
 
         worker.forward_batch_generation = failing
 
-    runtime = pool._runtime()
-    resume = runtime.resume
+    dispatch = pool._runtime().dispatch
+    resume = dispatch.resume
 
     def slow(requests: Any) -> None:
         if requests := list(requests):
             updated.wait(1.0)  # in vain, or the update has passed these by
         resume(requests)
 
-    monkeypatch.setattr(runtime, "resume", slow)
+    monkeypatch.setattr(dispatch, "resume", slow)
     for worker in workers:
         fail_at_the_fifth_step(worker)
     with callers(2) as executor:

@@ -128,13 +128,13 @@ def test_two_trips(one_sum: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None
     runtime = one_sum.front_end().runtime
     worker = runtime.workers[0]
     noticed: list[int] = []
-    original = runtime.abort
+    original = runtime.dispatch.abort
 
     def abort(*args: Any) -> None:
         noticed.append(worker.channel.steps)
         original(*args)
 
-    monkeypatch.setattr(runtime, "abort", abort)
+    monkeypatch.setattr(runtime.dispatch, "abort", abort)
     with serving(one_sum) as server, server.http() as http:
         with http.stream("POST", "/generate", json=stream_body("/generate")) as reply:
             next(reply.iter_lines())

@@ -1,4 +1,4 @@
-"""Engines take turns: so many at a time, in order, and nobody waits for one that hangs."""
+"""The limit on engines that run Python: in order, and nobody waits for one that hangs."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,28 +11,28 @@ import pytest
 from support import MakePool
 
 from enginepool.engine.executable_cache import ExecutableCache
-from enginepool.engine.limiter import Turns, process_turns
+from enginepool.engine.limiter import Limiter, process_limiter
 
 SECONDS = 60.0
 
 
 class Taker:
-    """A thread that takes a turn and keeps it until it is told otherwise."""
+    """A thread that acquires a slot and keeps it until it is told otherwise."""
 
-    def __init__(self, those: Turns, inside: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, those: Limiter, inside: Callable[[], Any] = lambda: None) -> None:
         self.has = threading.Event()
         self.go_on = threading.Event()
         self._future: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(those, inside), daemon=True)
         self._thread.start()
 
-    def _run(self, those: Turns, inside: Callable[[], Any]) -> None:
+    def _run(self, those: Limiter, inside: Callable[[], Any]) -> None:
         try:
-            those.take()
+            those.acquire()
             self.has.set()
             self.go_on.wait(SECONDS)
             inside()
-            those.give()
+            those.release()
             self._future.set_result(None)
         except BaseException as error:
             self._future.set_exception(error)
@@ -42,20 +42,20 @@ class Taker:
         self._future.result(SECONDS)
 
 
-# Longer than any test: no turn is ever overdue.
+# Longer than any test: no slot is ever overdue.
 PATIENT = 1e6
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is that of an engine's step."""
-    monkeypatch.setattr(process_turns(), "patience", PATIENT)
+    monkeypatch.setattr(process_limiter(), "patience", PATIENT)
 
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_so_many_at_a_time(at_once: int) -> None:
-    those = Turns(at_once, PATIENT)
+    those = Limiter(at_once, PATIENT)
     first = [Taker(those) for _ in range(at_once)]
     assert all(taker.has.wait(SECONDS) for taker in first)
     last = Taker(those)
@@ -67,8 +67,8 @@ def test_so_many_at_a_time(at_once: int) -> None:
 
 
 def test_nobody_waits_for_a_thread_that_hangs() -> None:
-    """It has lost its turn; that it gives it back later makes no second one."""
-    those = Turns(1, 0.01)
+    """It has lost its slot; that it releases it later makes no second one."""
+    those = Limiter(1, 0.01)
     hanging = Taker(those)
     assert hanging.has.wait(SECONDS)
     second = Taker(those)
@@ -86,12 +86,12 @@ def test_nobody_waits_for_a_thread_that_hangs() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_wait_gives_the_turn_to_others_and_takes_it_back() -> None:
-    those = Turns(1, PATIENT)
+def test_a_wait_gives_the_slot_to_others_and_takes_it_back() -> None:
+    those = Limiter(1, PATIENT)
     waiting, over = threading.Event(), threading.Event()
 
     def wait() -> None:
-        with those.given():
+        with those.released():
             waiting.set()
             assert over.wait(SECONDS)
 
@@ -109,11 +109,11 @@ def test_a_wait_gives_the_turn_to_others_and_takes_it_back() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_wait_that_fails_leaves_no_turn_behind() -> None:
-    those = Turns(1, PATIENT)
+def test_a_wait_that_fails_leaves_no_slot_behind() -> None:
+    those = Limiter(1, PATIENT)
 
     def wait() -> None:
-        with those.given():
+        with those.released():
             raise KeyError("the device's")
 
     first = Taker(those, wait)
@@ -166,7 +166,7 @@ def test_an_engine_steps_while_another_waits_for_its_device(held: Any) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_failed_step_keeps_no_turn(make_pool: MakePool) -> None:
+def test_a_failed_step_keeps_no_slot(make_pool: MakePool) -> None:
     """Nor does an idle engine."""
     pool = make_pool("toy", 2, restart=False)
     worker: Any = pool.engines[0].scheduler_info["scheduler"].tp_worker
@@ -181,7 +181,7 @@ def test_a_failed_step_keeps_no_turn(make_pool: MakePool) -> None:
     results = pool.generate_all(["1+1="] * 8, params, timeout=SECONDS)
     assert [result["meta_info"]["completion_tokens"] for result in results] == [4] * 8
     assert pool.stats()["engines"][0]["state"] == "quarantined"
-    those = process_turns()
+    those = process_limiter()
     taker = Taker(those)
     assert taker.has.wait(SECONDS)
     taker.end()
@@ -189,7 +189,7 @@ def test_a_failed_step_keeps_no_turn(make_pool: MakePool) -> None:
 
 def test_engines_that_warm_up_together_trace_while_another_compiles() -> None:
     cache = ExecutableCache()
-    cache.turns.patience = PATIENT
+    cache.limiter.patience = PATIENT
     load_or_compile = cache.load_or_compile
     compiling, over = threading.Event(), threading.Event()
 
@@ -201,13 +201,13 @@ def test_engines_that_warm_up_together_trace_while_another_compiles() -> None:
     cache.load_or_compile = slow
 
     def warm_up() -> int:
-        with cache.sharing(), cache.turns.taken():
+        with cache.sharing(), cache.limiter.held():
             return int(jax.jit(lambda x: 3 * x)(14))
 
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(warm_up)
         assert compiling.wait(SECONDS)
-        tracing = Taker(cache.turns)
+        tracing = Taker(cache.limiter)
         assert tracing.has.wait(SECONDS)
         over.set()
         with pytest.raises(TimeoutError):

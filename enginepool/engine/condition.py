@@ -1,0 +1,143 @@
+"""What an engine is doing and what it may do: one object, which everybody asks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from enginepool.engine.states import EngineState
+
+# Why an engine takes no step: a user's pause, new weights, a KV cache whose memory was given back.
+PauseReason = Literal["paused", "swap", "kv_cache"]
+
+
+@dataclass(frozen=True)
+class _Phase:
+    state: EngineState
+    reason: str | None = None
+    returns: bool = False
+    since: float = field(default_factory=time.time)
+
+
+@dataclass
+class WeightsCondition:
+    """Which weights an engine steps with. Written on the engine's thread.
+
+    Attributes:
+        version: The label that tokens of the engine's next step carry.
+        update: The number of the update that brought the weights; separates the prefix cache's
+            entries. -1 for weights of no update.
+        missing: Why the engine has none, if so.
+        being_replaced: An update is being put in place; what lies there may be of either.
+        finite_under: The update under which a request last ended here with finite numbers.
+        nonfinite_under: The update that gives no finite numbers on any engine.
+    """
+
+    version: int | str = 0
+    update: int = 0
+    missing: str | None = None
+    being_replaced: bool = False
+    finite_under: int | None = None
+    nonfinite_under: int | None = None
+
+    def replaced(self, version: int | str, update: int) -> None:
+        """From here on tokens come from this update's weights."""
+        self.version, self.update = version, update
+        self.being_replaced = False
+
+
+class EngineCondition:
+    """What one engine may do, and why not.
+
+    Written on the engine's thread, and by who gives up on its step while it does not return;
+    asked from any. What the engine is doing is replaced as a whole, so that nobody sees half of a
+    change; the rest are single values.
+
+    Attributes:
+        weights: Which weights it has.
+        pause_reasons: Why it takes no step; empty when it goes on.
+        draining: It only finishes what has begun, here or on an engine that failed.
+        kv_not_finite: The KV cache may have numbers in it that are not finite.
+        stepping_since: When the step that runs now began, in `time.perf_counter`, if one does.
+    """
+
+    def __init__(self) -> None:
+        self._phase = _Phase(EngineState.STARTING)
+        self.weights = WeightsCondition()
+        self.pause_reasons: set[PauseReason] = set()
+        self.draining = False
+        self.kv_not_finite = False
+        self.stepping_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<EngineCondition {self.state.value}: {self.reason}>"
+
+    def change(
+        self, state: EngineState, reason: str | None = None, *, returns: bool = False
+    ) -> None:
+        """Say what the engine does from now on.
+
+        Args:
+            returns: It has failed and will probably serve again.
+        """
+        self._phase = _Phase(state, reason, returns)
+
+    # What it is doing
+
+    @property
+    def state(self) -> EngineState:
+        """As a user sees it; a paused engine serves, but takes no step."""
+        state = self._phase.state
+        if state is not EngineState.SERVING:
+            return state
+        if self.weights.missing is not None:
+            return EngineState.UNLOADED
+        if self.pause_reasons:
+            return EngineState.PAUSED
+        return EngineState.DRAINING if self.draining else EngineState.SERVING
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is in its state, for states that need one."""
+        phase = self._phase
+        loop_runs = phase.state is EngineState.SERVING
+        return self.weights.missing if loop_runs else phase.reason
+
+    @property
+    def since(self) -> float:
+        """When it came into its state, as `time.time`."""
+        return self._phase.since
+
+    # What it may do
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its loop runs, so that jobs are done."""
+        return self._phase.state is EngineState.SERVING
+
+    @property
+    def serving(self) -> bool:
+        """Whether it may be given requests."""
+        return self.reachable and self.weights.missing is None
+
+    @property
+    def returns(self) -> bool:
+        """Whether it has failed and will probably serve again."""
+        return self._phase.returns
+
+    @property
+    def will_serve(self) -> bool:
+        """Whether requests may wait for it: it serves, or will again."""
+        phase = self._phase  # one look: it may come back between two
+        loop_runs = phase.state is EngineState.SERVING
+        return phase.returns or (loop_runs and self.weights.missing is None)
+
+    @property
+    def may_step(self) -> bool:
+        return not self.pause_reasons and self.weights.missing is None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether a step has not returned and its requests were taken away."""
+        return self._phase.state is EngineState.ABANDONED

@@ -1,0 +1,92 @@
+"""What becomes of an engine that failed, and of the requests that it had: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from enginepool.engine.supervisor import Decision
+from enginepool.errors import NotFinite
+from enginepool.requests.fault_history import FaultHistory
+
+# Failures in a row, without a finished request in between, count for this long.
+WINDOW_SECONDS = 60.0
+# From this many in a row on, an engine is rebuilt instead of reset.
+REBUILD_AFTER = 3
+# A request that was present in so many failures, without an output token in between, runs alone;
+# if that fails too, it ends.
+MAX_FAILURES = 2
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`EnginePool`'s arguments of these names."""
+
+    restart: bool
+    max_restarts: int
+
+
+@dataclass(frozen=True)
+class EngineHistory:
+    """What led to a failure.
+
+    Attributes:
+        failures: How many in a row within `WINDOW_SECONDS`, this one included.
+        not_made_anew: The last of them was a reset or a rebuild.
+        finite_elsewhere: Another engine has given finite numbers with the same weights.
+    """
+
+    failures: int
+    not_made_anew: bool = False
+    finite_elsewhere: bool = False
+
+
+def decide(error: BaseException, history: EngineHistory, policy: Policy) -> Decision:
+    """Reset, rebuild or stay out, and after how long."""
+    failures = history.failures
+    if not policy.restart:
+        return Decision("stay out", attempt=failures)
+    if failures > policy.max_restarts:
+        limit = f"max_restarts={policy.max_restarts} in {WINDOW_SECONDS:g} s are used up"
+        return Decision("stay out", attempt=failures, why=limit)
+    if history.not_made_anew:
+        rebuild = True
+    elif isinstance(error, NotFinite):
+        # A reset did not help, and the same weights work elsewhere: these here are broken.
+        rebuild = failures > 1 and history.finite_elsewhere
+    else:
+        rebuild = failures >= REBUILD_AFTER
+    return Decision("rebuild" if rebuild else "reset", delay_before(failures), failures)
+
+
+def delay_before(attempt: int) -> float:
+    """Seconds to wait before the so-manieth recovery in a row: none, then growing."""
+    return 0.0 if attempt <= 1 else 0.05 * 4.0 ** (attempt - 2)
+
+
+def decide_request(
+    faults: FaultHistory, *, pinned: bool, policy: Policy
+) -> Literal["resume", "resume alone", "poisoned", "engine_failed"]:
+    """What becomes of a request that was present in a failure, the last in its history."""
+    if faults.count > MAX_FAILURES:
+        return "poisoned"
+    if pinned and not policy.restart:
+        return "engine_failed"
+    return "resume alone" if faults.count == MAX_FAILURES else "resume"
+
+
+def decide_not_finite(
+    faults: FaultHistory, *, again: bool, finite_on: Collection[int]
+) -> Literal["resume", "request", "weights"]:
+    """What is at fault where a request's log-probability is no finite number: nothing that would
+    keep it from another try, the request, or the weights.
+
+    Args:
+        again: It is the second time under these weights.
+        finite_on: Engines that have given finite numbers with the same weights.
+    """
+    if not again or set(finite_on) - faults.reasons.keys():
+        return "resume"
+    # On two engines, or twice on the only one.
+    return "request" if finite_on else "weights"
