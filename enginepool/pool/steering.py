@@ -7,9 +7,9 @@ from typing import Any
 
 import anyio.to_thread
 
+from enginepool.engine.states import PauseMode
 from enginepool.errors import InvalidRequest
 from enginepool.runtime import pause, statistics
-from enginepool.runtime.pause import PauseMode
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag, plain, shown
 
