@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from enginepool.errors import InvalidConfig
-from enginepool.values import is_int, nearest, plain, seconds, shown
+from enginepool.values import did_you_mean, is_int, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
 # What becomes of a call that finds no room in a bounded queue.
@@ -182,9 +182,7 @@ def _check_server_args(server_args: Mapping[str, Any]) -> None:
     own = [f.name for f in dataclasses.fields(PoolConfig) if f.name != "server_args"]
     for name, value in server_args.items():
         if name not in fields:
-            known = [*own, *fields]
-            near = nearest(name, known)
-            hint = f"; did you mean {near}?" if near else ""
+            hint = did_you_mean(name, [*own, *fields])
             raise InvalidConfig(f"unknown option {name}={shown(value)}{hint}")
         reason = REFUSED.get(name) or next(
             (why for prefix, why in REFUSED_PREFIXES.items() if name.startswith(prefix)), None

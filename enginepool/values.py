@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from enginepool.errors import InvalidRequest
@@ -46,13 +46,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
 
 
-def nearest(name: Any, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one may have meant."""
+def did_you_mean(name: Any, known: Iterable[str], form: Callable[[str], str] = str) -> str:
+    """The end of an error over an unknown name: the nearest of those known, or nothing.
+
+    Args:
+        form: How that name is to be written.
+    """
     known = list(known)
     if not isinstance(name, str):
-        return None
+        return ""
     near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
-    return near[0] if near else None
+    return f"; did you mean {form(near[0])}?" if near else ""
 
 
 def is_int(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Arguments of EnginePool as a command line writes them."""
+"""Arguments of EnginePool, and ports, as a command line writes them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def parse_devices(text: str | None) -> int | list[int] | None:
         raise InvalidConfig(
             f"--devices {text!r}: expected a count such as 4, or ids such as 0,2"
         ) from None
+
+
+def parse_ports(text: str | None) -> tuple[int, ...]:
+    """`31000-31003` is a range, `31000,31005` a list."""
+    if text is None:
+        return ()
+    try:
+        first, dash, last = text.partition("-")
+        if dash:
+            ports = tuple(range(int(first), int(last) + 1))
+        else:
+            ports = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        ports = ()
+    if not ports:
+        raise InvalidConfig(f"--ports {text!r}: expected a range such as 31000-31003, or a list")
+    return ports
 
 
 def parse_server_args(pairs: Sequence[str]) -> dict[str, Any]:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from enginepool.cli.admin import admin
 from enginepool.cli.arguments import make_arguments
-from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize, Warmup, WarmupOption
+from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize, WarmupOption
 from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, read_text
 from enginepool.cli.reference import app as reference
 from enginepool.cli.result_lines import ResultLines
-from enginepool.cli.serve import SERVE_CONTEXT, admin, serve
+from enginepool.cli.serve import SERVE_CONTEXT, serve
+from enginepool.config import PoolConfig
 from enginepool.console.complaints import Commands, complain
 from enginepool.console.output import check_output, watch_output
 from enginepool.errors import InvalidRequest
@@ -77,7 +79,7 @@ def generate(
     model: Model = None,
     devices: Devices = None,
     tp_size: TpSize = 1,
-    warmup: WarmupOption = Warmup.SEQUENTIAL,
+    warmup: WarmupOption = PoolConfig.warmup,
     dtype: Dtype = None,
     max_new_tokens: Annotated[int | None, typer.Option()] = None,
     temperature: Annotated[float | None, typer.Option()] = None,
@@ -111,7 +113,7 @@ def generate(
     chosen = {name: value for name, value in options.items() if value is not None}
     lines = _read(prompts or [], file, input_format)
     arguments = make_arguments(devices, tp_size, dtype, server_arg)
-    arguments["warmup"] = str(warmup)
+    arguments["warmup"] = warmup
     check_output()
     from enginepool.pool.pool import EnginePool
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 import typer
+
+from enginepool.config import Warmup
 
 Model = Annotated[str | None, typer.Option(help="Directory or hub id; left out, the toy.")]
 Devices = Annotated[
@@ -17,14 +18,4 @@ ServerArg = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE", help="Any other option of ServerArgs; repeatable."),
 ]
-
-
-class Warmup(StrEnum):
-    """As the argument of EnginePool."""
-
-    SEQUENTIAL = "sequential"
-    PARALLEL = "parallel"
-    NONE = "none"
-
-
 WarmupOption = Annotated[Warmup, typer.Option(help="How programs are compiled.")]

@@ -1,6 +1,10 @@
 """What a pool and an engine can be doing."""
 
 from enum import Enum
+from typing import Literal
+
+# What becomes of running requests when generation pauses.
+PauseMode = Literal["retract", "in_place", "abort"]
 
 
 class PoolState(Enum):

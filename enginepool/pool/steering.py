@@ -6,10 +6,10 @@ from typing import Any
 
 import anyio.to_thread
 
+from enginepool.engine.states import PauseMode
 from enginepool.errors import InvalidRequest
 from enginepool.pool.opening import Opening
 from enginepool.runtime import pause, statistics
-from enginepool.runtime.pause import PauseMode
 from enginepool.values import flag, plain, shown
 
 

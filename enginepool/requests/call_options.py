@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from enginepool.errors import InvalidRequest
 from enginepool.requests.sampling import NAMES
-from enginepool.values import nearest, seconds, shown
+from enginepool.values import did_you_mean, seconds, shown
 
 Prompts = str | Sequence[str] | None
 Params = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
@@ -61,11 +61,12 @@ def _unknown(verb: str, name: str, value: Any, known: Sequence[str]) -> str:
     given = f"{verb}: {name}={shown(value)}"
     if name in NAMES:
         return f"{given} is a sampling parameter: give {_as_parameter(name, value)}"
-    near = nearest(name, [*known, *NAMES])
-    if near is None:
-        return f"{given} is unknown; it takes {', '.join(known)}"
-    meant = f"{near}=" if near in known else _as_parameter(near, value)
-    return f"{given} is unknown; did you mean {meant}?"
+
+    def written(near: str) -> str:
+        return f"{near}=" if near in known else _as_parameter(near, value)
+
+    hint = did_you_mean(name, [*known, *NAMES], written) or f"; it takes {', '.join(known)}"
+    return f"{given} is unknown{hint}"
 
 
 def _as_parameter(name: str, value: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginepool.errors import InvalidRequest
-from enginepool.values import flag, is_int, is_number, nearest, plain, shown
+from enginepool.values import did_you_mean, flag, is_int, is_number, plain, shown
 
 _INT32 = 1 << 31
 _UINT32 = 1 << 32
@@ -78,8 +78,7 @@ def make_sampling(
     given = {}
     for name, value in params.items():
         if name not in known:
-            near = nearest(name, known)
-            hint = f"; did you mean {near}?" if near else ""
+            hint = did_you_mean(name, known)
             raise InvalidRequest(f"unknown sampling parameter {name}={shown(value)}{hint}")
         if (value := plain(value)) is not None:
             _check_value(name, value, vocab_size)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from enginepool.engine.states import PauseMode
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest
 from enginepool.requests.request import aborted
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import shown
 
-PauseMode = Literal["retract", "in_place", "abort"]
 PAUSE_MODES = get_args(PauseMode)
 
 

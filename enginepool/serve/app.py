@@ -11,11 +11,11 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from enginepool.errors import EnginePoolError
-from enginepool.serve import admin, native, openai_api
+from enginepool.serve import admin_api, native_api, openai_api
 from enginepool.serve.auth import Guard
 from enginepool.serve.error_replies import as_refused, error_reply
-from enginepool.serve.limits import BodyLimit
-from enginepool.serve.openapi import without_422
+from enginepool.serve.openapi_schema import without_422
+from enginepool.serve.request_limits import BodyLimit
 from enginepool.serve.service import Service
 
 
@@ -29,18 +29,19 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
-    app.state.bounds = service.bounds  # for CheckedRoute
+    app.state.prompt_limits = service.prompt_limits  # for CheckedRoute
     app.include_router(openai_api.router(service))
-    app.include_router(native.router(service))
+    app.include_router(native_api.router(service))
     admin_paths: set[str] = set()
     if service.options.enable_admin:
-        for routes in (admin.router(service), admin.sglang_router(service)):
+        for routes in (admin_api.router(service), admin_api.sglang_router(service)):
             app.include_router(routes)
             admin_paths |= {route.path for route in routes.routes if isinstance(route, APIRoute)}
 
     async def failed(request: Request, error: Exception) -> Response:
-        service.refused(request.url.path, as_refused(error))
-        return error_reply(error, admin=request.url.path in admin_paths)
+        path = request.scope["path"]
+        service.refused(path, as_refused(error))
+        return error_reply(error, admin=path in admin_paths)
 
     for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from anyio.to_thread import run_sync
 from fastapi import Request, Response
@@ -16,14 +16,25 @@ from starlette.types import Receive, Scope, Send
 
 from enginepool.errors import InvalidRequest
 from enginepool.requests.request import Call
-from enginepool.serve.error_replies import Refused, as_refused, error_object, error_reply
-from enginepool.serve.limits import check_counts, count_prompts
+from enginepool.serve.error_replies import Refused, error_object, error_reply
+from enginepool.serve.options import ServeOptions
+from enginepool.serve.record import CLIENT_GONE, ExchangeRecord, outcome_of, outputs_of
+from enginepool.serve.rendering import Rendering
+from enginepool.serve.request_limits import check_counts, count_prompts
 
 if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
-    from enginepool.serve.service import Service
 
-CLIENT_GONE = 499  # nobody reads it, but the log does
+
+class Host(Protocol):
+    """What an exchange asks and tells the server that it is in."""
+
+    def check_open(self) -> None:
+        """Raise if new requests are not taken now."""
+
+    def began(self, exchange: Exchange) -> None: ...
+
+    def ended(self, exchange: Exchange, record: ExchangeRecord) -> None: ...
 
 
 class Exchange:
@@ -31,31 +42,36 @@ class Exchange:
     attributes, and `generate_request` gives what `begin` has begun.
 
     Attributes:
+        tokenizer: In place of the front end's.
         call: The pool's side of it, once the body was found to be good.
-        first_output_at: When a streamed reply had its first output (`time.perf_counter`).
         failure: What ended a streamed reply early.
     """
 
-    def __init__(self, service: Service, front: FrontEnd, raw: Request) -> None:
-        self._service, self._front, self._raw = service, front, raw
-        self.path = raw.url.path
-        self.started = time.perf_counter()
+    def __init__(
+        self,
+        host: Host,
+        front: FrontEnd,
+        rendering: Rendering,
+        options: ServeOptions,
+        raw: Request,
+    ) -> None:
+        self._host, self._front, self._options, self._raw = host, front, options, raw
+        self.tokenizer = rendering
         self.call: Call | None = None
-        self.first_output_at: float | None = None
         self.failure: Exception | None = None
+        self._started = time.perf_counter()
+        self._first_output_seconds: float | None = None
         self._outputs: AsyncIterator[Any] | None = None
         self._first: Any = None
         self._texts = True
         self._ended = False
-        self.tokenizer, self.renderers = service.rendering, service.renderers
-        self.template_options = service.bounds.template_options
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._front, name)
 
     async def run(self, reply: Callable[[], Awaitable[Response]]) -> Response:
         """The reply, or the error's. Ends the requests in the engines if the client leaves."""
-        self._service.exchanges.add(self)
+        self._host.began(self)
         try:
             response = await _while_present(self._raw, reply())
         except Exception as error:
@@ -78,22 +94,21 @@ class Exchange:
         Args:
             id_prefix: Of the one id that all its outputs carry, as OpenAI's do; None for one each.
         """
-        self._service.check_open()
+        self._host.check_open()
         prompts = count_prompts(obj)
-        check_counts(obj, prompts, self._service.options)
+        check_counts(obj, prompts, self._options)
         obj.rid = _ids(obj.rid, prompts, id_prefix)
         self._texts = obj.return_text_in_logprobs
         self.call = await run_sync(self._make_call, obj)
-        timeout = self._service.options.request_timeout
-        self._outputs = self._front.outputs(self.call, obj, timeout)
+        self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:
-            self.first_output_at = time.perf_counter()
+            self._first_output_seconds = time.perf_counter() - self._started
         _raise_if_lost(self._first, nothing_yet=bool(obj.stream))
 
     def _make_call(self, obj: Any) -> Call:
         for text in [obj.text] if isinstance(obj.text, str) else obj.text or ():
-            self._service.bounds.check_text(text)
+            self.tokenizer.check_text(text)
         return self._front.make_call(obj)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -121,14 +136,22 @@ class Exchange:
             yield piece
 
     def end(self, status: int) -> None:
-        """Count and log it, and end in the engines what nobody waits for any more."""
+        """Tell the server, and end in the engines what nobody waits for any more."""
         if self._ended:
             return
         self._ended = True
         if self.call is not None and not self.call.done:
             self._front.runtime.dispatch.abort(self.call.requests, "the client left", "cancelled")
-        self._service.exchanges.discard(self)
-        self._service.ended(self, status)
+        record = ExchangeRecord(
+            path=self._raw.scope["path"],  # that of its URL takes in what `Host` says
+            status=status,
+            outcome=outcome_of(status, self.failure),
+            error=None if self.failure is None else str(self.failure),
+            seconds=time.perf_counter() - self._started,
+            first_output_seconds=self._first_output_seconds,
+            outputs=() if self.call is None else outputs_of(self.call),
+        )
+        self._host.ended(self, record)
 
     def _dressed(self, output: Any) -> Any:
         """Log-probabilities as upstream's classes read them: with each token's text."""
@@ -138,7 +161,7 @@ class Exchange:
                 continue
             top = meta.setdefault("output_top_logprobs", [])
             if self._texts:
-                text = self._service.token_text
+                text = self.tokenizer.token_text
                 meta["output_token_logprobs"] = [
                     (value, token, text(token)) for value, token, _ in meta["output_token_logprobs"]
                 ]
@@ -208,13 +231,3 @@ def _raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
             continue
         if not (nothing_yet and one["output_ids"]):
             raise Refused(504 if kind == "timeout" else 500, reason["message"], code=kind)
-
-
-def outcome_of(exchange: Exchange, status: int) -> str:
-    """A word for metrics and the log."""
-    if status == CLIENT_GONE:
-        return "disconnected"
-    if exchange.failure is not None:
-        refused = as_refused(exchange.failure)
-        return refused.code or ("refused" if refused.status < 500 else "error")
-    return "ok" if status < 400 else "refused"

@@ -1,4 +1,4 @@
-"""The last minutes, for the page."""
+"""The load of the last minutes, for the page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The server's log on standard error, written by a thread of its own: a full disk, a reader that
-went away, or one that does not read costs lines and nothing else."""
+"""The server's log: the line of each request, and the thread that writes lines to standard error.
+
+A full disk, a reader that went away, or one that does not read costs lines and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,40 @@ import json
 import os
 import queue
 import threading
+from typing import Any
+
+from enginepool.logs import logger
+from enginepool.serve.record import ExchangeRecord
 
 KEPT = 10_000  # lines that wait to be written; further ones are lost, and counted
 _END_SECONDS = 2.0
+_LONGEST = 500  # characters of an error: it may quote a value of any length
+
+
+def log_exchange(record: ExchangeRecord, *, prompts: bool) -> None:
+    """One line, with the prompts themselves only if they are asked for."""
+    about: dict[str, Any] = {
+        "path": record.path,
+        "status": record.status,
+        "outcome": record.outcome,
+    }
+    if record.seconds is not None:
+        about["seconds"] = round(record.seconds, 4)
+    if outputs := record.outputs:
+        first = [output for output in outputs if output.sample_index == 0]  # one a prompt
+        about |= {
+            "ids": list(dict.fromkeys(output.rid for output in outputs)),
+            "engines": sorted({o.engine_index for o in outputs if o.engine_index is not None}),
+            "prompt_tokens": sum(output.prompt_tokens for output in first),
+            "completion_tokens": sum(output.completion_tokens for output in outputs),
+        }
+        if prompts:
+            about["prompts"] = [output.prompt for output in first]
+    if record.first_output_seconds is not None:
+        about["first_output_seconds"] = round(record.first_output_seconds, 4)
+    if record.error is not None:
+        about["error"] = record.error[:_LONGEST]
+    logger().info("enginepool.request", **about)
 
 
 class LogLines:

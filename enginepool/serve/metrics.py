@@ -6,7 +6,6 @@ by requests that came through the server; gauges look at the pool when they are 
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Tally
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,11 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from enginepool.engine.states import EngineState
+from enginepool.serve.record import ExchangeRecord, OutputRecord
 from enginepool.swap.report import SwapReport
 
 if TYPE_CHECKING:
     from enginepool.runtime.runtime import Runtime
-    from enginepool.serve.handler import Exchange
 
 _GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -60,31 +59,27 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def ended(self, exchange: Exchange, outcome: str) -> None:
-        """Count a reply and its outputs. One that still runs is about to be cancelled."""
-        self._replies.labels(exchange.path, outcome).inc()
-        now = time.perf_counter()
-        for request in exchange.call.requests if exchange.call is not None else []:
-            engine = "none" if request.engine_index is None else str(request.engine_index)
-            reason = request.finish_reason or {"type": "abort"}
-            self._outputs.labels(engine, reason["type"]).inc()
-            self._prompt.labels(engine).inc(len(request.input_ids))
-            self._generated.labels(engine).inc(len(request.output_ids))
-            if request.cached_tokens is not None:
-                self._queries.labels(engine).inc(len(request.input_ids))
-                self._hits.labels(engine).inc(request.cached_tokens)
-            end = request.finished_at or now
-            self._whole.labels(engine).observe(end - request.created)
-            first, count = request.first_token_at, len(request.output_ids)
-            if first:
-                self._first.labels(engine).observe(first - request.created)
-            if first and count > 1:
-                self._each.labels(engine).observe(max(0.0, end - first) / (count - 1))
+    def ended(self, record: ExchangeRecord) -> None:
+        """Count a reply, if it was to generate, and its outputs."""
+        if record.path in _GENERATING:
+            self._replies.labels(record.path, record.outcome).inc()
+        for output in record.outputs:
+            self._count(output)
 
-    def refused(self, path: str) -> None:
-        """Count a request that was no exchange yet, if it was to be one."""
-        if path in _GENERATING:
-            self._replies.labels(path, "refused").inc()
+    def _count(self, output: OutputRecord) -> None:
+        engine = "none" if output.engine_index is None else str(output.engine_index)
+        self._outputs.labels(engine, output.finish_reason).inc()
+        self._prompt.labels(engine).inc(output.prompt_tokens)
+        self._generated.labels(engine).inc(output.completion_tokens)
+        if output.cached_tokens is not None:
+            self._queries.labels(engine).inc(output.prompt_tokens)
+            self._hits.labels(engine).inc(output.cached_tokens)
+        self._whole.labels(engine).observe(output.seconds)
+        first, count = output.first_token_seconds, output.completion_tokens
+        if first is not None:
+            self._first.labels(engine).observe(first)
+            if count > 1:
+                self._each.labels(engine).observe(max(0.0, output.seconds - first) / (count - 1))
 
     def updated(self, report: SwapReport) -> None:
         """Count an update of weights."""

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: upstream's serving classes, one object a request, over an exchange."""
+"""OpenAI's routes: upstream's serving classes, one object a request, over an exchange."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingComp
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
-from enginepool.serve.limits import CheckedRoute
-from enginepool.serve.openapi import GENERATION_ERRORS, NOT_FOUND, events
+from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, events
+from enginepool.serve.request_limits import CheckedRoute
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
@@ -52,8 +52,8 @@ class _Serving:
         _check_fields(body)
         exchange: Exchange = self.tokenizer_manager
         if isinstance(body, ChatCompletionRequest):
-            _check_template_options(body, await raw.json(), exchange.template_options)
-        adapted = await run_sync(self._adapt, body, limiter=exchange.renderers)
+            _check_template_options(body, await raw.json(), exchange.tokenizer.template_options)
+        adapted = await run_sync(self._adapt, body, limiter=exchange.tokenizer.limiter)
         await exchange.begin(adapted, self._request_id_prefix())
         if body.stream:
             streamed = await self._handle_streaming_request(adapted, body, raw)

@@ -1,4 +1,4 @@
-"""What a server is told, checked before anything starts."""
+"""The options of a server, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -82,20 +82,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def parse_ports(text: str | None) -> tuple[int, ...]:
-    """`31000-31003` is a range, `31000,31005` a list."""
-    if text is None:
-        return ()
-    try:
-        first, dash, last = text.partition("-")
-        if dash:
-            ports = tuple(range(int(first), int(last) + 1))
-        else:
-            ports = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        ports = ()
-    if not ports:
-        raise InvalidConfig(f"--ports {text!r}: expected a range such as 31000-31003, or a list")
-    return ports

@@ -1,19 +1,37 @@
-"""The tokenizer that upstream's chat class renders with: bounded, and locked only to encode."""
+"""The tokenizer that upstream's classes render prompts with: bounded, locked only to encode."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anyio import CapacityLimiter
+
 from enginepool.requests.tokenizer import Tokenizer
-from enginepool.serve.bounds import Bounds
+from enginepool.serve.prompt_limits import PromptLimits
+
+_TEMPLATES_AT_ONCE = 4  # so that threads are left for the rest
+_TEXTS_KEPT = 1 << 16
 
 
 class Rendering:
-    """The Hugging Face tokenizer's attributes, and these methods in place of its own."""
+    """The Hugging Face tokenizer's attributes, and these methods in place of its own.
 
-    def __init__(self, tokenizer: Tokenizer, bounds: Bounds) -> None:
-        self._tokenizer, self._bounds = tokenizer, bounds
+    Attributes:
+        limiter: Of the threads that chat templates run on.
+        template_options: Names that mean something to the tokenizer's `apply_chat_template`
+            itself, not to the template: with them a client would bring its own program.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
+        self._tokenizer = tokenizer
+        self.check_text = limits.check_text
+        self.token_text = functools.lru_cache(_TEXTS_KEPT)(tokenizer.token_text)
+        self.limiter = CapacityLimiter(_TEMPLATES_AT_ONCE)
+        options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
+        self.template_options = (options | {"messages"}) - {"documents", "kwargs"}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer.hf, name)
@@ -31,6 +49,6 @@ class Rendering:
         return self._encode(text)
 
     def _encode(self, text: str, **options: Any) -> list[int]:
-        self._bounds.check_text(text)
+        self.check_text(text)
         with self._tokenizer.lock:
             return self._tokenizer.hf(text, **options)["input_ids"]

@@ -167,7 +167,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _idle(service: Service) -> None:
-    while service.exchanges or service.desk.busy:
+    while service.exchanges or service.admin.busy:
         await asyncio.sleep(0.02)
 
 

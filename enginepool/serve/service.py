@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from anyio import CapacityLimiter
 from fastapi import Request
 from sgl_jax.srt.managers.template_manager import TemplateManager
 
 from enginepool.engine.states import EngineState
-from enginepool.logs import logger
 from enginepool.runtime import statistics
-from enginepool.serve.administration import Desk
-from enginepool.serve.bounds import Bounds
+from enginepool.serve.admin_operations import AdminOperations
 from enginepool.serve.error_replies import Refused
-from enginepool.serve.handler import Exchange, outcome_of
+from enginepool.serve.handler import Exchange
 from enginepool.serve.history import History
+from enginepool.serve.log import log_exchange
 from enginepool.serve.metrics import Metrics
 from enginepool.serve.options import ServeOptions
+from enginepool.serve.prompt_limits import PromptLimits
+from enginepool.serve.record import ExchangeRecord
 from enginepool.serve.rendering import Rendering
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
     from enginepool.pool.tokenizer_manager import FrontEnd
-
-_RENDERERS = 4
 
 
 class Service:
@@ -36,7 +33,6 @@ class Service:
         front: Of the whole pool.
         exchanges: Requests that are being served.
         draining: No new requests; those that run finish.
-        renderers: How many chat templates run at once, so that threads are left for the rest.
     """
 
     def __init__(
@@ -51,24 +47,21 @@ class Service:
         self.templates = TemplateManager()
         self.templates.initialize_templates(self.front.model_path)
         tokenizer, limits = self.runtime.intake.tokenizer, self.runtime.intake.limits
-        self.bounds = Bounds(tokenizer, limits.prompt, limits.origin)
-        self.rendering = Rendering(tokenizer, self.bounds)
-        self.renderers = CapacityLimiter(_RENDERERS)
-        self.desk = Desk(pool, options.model_root)
+        self.prompt_limits = PromptLimits(tokenizer, limits.prompt, limits.origin)
+        self._rendering = Rendering(tokenizer, self.prompt_limits)
         self.metrics = Metrics(self.runtime)
-        self.desk.on_update = self.metrics.updated
+        self.admin = AdminOperations(pool, options.model_root, self.metrics.updated)
         self.history = History(self.runtime)
         self.exchanges: set[Exchange] = set()
         self.draining = False
         self.started = time.time()
-        self.token_text = functools.lru_cache(1 << 16)(tokenizer.token_text)
 
     def front_of(self, raw: Request) -> FrontEnd:
         """Of the pool, or of the engine whose port the request came to."""
         return self._by_port.get(_port(raw), self.front)
 
     def exchange(self, raw: Request) -> Exchange:
-        return Exchange(self, self.front_of(raw), raw)
+        return Exchange(self, self.front_of(raw), self._rendering, self.options, raw)
 
     def check_open(self) -> None:
         """Raise if new requests are not taken now."""
@@ -77,7 +70,7 @@ class Service:
                 503, "the server is about to end and takes no new requests", code="draining",
                 retry_after=10,
             )  # fmt: skip
-        if self.options.reject_while_reloading and self.desk.reloading:
+        if self.options.reject_while_reloading and self.admin.reloading:
             raise Refused(503, "new weights are being loaded", code="reloading", retry_after=1)
 
     def not_ready(self, raw: Request) -> str | None:
@@ -91,39 +84,20 @@ class Service:
             return None
         return f"no engine can serve: {', '.join(state.value for state in states)}"
 
-    def ended(self, exchange: Exchange, status: int) -> None:
-        """Count a request and write its line."""
-        outcome = outcome_of(exchange, status)
-        self.metrics.ended(exchange, outcome)
-        requests = exchange.call.requests if exchange.call is not None else []
-        seconds = time.perf_counter() - exchange.started
-        about: dict[str, Any] = {
-            "path": exchange.path,
-            "status": status,
-            "outcome": outcome,
-            "seconds": round(seconds, 4),
-        }
-        if requests:
-            about |= {
-                "ids": list(dict.fromkeys(request.id or request.rid for request in requests)),
-                "engines": sorted({r.engine_index for r in requests if r.engine_index is not None}),
-                "prompt_tokens": sum(len(r.input_ids) for r in requests if r.sample_index == 0),
-                "completion_tokens": sum(len(request.output_ids) for request in requests),
-            }
-        if exchange.first_output_at is not None:
-            about["first_output_seconds"] = round(exchange.first_output_at - exchange.started, 4)
-        if exchange.failure is not None:
-            about["error"] = str(exchange.failure)[:500]
-        if self.options.log_prompts:
-            about["prompts"] = [r.text or r.input_ids for r in requests if r.sample_index == 0]
-        logger().info("enginepool.request", **about)
+    def began(self, exchange: Exchange) -> None:
+        self.exchanges.add(exchange)
+
+    def ended(self, exchange: Exchange, record: ExchangeRecord) -> None:
+        self.exchanges.discard(exchange)
+        self._note(record)
 
     def refused(self, path: str, why: Refused) -> None:
-        """Count a request that was answered before it was an exchange, and write its line."""
-        self.metrics.refused(path)
-        logger().info(
-            "enginepool.request", path=path, status=why.status, outcome="refused", error=str(why)
-        )
+        """Told of a request that was answered before it was an exchange."""
+        self._note(ExchangeRecord(path, why.status, "refused", error=str(why)))
+
+    def _note(self, record: ExchangeRecord) -> None:
+        self.metrics.ended(record)
+        log_exchange(record, prompts=self.options.log_prompts)
 
     def status(self) -> dict[str, Any]:
         counts = self.runtime.dispatch.counts
@@ -131,7 +105,7 @@ class Service:
             "model": self.front.served_model_name,
             "uptime": time.time() - self.started,
             "draining": self.draining,
-            "reloading": self.desk.reloading,
+            "reloading": self.admin.reloading,
             "weight_version": self.runtime.desired.weight_version,
             "waiting": self.runtime.dispatch.waiting,
             "finished": counts.finished,

@@ -18,10 +18,10 @@ from servers import Running
 from typer.testing import CliRunner
 
 from enginepool import toy
+from enginepool.cli.arguments import parse_ports
 from enginepool.cli.main import app
+from enginepool.cli.server_args import parse_upstream_flags
 from enginepool.errors import InvalidConfig
-from enginepool.serve.flags import parse_upstream_flags
-from enginepool.serve.options import parse_ports
 
 SUBTRACT = str(toy.checkpoint().parent / "subtract")
 FEW_PROGRAMS = {
@@ -174,6 +174,8 @@ def test_upstreams_flags() -> None:
         },
     )
     assert parse_upstream_flags(["--model-path", "m"]) == ("m", {})
+    with pytest.raises(InvalidConfig, match=r"^unknown argument '-n'$"):
+        parse_upstream_flags(["-n", "4"])
     assert parse_ports("31000-31003") == (31000, 31001, 31002, 31003)
     assert parse_ports("5,7") == (5, 7)
     with pytest.raises(InvalidConfig):

@@ -15,9 +15,16 @@ from typing import Any
 import httpx
 import pytest
 from liveness import callers, until
+from servers import serving
 from test_command import FEW_PROGRAMS
 
+from enginepool import EnginePool
+
 REQUESTS = 200
+FIELDS = {
+    *("path", "status", "outcome", "seconds", "ids", "engines", "prompt_tokens"),
+    *("completion_tokens", "first_output_seconds", "error", "prompts"),
+}
 
 
 def free_port() -> int:
@@ -96,6 +103,40 @@ def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
         finally:
             server.kill()
             server.wait()
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_the_line_of_a_request(
+    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, log_prompts: bool
+) -> None:
+    """How it ended, how long it took, whose it was and what it cost; prompts only if asked for."""
+    params = {"temperature": 0, "n": 2}
+    body = {"text": "12+7=", "rid": "mine", "stream": True, "sampling_params": params}
+    with caplog.at_level("INFO", "enginepool"):
+        with serving(one_sum, log_prompts=log_prompts) as running, running.http() as client:
+            assert client.post("/generate", json=body).status_code == 200
+            assert client.post("/generate", json={"text": ""}).status_code == 400
+            assert client.get("/nowhere").status_code == 404
+        lines = [vars(r) for r in caplog.records if r.msg == "enginepool.request"]
+    served, empty, nowhere = ({k: v for k, v in one.items() if k in FIELDS} for one in lines)
+    assert 0 < served.pop("first_output_seconds") <= served.pop("seconds") < 60
+    asked = {"prompts": ["12+7="]} if log_prompts else {}
+    assert served == {
+        "path": "/generate",
+        "status": 200,
+        "outcome": "ok",
+        "ids": ["mine"],
+        "engines": [0],
+        "prompt_tokens": 5,
+        "completion_tokens": 6,
+        **asked,
+    }
+    assert (empty["path"], empty["status"], empty["outcome"]) == ("/generate", 400, "refused")
+    assert empty["seconds"] >= 0
+    assert empty["error"]
+    assert "ids" not in empty
+    refused = {"path": "/nowhere", "status": 404, "outcome": "refused", "error": "Not Found"}
+    assert nowhere == refused
 
 
 def test_a_log_that_can_be_written_again_says_how_much_is_lost() -> None:

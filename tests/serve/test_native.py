@@ -157,6 +157,19 @@ def test_metrics(one_sum: EnginePool) -> None:
     one_sum.update_weights(one_sum.config.model, weight_version=0)
 
 
+def test_a_hosts_name_is_no_label(plain: Running) -> None:
+    """A client that makes up names of hosts makes no metrics of them."""
+    with plain.http() as client:
+        count = ("http_requests_total", "ok", "/generate")
+        before = samples(client).get(count, 0)
+        body = {"text": SUM, "sampling_params": {"temperature": 0}}
+        reply = client.post("/generate", json=body, headers={"Host": "127.0.0.1/made-up"})
+        assert reply.json()["text"] == "19"
+        seen = samples(client)
+    assert seen[count] == before + 1
+    assert not any("made-up" in label for sample in seen for label in sample)
+
+
 def test_engines_ports(sums: EnginePool) -> None:
     """The pool's port serves on all engines, an engine's on that one."""
     with serving(sums, engine_ports=(0, 0, 0, 0)) as running:

@@ -1,14 +1,14 @@
-"""Upstream's own command line: every option of `ServerArgs` under its flag."""
+"""Upstream's `ServerArgs` on the command line of `serve`: every option under its own flag."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from enginepool.errors import InvalidConfig
+from enginepool.values import did_you_mean
 
 # Where upstream's flag and field have different names.
 _FIELDS = {"tensor_parallel_size": "tp_size", "data_parallel_size": "dp_size"}
@@ -55,6 +55,5 @@ def parse_upstream_flags(args: Sequence[str]) -> tuple[str | None, dict[str, Any
 def _unknown(argument: str, known: dict[str, Any]) -> str:
     flag = argument.partition("=")[0]
     flags = [f"--{name.replace('_', '-')}" for name in known]
-    near = difflib.get_close_matches(flag, flags, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(flag, flags) if len(flag.strip("-")) > 1 else ""  # many have that letter
     return f"unknown argument {argument!r}{hint}"

@@ -12,7 +12,7 @@ from servers import Running
 SUM = [{"role": "user", "content": "12+7="}]
 PROMPT_TOKENS = 505  # of the test pools
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-# Liveness, not speed: without the bounds each of these holds the others up for longer than this
+# Liveness, not speed: without the limits each of these holds the others up for longer than this
 # on a fast machine, and within them for no time that a client would notice.
 PATIENCE = 8.0
 
@@ -86,7 +86,7 @@ def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
 
 
 def test_what_fits_is_taken(plain: Running) -> None:
-    """The bounds refuse nothing that an engine takes: the longest tokens, the most messages."""
+    """The limits refuse nothing that an engine takes: the longest tokens, the most messages."""
     with plain.http() as client:
         params = {"max_new_tokens": 1}
         text = "<|endoftext|>" * PROMPT_TOKENS

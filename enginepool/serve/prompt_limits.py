@@ -1,13 +1,12 @@
-"""What cannot fit a prompt is refused before anyone spends time on it.
+"""How much text fits a prompt: what cannot is refused before anyone spends time on it.
 
 Reading a body into upstream's models runs on the event loop, and a tokenizer takes one text after
 the other, so what one client sends there holds up all others. Python cannot end work that has
-begun: these bounds are looked at before. None of them refuses what an engine could take.
+begun: these limits are looked at before. None of them refuses what an engine could take.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,23 +25,17 @@ _OTHER_VALUES = 20_000
 _FIRST_TRY, _CUT = 8, 64
 
 
-class Bounds:
+class PromptLimits:
     """Of one server.
 
     Args:
         tokens: The longest prompt.
         origin: Where that comes from, in words.
-
-    Attributes:
-        template_options: Names that mean something to the tokenizer's `apply_chat_template`
-            itself, not to the template: with them a client would bring its own program.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: int, origin: str) -> None:
         self._tokenizer, self._tokens, self._origin = tokenizer, tokens, origin
         self._longest = max(map(len, tokenizer.hf.get_vocab()))
-        options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
-        self.template_options = (options | {"messages"}) - {"documents", "kwargs"}
 
     def check_body(self, body: Any) -> None:
         """Refuse what is too much to be read into upstream's models."""

@@ -1,5 +1,4 @@
-"""How large a request may be: its body, its prompts, its samples. What a prompt may be is in
-`bounds`."""
+"""How large a request may be: its body, its prompts, its samples. A prompt: `prompt_limits`."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ class _CheckedRequest(Request):
             return self._json
         value = await super().json()
         try:
-            self.app.state.bounds.check_body(value)
+            self.app.state.prompt_limits.check_body(value)
         except InvalidRequest as error:
             # The one exception that FastAPI hands on while it reads a body.
             raise HTTPException(400, str(error)) from None

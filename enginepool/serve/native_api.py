@@ -1,8 +1,10 @@
-"""sglang's own endpoints for requests and load, and the probes."""
+"""sglang's own routes for requests and load, the probes, and the page at `/`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -11,9 +13,8 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
 from enginepool.serve.error_replies import Refused
-from enginepool.serve.limits import CheckedRoute
-from enginepool.serve.openapi import GENERATION_ERRORS, errors, events
-from enginepool.serve.page import read_page
+from enginepool.serve.openapi_schema import GENERATION_ERRORS, errors, events
+from enginepool.serve.request_limits import CheckedRoute
 
 if TYPE_CHECKING:
     from enginepool.serve.handler import Exchange
@@ -58,7 +59,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/", include_in_schema=False)
     async def page() -> Response:
-        return HTMLResponse(read_page())
+        return HTMLResponse(_read_page())
 
     return routes
 
@@ -79,6 +80,12 @@ async def _events(outputs: AsyncIterator[Any]) -> AsyncIterator[bytes]:
     except ValueError:
         yield b""  # the exchange knows why, and tells
     yield b"data: [DONE]\n\n"
+
+
+@cache
+def _read_page() -> str:
+    """One file; nothing of it is loaded from elsewhere."""
+    return resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
 
 def _json(value: Any) -> bytes:

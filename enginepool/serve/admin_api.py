@@ -1,4 +1,4 @@
-"""Administration: the reference's endpoints, and sglang's own names for the same things."""
+"""Administrators' routes: the reference's, and sglang's own names for the same things."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from enginepool.runtime.pause import PauseMode
-from enginepool.serve.limits import CheckedRoute
-from enginepool.serve.openapi import ADMIN_ERRORS
+from enginepool.engine.states import PauseMode
+from enginepool.serve.openapi_schema import ADMIN_ERRORS
+from enginepool.serve.request_limits import CheckedRoute
 from enginepool.swap.quiesce import SwapMode
 
 if TYPE_CHECKING:
@@ -115,30 +115,30 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(
         prefix="/admin", responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute
     )
-    desk = service.desk
+    admin = service.admin
 
     @routes.get("/reload_status")
     async def reload_status() -> ReloadStatus:
         return ReloadStatus(
-            reloading=desk.reloading, last_ok=desk.last_ok, last_error=desk.last_error
+            reloading=admin.reloading, last_ok=admin.last_ok, last_error=admin.last_error
         )
 
     @routes.get("/weights_checksum")
     async def weights_checksum() -> Checksum:
-        checksum = await desk.checksum()
+        checksum = await admin.checksum()
         return Checksum(checksum=checksum, fingerprint=await service.pool.async_checksum())
 
     @routes.post("/perturb_weights")
     async def perturb_weights(body: Perturb | None = None) -> Perturbed:
         """Noise on the first leaves, the same on every engine."""
         body = body or Perturb()
-        return Perturbed(**await desk.perturb(body.seed, body.scale, body.num_leaves))
+        return Perturbed(**await admin.perturb(body.seed, body.scale, body.num_leaves))
 
     @routes.post("/reload_weights")
     async def reload_weights(body: Reload) -> Reloaded:
         """Load a checkpoint on every engine; if anything is wrong with it, on none."""
         started = time.perf_counter()
-        report = await desk.reload(body.model_path, body.mode, body.weight_version)
+        report = await admin.reload(body.model_path, body.mode, body.weight_version)
         return Reloaded(
             model_path=body.model_path,
             elapsed_sec=time.perf_counter() - started,
@@ -147,17 +147,17 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/pause")
     async def pause(body: Pause | None = None) -> Done:
-        await desk.pause((body or Pause()).mode)
+        await admin.pause((body or Pause()).mode)
         return Done()
 
     @routes.post("/continue")
     async def resume() -> Done:
-        await desk.resume()
+        await admin.resume()
         return Done()
 
     @routes.post("/flush_cache")
     async def flush_cache() -> Done:
-        await desk.flush_cache()
+        await admin.flush_cache()
         return Done()
 
     @routes.get("/memory")
@@ -170,29 +170,29 @@ def router(service: Service) -> APIRouter:
 def sglang_router(service: Service) -> APIRouter:
     """sglang's names and replies."""
     routes = APIRouter(responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute)
-    desk = service.desk
+    admin = service.admin
 
     @routes.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: FromDisk) -> Updated:
-        report = await desk.reload(body.model_path)
+        report = await admin.reload(body.model_path)
         return Updated(message=f"weight version {report.weight_version!r} from {body.model_path}")
 
     @routes.post("/pause_generation")
     async def pause_generation(
         body: PauseAsSglang | None = None,
     ) -> Said:
-        await desk.pause((body or PauseAsSglang()).mode)
+        await admin.pause((body or PauseAsSglang()).mode)
         return Said(message="Generation is paused.")
 
     @routes.post("/continue_generation")
     async def continue_generation() -> Said:
-        await desk.resume()
+        await admin.resume()
         return Said(message="Generation goes on.")
 
     @routes.get("/flush_cache")
     @routes.post("/flush_cache")
     async def flush_cache() -> Done:
-        await desk.flush_cache()
+        await admin.flush_cache()
         return Done()
 
     @routes.post("/abort_request")

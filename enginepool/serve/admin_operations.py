@@ -1,4 +1,4 @@
-"""What administrators ask for: one thing at a time, on all engines, and how the last one went."""
+"""What the administrators' routes do: one thing at a time, on all engines, and how it went."""
 
 from __future__ import annotations
 
@@ -13,29 +13,35 @@ from enginepool.serve.error_replies import Refused
 from enginepool.swap.report import SwapReport
 
 if TYPE_CHECKING:
+    from enginepool.engine.states import PauseMode
     from enginepool.pool.pool import EnginePool
-    from enginepool.runtime.pause import PauseMode
     from enginepool.swap.quiesce import SwapMode
 
 
-class Desk:
+class AdminOperations:
     """Changes of weights and the like.
+
+    Args:
+        on_update: Called with each report of new weights.
 
     Attributes:
         reloading: Whether new weights are on their way now.
         last_ok: How the latest reload went; None before the first.
         last_error: Why it failed.
-        on_update: Called with each report of new weights.
     """
 
-    def __init__(self, pool: EnginePool, model_root: Path | None) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        pool: EnginePool,
+        model_root: Path | None,
+        on_update: Callable[[SwapReport], None],
+    ) -> None:
+        self._pool, self._on_update = pool, on_update
         self._root = None if model_root is None else model_root.resolve()
         self._lock = asyncio.Lock()
         self.reloading = False
         self.last_ok: bool | None = None
         self.last_error: str | None = None
-        self.on_update: Callable[[SwapReport], None] = lambda report: None
 
     @property
     def busy(self) -> bool:
@@ -57,7 +63,7 @@ class Desk:
             finally:
                 self.reloading = False
             self.last_ok, self.last_error = True, None
-        self.on_update(report)
+        self._on_update(report)
         return report
 
     async def checksum(self) -> float:
@@ -71,7 +77,7 @@ class Desk:
             before = await self._pool.async_quick_checksum()
             report = await self._pool.async_perturb_weights(seed, scale, num_leaves)
             after = await self._pool.async_quick_checksum()
-        self.on_update(report)
+        self._on_update(report)
         return {
             "elapsed_sec": time.perf_counter() - started,
             "num_leaves": num_leaves,

@@ -1,0 +1,84 @@
+"""A finished HTTP exchange in one frozen record: what the log and the metrics read."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from enginepool.requests.request import Call, Request
+from enginepool.serve.error_replies import as_refused
+
+CLIENT_GONE = 499  # a status that nobody reads, but the log does
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRecord:
+    """One sample of one prompt; one that still ran is about to be cancelled.
+
+    Attributes:
+        rid: The caller's id, or the pool's own.
+        finish_reason: Its `type`.
+        seconds: From submission on, as those to the first token.
+    """
+
+    rid: str
+    engine_index: int | None
+    sample_index: int
+    prompt: str | list[int]
+    prompt_tokens: int
+    cached_tokens: int | None
+    completion_tokens: int
+    finish_reason: str
+    seconds: float
+    first_token_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRecord:
+    """How one HTTP request went that generates, or that was refused before it could.
+
+    Attributes:
+        outcome: Why it ended, in a word.
+        seconds: None for one that was refused unread.
+        first_output_seconds: To the first output of a streamed reply.
+    """
+
+    path: str
+    status: int
+    outcome: str
+    error: str | None = None
+    seconds: float | None = None
+    first_output_seconds: float | None = None
+    outputs: tuple[OutputRecord, ...] = ()
+
+
+def outputs_of(call: Call) -> tuple[OutputRecord, ...]:
+    """The outputs of a call as they are now."""
+    now = time.perf_counter()
+    return tuple(_output(request, now) for request in call.requests)
+
+
+def _output(request: Request, now: float) -> OutputRecord:
+    first = request.first_token_at
+    return OutputRecord(
+        rid=request.shown_rid,
+        engine_index=request.engine_index,
+        sample_index=request.sample_index,
+        prompt=request.text or request.input_ids,
+        prompt_tokens=len(request.input_ids),
+        cached_tokens=request.cached_tokens,
+        completion_tokens=len(request.output_ids),
+        finish_reason=(request.finish_reason or {"type": "abort"})["type"],
+        seconds=(request.finished_at or now) - request.created,
+        first_token_seconds=first - request.created if first else None,
+    )
+
+
+def outcome_of(status: int, failure: Exception | None) -> str:
+    """A word for metrics and the log."""
+    if status == CLIENT_GONE:
+        return "disconnected"
+    if failure is not None:
+        refused = as_refused(failure)
+        return refused.code or ("refused" if refused.status < 500 else "error")
+    return "ok" if status < 400 else "refused"
