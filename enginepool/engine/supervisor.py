@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from enginepool.requests.request import Request
-
-if TYPE_CHECKING:
-    from enginepool.engine.worker import EngineWorker
 
 
 @dataclass(frozen=True)
@@ -29,11 +26,11 @@ class Decision:
     why: str | None = None
 
 
-class Supervisor(Protocol):
-    """Each method is called on the engine's thread."""
+class Supervisor[Worker](Protocol):
+    """Each method is called on the engine's thread, with its worker."""
 
     def engine_failed(
-        self, worker: EngineWorker, error: BaseException, trace: str, requests: list[Request]
+        self, worker: Worker, error: BaseException, trace: str, requests: list[Request]
     ) -> None:
         """A step failed; the requests are out of the engine.
 
@@ -41,24 +38,24 @@ class Supervisor(Protocol):
             trace: The error's traceback, as Python prints it.
         """
 
-    def decide(self, worker: EngineWorker, error: BaseException) -> Decision:
+    def decide(self, worker: Worker, error: BaseException) -> Decision:
         """What the engine that failed is to do, once its requests are taken care of."""
         ...
 
-    def recovery_failed(self, worker: EngineWorker, error: Exception, trace: str) -> Decision:
+    def recovery_failed(self, worker: Worker, error: Exception, trace: str) -> Decision:
         """The engine could not be made anew; what it is to do now."""
         ...
 
-    def sibling_has_weights(self, worker: EngineWorker) -> bool:
+    def sibling_has_weights(self, worker: Worker) -> bool:
         """Whether another engine has the weights that this one is to come back with."""
         ...
 
-    def readmit(self, worker: EngineWorker, decision: Decision, seconds: float) -> bool:
+    def readmit(self, worker: Worker, decision: Decision, seconds: float) -> bool:
         """Give an engine that was made anew, in so many seconds, what all have, and let it serve;
         False if the pool was closed."""
         ...
 
-    def engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
+    def engine_unloaded(self, worker: Worker, requests: list[Request]) -> None:
         """An engine has lost its weights; the requests are out of it."""
 
     def engine_closed(self, requests: list[Request]) -> None:

@@ -62,7 +62,7 @@ class EngineWorker:
         cache: ExecutableCache,
         *,
         name: str,
-        supervisor: Supervisor,
+        supervisor: Supervisor[EngineWorker],
     ) -> None:
         self.index = index
         self.devices = tuple(devices)
