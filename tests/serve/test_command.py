@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from liveness import callers, until
-from servers import Running
 from typer.testing import CliRunner
 
 from enginepool import toy
@@ -22,6 +20,8 @@ from enginepool.cli.main import app
 from enginepool.errors import InvalidConfig
 from enginepool.serve.flags import parse_upstream_flags
 from enginepool.serve.options import parse_ports
+from tests.support.liveness import callers, until
+from tests.support.servers import Running
 
 SUBTRACT = str(toy.checkpoint().parent / "subtract")
 FEW_PROGRAMS = {

@@ -14,8 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from liveness import callers, until
-from test_command import FEW_PROGRAMS
+
+from tests.serve.test_command import FEW_PROGRAMS
+from tests.support.liveness import callers, until
 
 REQUESTS = 200
 
