@@ -10,7 +10,7 @@ COMPAT := .venv-compat
 BIN := $(VENV)/bin
 ARGS ?=
 # Two processes, each with its own engines; a file's tests stay together and share theirs.
-PYTEST := -m pytest -n 2 --dist loadfile
+PYTEST := -m pytest -n 2 --dist loadfile --durations=10
 
 .PHONY: help
 help: ## Show this list
@@ -30,8 +30,9 @@ demo: setup ## Four engines on four virtual CPU devices answer prompts side by s
 	@JAX_PLATFORMS=cpu $(BIN)/python -m enginepool.cli.demo $(ARGS)
 
 .PHONY: test
-test: setup ## Run the tests
-	$(BIN)/python $(PYTEST) $(ARGS)
+test: setup ## Run the tests; which lines they ran: .venv/bin/coverage report --skip-covered
+	$(BIN)/python $(PYTEST) --cov --cov-report= $(ARGS)
+	@echo "Lines that ran in the tests' own processes: $$($(BIN)/coverage report --format=total) %"
 
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99

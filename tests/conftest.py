@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forced import write_scripted_model
-from reference import make_random_model
-from support import SMALL, MakePool
 
 from enginepool import EnginePool, toy
 from enginepool.engine.executable_cache import ExecutableCache
+from tests.support.forced import write_scripted_model
+from tests.support.pools import SMALL, MakePool
+from tests.support.reference import make_random_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import pytest
-from support import SMALL
 
 from enginepool import EnginePool, InvalidConfig
 from enginepool.config import REFUSED, REFUSED_ENVIRONMENT, REFUSED_PREFIXES, PoolConfig
 from enginepool.devices import resolve_devices
+from tests.support.pools import SMALL
 
 
 def server_args() -> dict[str, Any]:

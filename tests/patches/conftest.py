@@ -6,10 +6,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import pytest
-from upstream import Upstream, write_checkpoint
 
 import patches
 from patches import min_p, request_seed, seeded_sampler, top_p_order
+from tests.support.upstream import Upstream, write_checkpoint
 
 
 @pytest.fixture(autouse=True)

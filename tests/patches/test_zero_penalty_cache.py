@@ -3,11 +3,11 @@
 import types
 
 import pytest
-from upstream import Upstream
 
 import patches
 from patches import zero_penalty_cache
 from patches._patch import module
+from tests.support.upstream import Upstream
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 4}
 

@@ -1,10 +1,10 @@
 from collections.abc import Iterator
 
 import pytest
-from servers import Running, serving
-from support import MakePool
 
 from enginepool import EnginePool, toy
+from tests.support.pools import MakePool
+from tests.support.servers import Running, serving
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from liveness import callers, until, waiting
-from servers import Running, generate, serving
 
 from enginepool import EnginePool, toy
 from enginepool.errors import InvalidConfig
 from enginepool.serve.options import ServeOptions
+from tests.support.liveness import callers, until, waiting
+from tests.support.servers import Running, generate, serving
 
 SUM = "12+7="
 SUBTRACT = str(toy.checkpoint().parent / "subtract")

@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from liveness import callers, until
-from servers import Running
 from typer.testing import CliRunner
 
 from enginepool import toy
@@ -22,6 +20,8 @@ from enginepool.cli.arguments import parse_ports
 from enginepool.cli.main import app
 from enginepool.cli.server_args import parse_upstream_flags
 from enginepool.errors import InvalidConfig
+from tests.support.liveness import callers, until
+from tests.support.servers import Running
 
 SUBTRACT = str(toy.checkpoint().parent / "subtract")
 FEW_PROGRAMS = {

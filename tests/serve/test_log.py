@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from liveness import callers, until
-from servers import serving
-from test_command import FEW_PROGRAMS
 
 from enginepool import EnginePool
+from tests.serve.test_command import FEW_PROGRAMS
+from tests.support.liveness import callers, until
+from tests.support.servers import serving
 
 REQUESTS = 200
 FIELDS = {

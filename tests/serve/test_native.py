@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from liveness import callers, paused, until, waiting
 from prometheus_client.parser import text_string_to_metric_families
-from servers import Running, generate, serving
-from support import SMALL
 
 from enginepool import EnginePool
+from tests.support.liveness import callers, paused, until, waiting
+from tests.support.pools import SMALL
+from tests.support.servers import Running, generate, serving
 
 SUM = "12+7="
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import openai
 import pytest
-from liveness import callers, paused, until, waiting
-from servers import Running, serving
-from templates import TEMPLATES, rendered
 
 from enginepool import EnginePool
+from tests.support.liveness import callers, paused, until, waiting
+from tests.support.servers import Running, serving
+from tests.support.templates import TEMPLATES, rendered
 
 SUM = "12+7="
 CHAT: Any = [{"role": "user", "content": SUM}]

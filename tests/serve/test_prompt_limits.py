@@ -6,8 +6,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from liveness import callers
-from servers import Running
+
+from tests.support.liveness import callers
+from tests.support.servers import Running
 
 SUM = [{"role": "user", "content": "12+7="}]
 PROMPT_TOKENS = 505  # of the test pools

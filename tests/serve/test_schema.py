@@ -6,7 +6,6 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
-from liveness import at_rest, until
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import (
     content_type_conformance,
@@ -14,10 +13,11 @@ from schemathesis.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from servers import SECONDS, Running, serving
-from support import MakePool
 
 from enginepool import EnginePool, toy
+from tests.support.liveness import at_rest, until
+from tests.support.pools import MakePool
+from tests.support.servers import SECONDS, Running, serving
 
 EXAMPLES = 15
 CHECKS = [

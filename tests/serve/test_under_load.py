@@ -5,10 +5,10 @@ from typing import Any
 
 import httpx
 import pytest
-from liveness import at_rest, paused, running, until, waiting
-from servers import Running, serving
 
 from enginepool import EnginePool, toy
+from tests.support.liveness import at_rest, paused, running, until, waiting
+from tests.support.servers import Running, serving
 
 CLIENTS, REQUESTS = 64, 200
 LEAVERS = 100

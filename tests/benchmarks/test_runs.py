@@ -1,0 +1,172 @@
+"""The benchmark runs, and prints and writes what it says."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.span_checks import Finished, check_mode, check_spans, check_tokens
+from benchmarks.table import CORES, limited_by_cores
+from tests.support.reference import make_random_model, reference_greedy
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_concurrency_benchmark_prints_its_lines_and_writes_json(tmp_path):
+    file = tmp_path / "figures.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.concurrency", "--json", file),
+            *("--num-engines", "2", "--concurrency", "2", "--warmup-sequential"),
+            *("--repeats", "1", "--max-new-tokens", "8", "--step-ms", "2"),
+            *("--max-running-requests", "2", "--max-total-tokens", "256"),
+            *("--context-length", "64", "--max-prefill-tokens", "64"),
+            *("--server-arg", "chunked_prefill_size=64"),
+            *("--server-arg", "precompile_token_paddings=[64]"),
+            *("--server-arg", "precompile_bs_paddings=[2]"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^JAX: \{'jax': .*'cpu'", done.stdout, re.MULTILINE)
+    assert re.search(r"^\[engine 0\] generate_sec=\d+\.\d+ text='", done.stdout, re.MULTILINE)
+    assert re.search(r"^\[engine 1\] generate_sec=\d+\.\d+ text='", done.stdout, re.MULTILINE)
+    assert re.search(r"^DONE: engines=2 wall_sec=\d+\.\d+$", done.stdout, re.MULTILINE)
+
+    pool, one, upstream = json.loads(file.read_text())["rows"]
+    for row in (pool, one, upstream):
+        assert row["runs"][0]["tokens"] == 2 * 2 * 8
+        assert row["wall_over_slowest"] >= 1.0
+        # A step advances the two requests of a batch at most; less would mean skipped sleeps.
+        for advanced in row["runs"][0]["tokens_per_simulated_second"]:
+            assert 0 < advanced <= 2 / 0.002
+    assert len(pool["runs"][0]["generate_sec"]) == 2
+    assert len(one["runs"][0]["generate_sec"]) == 1
+
+
+@pytest.mark.parametrize(("engines", "limited"), [(1, False), (100, True)])
+def test_a_point_with_too_few_cores_is_marked(engines, limited):
+    step_ms = 10.0
+    cpu_ms = 0.01 * CORES * step_ms
+    assert limited_by_cores(engines, cpu_ms, step_ms) is limited
+
+
+def run(*arguments: Any) -> str:
+    """What a benchmark prints; it succeeds."""
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_weight_update_benchmark_moves_what_it_says(tmp_path):
+    """Every source brings the same weights, in as many bytes as the peer moves."""
+    file = tmp_path / "figures.json"
+    options = ["--size-gb", 0.005, "--engines", 2, "--rounds", 1, "--json", file]
+    printed = run("benchmarks.weight_update", *options)
+    assert "peer/sum" in printed
+    assert "memcpy" in printed
+
+    figures = json.loads(file.read_text())
+    rows = figures["rows"]
+    sets = [2, 1, 0, 2, 2, 2]
+    assert [row["gb"] * 1e9 for row in rows] == pytest.approx([n * figures["nbytes"] for n in sets])
+    assert len({row["fingerprint"] for row in rows}) == 1
+    leaves = rows[0]["copied"]
+    assert [(row["copied"], row["shared"]) for row in rows[:3]] == [
+        (leaves, 0),
+        (leaves / 2, leaves / 2),
+        (0, leaves),
+    ]
+    for row in rows:
+        assert row["ours"] == pytest.approx(row["stage"] + row["commit"])
+        assert row["total"] > row["ours"]
+        assert ("of_peer" in row) == (row["gb"] > 0)
+    kinds = {(row["mode"], row["engine_index"]) for row in figures["pauses"]}
+    assert kinds == {
+        (mode, engine) for mode in ("retract", "in_place", "drain") for engine in (0, 1)
+    }
+    for row in figures["pauses"]:
+        assert 0 < row["pause"] <= row["longest"]
+        assert row["steps"] == pytest.approx(row["pause"] / row["step"])
+
+
+def test_swap_soak_finds_every_output_right(tmp_path):
+    file = tmp_path / "figures.json"
+    options = ["--engines", 2, "--requests", 6, "--swaps", 3, "--json", file]
+    modes = [word for mode in ("retract", "abort", "in_place") for word in ("--mode", mode)]
+    run("benchmarks.swap_soak", *options, *modes)
+    retract, abort, in_place = json.loads(file.read_text())["rows"]
+    for row in (retract, abort, in_place):
+        assert row["violations"] == []
+        assert row["swaps"] == 3
+        assert row["requests"] >= 6
+        assert row["cached"] > 0
+        assert 0 < row["compared"] + row["ties"] <= row["tokens"]
+        if row is not in_place:
+            assert row["compared"] + row["ties"] == row["tokens"]
+            assert not row["mixed"]
+    assert retract["retracts"] > 0
+    assert retract["aborted"] == 0
+    assert abort["aborted"] > 0
+
+
+def finished(ids: list[int], spans: list[list[int]], kind: str = "length") -> Finished:
+    meta = {
+        "id": "x",
+        "weight_versions": spans,
+        "completion_tokens": len(ids),
+        "prompt_weight_versions": [span[2] for span in spans[:1]],
+        "finish_reason": {"type": kind},
+    }
+    return Finished([5, 6, 7], {"output_ids": ids, "meta_info": meta})
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[[0, 3, 1]], [[1, 4, 1]], [[0, 2, 1], [3, 4, 2]], [[0, 3, 1], [2, 4, 2]], []],
+)
+def test_soak_notices_spans_that_do_not_cover_an_output(spans):
+    assert check_spans(finished([1, 2, 3, 4], spans))
+    assert not check_spans(finished([1, 2, 3, 4], [[0, 2, 1], [2, 4, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "spans", "kind"),
+    [
+        ("retract", [[0, 2, 1], [2, 4, 3]], "length"),  # no token from version 2
+        ("drain", [[0, 2, 1], [2, 4, 2]], "length"),
+        ("drain", [[0, 4, 1]], "abort"),
+        ("abort", [[0, 4, 1]], "abort"),  # by something else than the swap
+    ],
+)
+def test_soak_notices_what_a_mode_rules_out(mode, spans, kind):
+    assert check_mode(finished([1, 2, 3, 4], spans, kind), mode, 4)
+    assert not check_mode(finished([1, 2, 3, 4], [[0, 4, 1]]), mode, 4)
+
+
+def test_soak_notices_tokens_of_other_weights(tmp_path):
+    models = [make_random_model(tmp_path / str(n), "qwen3", seed=n) for n in range(2)]
+    greedy = reference_greedy(models[0], [5, 6, 7], 8)
+    right = check_tokens([finished(greedy.ids, [[0, 8, 0]])], models)
+    assert not right.violations
+    assert right.tokens + right.ties == 8
+    assert right.ties == sum(gap < 1e-3 for gap in greedy.gaps)
+    for wrong in (
+        finished(greedy.ids, [[0, 8, 1]]),
+        finished(greedy.ids, [[0, 4, 0], [4, 8, 1]]),
+        finished([*greedy.ids[:-1], (greedy.ids[-1] + 1) % 256], [[0, 8, 0]]),
+    ):
+        assert check_tokens([wrong], models).violations

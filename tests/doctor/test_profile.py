@@ -1,0 +1,39 @@
+"""What `enginepool doctor --profile` says of a running pool."""
+
+import json
+
+from typer.testing import CliRunner
+
+from enginepool.cli.main import app
+from enginepool.doctor.profile import profile
+from enginepool.doctor.step_profile import SECTIONS
+from tests.support.pools import MakePool
+
+
+def test_profile(make_pool: MakePool) -> None:
+    """Every step is seen with its batch, sections add up to no more than the step, and the engine
+    is afterwards as it was."""
+    pool = make_pool("qwen3", 2)
+    scheduler = pool.engines[0].scheduler_info["scheduler"]
+    owners = scheduler, scheduler.tp_worker, scheduler.tp_worker.worker.model_runner
+    pool.engines[0].generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 2})
+    before = [set(vars(owner)) for owner in owners]
+    report = profile(pool, requests=4, tokens=20)
+    assert [set(vars(owner)) for owner in owners] == before
+    assert report["steps"] == 20
+    assert report["requests_in_batch"] == 4
+    assert set(report["sections"]) == set(SECTIONS)
+    for key, whole in (("ms", "step_ms"), ("gil_ms", "gil_ms")):
+        parts = [section[key] for section in report["sections"].values()]
+        assert all(part > 0 for part in parts)
+        assert sum(parts) <= report[whole] * 1.001
+    assert 0 < report["gil_ms"] <= report["step_ms"]
+    assert report["saturates_at"] >= 1
+    assert report["compilations"] == 0
+
+
+def test_command() -> None:
+    """As JSON, for the toy."""
+    done = CliRunner().invoke(app, ["doctor", "--profile", "--json", "--devices", "1"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout[done.stdout.index("{") :])["steps"] == 64

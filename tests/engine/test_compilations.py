@@ -1,0 +1,157 @@
+"""After warm-up nothing is compiled, whatever is asked for; and engines share what was."""
+
+import random
+from typing import Any
+
+import jax
+
+from enginepool import EnginePool, toy
+from tests.support.pools import MakePool, compilations
+
+
+def random_params(rng: random.Random) -> dict[str, Any]:
+    """Any combination of what a caller may ask of the sampler."""
+    options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 30)}
+    if rng.random() < 0.8:
+        options["temperature"] = rng.choice([0, 0.3, 1.0, 1.7])
+    if rng.random() < 0.3:
+        options["top_k"] = rng.choice([-1, 1, 5, 100])
+    if rng.random() < 0.3:
+        options["top_p"] = rng.choice([0.1, 0.7, 1.0])
+    if rng.random() < 0.2:
+        options["min_p"] = rng.choice([0.0, 0.2])
+    if rng.random() < 0.3:
+        options["sampling_seed"] = rng.randint(-(2**31), 2**31 - 1)
+    if rng.random() < 0.3:
+        options["frequency_penalty"] = rng.uniform(-2, 2)
+    if rng.random() < 0.3:
+        options["presence_penalty"] = rng.uniform(-2, 2)
+    if rng.random() < 0.3:
+        options["min_new_tokens"] = rng.randint(0, options["max_new_tokens"])
+    if rng.random() < 0.3:
+        options["ignore_eos"] = True
+    if rng.random() < 0.2:
+        options["stop"] = rng.choice(["a", ["e", "\n\n"], "zq"])
+    if rng.random() < 0.2:
+        options["stop_token_ids"] = rng.sample(range(256), 3)
+    if rng.random() < 0.1:
+        options["n"] = rng.randint(2, 3)
+    return options
+
+
+def random_prompt(rng: random.Random) -> list[int]:
+    length = rng.choice([1, 2, rng.randint(3, 64), rng.randint(65, 200)])
+    return rng.choices(range(256), k=length)
+
+
+def random_call(pool: EnginePool, rng: random.Random) -> int:
+    """Make a call of some kind; returns how many prompts it had."""
+    prompts = [random_prompt(rng) for _ in range(rng.randint(1, 24))]
+    each = [random_params(rng) for _ in prompts]
+    options: dict[str, Any] = {
+        "input_ids": prompts,
+        "return_logprob": rng.random() < 0.5,
+        "top_logprobs_num": rng.choice([0, 0, 1, 3, 20]),
+    }
+    kind = rng.choice(["all", "all", "stream", "leave", "timeout", "flush", "pause"])
+    if kind in ("all", "timeout"):
+        timeout = 0.05 if kind == "timeout" else None
+        pool.generate_all(None, each, timeout=timeout, **options)
+    else:
+        for number, chunk in enumerate(pool.stream(None, each, **options)):
+            if kind == "leave" and number == 5:
+                break
+            if number == 3:
+                pool.abort_request(chunk["meta_info"]["id"])
+            if number == 5 and kind == "flush":
+                pool.flush_cache()
+            if number == 5 and kind == "pause":
+                pool.pause_generation(rng.choice(["retract", "in_place"]))
+                pool.continue_generation()
+    return len(prompts)
+
+
+def test_nothing_is_compiled_after_warm_up(pool: EnginePool):
+    """300 random requests: lengths, sampling, log-probabilities, streams, aborts, pauses."""
+    rng = random.Random(20)
+    done = 0
+    with compilations() as seen:
+        while done < 300:
+            done += random_call(pool, rng)
+    assert seen == []
+
+
+def test_new_weights_compile_no_step(make_pool: MakePool):
+    """Four engines add, then subtract, then add again: no program of a step is compiled for new
+    weights, and what an update itself compiles it compiles once. Nor is anything for KV caches
+    that were given back."""
+    pool = make_pool("toy", 4)
+    rng = random.Random(4)
+    greedy = {"temperature": 0, "max_new_tokens": 8}
+    assert answered(pool, greedy) == {"19"}
+    pool.update_weights(toy.checkpoint("subtract"))
+    with compilations() as seen:
+        assert answered(pool, greedy) == {"5"}
+        for _ in range(5):
+            random_call(pool, rng)
+        for mode in ("retract", "in_place", "abort"):
+            pool.update_weights(toy.checkpoint("add"), mode=mode)
+            assert answered(pool, greedy) == {"19"}
+        pool.release_memory_occupation()
+        pool.resume_memory_occupation()
+        pool.update_weights(toy.checkpoint("subtract"), free_kv=True)
+        assert answered(pool, greedy) == {"5"}
+        random_call(pool, rng)
+        pool.update_weights(toy.checkpoint("add"), weight_version=0)
+    assert seen == []
+
+
+def answered(pool: EnginePool, params: dict[str, Any]) -> set[str]:
+    """What batches of one to four say to 12+7, the largest on every engine."""
+    texts = set()
+    for count in (1, 6, 11, 16):
+        results = pool.generate_all(["12+7="] * count, params)
+        texts |= {result["text"] for result in results}
+    assert {result["meta_info"]["engine_index"] for result in results} == {0, 1, 2, 3}
+    return texts
+
+
+def test_the_count_sees_a_compilation():
+    """What the test above relies on."""
+    with compilations() as seen:
+        jax.jit(lambda x: x * 3.5 + 17)(2.0).block_until_ready()
+    assert len(seen) > 0
+    with compilations() as seen:
+        pass
+    jax.jit(lambda x: x * 4.5 + 17)(2.0).block_until_ready()
+    assert seen == []
+
+
+def test_first_call_of_a_warm_pool_compiles_nothing(make_pool: MakePool):
+    """Also with several buckets, of which the first request needs the smallest."""
+    pool = make_pool("toy", 2, precompile_token_paddings=[32, 64], precompile_bs_paddings=[1, 4])
+    with compilations() as seen:
+        pool.generate("12+7=")
+        pool.generate_all(["1+1="] * 20, {"temperature": 1.0, "max_new_tokens": 5})
+        pool.generate_all(["1+1=" * 20] * 3, {"max_new_tokens": 5}, top_logprobs_num=4)
+    assert seen == []
+
+
+def test_engines_share_what_one_has_compiled(pool: EnginePool):
+    """On CPU a program is compiled once and loaded for the other three devices.
+
+    Not exactly three loads a compilation: small programs that JAX has at hand from tests before
+    this one are neither compiled nor loaded.
+    """
+    counts = pool.stats()["executables"]
+    assert counts["compiled"] > 0
+    assert counts["reused"] > counts["compiled"]
+
+
+def test_without_warm_up_programs_are_compiled_while_serving(make_pool: MakePool):
+    """So a pool opens faster; the answers are the same."""
+    with compilations() as seen:
+        pool = make_pool("toy", 1, warmup="none")
+        before = len(seen)
+        assert pool.generate("12+7=")["text"] == "19"
+    assert len(seen) > before

@@ -1,0 +1,216 @@
+"""The limit on engines that run Python: in order, and nobody waits for one that hangs."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+import jax
+import pytest
+
+from enginepool.engine.executable_cache import ExecutableCache
+from enginepool.engine.limiter import Limiter, process_limiter
+from tests.support.pools import MakePool
+
+SECONDS = 60.0
+
+
+class Taker:
+    """A thread that acquires a slot and keeps it until it is told otherwise."""
+
+    def __init__(self, those: Limiter, inside: Callable[[], Any] = lambda: None) -> None:
+        self.has = threading.Event()
+        self.go_on = threading.Event()
+        self._future: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(those, inside), daemon=True)
+        self._thread.start()
+
+    def _run(self, those: Limiter, inside: Callable[[], Any]) -> None:
+        try:
+            those.acquire()
+            self.has.set()
+            self.go_on.wait(SECONDS)
+            inside()
+            those.release()
+            self._future.set_result(None)
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def end(self) -> None:
+        self.go_on.set()
+        self._future.result(SECONDS)
+
+
+# Longer than any test: no slot is ever overdue.
+PATIENT = 1e6
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is that of an engine's step."""
+    monkeypatch.setattr(process_limiter(), "patience", PATIENT)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_so_many_at_a_time(at_once: int) -> None:
+    those = Limiter(at_once, PATIENT)
+    first = [Taker(those) for _ in range(at_once)]
+    assert all(taker.has.wait(SECONDS) for taker in first)
+    last = Taker(those)
+    assert not last.has.wait(0.2)
+    first[0].end()
+    assert last.has.wait(SECONDS)
+    for taker in (*first[1:], last):
+        taker.end()
+
+
+def test_nobody_waits_for_a_thread_that_hangs() -> None:
+    """It has lost its slot; that it releases it later makes no second one."""
+    those = Limiter(1, 0.01)
+    hanging = Taker(those)
+    assert hanging.has.wait(SECONDS)
+    second = Taker(those)
+    assert second.has.wait(SECONDS)
+    hanging.end()
+    second.end()
+    those.patience = PATIENT
+    first, last = Taker(those), Taker(those)
+    assert first.has.wait(SECONDS) or last.has.wait(SECONDS)
+    assert not (first.has.wait(0.2) and last.has.wait(0.2))
+    for taker in (first, last):
+        taker.go_on.set()
+    first.end()
+    last.end()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_wait_gives_the_slot_to_others_and_takes_it_back() -> None:
+    those = Limiter(1, PATIENT)
+    waiting, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with those.released():
+            waiting.set()
+            assert over.wait(SECONDS)
+
+    first = Taker(those, wait)
+    assert first.has.wait(SECONDS)
+    first.go_on.set()
+    assert waiting.wait(SECONDS)
+    second = Taker(those)
+    assert second.has.wait(SECONDS)
+    over.set()
+    with pytest.raises(TimeoutError):
+        first._future.result(0.2)  # not before the second has ended its own
+    second.end()
+    first.end()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_wait_that_fails_leaves_no_slot_behind() -> None:
+    those = Limiter(1, PATIENT)
+
+    def wait() -> None:
+        with those.released():
+            raise KeyError("the device's")
+
+    first = Taker(those, wait)
+    with pytest.raises(KeyError):
+        first.end()
+    second = Taker(those)
+    assert second.has.wait(SECONDS)
+    second.end()
+
+
+@pytest.fixture
+def held(make_pool: MakePool) -> Iterator[tuple[Any, threading.Event, threading.Event]]:
+    """Two engines. The first one's next wait for its device says so, and lasts until told."""
+    pool = make_pool("toy", 2)
+    waits, over = threading.Event(), threading.Event()
+    scheduler: Any = pool.engines[0].scheduler_info["scheduler"]
+    wait = scheduler.wait_for_device
+
+    class Slow:
+        """A result that is not there yet."""
+
+        def __init__(self, result: Any) -> None:
+            self.result = result
+
+        def block_until_ready(self) -> None:
+            waits.set()
+            assert over.wait(SECONDS)
+            self.result.block_until_ready()
+
+    scheduler.wait_for_device = lambda result: wait(Slow(result))
+    yield pool, waits, over
+    over.set()
+    del scheduler.wait_for_device
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_engine_steps_while_another_waits_for_its_device(held: Any) -> None:
+    pool, waits, over = held
+    first, second = pool.engines
+    params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(first.generate, "1+1=", params)
+        assert waits.wait(SECONDS)
+        quick = threads.submit(second.generate, "1+1=", params)
+        assert not wait_for([quick], SECONDS).not_done
+        assert not slow.done()
+        over.set()
+        for answer in (quick, slow):
+            assert answer.result(SECONDS)["meta_info"]["completion_tokens"] == 4
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_failed_step_keeps_no_slot(make_pool: MakePool) -> None:
+    """Nor does an idle engine."""
+    pool = make_pool("toy", 2, restart=False)
+    worker: Any = pool.engines[0].scheduler_info["scheduler"].tp_worker
+    forward = worker.forward_batch_generation
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        worker.forward_batch_generation = forward
+        raise ValueError("the test's")
+
+    worker.forward_batch_generation = failing
+    params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+    results = pool.generate_all(["1+1="] * 8, params, timeout=SECONDS)
+    assert [result["meta_info"]["completion_tokens"] for result in results] == [4] * 8
+    assert pool.stats()["engines"][0]["state"] == "quarantined"
+    those = process_limiter()
+    taker = Taker(those)
+    assert taker.has.wait(SECONDS)
+    taker.end()
+
+
+def test_engines_that_warm_up_together_trace_while_another_compiles() -> None:
+    cache = ExecutableCache()
+    cache.limiter.patience = PATIENT
+    load_or_compile = cache.load_or_compile
+    compiling, over = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        compiling.set()
+        assert over.wait(SECONDS)
+        return load_or_compile(*args)
+
+    cache.load_or_compile = slow
+
+    def warm_up() -> int:
+        with cache.sharing(), cache.limiter.held():
+            return int(jax.jit(lambda x: 3 * x)(14))
+
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(warm_up)
+        assert compiling.wait(SECONDS)
+        tracing = Taker(cache.limiter)
+        assert tracing.has.wait(SECONDS)
+        over.set()
+        with pytest.raises(TimeoutError):
+            answer.result(0.2)
+        tracing.end()
+        assert answer.result(SECONDS) == 42

@@ -1,0 +1,232 @@
+"""Whatever a caller gives for whatever parameter: the call is answered, or InvalidRequest says why
+not and nothing of it has started."""
+
+import math
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
+
+import anyio
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from enginepool import EnginePool, InvalidConfig, InvalidRequest
+from enginepool.requests.sampling import NAMES
+from enginepool.values import is_number, plain
+from tests.pool.test_bad_input import GREEDY, IDS, refused
+from tests.support.liveness import at_rest, until
+
+VERBS = ("generate", "generate_all", "stream", "as_completed", "chat")
+MESSAGES = [{"role": "user", "content": "12+7="}]
+
+
+def hostile() -> Iterator[Any]:
+    """Values of every kind, few of which fit."""
+    yield from (None, math.nan, math.inf, -math.inf, True, False, "yes", "", "\ud800", b"no", 1j)
+    yield from (10**400, -(10**5000), -1, 0, 1.5, 5e-324, 1e300, Decimal(1), object(), int, len)
+    yield from ([], [[]], [None], [True], [[[1]]], (), {}, {"a": 1}, {5: 1}, {1}, range(0))
+    yield from (np.float32("nan"), np.float64("inf"), np.int64(-1), np.uint64(2**64 - 1))
+    yield from (np.array([]), np.array("x"), np.array([None, {}]), np.ma.masked, np.zeros((2, 0)))
+    yield from (np.datetime64("now"), jnp.array(math.nan), jnp.zeros((1, 1, 1)))
+    deleted = jnp.arange(3)
+    deleted.delete()
+    yield deleted
+    endless: list[Any] = []
+    endless.append(endless)
+    yield endless
+
+
+class Asked:
+    """Calls whose values may be refused.
+
+    Attributes:
+        outputs: Of those that were answered.
+    """
+
+    def __init__(self) -> None:
+        self.outputs = 0
+
+    def __call__(self, call: Callable[[], Any]) -> bool:
+        """Whether it was answered; if not, then with an InvalidRequest of a readable length."""
+        message = ""
+        try:
+            results = call()
+        except InvalidRequest as error:
+            message = str(error)
+        else:
+            self.outputs += 1 if isinstance(results, dict) else len(results)
+        assert len(message) < 2000
+        return not message
+
+
+@pytest.fixture
+def ask(pool: EnginePool) -> Iterator[Asked]:
+    """Afterwards: what was refused has left nothing in the pool, in its counts or its engines."""
+
+    def ended() -> int:
+        stats = pool.stats()
+        return stats["finished"] + stats["aborted"]
+
+    asked, before = Asked(), ended()
+    yield asked
+    until(lambda: at_rest(pool))
+    assert ended() == before + asked.outputs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampling_parameters(pool: EnginePool, ask: Asked, name: str) -> None:
+    """None leaves a parameter out; of the rest, what does not fit is refused."""
+    for value in hostile():
+        params = {**GREEDY, name: value}
+        answered = ask(lambda params=params: pool.generate(input_ids=IDS, sampling_params=params))
+        assert answered or value is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prompts", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "timeout",
+     "raise_on_error", "progress"],
+)  # fmt: skip
+def test_arguments(pool: EnginePool, ask: Asked, name: str) -> None:
+    """The arguments of a call itself."""
+    for value in hostile():
+        given: dict[str, Any] = {"sampling_params": GREEDY, name: value}
+        if name != "prompts":
+            given.setdefault("input_ids", [IDS])
+        ask(lambda given=given: pool.generate_all(**given))
+        if name not in ("prompts", "progress"):
+            ask(lambda given=given: pool.generate(**given))
+            if name != "raise_on_error":
+                ask(lambda given=given: list(pool.as_completed(**given)))
+
+
+@pytest.mark.parametrize("name", ["messages", "chat_template_kwargs", "content"])
+def test_chat(pool: EnginePool, ask: Asked, name: str) -> None:
+    """Conversations, their contents, and what goes to the template."""
+    for value in hostile():
+        given: dict[str, Any] = {"messages": MESSAGES, "sampling_params": GREEDY, name: value}
+        if name == "content":
+            given["messages"] = [{"role": "user", "content": given.pop("content")}]
+        ask(lambda given=given: pool.chat(**given))
+
+
+def test_steering(pool: EnginePool) -> None:
+    """Aborting and pausing: what is no id and no mode is refused, and closing with what is no time
+    does not close."""
+    for value in hostile():
+        if not (isinstance(value, (str, np.ndarray)) or value is None):
+            refused(pool, lambda v=value: pool.abort_request(v), "rid=", prompt=None)
+        if not isinstance(value, bool):
+            expected = "abort_all" if value is not None else "rid"
+            refused(pool, lambda v=value: pool.abort_request(abort_all=v), expected, prompt=None)
+        refused(pool, lambda v=value: pool.pause_generation(v), "mode=", prompt=None)
+        if not (plain(value) is None or is_number(plain(value))):
+            refused(pool, lambda v=value: pool.close(v), "timeout=", prompt=None)
+    assert not pool.closed
+    assert {engine["state"] for engine in pool.stats()["engines"]} == {"serving"}
+
+
+def test_engines_own_generate(pool: EnginePool, ask: Asked) -> None:
+    """The same through upstream's Engine."""
+    engine = pool.engines[0]
+    for name in ("prompt", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num",
+                 "logprob_start_len"):  # fmt: skip
+        for value in hostile():
+            given: dict[str, Any] = {"sampling_params": GREEDY, name: value}
+            if name != "prompt":
+                given.setdefault("input_ids", IDS)
+            ask(lambda given=given: engine.generate(**given))
+
+
+@pytest.mark.parametrize("value", list(hostile()), ids=lambda value: type(value).__name__)
+def test_constructor(value: Any) -> None:
+    """The pool's own options: refused by name, before anything starts."""
+    for name in ("tp_size", "max_restarts", "max_queued", "step_timeout", "restart", "tune_host",
+                 "warmup", "when_full"):  # fmt: skip
+        message = name
+        try:
+            EnginePool(**{name: value})
+        except InvalidConfig as error:
+            message = str(error)
+        assert name in message
+
+
+# Names
+
+
+SLIPS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"temperature": 0}, ['sampling_params={"temperature": 0}']),
+    ({"max_new_tokens": 8}, ['sampling_params={"max_new_tokens": 8}']),
+    ({"max_tokens": 8}, ['did you mean sampling_params={"max_new_tokens": 8}?']),
+    ({"seed": 1}, ['did you mean sampling_params={"sampling_seed": 1}?']),
+    ({"timeuot": 3}, ["timeuot=3", "did you mean timeout=?"]),
+    ({"return_logprobs": True}, ["did you mean return_logprob=?"]),
+    ({"quux": 1}, ["quux=1", "it takes", "sampling_params", "top_logprobs_num"]),
+    ({"engine": 0}, ["engine=0"]),
+    ({"ids": ["a"]}, ["ids=['a']"]),
+    ({"extra_key": "x"}, ["extra_key='x'"]),
+    ({"weight_version": 3}, ["weight_version=3"]),
+]
+
+
+@pytest.mark.parametrize(("slip", "words"), SLIPS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_slips(pool: EnginePool, verb: str, slip: dict[str, Any], words: list[str]) -> None:
+    """A name that is none of a call's says where it belongs, or the nearest, in every call and its
+    async twin; what the pool gives itself cannot be given."""
+    given: Any = MESSAGES if verb == "chat" else "12+7="
+
+    async def asynchronously() -> None:
+        answer = getattr(pool, f"async_{verb}")(given, **slip)
+        if hasattr(answer, "__aiter__"):
+            await anext(answer)
+        else:
+            await answer
+
+    for call in (
+        lambda: getattr(pool, verb)(given, **slip),
+        lambda: anyio.run(asynchronously),
+    ):
+        refused(pool, call, f"{verb}: ", *words, prompt=None)
+
+
+def test_slips_of_one_call(pool: EnginePool) -> None:
+    """What another call takes is refused by one that does not."""
+    for verb, given, word in (
+        ("generate", {"prompts": "12+7="}, "did you mean prompt=?"),
+        ("generate_all", {"prompt": "12+7="}, "did you mean prompts=?"),
+        ("stream", {"prompt": "12+7=", "stream": True}, "stream=True"),
+        ("stream", {"prompt": "12+7=", "raise_on_error": True}, "raise_on_error=True"),
+        ("chat", {"messages": MESSAGES, "input_ids": IDS}, "input_ids="),
+    ):
+        refused(pool, lambda v=verb, g=given: getattr(pool, v)(**g), word, prompt=None)
+
+
+def test_slip_does_not_open() -> None:
+    """It is refused before the pool opens."""
+    pool = EnginePool(devices=1)
+    with pytest.raises(InvalidRequest, match="sampling_params="):
+        pool.generate("12+7=", temperature=0)  # type: ignore[call-arg]
+    assert "not open yet" in repr(pool)
+
+
+# One rule for what is empty
+
+
+def test_empty(pool: EnginePool) -> None:
+    """An empty list is a list of no prompts, by text and by ids, in every call; an empty prompt is
+    an error."""
+    for given in ({}, {"prompts": None}, {"input_ids": None}):
+        refused(pool, lambda g=given: pool.generate_all(**g), "prompts or input_ids", prompt=None)
+    for empty in ([], (), np.array([]), np.zeros((0, 3), np.int32), jnp.zeros((0,), jnp.int32)):
+        assert pool.generate_all(empty) == pool.generate_all(input_ids=empty) == []
+        assert pool.generate(empty) == pool.generate(input_ids=empty) == []
+        assert list(pool.stream(empty)) == list(pool.as_completed(input_ids=empty)) == []
+    for given in (
+        {"prompts": ""},
+        {"prompts": [""]},
+        {"input_ids": [[]]},
+        {"input_ids": np.zeros((1, 0), np.int32)},
+    ):
+        refused(pool, lambda g=given: pool.generate_all(**g), "the prompt is empty", prompt=0)

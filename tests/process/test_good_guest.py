@@ -1,0 +1,96 @@
+"""A pool leaves its process as it found it; upstream's own start-up, the same way looked at, does
+not. Each program runs in a process of its own (guest_script.py)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.programs import Program
+
+
+def new_values(difference: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Names of the JAX configuration whose value is another than before."""
+    before, after = difference.get("jax config", [{}, {}])
+    return [name for name in before if before[name] != after.get(name)]
+
+
+def at_exit(difference: dict[str, Any]) -> set[str]:
+    """The packages that have registered something to run at exit."""
+    return {module.split(".")[0] for module in difference.get("atexit", [[], []])[1]}
+
+
+@pytest.mark.timeout(600)
+def test_good_guest() -> None:
+    """After a pool's life the process is as before, in everything that a library could disturb,
+    and so it is while the pool is open but for its threads, its memory and its loop; nothing is
+    printed. Upstream's Engine, started as its users do, disturbs most of the same list."""
+    ours, theirs = Program("guest", warmup="none"), Program("upstream")
+    report, printed = ours.report()
+    assert printed == ""
+    assert report["import"].keys() <= {"random"}
+    assert "sgl_jax.srt.entrypoints.engine" not in report["imported"]
+
+    # Libraries that a first life imports register what they do at exit, and XLA and the tokenizer
+    # start thread pools of their own that never end; a second life finds them there.
+    once = {"native threads", "atexit", "jax config"}
+    assert report["constructor"].keys() <= {"atexit"}
+    assert report["closed"].keys() <= once
+    assert report["second life"] == {}
+    assert not at_exit(report["closed"]) & {"enginepool", "sgl_jax"}
+    # JAX's test utilities, which upstream imports, define configuration names of their own.
+    assert new_values(report["closed"]) == new_values(report["open"]) == []
+    assert report["open"].keys() <= once | {"threads", "open files", "device memory"}
+    assert report["child lives"]
+
+    report, _ = theirs.report()
+    for name in (
+        "threads",
+        "signal handlers",
+        "event loop policy",
+        "random",
+        "numpy random",
+        "environment",
+        "temp files",
+        "open files",
+        "threading exit",
+        "resource tracker",
+        "device memory",
+    ):
+        assert name in report["closed"], name
+    assert "sgl_jax" in at_exit(report["closed"])
+    assert not report["child lives"]
+
+
+@pytest.mark.timeout(900)
+def test_ten_card_lines() -> None:
+    """Ten pools one after the other, each dropped without a word: memory, threads and files after
+    the tenth are as after the first; the process grows by less than a tenth."""
+    report, printed = Program("cards").report()
+    left = report["left"]
+    assert len(left) == 10
+    assert {entry["arrays"] for entry in left} == {left[0]["arrays"]}
+    for name in ("threads", "native threads", "open files"):
+        assert left[-1][name] <= left[0][name], name
+    assert left[-1]["rss"] < 1.1 * left[1]["rss"]
+    assert printed == ""
+
+
+def test_constructor_starts_nothing(model_dir: Callable[[str], Path]) -> None:
+    """Importing enginepool and making a pool starts no thread, native ones included, and no JAX
+    backend; it imports no engine, and touches neither signals nor event loops nor exit hooks."""
+    report, printed = Program("start").report()
+    name = report.pop("repr")
+    assert "not open yet" in name
+    assert report == {
+        "imported engine": False,
+        "import threads": 0,
+        "constructor threads": 0,
+        "python threads": 1,
+        "jax started": False,
+        "hooks": True,
+        "signals": True,
+        "devices": -1,
+    }
+    assert printed == ""

@@ -1,0 +1,270 @@
+"""Closing in the middle of everything: it returns in time, whoever waits hears of it, and no thread
+stays but one inside a call that does not return."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from benchmarks import faults
+from enginepool import EnginePool, PoolClosed
+from tests.process.test_faults import SCRIPT
+from tests.support.liveness import SECONDS, callers, running, until
+from tests.support.pools import SMALL
+
+PROMPTS = [[65 + i, 90 - i, 40 + i] for i in range(12)]
+LONG = {"temperature": 0.0, "max_new_tokens": 450, "ignore_eos": True}
+# What `close` is given, and what it may take on a busy machine.
+DEADLINE, MOST = 3.0, 60.0
+
+
+@pytest.fixture
+def make(model_dir: Callable[[str], Path]) -> Iterator[Callable[..., EnginePool]]:
+    """Makes pools of two engines without warm-up; closes them at the end."""
+    pools = []
+
+    def make(**options: Any) -> EnginePool:
+        options = {**SMALL, "warmup": "none", "step_timeout": None} | options
+        pools.append(EnginePool(str(model_dir("qwen3")), devices=2, **options))
+        return pools[-1].open()
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def threads(pool: EnginePool) -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith(pool.name))
+
+
+def closed_in_time(pool: EnginePool, timeout: float | None = DEADLINE) -> None:
+    started = time.monotonic()
+    pool.close(timeout)
+    assert time.monotonic() - started < MOST
+
+
+def state(pool: EnginePool, engine: int) -> str:
+    return pool.stats()["engines"][engine]["state"]
+
+
+def weights(pool: EnginePool) -> list[Any]:
+    """An engine's own, for an update."""
+    return list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
+
+
+@contextmanager
+def hanging(let_go: threading.Event) -> Iterator[threading.Event]:
+    """What hangs goes on at the end in any case."""
+    try:
+        yield let_go
+    finally:
+        let_go.set()
+
+
+def hear(calls: list[Future[Any]]) -> None:
+    """Every caller gets PoolClosed."""
+    for call in calls:
+        with pytest.raises(PoolClosed):
+            call.result(MOST)
+
+
+def load(pool: EnginePool, executor: Any) -> list[Future[Any]]:
+    """Callers of every kind, for more than the engines can run at a time."""
+
+    async def generate() -> None:
+        await pool.async_generate_all(input_ids=PROMPTS[:3], sampling_params=LONG)
+
+    async def stream() -> None:
+        async for _ in pool.async_stream(input_ids=PROMPTS[:3], sampling_params=LONG):
+            pass
+
+    def read(iterate: Any) -> None:
+        for _ in iterate(input_ids=PROMPTS[:3], sampling_params=LONG):
+            pass
+
+    calls = [
+        executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=LONG),
+        executor.submit(read, pool.stream),
+        executor.submit(read, pool.as_completed),
+        executor.submit(asyncio.run, generate()),
+        executor.submit(anyio.run, stream, backend="trio"),
+        executor.submit(pool.engines[1].generate, input_ids=PROMPTS[0], sampling_params=LONG),
+    ]
+    until(lambda: running(pool) == 8)
+    return calls
+
+
+def test_under_load(make: Callable[..., EnginePool]) -> None:
+    """From three threads at once, and again: every caller hears of it, running or queued, in a
+    thread, on asyncio or on trio."""
+    pool = make()
+    with callers() as executor:
+        calls = load(pool, executor)
+        barrier = threading.Barrier(3)
+
+        def close() -> list[str]:
+            barrier.wait()
+            closed_in_time(pool, None)
+            return threads(pool)
+
+        closing = [threading_future(close) for _ in range(3)]
+        hear(calls)
+        assert [one.result(MOST) for one in closing] == [[]] * 3
+    pool.close()
+    assert pool.closed
+
+
+def threading_future(target: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(target())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run).start()
+    return future
+
+
+@pytest.mark.parametrize("step_timeout", [None, 0.5])
+def test_while_an_engine_is_stuck(make: Callable[..., EnginePool], step_timeout: Any) -> None:
+    """In a step that does not return, noticed already or not: also who waits for weights or for a
+    pause hears of it. Its thread stays until the step returns."""
+    pool = make(step_timeout=step_timeout, warmup="sequential")
+    with callers() as executor, hanging(faults.hang_in_step(pool, 1)) as let_go:
+        calls = [executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=LONG)]
+        until(lambda: not fault_waits(pool, 1))
+        if step_timeout is not None:
+            until(lambda: state(pool, 1) == "abandoned")
+        calls += [
+            executor.submit(pool.update_weights, weights(pool)),
+            executor.submit(pool.pause_generation),
+        ]
+        closed_in_time(pool)
+        closed_in_time(pool)
+        hear(calls)
+        until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
+        let_go.set()
+        until(lambda: not threads(pool))
+
+
+def fault_waits(pool: EnginePool, engine: int) -> bool:
+    """Whether the fault waits still for its step."""
+    return "forward_batch_generation" in vars(faults.scheduler_of(pool, engine).tp_worker)
+
+
+def test_second_close_has_its_own_deadline(make: Callable[..., EnginePool]) -> None:
+    """Who closes with a short deadline does not wait for another who has a long one."""
+    pool = make()
+    with callers() as executor, hanging(faults.hang_in_step(pool, 1)) as let_go:
+        calls = [executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=LONG)]
+        until(lambda: not fault_waits(pool, 1))
+        first = executor.submit(pool.close, None)
+        until(lambda: pool.closed)
+        closed_in_time(pool)
+        assert not first.done()
+        let_go.set()
+        first.result(MOST)
+        hear(calls)
+    assert threads(pool) == []
+
+
+def test_while_an_engine_is_reset(make: Callable[..., EnginePool]) -> None:
+    """Nor does `close` wait for a reset that does not return."""
+    pool = make()
+    with callers() as executor, hanging(faults.hang_in_reset(pool, 1)) as let_go:
+        calls = load(pool, executor)
+        faults.raise_in_step(pool, 1)
+        until(lambda: state(pool, 1) == "resetting")
+        closed_in_time(pool)
+        hear(calls)
+        until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
+        let_go.set()
+        until(lambda: not threads(pool))
+
+
+def test_while_an_engine_is_rebuilt(make: Callable[..., EnginePool]) -> None:
+    """Given the time, `close` returns when the engine is through with that and its thread ends."""
+    pool = make()
+    with callers() as executor:
+        calls = load(pool, executor)
+        faults.raise_in_reset(pool, 1)
+        faults.raise_in_step(pool, 1)
+        until(lambda: state(pool, 1) == "rebuilding")
+        pool.close(SECONDS)
+        assert threads(pool) == []
+        hear(calls)
+
+
+def test_while_engines_drain_for_a_swap(make: Callable[..., EnginePool]) -> None:
+    """The update hears of it too."""
+    pool = make()
+    with callers() as executor:
+        calls = load(pool, executor)
+        calls.append(executor.submit(pool.update_weights, weights(pool)))
+        until(lambda: state(pool, 0) == "draining")
+        pool.close(SECONDS)
+        assert threads(pool) == []
+        hear(calls)
+
+
+def test_in_the_commit_of_a_swap(make: Callable[..., EnginePool]) -> None:
+    """An engine that does not come back from putting new weights in place is left behind, and the
+    update hears of it at once."""
+    pool = make()
+    with callers() as executor, hanging(faults.hang_in_commit(pool, 1)) as let_go:
+        calls = load(pool, executor)
+        calls.append(executor.submit(pool.update_weights, weights(pool), mode="retract"))
+        until(lambda: "replace" not in vars(faults.scheduler_of(pool, 1).leaves))
+        wait = [call for call in calls if not call.done()]  # some may have ended before
+        assert calls[-1] in wait
+        closed_in_time(pool)
+        hear(wait)
+        until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
+        let_go.set()
+        until(lambda: not threads(pool))
+
+
+def test_processes(model_dir: Callable[[str], Path]) -> None:
+    """The program ends under load, with an engine stuck, or by Control-C inside `with`: the process
+    ends by itself, with its own exit code, and whoever still waits gets an error."""
+    names = ["end-under-load", "end-while-stuck", "interrupted-in-with"]
+    options = json.dumps(SMALL | {"warmup": "none"})
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, "-P", SCRIPT, name, model_dir("qwen3"), options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    }
+    try:
+        interrupted = processes["interrupted-in-with"]
+        assert interrupted.stdout is not None
+        assert interrupted.stdout.readline() == "generating\n"
+        interrupted.send_signal(signal.SIGINT)
+        out, err = interrupted.communicate(timeout=SECONDS)
+        assert interrupted.returncode in (-signal.SIGINT, 130), err
+        assert out.split("\n") == ["PoolClosed", "PoolClosed", "left: []", ""]
+        assert err.rstrip().endswith("KeyboardInterrupt")
+        for name in names[:2]:
+            out, err = processes[name].communicate(timeout=SECONDS)
+            word, *answers = out.split()
+            assert (processes[name].returncode, word, err) == (0, "generating", ""), name
+            assert set(answers) <= {"PoolClosed"}, name
+    finally:
+        for process in processes.values():
+            process.kill()

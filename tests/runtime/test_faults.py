@@ -1,0 +1,321 @@
+"""An engine that fails is quarantined and says why; its requests and everything else go on.
+
+Here engines are not brought back (`restart=False`); test_recovery.py is about those that are.
+
+Faults are put into upstream's own objects from outside, as hardware would do it: the forward of
+one engine raises at a given step.
+"""
+
+import gc
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginepool import EnginePool, PoolFailed
+from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
+from tests.support.pools import SMALL, same
+
+PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(12)]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True, "sampling_seed": 7}
+
+
+class Spare:
+    """Pools to break: keeps one open while enough of its engines still serve."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = str(model)
+        self._pool: EnginePool | None = None
+
+    def pool(self, engines: int) -> EnginePool:
+        """A pool of which at least so many engines serve."""
+        if self._pool is None or self._pool.closed or len(serving(self._pool)) < engines:
+            self.close()
+            self._pool = EnginePool(self._model, devices=4, restart=False, **SMALL).open()
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+@pytest.fixture(scope="module")
+def spare(model_dir: Callable[[str], Path]) -> Any:
+    spare = Spare(model_dir("qwen3"))
+    yield spare
+    spare.close()
+
+
+@pytest.fixture(scope="module")
+def expected(pool: EnginePool) -> dict[str, list[dict[str, Any]]]:
+    """What the prompts give without any fault."""
+    return {
+        name: pool.generate_all(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
+        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))
+    }
+
+
+def serving(pool: EnginePool) -> list[int]:
+    return [e["engine_index"] for e in pool.stats()["engines"] if e["state"] == "serving"]
+
+
+class Broken(RuntimeError):
+    """What the faults raise."""
+
+
+def break_at(pool: EnginePool, engine: int, step: int, error: BaseException | None = None) -> None:
+    """Let an engine's forward raise at its so-manieth step from now."""
+    worker = pool.engines[engine].scheduler_info["scheduler"].tp_worker
+    forward, steps = worker.forward_batch_generation, 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps >= step:
+            raise error or Broken(f"device {engine} is gone")
+        return forward(*args, **kwargs)
+
+    worker.forward_batch_generation = failing
+
+
+def handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "error"),
+    [("greedy", 1, Broken("gone")), ("sampled", 7, Broken("gone")), ("greedy", 9, SystemExit(3))],
+)
+def test_fault_in_a_step(
+    spare: Spare,
+    expected: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    step: int,
+    error: BaseException,
+) -> None:
+    """Whatever is raised, at the first step or later: the engine is quarantined with its reason, in
+    `stats` and in one warning; every request of the call gives what it gives without the fault; no
+    signal is sent, no handler touched; later calls go to the other engines."""
+    params = {"greedy": GREEDY, "sampled": SAMPLED}[kind]
+    pool = spare.pool(2)
+    broken = serving(pool)[0]
+    before = handlers()
+    got_signals: list[int] = []
+    old = signal.signal(signal.SIGQUIT, lambda number, _: got_signals.append(number))
+    try:
+        break_at(pool, broken, step, error)
+        with caplog.at_level(logging.WARNING, "enginepool"):
+            results = pool.generate_all(
+                input_ids=PROMPTS, sampling_params=params, return_logprob=True
+            )
+    finally:
+        signal.signal(signal.SIGQUIT, old)
+    same(results, expected[kind])
+    assert got_signals == []
+    assert handlers() == before
+    reason = f"{type(error).__name__}: {error}"
+    stats = pool.stats()
+    assert (stats["engines"][broken]["state"], stats["engines"][broken]["reason"]) == (
+        "quarantined",
+        reason,
+    )
+    (record,) = [r for r in caplog.records if "quarantined" in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert broken not in serving(pool)
+    assert f"{len(serving(pool))} of 4 engines serving" in repr(pool)
+    assert stats["aborted"] == 0
+    again = pool.generate_all(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
+    same(again, expected[kind])
+    assert {r["meta_info"]["engine_index"] for r in again} == set(serving(pool))
+
+
+def test_memory_of_a_broken_engine(spare: Spare) -> None:
+    """A quarantined engine gives its device memory back, and its thread has ended."""
+    pool = spare.pool(2)
+    broken = serving(pool)[0]
+
+    def in_use(engine: int) -> int:
+        gc.collect()
+        return pool.stats()["memory"]["devices"][engine]["bytes_in_use"]
+
+    used = in_use(broken)
+    break_at(pool, broken, 1)
+    pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY)
+    until(lambda: not any(t.name == f"{pool.name}-engine-{broken}" for t in threading.enumerate()))
+    # The session's other pool has an engine on the same device.
+    assert in_use(broken) <= used - pool_weights(pool)
+
+
+def pool_weights(pool: EnginePool) -> int:
+    import jax
+    from flax import nnx
+
+    engine = pool.engines[serving(pool)[0]]
+    model = engine.scheduler_info["scheduler"].tp_worker.worker.model_runner.model
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def test_calls_pinned_to_a_broken_engine(spare: Spare) -> None:
+    """An engine's own generate says that the engine is quarantined and why: the call that was in
+    flight ends with what it has, later ones raise. Neither waits for ever."""
+    pool = spare.pool(2)
+    broken = serving(pool)[0]
+    engine = pool.engines[broken]
+    break_at(pool, broken, 5)
+    with callers(1) as executor:
+        call = executor.submit(engine.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+        result = call.result(SECONDS)
+        reason = result["meta_info"]["finish_reason"]
+        assert (reason["type"], reason["err_type"]) == ("abort", "engine_failed")
+        assert f"device {broken} is gone" in reason["message"]
+        assert len(result["output_ids"]) == 4
+        assert pool.engines[broken] is engine
+        later = executor.submit(engine.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+        with pytest.raises(PoolFailed, match=rf"engine {broken} .* quarantined .*is gone"):
+            later.result(SECONDS)
+    assert pool.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
+
+
+def test_fault_while_paused_and_queued(spare: Spare, expected: dict[str, Any]) -> None:
+    """An engine that fails in the first step after a pause gives its requests back too."""
+    pool = spare.pool(2)
+    broken = serving(pool)[0]
+    with callers(1) as executor:
+        call = executor.submit(
+            pool.generate_all, input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True
+        )
+        until(lambda: running(pool) >= 4)
+        with paused(pool):
+            assert serving(pool) == []
+            break_at(pool, broken, 1)
+        same(call.result(SECONDS), expected["greedy"])
+    until(lambda: at_rest(pool))
+
+
+def test_release_that_fails(spare: Spare, expected: dict[str, Any]) -> None:
+    """An engine that cannot give its requests back when asked to is quarantined; they resume."""
+    pool = spare.pool(2)
+    broken = serving(pool)[0]
+
+    def failing() -> None:
+        raise Broken("the books are wrong")
+
+    pool.engines[broken].scheduler_info["scheduler"].release_all = failing
+    with callers(1) as executor:
+        call = executor.submit(
+            pool.generate_all, input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True
+        )
+        until(lambda: running(pool) >= 4)
+        pool.flush_cache()
+        same(call.result(SECONDS), expected["greedy"])
+    until(lambda: broken not in serving(pool))
+    assert "the books are wrong" in pool.stats()["engines"][broken]["reason"]
+
+
+def test_poisoned(spare: Spare, expected: dict[str, Any]) -> None:
+    """A request that was present in two failures runs alone on a third engine; when that fails as
+    well it ends, with all reasons. What shared its batches is served."""
+    pool = spare.pool(4)
+    poison = [7] * 9
+
+    def fail_on_poison(engine: int) -> None:
+        worker = pool.engines[engine].scheduler_info["scheduler"].tp_worker
+        forward = worker.forward_batch_generation
+
+        def failing(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            reqs = pool.engines[engine].scheduler_info["scheduler"].cur_batch.reqs_info
+            if any(req.origin_input_ids == poison for info in reqs for req in info.reqs or ()):
+                raise Broken(f"engine {engine} was given poison")
+            return forward(batch, *args, **kwargs)
+
+        worker.forward_batch_generation = failing
+
+    for engine in range(4):
+        fail_on_poison(engine)
+    results = pool.generate_all(
+        input_ids=[poison, *PROMPTS], sampling_params=GREEDY, return_logprob=True
+    )
+    reason = results[0]["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["err_type"]) == ("abort", "poisoned")
+    assert reason["message"].count("was given poison") == 3
+    assert len(serving(pool)) == 1
+    same(results[1:], expected["greedy"])
+
+
+def test_all_engines_fail(spare: Spare) -> None:
+    """When no engine is left the call raises PoolFailed with every engine's reason and all results
+    in their places; so does every later call; calls that queue do not hang; closing works."""
+    pool = spare.pool(2)
+    for engine in serving(pool):
+        break_at(pool, engine, 3)
+    with callers(2) as executor:
+        with paused(pool):
+            calls = [
+                executor.submit(pool.generate_all, input_ids=PROMPTS * 4, sampling_params=GREEDY)
+                for _ in range(2)
+            ]
+            until(lambda: waiting(pool) == 8 * len(PROMPTS))
+        for call in calls:
+            with pytest.raises(PoolFailed, match="no engine left") as caught:
+                call.result(SECONDS)
+            for engine in range(4):
+                assert f"engine {engine}: Broken" in str(caught.value)
+            results = caught.value.results
+            assert [r["meta_info"]["prompt_index"] for r in results] == [*range(4 * len(PROMPTS))]
+            assert {r["meta_info"]["finish_reason"]["type"] for r in results} == {"abort"}
+    for use in (
+        lambda: pool.generate(input_ids=[65]),
+        lambda: list(pool.stream(input_ids=[65])),
+        lambda: list(pool.as_completed(input_ids=[65])),
+    ):
+        with pytest.raises(PoolFailed, match="no engine left"):
+            use()
+    assert "0 of 4 engines serving" in repr(pool)
+    assert [e["state"] for e in pool.stats()["engines"]] == ["quarantined"] * 4
+    pool.pause_generation()
+    pool.flush_cache()
+    pool.continue_generation()
+    pool.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith(pool.name)]
+
+
+@pytest.fixture
+def control_c() -> Iterator[None]:
+    """Python's own handler, also where the tests run in a shell's background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_keyboard_interrupt(pool: EnginePool, expected: dict[str, Any], control_c: None) -> None:
+    """Control-C in a call that waits, in a stream and in a paused pool raises KeyboardInterrupt
+    there, ends the call's requests and leaves the pool usable."""
+    long = {**GREEDY, "max_new_tokens": 450}
+    aborted = pool.stats()["aborted"]
+
+    def interrupt(when: Callable[[], bool]) -> None:
+        until(when)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with callers(1) as executor:
+        sent = executor.submit(interrupt, lambda: running(pool) == 12)
+        with pytest.raises(KeyboardInterrupt):
+            pool.generate_all(input_ids=PROMPTS, sampling_params=long)
+        sent.result(SECONDS)
+        until(lambda: at_rest(pool))
+        with paused(pool):
+            sent = executor.submit(interrupt, lambda: waiting(pool) == 1)
+            with pytest.raises(KeyboardInterrupt):
+                list(pool.stream(input_ids=[65], sampling_params=long))
+            sent.result(SECONDS)
+    until(lambda: at_rest(pool))
+    assert pool.stats()["aborted"] == aborted + 13
+    results = pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+    same(results, expected["greedy"])

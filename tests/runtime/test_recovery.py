@@ -1,0 +1,455 @@
+"""Whatever breaks in an engine, every prompt is answered as without the fault, and the engine comes
+back: by a reset, or by a rebuild where a reset does not help."""
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from benchmarks import faults
+from enginepool import EnginePool, WeightUpdateFailed
+from tests.support.liveness import SECONDS, at_rest, callers, running, until
+from tests.support.pools import SMALL, same
+
+PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(12)]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+    """Three engines that come back as often as it takes."""
+    path = str(model_dir("qwen3"))
+    with EnginePool(path, devices=3, max_restarts=1000, step_timeout=5.0, **SMALL) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def expected(pool: EnginePool) -> list[dict[str, Any]]:
+    """What the prompts give without any fault."""
+    pool.engines[0].generate(input_ids=PROMPTS[0])  # starts the thread of the engines' own calls
+    return ask(pool)
+
+
+@pytest.fixture(autouse=True)
+def recovers(pool: EnginePool, expected: list[dict[str, Any]]) -> Iterator[None]:
+    """After every fault: all engines serve, with one and the same weights, and give what they gave;
+    no request slot, no KV page and no thread is left over."""
+    before, checksum = threads(), pool.checksum()
+    yield
+    until(lambda: states(pool) == ["serving"] * 3)
+    assert pool.checksum() == checksum
+    for engine in pool.engines:
+        result = engine.generate(input_ids=PROMPTS[:4], sampling_params=GREEDY, return_logprob=True)
+        same(result, expected[:4])
+    until(lambda: at_rest(pool))
+    assert threads() <= before  # an idle thread of the event loop may have ended meanwhile
+
+
+def threads() -> set[str]:
+    """Without those that anyio keeps for a while."""
+    return {t.name for t in threading.enumerate() if not t.name.startswith("AnyIO worker")}
+
+
+def ask(pool: EnginePool) -> list[dict[str, Any]]:
+    return pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+
+
+def states(pool: EnginePool) -> list[str]:
+    return [engine["state"] for engine in pool.stats()["engines"]]
+
+
+def news(pool: EnginePool, before: int, event: str) -> list[dict[str, Any]]:
+    """The events of one kind since there were `before`."""
+    return [entry for entry in pool.events()[before:] if entry["event"] == event]
+
+
+@pytest.mark.parametrize("at", [1, 2, 9])
+@pytest.mark.parametrize(
+    "fault", [faults.raise_in_step, faults.raise_after_step, faults.raise_after_bookkeeping]
+)
+def test_failed_step(
+    pool: EnginePool, expected: list[dict[str, Any]], fault: Callable[..., None], at: int
+) -> None:
+    """In the first prefill, in the next step or later, before or after its result: the engine is
+    reset, keeps its programs and its engine object, and says so in two events."""
+    before, engine = len(pool.events()), pool.engines[1]
+    fault(pool, 1, at)
+    same(ask(pool), expected)
+    until(lambda: news(pool, before, "engine_recovered"))
+    (quarantined,) = news(pool, before, "engine_quarantined")
+    (recovered,) = news(pool, before, "engine_recovered")
+    assert quarantined["engine"] == recovered["engine"] == 1
+    assert quarantined["reason"].startswith("Fault: ")
+    assert recovered["by"] == "reset"
+    assert pool.engines[1] is engine
+
+
+def test_where_a_step_failed_can_be_read(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """The event has the traceback of the error, and of what caused it."""
+    before = len(pool.events())
+    error = faults.Fault("the second")
+    error.__cause__ = ZeroDivisionError("the first")
+    faults.raise_in_step(pool, 1, error=error)
+    same(ask(pool), expected)
+    until(lambda: news(pool, before, "engine_recovered"))
+    (quarantined,) = news(pool, before, "engine_quarantined")
+    trace = quarantined["exception"]
+    assert trace.startswith("ZeroDivisionError: the first")
+    assert "in raise_in_step" in trace or "in wrong" in trace
+    assert trace.rstrip().endswith("Fault: the second")
+    assert error.__traceback__ is None  # its frames hold buffers
+
+
+def test_a_call_finds_an_engine_that_just_came_back(model_dir: Callable[[str], Path]) -> None:
+    """The only engine fails and comes back all the time; calls that begin at any moment of that
+    are answered, none hears that there is no engine or that it has no weights."""
+    over = threading.Event()
+    with EnginePool(str(model_dir("qwen3")), devices=1, max_restarts=10**6, **SMALL) as pool:
+        dispatch = pool._runtime().dispatch
+
+        def look() -> int:
+            refused = 0
+            while not over.is_set():
+                refused += not dispatch._will_be_served(None)
+            return refused
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with callers(2) as executor:
+                looking = executor.submit(look)
+                try:
+                    for _ in range(100):
+                        faults.raise_in_step(pool, 0)
+                        pool.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1})
+                finally:
+                    over.set()
+                assert looking.result(SECONDS) == 0
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def test_lost_kv_cache(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """Deleted KV buffers are made anew by the reset."""
+    before = len(pool.events())
+    faults.delete_kv_cache(pool, 2)
+    same(ask(pool), expected)
+    until(lambda: news(pool, before, "engine_recovered"))
+    assert [entry["by"] for entry in news(pool, before, "engine_recovered")] == ["reset"]
+
+
+def test_lost_weight(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """A weight that was deleted, and that nobody shared, is brought from a sibling."""
+    faults.delete_leaf(pool, 0)
+    same(ask(pool), expected)
+
+
+def test_weight_that_is_not_finite(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """On one engine only: no output has a number that is not finite, the engine is reset, and
+    rebuilt with a sibling's weights when that did not help."""
+    before, engine = len(pool.events()), pool.engines[0]
+    faults.spoil_leaf(pool, 0)
+    while pool.engines[0] is engine:
+        same(ask(pool), expected)
+    until(lambda: len(news(pool, before, "engine_recovered")) >= 2)
+    kinds = [entry["by"] for entry in news(pool, before, "engine_recovered")]
+    assert kinds == ["reset", "rebuild"]
+    assert "NotFinite" in news(pool, before, "engine_quarantined")[0]["reason"]
+
+
+def test_two_engines_with_weights_that_are_not_finite(
+    pool: EnginePool, expected: list[dict[str, Any]]
+) -> None:
+    """The third has shown that it is not the weights: no request ends for them."""
+    engines = pool.engines
+    faults.spoil_leaf(pool, 0)
+    faults.spoil_leaf(pool, 1)
+    while pool.engines[0] is engines[0] or pool.engines[1] is engines[1]:
+        same(ask(pool), expected)
+
+
+def test_failures_in_a_row(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """The third failure without a finished request in between leads to a rebuild: a new engine
+    object that works like the old one."""
+    before, engine = len(pool.events()), pool.engines[1]
+    scheduler = faults.scheduler_of(pool, 1)
+
+    def always(*_: Any, **__: Any) -> Any:
+        raise faults.Fault("again")
+
+    scheduler.tp_worker.forward_batch_generation = always
+    while pool.engines[1] is engine:
+        same(ask(pool), expected)
+    until(lambda: len(news(pool, before, "engine_recovered")) == 3)
+    recovered = news(pool, before, "engine_recovered")
+    assert [(entry["by"], entry["attempt"]) for entry in recovered] == [
+        ("reset", 1),
+        ("reset", 2),
+        ("rebuild", 3),
+    ]
+
+
+def test_rebuilds_do_not_add_up(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """Two rebuilds of an engine leave no device memory behind, not even until the next garbage
+    collection: there may be no room for the weights twice."""
+
+    def device_bytes() -> int:
+        return pool.stats()["memory"]["devices"][1]["bytes_in_use"]
+
+    before = device_bytes()
+    gc.disable()
+    try:
+        for _ in range(2):
+            engine = pool.engines[1]
+            faults.spoil_leaf(pool, 1)
+            while pool.engines[1] is engine:
+                same(ask(pool), expected)
+            until(lambda: states(pool)[1] == "serving")
+            assert device_bytes() < before + 10_000  # of a megabyte or more that weights take
+    finally:
+        gc.enable()
+
+
+def test_step_that_does_not_return(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """The engine is abandoned, its requests go on elsewhere and `stats` says so; what the step
+    gives when it returns after all reaches nobody, and the engine serves again."""
+    let_go = faults.hang_in_step(pool, 1, at=3)
+    try:
+        same(ask(pool), expected)
+        assert states(pool)[1] == "abandoned"
+        assert "step_timeout=5.0" in pool.stats()["engines"][1]["reason"]
+        same(ask(pool), expected)
+    finally:
+        let_go.set()
+
+
+def test_missed_swap(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """An engine that was out while weights were replaced has the new ones when it comes back."""
+    import jax.numpy as jnp
+
+    old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
+    let_go = faults.hang_in_step(pool, 1)
+    try:
+        same(ask(pool), expected)
+        report = pool.update_weights([jnp.flip(leaf) for leaf in old], weight_version="flipped")
+        assert [engine.engine_index for engine in report.engines] == [0, 2]
+    finally:
+        let_go.set()
+    until(lambda: states(pool) == ["serving"] * 3)
+    pool.checksum()
+    result = pool.engines[1].generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert result["meta_info"]["weight_version"] == "flipped"
+    assert result["output_ids"] != expected[0]["output_ids"]
+    pool.update_weights(old)
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort"])
+def test_failure_while_a_swap_waits(
+    pool: EnginePool,
+    expected: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Literal["drain", "abort"],
+) -> None:
+    """What a failing engine loses is waited for, also on its way back to the queue: no output has
+    tokens of two versions."""
+    import jax.numpy as jnp
+
+    old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
+    begun, waiting, updated = threading.Event(), threading.Event(), threading.Event()
+    workers = [faults.scheduler_of(pool, engine).tp_worker for engine in range(3)]
+
+    def fail_at_the_fifth_step(worker: Any) -> None:
+        forward, steps = worker.forward_batch_generation, 0
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps < 5:
+                return forward(*args, **kwargs)
+            begun.set()
+            assert waiting.wait(SECONDS)
+            for other in workers:
+                vars(other).pop("forward_batch_generation", None)
+            raise faults.Fault("while it waits")
+
+        worker.forward_batch_generation = failing
+
+    dispatch = pool._runtime().dispatch
+    resume = dispatch.resume
+
+    def slow(requests: Any) -> None:
+        if requests := list(requests):
+            updated.wait(1.0)  # in vain, or the update has passed these by
+        resume(requests)
+
+    monkeypatch.setattr(dispatch, "resume", slow)
+    for worker in workers:
+        fail_at_the_fifth_step(worker)
+    with callers(2) as executor:
+        answer = executor.submit(pool.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+        assert begun.wait(SECONDS)
+        flipped = [jnp.flip(leaf) for leaf in old]
+        update = executor.submit(pool.update_weights, flipped, mode=mode)
+        update.add_done_callback(lambda _: updated.set())
+        until(lambda: states(pool).count("serving") == 1)  # the others drain, or stand
+        waiting.set()
+        result = answer.result(SECONDS)
+        update.result(SECONDS)
+    if mode == "drain":
+        assert result["output_ids"] == expected[0]["output_ids"]
+    else:
+        assert result["meta_info"]["finish_reason"]["type"] == "abort"
+        assert result["output_ids"] == expected[0]["output_ids"][:4]
+    assert len(result["meta_info"]["weight_versions"]) == 1
+    until(lambda: states(pool) == ["serving"] * 3)
+    pool.update_weights(old)
+
+
+def test_call_pinned_to_an_engine(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """What only the failed engine may run waits for it, and goes on with the tokens it has."""
+    faults.raise_in_step(pool, 2, at=5)
+    result = pool.engines[2].generate(
+        input_ids=PROMPTS[0], sampling_params=GREEDY, return_logprob=True
+    )
+    same([result], expected[:1])
+
+
+def test_stream(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """No token is given twice and none is left out, over a failure in the middle of a stream."""
+    seen: list[int] = []
+    for engine in range(3):
+        faults.raise_in_step(pool, engine, at=6)
+    for chunk in pool.stream(input_ids=PROMPTS[3], sampling_params=GREEDY):
+        ids = chunk["output_ids"]
+        assert ids[: len(seen)] == seen
+        seen = ids
+    assert seen == expected[3]["output_ids"]
+    ask(pool)  # the faults of the other engines
+
+
+def test_all_at_once(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """With every engine out for a moment, requests wait and nobody is told that the pool failed."""
+    for engine in range(3):
+        faults.raise_in_step(pool, engine, at=4)
+    same(ask(pool), expected)
+
+
+def test_update_with_all_out(
+    pool: EnginePool, expected: list[dict[str, Any]], model_dir: Callable[[str], Path]
+) -> None:
+    """New weights for engines that are all being brought back: refused, to be tried again, and the
+    pool is not said to have failed."""
+    resets = [faults.hang_in_reset(pool, engine) for engine in range(3)]
+    try:
+        for engine in range(3):
+            # Every request has gained tokens by then, so that none is taken for poison.
+            faults.raise_in_step(pool, engine, at=4)
+        with callers(1) as executor:
+            call = executor.submit(ask, pool)
+            until(lambda: states(pool) == ["resetting"] * 3)
+            with pytest.raises(WeightUpdateFailed, match="try again"):
+                pool.update_weights(model_dir("qwen3"), weight_version=0)
+            for let_go in resets:
+                let_go.set()
+            same(call.result(SECONDS), expected)
+    finally:
+        for let_go in resets:
+            let_go.set()
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
+
+
+def test_poison(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """A request that makes every engine fail runs alone on the third, then ends with all three
+    reasons; what shared its batches is served, and so is the engines' next work."""
+    poison = [7] * 9
+    for engine in range(3):
+        scheduler = faults.scheduler_of(pool, engine)
+        forward = scheduler.tp_worker.forward_batch_generation
+
+        def failing(*args: Any, forward: Any = forward, s: Any = scheduler, **kwargs: Any) -> Any:
+            reqs = [req for info in s.cur_batch.reqs_info for req in info.reqs or ()]
+            if any(req.origin_input_ids == poison for req in reqs):
+                raise faults.Fault("this was poison")
+            return forward(*args, **kwargs)
+
+        scheduler.tp_worker.forward_batch_generation = failing
+    results = pool.generate_all(
+        input_ids=[poison, *PROMPTS], sampling_params=GREEDY, return_logprob=True
+    )
+    reason = results[0]["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["err_type"]) == ("abort", "poisoned")
+    assert all(f"engine {i}: Fault: this was poison" in reason["message"] for i in range(3))
+    same(results[1:], expected)
+
+
+def test_weights_that_are_not_finite(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """On every engine: outputs end with an error that names the weight version; no engine is
+    rebuilt for it, none leaves; the next weights work at once."""
+    import jax.numpy as jnp
+
+    before, engines = len(pool.events()), pool.engines
+    old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
+    pool.update_weights([leaf * jnp.nan for leaf in old], weight_version="broken")
+    for _ in range(2):
+        for result in ask(pool):
+            reason = result["meta_info"]["finish_reason"]
+            assert (reason["type"], reason["err_type"]) == ("abort", "not_finite")
+            assert "weight version 'broken'" in reason["message"]
+            assert result["output_ids"] == []
+    pool.update_weights(old)
+    same(ask(pool), expected)
+    assert {entry["by"] for entry in news(pool, before, "engine_recovered")} == {"reset"}
+    assert pool.engines == engines
+
+
+def test_kv_cache_released_meanwhile(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """An engine that comes back into a pool without KV caches has none either."""
+    let_go = faults.hang_in_step(pool, 1)
+    same(ask(pool), expected)
+    released = pool.release_memory_occupation()
+    let_go.set()
+    until(lambda: states(pool) == ["paused"] * 3)
+    with callers(1) as executor:
+        call = executor.submit(ask, pool)
+        assert pool.resume_memory_occupation() == released // 2 * 3
+        same(call.result(SECONDS), expected)
+
+
+def test_close_with_a_stuck_step(model_dir: Callable[[str], Path]) -> None:
+    """Closing does not wait for a step that does not return; its caller gets an error."""
+    with EnginePool(str(model_dir("qwen3")), devices=1, step_timeout=1.0, **SMALL) as pool:
+        pool.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+        let_go = faults.hang_in_step(pool, 0)
+        with callers(1) as executor, pytest.raises(Exception, match="has not returned") as caught:
+            executor.submit(ask, pool).result(SECONDS)
+        assert type(caught.value).__name__ == "PoolFailed"
+        assert running(pool) == 0
+        pool.close()
+        name = f"{pool.name}-engine-0"
+        assert [t.name for t in threading.enumerate() if t.name.startswith(pool.name)] == [name]
+        let_go.set()
+        until(lambda: not any(t.name == name for t in threading.enumerate()))
+
+
+def test_limit_of_restarts(model_dir: Callable[[str], Path]) -> None:
+    """An engine that fails again and again stays out, and `stats` says why; the other serves."""
+    options = {**SMALL, "max_restarts": 2}
+    with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
+        expected = ask(pool)
+        while states(pool)[0] in ("serving", "resetting"):
+            scheduler = faults.scheduler_of(pool, 0)
+
+            def always(*_: Any, **__: Any) -> Any:
+                raise faults.Fault("again")
+
+            scheduler.tp_worker.forward_batch_generation = always
+            same(ask(pool), expected)
+            until(lambda: states(pool)[0] in ("serving", "quarantined"))
+        reason = pool.stats()["engines"][0]["reason"]
+        assert reason.startswith("Fault: again")
+        assert "max_restarts=2" in reason
+        same(ask(pool), expected)

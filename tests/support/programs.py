@@ -1,0 +1,37 @@
+"""Starts programs of guest_script.py, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from enginepool import toy
+from tests.support.liveness import SECONDS
+from tests.support.pools import SMALL
+
+SCRIPT = Path(__file__).with_name("guest_script.py")
+
+
+class Program:
+    """A program of guest_script.py that has been started."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        arguments = [name, toy.checkpoint(), json.dumps(SMALL | options)]
+        self._process = subprocess.Popen(
+            # -P: or the folder tests/support would stand before every package.
+            [sys.executable, "-P", SCRIPT, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def report(self) -> tuple[dict[str, Any], str]:
+        """What it found, and whatever it printed beside that."""
+        try:
+            out, err = self._process.communicate(timeout=3 * SECONDS)
+        finally:
+            self._process.kill()
+        assert self._process.returncode == 0, err
+        *printed, last = out.strip().splitlines()
+        return json.loads(last), "\n".join(printed) + err

@@ -1,0 +1,344 @@
+"""Swaps under load: no output is lost, every token is booked on the weights that it came from."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from enginepool import EnginePool, InvalidRequest, NoWeights, PoolClosed
+from tests.support.forced import output_logits
+from tests.support.layouts import leaves, placed
+from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
+from tests.support.pools import SMALL, in_use, same
+from tests.support.reference import make_random_model
+from tests.support.spans import assert_each_span_is_its_versions, assert_spans
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+PROMPTS = [[i + 1, 2 * i + 3, 200 - i] * (1 + i % 3) for i in range(12)]
+MODES = ["drain", "retract", "abort", "in_place"]
+SWAPS = 8
+IN_FLIGHT = 64
+
+
+# A step takes little, so that swaps under load do.
+MICRO = SMALL | {"max_total_tokens": 512}
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Even versions are the first checkpoint, odd ones the second."""
+    return [
+        make_random_model(tmp_path_factory.mktemp("version"), "qwen3", seed, num_layers=1)
+        for seed in (1, 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def opened(versions: list[Path]) -> Iterator[EnginePool]:
+    with EnginePool(str(versions[0]), devices=4, **MICRO) as pool:
+        yield pool
+
+
+@pytest.fixture
+def micro(opened: EnginePool, versions: list[Path]) -> EnginePool:
+    """Four engines, on version 0."""
+    opened.update_weights(versions[0], weight_version=0)
+    return opened
+
+
+def swap_under_load(
+    pool: EnginePool, versions: list[Path], mode: Any, swaps: int, in_flight: int, **options: Any
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Swaps, each 50 ms after the last returned, under so many requests at any time.
+
+    Returns:
+        The prompts of all requests, and their results.
+    """
+    over = threading.Event()
+
+    def call(number: int) -> list[tuple[list[int], dict[str, Any]]]:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        params = {**GREEDY, "max_new_tokens": 6 + 4 * (number % 4)}
+        made = []
+        while not over.is_set():
+            made.append((prompt, pool.generate(None, params, input_ids=prompt)))
+        return made
+
+    with callers(in_flight) as executor:
+        try:
+            calls = [executor.submit(call, number) for number in range(in_flight)]
+            for number in range(1, swaps + 1):
+                until(lambda: running(pool) + waiting(pool) > 0.75 * in_flight)
+                pool.update_weights(
+                    versions[number % 2], mode=mode, weight_version=number, **options
+                )
+                time.sleep(0.05)
+        finally:
+            over.set()
+        pairs = [pair for call in calls for pair in call.result(SECONDS)]
+    until(lambda: at_rest(pool))
+    return [prompt for prompt, _ in pairs], [result for _, result in pairs]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(micro: EnginePool, versions: list[Path], mode: str) -> None:
+    """Every request ends; spans are exact; but for "in_place" each token is the one that its
+    version gives, with "drain" no output mixes micro, and with "retract" none that runs misses a
+    version: each swap lets every request gain a token."""
+    prompts, results = swap_under_load(micro, versions, mode, SWAPS, IN_FLIGHT)
+    kept = [result for result in results if result["output_ids"]]
+    assert_spans(kept)
+    reasons = {result["meta_info"]["finish_reason"]["type"] for result in results}
+    assert reasons == ({"length", "abort"} if mode == "abort" else {"length"})
+    seen = [[version for *_, version in result["meta_info"]["weight_versions"]] for result in kept]
+    assert {version for versions_of_one in seen for version in versions_of_one} == set(
+        range(SWAPS + 1)
+    )
+    if mode == "drain":
+        assert {len(one) for one in seen} == {1}
+    if mode in ("retract", "in_place"):
+        assert max(len(one) for one in seen) > 2
+        assert all(one == sorted(set(one)) for one in seen)
+    if mode == "retract":  # a swap in place waits for nobody's token
+        assert all(one == list(range(one[0], one[-1] + 1)) for one in seen)
+    if mode != "in_place":
+        assert_each_span_is_its_versions(prompts, results, versions)
+
+
+def test_retract_lets_every_request_gain_a_token(micro: EnginePool, versions: list[Path]) -> None:
+    """Swaps follow each other faster than the engines can prefill what they took back; still no
+    output misses a version."""
+    prompts = [[i + 1] * 70 for i in range(16)]
+    trees = [placed(leaves(path), PartitionSpec()) for path in versions]
+    with callers(1) as executor:
+        call = executor.submit(
+            micro.generate_all, input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": 45}
+        )
+        until(lambda: running(micro) == 16)
+        for number in range(1, 6):
+            micro.update_weights(trees[number % 2], mode="retract", weight_version=number)
+        results = call.result(SECONDS)
+    assert_spans(results)
+    for result in results:
+        seen = [version for *_, version in result["meta_info"]["weight_versions"]]
+        assert seen == [*range(len(seen))]
+    assert len(seen) > 3
+    assert_each_span_is_its_versions(prompts, results, versions)
+
+
+def test_rolling(micro: EnginePool, versions: list[Path]) -> None:
+    """One engine at a time: each output is of one version, and all engines end on the last."""
+    prompts, results = swap_under_load(micro, versions, "drain", 2, 12, strategy="rolling")
+    assert_spans(results)
+    assert {len(result["meta_info"]["weight_versions"]) for result in results} == {1}
+    assert_each_span_is_its_versions(prompts, results, versions)
+    assert micro.checksum()
+
+
+def test_prefix_cache_is_of_its_version(micro: EnginePool, versions: list[Path]) -> None:
+    """A prompt whose prefix is cached gives what the new weights give, in every mode."""
+    prompt = list(range(1, 120))
+    for number, mode in enumerate(MODES, 1):
+        for _ in range(2):
+            micro.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 4})
+        micro.update_weights(versions[number % 2], mode=mode)
+        result = micro.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 4})
+        assert result["meta_info"]["cached_tokens"] == 0
+        rows = output_logits(versions[number % 2], [prompt], [result["output_ids"]])[0]
+        chosen = rows[np.arange(4), result["output_ids"]]
+        assert (rows.max(axis=-1) - chosen).max() < 1e-3
+
+
+def test_drain_of_a_paused_pool_is_refused(micro: EnginePool, versions: list[Path]) -> None:
+    """Outputs that do not run cannot be waited for; the error says what to do, and the pool goes
+    on afterwards as if nothing had been asked."""
+    with callers(1) as executor:
+        call = executor.submit(
+            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 40}
+        )
+        until(lambda: running(micro) == 1)
+        with paused(micro):
+            with pytest.raises(InvalidRequest, match="continue_generation"):
+                micro.update_weights(versions[1])
+            micro.update_weights(versions[1], mode="in_place", weight_version=1)
+            assert not call.done()
+        assert len(call.result(SECONDS)["output_ids"]) == 40
+    assert micro.stats()["weight_version"] == 1
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_drain_of_a_paused_pool_is_refused_always(
+    micro: EnginePool, versions: list[Path], mode: Any
+) -> None:
+    """Also when the pause came before the first token, in the middle of a long prompt; and not
+    when nothing of the pool had begun."""
+    with paused(micro, mode), callers(1) as executor:
+        call = executor.submit(micro.generate, input_ids=[5] * 400, sampling_params=GREEDY | {
+            "max_new_tokens": 2})  # fmt: skip
+        until(lambda: waiting(micro) == 1)
+        micro.update_weights(versions[1])
+        micro.continue_generation()
+        call.result(SECONDS)
+    for number in range(5):
+        prompt = [number + 7] * 400
+        with callers(1) as executor:
+            call = executor.submit(
+                micro.generate, input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 2}
+            )
+            until(lambda: running(micro) == 1)
+            with paused(micro, mode):
+                if not call.done():
+                    with pytest.raises(InvalidRequest, match="continue_generation"):
+                        micro.update_weights(versions[0])
+            assert len(call.result(SECONDS)["output_ids"]) == 2
+
+
+def test_drain_beside_one_paused_engine(micro: EnginePool, versions: list[Path]) -> None:
+    """An engine that is paused and has nothing keeps no drain from waiting for the others; one
+    that has something does."""
+    long = {**GREEDY, "max_new_tokens": 60}
+    engine = micro.engines[0]
+    with callers(2) as executor:
+        engine.pause_generation("in_place")
+        call = executor.submit(micro.generate, input_ids=[5, 6], sampling_params=long)
+        until(lambda: running(micro) == 1)
+        report = micro.update_weights(versions[1])
+        assert call.result(SECONDS)["meta_info"]["weight_version"] == 0
+        engine.continue_generation()
+        for mode in ("in_place", "retract"):
+            call = executor.submit(engine.generate, input_ids=[5, 6], sampling_params=long)
+            until(lambda: running(micro) == 1)
+            engine.pause_generation(mode)
+            with pytest.raises(InvalidRequest, match=r"engine 0 is paused.*continue_generation"):
+                micro.update_weights(versions[0])
+            engine.continue_generation()
+            result = call.result(SECONDS)
+            assert result["meta_info"]["weight_version"] == report.weight_version
+
+
+def test_pause_while_a_drain_waits(micro: EnginePool, versions: list[Path]) -> None:
+    """The pause comes after the swap, so the drain ends."""
+    with callers(3) as executor:
+        call = executor.submit(
+            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 300}
+        )
+        until(lambda: running(micro) == 1)
+        swap = executor.submit(micro.update_weights, versions[1], weight_version=1)
+        until(lambda: "draining" in {e["state"] for e in micro.stats()["engines"]})
+        pause = executor.submit(micro.pause_generation, "in_place")
+        assert swap.result(SECONDS).weight_version == 1
+        pause.result(SECONDS)
+        assert call.done()
+        assert {engine["state"] for engine in micro.stats()["engines"]} == {"paused"}
+        micro.continue_generation()
+
+
+def test_options(micro: EnginePool, versions: list[Path]) -> None:
+    for options in (
+        {"mode": "flush"},
+        {"strategy": "blue"},
+        {"staging": "disk"},
+        {"weight_version": 1.5},
+        {"weight_version": True},
+        {"strategy": "rolling", "mode": "retract"},
+        {"free_kv": True, "mode": "in_place"},
+    ):
+        with pytest.raises(InvalidRequest):
+            micro.update_weights(versions[1], **options)
+    assert micro.stats()["weight_version"] == 0
+
+
+def test_kv_cache(micro: EnginePool, versions: list[Path]) -> None:
+    """Dropping frees what it reports and rebuilding takes it again; requests wait meanwhile, and
+    what they give is what they give without."""
+    params = {**GREEDY, "max_new_tokens": 50}
+    expected = micro.generate_all(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
+    before = in_use(micro)
+    freed = micro.release_memory_occupation()
+    assert in_use(micro) == before - freed
+    assert micro.resume_memory_occupation() == freed
+    assert in_use(micro) == before
+    with callers(1) as executor:
+        call = executor.submit(
+            micro.generate_all, input_ids=PROMPTS, sampling_params=params, return_logprob=True
+        )
+        until(lambda: running(micro) >= 6)
+        dropped = micro.release_memory_occupation()
+        assert micro.release_memory_occupation() == 0
+        with pytest.raises(InvalidRequest, match="resume_memory_occupation"):
+            micro.update_weights(versions[0], weight_version=0)  # would mix versions
+        micro.update_weights(versions[0], weight_version=0, mode="retract")
+        assert not call.done()
+        assert micro.resume_memory_occupation() == dropped
+        same(call.result(SECONDS), expected)
+    report = micro.update_weights(versions[0], free_kv=True, weight_version=0)
+    assert report.kv_bytes == dropped
+    with pytest.raises(InvalidRequest, match="release_weights"):
+        micro.release_memory_occupation(("weights",))
+
+
+def test_release_weights(micro: EnginePool, versions: list[Path]) -> None:
+    """The memory is given back, running requests wait, new calls are refused until an update."""
+    before = in_use(micro)
+    released = micro.release_weights()
+    assert in_use(micro) == before - released
+    micro.update_weights(versions[0], weight_version=0)
+    assert in_use(micro) == before
+    with callers(1) as executor:
+        call = executor.submit(
+            micro.generate_all,
+            input_ids=PROMPTS,
+            sampling_params={**GREEDY, "max_new_tokens": 60},
+            return_logprob=True,
+        )
+        until(lambda: running(micro) >= 6)
+        assert micro.release_weights() == released
+        with pytest.raises(NoWeights, match="update_weights"):
+            micro.generate(input_ids=[1])
+        with pytest.raises(NoWeights):
+            micro.checksum()
+        assert not call.done()
+        micro.update_weights(versions[1], weight_version=1)
+        results = call.result(SECONDS)
+    assert_spans(results)
+    assert_each_span_is_its_versions(PROMPTS, results, versions)
+
+
+def test_closing_ends_a_swap_that_waits(versions: list[Path]) -> None:
+    """`close` while a swap waits for running outputs: the swap raises PoolClosed."""
+    pool = EnginePool(str(versions[0]), devices=1, warmup="none", **MICRO).open()
+    with callers(2) as executor:
+        call = executor.submit(
+            pool.generate, input_ids=[5], sampling_params={**GREEDY, "max_new_tokens": 400}
+        )
+        until(lambda: running(pool) == 1)
+        swap = executor.submit(pool.update_weights, versions[1])
+        until(lambda: pool.stats()["engines"][0]["state"] == "draining")
+        closing = threading.Thread(target=pool.close)
+        closing.start()
+        for future in (call, swap):
+            with pytest.raises(PoolClosed):
+                future.result(SECONDS)
+        closing.join(SECONDS)
+        assert not closing.is_alive()
+
+
+def test_a_pause_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> None:
+    """An output that a swap waits for is not stopped by a pause; that comes after the swap."""
+    with callers(3) as executor:
+        call = executor.submit(
+            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 200}
+        )
+        until(lambda: running(micro) == 1)
+        swap = executor.submit(micro.update_weights, versions[1], weight_version=1)
+        until(lambda: "draining" in {e["state"] for e in micro.stats()["engines"]})
+        executor.submit(micro.pause_generation, "in_place").result(SECONDS)
+        micro.continue_generation()  # first: a pause that came too early would hold the output up
+        assert call.result(SECONDS)["meta_info"]["weight_versions"] == [[0, 200, 0]]
+        assert swap.result(SECONDS).weight_version == 1
+    assert micro.generate(input_ids=[5], sampling_params=GREEDY)["meta_info"]["weight_version"] == 1
