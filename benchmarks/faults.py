@@ -18,8 +18,8 @@ class Fault(RuntimeError):
     """What the faults raise."""
 
 
-def scheduler_of(pool: EnginePool, engine: int) -> Any:
-    return pool.engines[engine].scheduler_info["scheduler"]
+def scheduler_of(pool: EnginePool, engine_index: int) -> Any:
+    return pool.engines[engine_index].scheduler_info["scheduler"]
 
 
 def _once(owner: Any, name: str, at: int, wrong: Callable[..., Any]) -> None:
@@ -42,68 +42,68 @@ def _once(owner: Any, name: str, at: int, wrong: Callable[..., Any]) -> None:
 
 
 def raise_in_step(
-    pool: EnginePool, engine: int, at: int = 1, error: BaseException | None = None
+    pool: EnginePool, engine_index: int, at: int = 1, error: BaseException | None = None
 ) -> None:
     """The forward raises before it runs."""
 
     def wrong(*_: Any, **__: Any) -> Any:
-        raise error or Fault(f"device {engine} is gone")
+        raise error or Fault(f"device {engine_index} is gone")
 
-    _once(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at, wrong)
+    _once(scheduler_of(pool, engine_index).tp_worker, "forward_batch_generation", at, wrong)
 
 
-def raise_after_step(pool: EnginePool, engine: int, at: int = 1) -> None:
+def raise_after_step(pool: EnginePool, engine_index: int, at: int = 1) -> None:
     """The forward has run and written the KV cache; its result is lost."""
 
     def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
-        raise Fault(f"the result of device {engine} is lost")
+        raise Fault(f"the result of device {engine_index} is lost")
 
-    _once(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at, wrong)
+    _once(scheduler_of(pool, engine_index).tp_worker, "forward_batch_generation", at, wrong)
 
 
-def raise_after_bookkeeping(pool: EnginePool, engine: int, at: int = 1) -> None:
+def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) -> None:
     """The outputs have been handed over and the scheduler then trips."""
 
     def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
-        raise Fault(f"the books of engine {engine} are wrong")
+        raise Fault(f"the requests of engine {engine_index} are wrong")
 
-    _once(scheduler_of(pool, engine), "process_batch_result", at, wrong)
+    _once(scheduler_of(pool, engine_index), "process_batch_result", at, wrong)
 
 
-def delete_kv_cache(pool: EnginePool, engine: int) -> None:
+def delete_kv_cache(pool: EnginePool, engine_index: int) -> None:
     """The KV buffers are gone, as after a step that donated them and failed."""
     for buffer in scheduler_of(
-        pool, engine
+        pool, engine_index
     ).tp_worker.worker.model_runner.token_to_kv_pool.kv_buffer:
         buffer.delete()
 
 
-def delete_leaf(pool: EnginePool, engine: int, leaf: int = 3) -> None:
+def delete_leaf(pool: EnginePool, engine_index: int, leaf: int = 3) -> None:
     """A weight is gone that nobody shared."""
-    scheduler_of(pool, engine).tp_worker.worker.model_runner.model_state_leaves[leaf].delete()
+    scheduler_of(pool, engine_index).tp_worker.worker.model_runner.model_state_leaves[leaf].delete()
 
 
-def spoil_leaf(pool: EnginePool, engine: int, leaf: int = 3) -> None:
+def spoil_leaf(pool: EnginePool, engine_index: int, leaf: int = 3) -> None:
     """A weight is no finite number any more."""
-    leaves = scheduler_of(pool, engine).tp_worker.worker.model_runner.model_state_leaves
+    leaves = scheduler_of(pool, engine_index).tp_worker.worker.model_runner.model_state_leaves
     leaves[leaf] = leaves[leaf] * jnp.nan
 
 
-def hang_in_step(pool: EnginePool, engine: int, at: int = 1) -> threading.Event:
+def hang_in_step(pool: EnginePool, engine_index: int, at: int = 1) -> threading.Event:
     """The forward does not return until the event is set."""
-    return _hang(scheduler_of(pool, engine).tp_worker, "forward_batch_generation", at)
+    return _hang(scheduler_of(pool, engine_index).tp_worker, "forward_batch_generation", at)
 
 
-def hang_in_reset(pool: EnginePool, engine: int) -> threading.Event:
+def hang_in_reset(pool: EnginePool, engine_index: int) -> threading.Event:
     """The next time the KV cache is to be made anew, that takes until the event is set."""
-    return _hang(scheduler_of(pool, engine).kv_cache, "renew")
+    return _hang(scheduler_of(pool, engine_index).kv_cache, "renew")
 
 
-def hang_in_commit(pool: EnginePool, engine: int) -> threading.Event:
+def hang_in_commit(pool: EnginePool, engine_index: int) -> threading.Event:
     """The next time new weights are put in place, that takes until the event is set."""
-    return _hang(scheduler_of(pool, engine).leaves, "replace")
+    return _hang(scheduler_of(pool, engine_index).leaves, "replace")
 
 
 def _hang(owner: Any, name: str, at: int = 1) -> threading.Event:
@@ -117,22 +117,22 @@ def _hang(owner: Any, name: str, at: int = 1) -> threading.Event:
     return let_go
 
 
-def raise_in_reset(pool: EnginePool, engine: int) -> None:
+def raise_in_reset(pool: EnginePool, engine_index: int) -> None:
     """The next time the KV cache is to be made anew, that fails."""
 
     def wrong(*_: Any, **__: Any) -> Any:
-        raise Fault(f"device {engine} gives no memory")
+        raise Fault(f"device {engine_index} gives no memory")
 
-    _once(scheduler_of(pool, engine).kv_cache, "renew", 1, wrong)
+    _once(scheduler_of(pool, engine_index).kv_cache, "renew", 1, wrong)
 
 
-def raise_in_commit(pool: EnginePool, engine: int) -> None:
+def raise_in_commit(pool: EnginePool, engine_index: int) -> None:
     """The next time new weights are put in place, that fails."""
 
     def wrong(*_: Any, **__: Any) -> Any:
-        raise Fault(f"device {engine} does not take weights")
+        raise Fault(f"device {engine_index} does not take weights")
 
-    _once(scheduler_of(pool, engine).leaves, "replace", 1, wrong)
+    _once(scheduler_of(pool, engine_index).leaves, "replace", 1, wrong)
 
 
 def raise_in_decode(pool: EnginePool) -> None:

@@ -58,10 +58,10 @@ class Injector:
     def _at(self) -> int:
         return self._random.randint(1, 12)
 
-    def _refuse(self, engine: int) -> None:
-        devices = self._pool.stats()["engines"][engine]["devices"]
+    def _refuse(self, engine_index: int) -> None:
+        devices = self._pool.stats()["engines"][engine_index]["devices"]
         self._refusing.update(devices)
 
-    def _hang(self, engine: int) -> None:
-        let_go = faults.hang_in_step(self._pool, engine, self._at())
+    def _hang(self, engine_index: int) -> None:
+        let_go = faults.hang_in_step(self._pool, engine_index, self._at())
         threading.Timer(self._random.uniform(0.5, 3.0) * STEP_TIMEOUT, let_go.set).start()

@@ -71,12 +71,12 @@ def times(engines: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _time(pool: EnginePool, engine: int, by: str) -> float:
+def _time(pool: EnginePool, engine_index: int, by: str) -> float:
     before = len(pool.events())
     if by == "rebuild":
-        faults.raise_in_reset(pool, engine)
-    faults.raise_in_step(pool, engine)
-    pool.engines[engine].generate("1+1=")  # waits for its engine
+        faults.raise_in_reset(pool, engine_index)
+    faults.raise_in_step(pool, engine_index)
+    pool.engines[engine_index].generate("1+1=")  # waits for its engine
     down, up = pool.events()[before:]
     if (down["event"], up["event"], up["by"]) != ("engine_quarantined", "engine_recovered", by):
         raise RuntimeError(f"expected a {by}, got {down} and {up}")
@@ -97,16 +97,16 @@ def throughput(args: argparse.Namespace) -> list[float]:
                 return [_share(pool, load, i % args.engines, args) for i in range(args.rounds)]
 
 
-def _share(pool: EnginePool, load: Load, engine: int, args: argparse.Namespace) -> float:
+def _share(pool: EnginePool, load: Load, engine_index: int, args: argparse.Namespace) -> float:
     full = _tokens(load, args.seconds)
-    let_go = faults.hang_in_step(pool, engine)
+    let_go = faults.hang_in_step(pool, engine_index)
     try:
-        _until(lambda: pool.stats()["engines"][engine]["state"] == "abandoned")
+        _until(lambda: pool.stats()["engines"][engine_index]["state"] == "abandoned")
         time.sleep(_SETTLE_SECONDS)  # what it had goes on elsewhere
         without = _tokens(load, args.seconds)
     finally:
         let_go.set()
-    _until(lambda: pool.stats()["engines"][engine]["state"] == "serving")
+    _until(lambda: pool.stats()["engines"][engine_index]["state"] == "serving")
     time.sleep(_SETTLE_SECONDS)
     return without / full
 

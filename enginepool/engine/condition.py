@@ -50,7 +50,7 @@ class WeightsCondition:
 class EngineCondition:
     """What one engine may do, and why not.
 
-    Written on the engine's thread, and by who gives up on its step while it does not return;
+    Written on the engine's thread, and by who abandons its step while it does not return;
     asked from any. What the engine is doing is replaced as a whole, so that nobody sees half of a
     change; the rest are single values.
 

@@ -205,7 +205,7 @@ def test_release_that_fails(spare: Spare, expected: dict[str, Any]) -> None:
     broken = serving(pool)[0]
 
     def failing() -> None:
-        raise Broken("the books are wrong")
+        raise Broken("the bookkeeping is wrong")
 
     pool.engines[broken].scheduler_info["scheduler"].release_all = failing
     with callers(1) as executor:
@@ -216,7 +216,7 @@ def test_release_that_fails(spare: Spare, expected: dict[str, Any]) -> None:
         pool.flush_cache()
         same(call.result(SECONDS), expected["greedy"])
     until(lambda: broken not in serving(pool))
-    assert "the books are wrong" in pool.stats()["engines"][broken]["reason"]
+    assert "the bookkeeping is wrong" in pool.stats()["engines"][broken]["reason"]
 
 
 def test_poisoned(spare: Spare, expected: dict[str, Any]) -> None:
