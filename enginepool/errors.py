@@ -176,7 +176,7 @@ class RequestsFailed(ExceptionGroup[RequestFailed]):
 
     results: list[dict[str, Any]]
 
-    def derive(self, excs: Sequence[RequestFailed]) -> RequestsFailed:
+    def derive(self, excs: Sequence[Any]) -> Any:  # of `RequestFailed`: a part of this group
         group = RequestsFailed(self.message, excs)
         group.results = self.results
         return group

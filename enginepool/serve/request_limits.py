@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import Request, Response
@@ -62,7 +62,7 @@ class CheckedRoute(APIRoute):
     """Refuses, before anything is made of it, a body that is too much for a prompt, and strings
     that no reply could repeat: JSON can spell what UTF-8 cannot hold."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
