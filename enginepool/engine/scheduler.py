@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +40,6 @@ class PinnedScheduler(Scheduler):
         unused: Any = None
         backend: Any = channel
         super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
-        self._discard_expert_statistics()
         model_runner: Any = self.tp_worker.worker.model_runner
         self._top_logprobs = TopLogprobs(model_runner)
         self._compute_logprobs = model_runner.compute_logprobs
@@ -52,15 +49,6 @@ class PinnedScheduler(Scheduler):
         channel.scheduler, channel.leaves = self, self.leaves
 
     # What upstream calls
-
-    def init_tokenizer(self) -> None:
-        """Called by upstream's constructor right after it made a zmq context, for sockets that it
-        does not open here. Only a local variable has the context; dropped unclosed it would give
-        a ResourceWarning."""
-        context = sys._getframe(1).f_locals.get("context")
-        if context is not None:
-            context.term()
-        super().init_tokenizer()
 
     def watchdog_thread(self) -> None:
         """Upstream's watchdog ends the parent process, and keeps the weights alive for ever."""
@@ -105,10 +93,7 @@ class PinnedScheduler(Scheduler):
             result.block_until_ready()
 
     def get_new_batch_prefill(self) -> Any:
-        """Admit requests; upstream reserves room for what they may still sample.
-
-        For one that comes back with outputs upstream reserves `max_new_tokens` beside the outputs
-        it has, more than it can need: a long one would not fit an empty engine, and wait for ever.
+        """Admit requests.
 
         Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
         weights of this moment have computed, whichever they were when it came here.
@@ -119,14 +104,7 @@ class PinnedScheduler(Scheduler):
             if (request := held.get(req.rid)) is not None:
                 req.extra_key = self.channel.books.cache_key(request)
         in_chunks = [req for req in self.chunked_reqs if req is not None]
-        resumed = [(req.sampling_params, len(req.output_ids)) for req in waiting]
-        for params, sampled in resumed:
-            params.max_new_tokens -= sampled
-        try:
-            batch = super().get_new_batch_prefill()
-        finally:
-            for params, sampled in resumed:
-                params.max_new_tokens += sampled
+        batch = super().get_new_batch_prefill()
         if batch is not None:
             self._note_prefilled(batch, waiting, in_chunks)
         return batch
@@ -252,23 +230,9 @@ class PinnedScheduler(Scheduler):
             self.channel.leaves.forget()
         parts: list[Any] = [self]
         if worker is not None:
-            self._discard_expert_statistics()
             parts += [worker, worker.model_runner]
         for part in parts:
             vars(part).clear()
-
-    def _discard_expert_statistics(self) -> None:
-        """Stop the thread that upstream wakes at every step for statistics of routed experts.
-
-        The pool refuses the option that reads them, so what the queue gets is dropped.
-        """
-        worker: Any = self.tp_worker.worker
-        thread, queue = worker.sync_expert_ids_d2h_thread, worker.sync_queue
-        if isinstance(queue, _Discard):
-            return
-        worker.sync_queue = _Discard()
-        queue.put(_EndThread())
-        thread.join()
 
 
 def _not_finite(reqs: list[Any], held: dict[str, Request]) -> list[Request]:
@@ -279,18 +243,3 @@ def _not_finite(reqs: list[Any], held: dict[str, Request]) -> list[Request]:
         if (values := req.output_token_logprobs_val) and not math.isfinite(values[-1])
     ]
     return [held[rid] for rid in broken if rid in held]
-
-
-class _Discard:
-    def put(self, item: Any) -> None:
-        del item
-
-
-class _EndThread:
-    """Ends upstream's thread where it unpacks what it got; the thread has no other way out."""
-
-    def __iter__(self) -> Any:
-        # Python's own `threading.excepthook` ignores SystemExit; the host's need not.
-        thread: Any = threading.current_thread()
-        thread._invoke_excepthook = lambda *_: None
-        raise SystemExit
