@@ -59,9 +59,15 @@ def preserved() -> Iterator[None]:
             random.setstate(python_random)
             np.random.set_state(numpy_random)
             for name, value in config.items():
-                if getattr(jax.config, name) != value:
+                if getattr(jax.config, name) != value and not _protects(name):
                     jax.config.update(name, value)
             restore_environ(environ)
+
+
+def _protects(name: str) -> bool:
+    """Whether upstream has switched the persistent cache off, as it only does where the patch is
+    not applied: on TPU a cached program crashes on a device above 0."""
+    return name == "jax_compilation_cache_dir" and not getattr(jax.config, name)
 
 
 def restore_environ(before: dict[str, str]) -> None:
