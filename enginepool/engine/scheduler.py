@@ -1,7 +1,14 @@
 """Upstream's Scheduler, pinned to its devices and fed by a channel.
 
-Together with `engine.py`, `warmup.py` and `top_logprobs.py` this is where upstream's private
-attributes are touched. Imports sgl_jax: import it only after the patches are applied.
+Reaches into upstream's Scheduler, by overriding its methods and by its queues and batches.
+
+What breaks: Its requests and results can be had through sockets alone, and those results are wrong:
+past 50 tokens log-probabilities repeat, and in a mixed batch they are misaligned.
+Why: It means to be a process of its own, whose other half is a detokenizer in a third one.
+Remove when: A step hands over its requests and results as objects, to whoever runs the loop.
+
+The constructor looks for what is overridden and read here, and names what it misses.
+Imports sgl_jax: import it only after the patches are applied.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ except ImportError:
 
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.top_logprobs import TopLogprobs
+from enginepool.process.upstream import expect
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping
 
@@ -31,15 +39,25 @@ if TYPE_CHECKING:
     from enginepool.requests.request import Request
 
 
+_OVERRIDDEN = ("watchdog_thread", "stream_output", "get_new_batch_prefill")
+_USED = (
+    *("waiting_queue", "chunked_reqs", "running_batch", "last_batch", "cur_batch"),
+    *("tree_cache", "token_to_kv_pool_allocator", "max_running_requests", "stream_interval"),
+    *("handle_generate_request", "abort_request", "flush_cache", "event_loop_normal", "tp_worker"),
+)
+
+
 class PinnedScheduler(Scheduler):
     """A real upstream Scheduler on an explicit mesh, stepped by the thread that built it."""
 
     def __init__(self, server_args: Any, mesh: Mesh, channel: Channel) -> None:
         self.channel = channel
+        expect(Scheduler, *_OVERRIDDEN)
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
         super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
+        expect(self, *_USED)
         model_runner: Any = self.tp_worker.worker.model_runner
         self._top_logprobs = TopLogprobs(model_runner)
         self._compute_logprobs = model_runner.compute_logprobs
@@ -51,7 +69,13 @@ class PinnedScheduler(Scheduler):
     # What upstream calls
 
     def watchdog_thread(self) -> None:
-        """Upstream's watchdog ends the parent process, and keeps the weights alive for ever."""
+        """Called by upstream's constructor on a thread of its own, which ends here at once.
+
+        What breaks: A step that takes long ends the host's parent process; and the weights of an
+        engine that is gone stay, because the thread has no end and holds the scheduler.
+        Why: Upstream's watchdog takes its process for a child of its own launcher.
+        Remove when: It can be switched off. The pool has one of its own.
+        """
 
     def stream_output(self, reqs: list[Any], *_: Any, **__: Any) -> None:
         """Take the outputs from the requests themselves, after every step.

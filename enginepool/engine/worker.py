@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
-from enginepool.engine.assembly import Assembly
+from enginepool.engine.build import Assembly
 from enginepool.engine.channel import Channel
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.jobs import EngineBroken, StopEngine

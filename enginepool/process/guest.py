@@ -1,8 +1,13 @@
 """A good guest: what building an engine disturbs in the host process, put back.
 
-Upstream's constructors reseed `random` and NumPy, set environment variables, change JAX's
-configuration and start tqdm's monitor thread. Everything here is process-wide, so builds hold
-`BUILD_LOCK`: two at once would each restore what the other had changed.
+What breaks: The host's random numbers repeat, its environment and JAX's configuration change, bars
+and warnings are printed, and a thread of tqdm's stays.
+Why: Upstream's constructors seed `random` and NumPy, set environment variables and JAX's options,
+and show what they load; they take the process for their own.
+Remove when: Building an Engine leaves the process alone; a test compares it before and after.
+
+Everything here is process-wide, so builds hold `BUILD_LOCK`: two at once would each restore what
+the other had changed. Nothing private of upstream's is touched.
 """
 
 from __future__ import annotations
