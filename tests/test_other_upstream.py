@@ -20,7 +20,7 @@ from patches._patch import module
 PACKAGE = Path(enginepool.__file__).parent
 HEADINGS = ("\nWhat breaks: ", "\nWhy: ", "\nRemove when: ")
 
-# Every file that touches what upstream or JAX does not promise. A new one belongs into `patches/`.
+# What can be repaired for everybody is a patch instead of one more of these.
 REACHES = {
     "engine/build.py",
     "engine/executable_cache.py",
@@ -41,7 +41,7 @@ def docstrings(path: Path) -> list[str]:
 
 
 def test_each_says_what_for() -> None:
-    """At the top of the file, under a patch's headings. Nobody else says that he reaches in."""
+    """At the top of the file, under a patch's headings; and they are these files."""
     said = set()
     for path in PACKAGE.rglob("*.py"):
         for doc in docstrings(path):
