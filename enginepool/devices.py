@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import xla_bridge
 
 from enginepool.errors import InvalidConfig
 from enginepool.values import is_int, plain, shown
@@ -89,8 +89,6 @@ def _named(local: list[jax.Device], devices: Sequence[int] | Sequence[jax.Device
 
 def _ask_for_virtual_devices(count: int) -> None:
     """N virtual CPU devices, where the platform is CPU and JAX has not started yet."""
-    if xla_bridge.backends_are_initialized():
-        return
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     config: Any = jax.config  # its attributes are made at run time
@@ -100,4 +98,5 @@ def _ask_for_virtual_devices(count: int) -> None:
     else:
         on_cpu = not any(importlib.util.find_spec(plugin) for plugin in ("libtpu", "jax_plugins"))
     if on_cpu and config.jax_num_cpu_devices < count:
-        jax.config.update("jax_num_cpu_devices", count)
+        with contextlib.suppress(RuntimeError):  # JAX has started, with the devices that it has
+            jax.config.update("jax_num_cpu_devices", count)

@@ -20,15 +20,18 @@ from patches import (
     _patch,
     batch_transfers,
     compile_cache,
+    expert_statistics,
     import_side_effects,
     metadata_check,
     min_p,
     min_p_ignored,
     penalties_after_retract,
     request_seed,
+    resumed_reservation,
     seeded_sampler,
     signal_handlers,
     top_p_order,
+    unused_sockets,
     zero_penalty_cache,
 )
 from patches._patch import Patch, PatchError, is_applied
@@ -58,6 +61,9 @@ ALL: tuple[Patch, ...] = (
     min_p.PATCH,
     min_p_ignored.PATCH,
     penalties_after_retract.PATCH,
+    resumed_reservation.PATCH,
+    expert_statistics.PATCH,
+    unused_sockets.PATCH,
     batch_transfers.PATCH,
     metadata_check.PATCH,
 )

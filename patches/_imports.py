@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # Two threads that import under guard at once would each save the other's half-way state.
@@ -38,7 +38,7 @@ def _preserved() -> Iterator[None]:
     policy = asyncio.events._event_loop_policy  # type: ignore[attr-defined]
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
     handlers, level = list(root.handlers), root.level
-    util: Any = importlib.import_module("jax._src.util")
+    util: Any = _signal_handler_installer()
     install = util.install_failure_signal_handler
     util.install_failure_signal_handler = lambda *_, **__: None
     try:
@@ -52,3 +52,15 @@ def _preserved() -> Iterator[None]:
         for handler in [handler for handler in root.handlers if handler not in handlers]:
             root.removeHandler(handler)
         root.setLevel(level)
+
+
+def _signal_handler_installer() -> Any:
+    """Where JAX's test utilities get what installs a native signal handler; a JAX without that
+    place is left alone."""
+    try:
+        util = importlib.import_module("jax._src.util")
+    except ImportError:
+        util = None
+    if hasattr(util, "install_failure_signal_handler"):
+        return util
+    return SimpleNamespace(install_failure_signal_handler=None)

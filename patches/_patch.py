@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -17,9 +18,19 @@ from typing import Any
 
 from patches import _imports
 
+logger = logging.getLogger("patches")
+logger.addHandler(logging.NullHandler())  # a library prints nothing
+
 
 class PatchError(Exception):
     """Raised when a target is missing, looks unlike what the patch knows, or was re-patched."""
+
+
+class JaxChanged(PatchError):
+    """Raised for a private part of JAX that this JAX does not have, or has otherwise.
+
+    JAX may change those at any time: such a patch is left out, and the log says so once.
+    """
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,16 @@ class Target:
 
         Raises:
             PatchError: The binding is missing, or is not what the patch was written for.
+            JaxChanged: The same, for a binding of JAX.
         """
+        try:
+            return self._current()
+        except (ImportError, PatchError) as exc:
+            if self.module.startswith("jax."):
+                raise JaxChanged(str(exc)) from exc
+            raise
+
+    def _current(self) -> Any:
         # vars(), not getattr: a descriptor must come back as it is stored.
         found = vars(self.holder()).get(self.name)
         if found is None and self.inherited:
@@ -131,12 +151,15 @@ class Patch:
         Raises:
             PatchError: A target is missing or looks unlike what the patch was written for.
         """
-        with _lock:
-            originals = [_original(target) for target in self.replaced]
-        if any(original is None for original in originals):
-            return False
         try:
+            with _lock:
+                originals = [_original(target) for target in self.replaced]
+            if any(original is None for original in originals):
+                return False
             return bool(self.probe(*originals))
+        except JaxChanged as exc:
+            _say_left_out(self, exc)
+            return False
         except (AttributeError, LookupError, NameError, OSError, TypeError, ValueError) as exc:
             # The probe drives upstream's code with stand-ins: when it trips, the code has changed.
             raise PatchError(
@@ -181,6 +204,13 @@ class _Binding:
 # and close at once. Reentrant because a probe may run while the registry is held.
 _lock = threading.RLock()
 _applied: dict[Patch, list[_Binding]] = {}
+_left_out: set[Patch] = set()
+
+
+def _say_left_out(patch: Patch, why: JaxChanged) -> None:
+    if patch not in _left_out:
+        _left_out.add(patch)
+        logger.warning("%s is left out: %s", patch.name, why)
 
 
 def _original(target: Target) -> Any:
@@ -252,3 +282,22 @@ def module(name: str) -> Any:
         if name.startswith("sgl_jax")
         else importlib.import_module(name)
     )
+
+
+def of_jax(name: str, attribute: str, parameters: Sequence[str]) -> Any:
+    """A private function of JAX, whose first parameters are these.
+
+    Raises:
+        JaxChanged: There is none.
+    """
+    try:
+        function = getattr(importlib.import_module(name), attribute)
+        found = list(inspect.signature(function).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
+        raise JaxChanged(f"{name}.{attribute}: {exc}") from exc
+    if found[: len(parameters)] != list(parameters):
+        wanted = ", ".join(parameters)
+        raise JaxChanged(
+            f"{name}.{attribute}: expected parameters ({wanted}, …), found ({', '.join(found)})"
+        )
+    return function

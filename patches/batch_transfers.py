@@ -13,11 +13,10 @@ ends in too). Only for arrays of which every device of an engine gets a copy.
 Remove when: Upstream sends a batch's arrays together, or JAX's own way costs no more.
 """
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from patches._patch import Patch, Target, module, with_globals
+from patches._patch import Patch, Target, of_jax, with_globals
 
 _PARAMETERS = ("data", "sharding", "kwargs")
 _MODULES = (
@@ -29,13 +28,12 @@ _MODULES = (
 
 
 def _batched_device_put() -> Any:
-    return module("jax._src.interpreters.pxla").batched_device_put
+    wanted = ("aval", "sharding", "xs", "devices")
+    return of_jax("jax._src.interpreters.pxla", "batched_device_put", wanted)
 
 
 def _is_needed(*originals) -> bool:
-    wanted = ["aval", "sharding", "xs", "devices"]
-    if list(inspect.signature(_batched_device_put()).parameters)[:4] != wanted:
-        return False  # this JAX has no such way
+    _batched_device_put()
     calls = []
     stub = SimpleNamespace(
         make_array_from_callback=lambda *args: calls.append(args),

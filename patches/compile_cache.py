@@ -12,7 +12,8 @@ What we change: `_setup_jit_cache` changes nothing; JAX reads that variable by i
 protection stays, and is narrower: on TPU a compilation for devices that do not include the host's
 first neither reads nor writes the cache, whichever thread it runs on. It cannot be done with JAX's
 thread-local configuration: whether the cache is used is decided once for the process, and where it
-lies when it is first used.
+lies when it is first used. On a JAX without the private function that this needs, upstream's method
+stays, and the cache that it switches off stays off.
 
 Remove when: libtpu is fixed, or upstream leaves jax.config alone.
 """

@@ -13,15 +13,16 @@ handler is absl's, imported by way of orbax; the signals' is absl's too, install
 utilities, which a step imports to count compilations.
 
 What we change: Those modules are imported with the policy, the exit hook and the root logger's
-handlers put back afterwards, and `jax._src.test_util` without the signals' handler. A module that
-the host has imported already is left as it is, and its effects with it. A revert undoes nothing:
-there is nothing to undo. So `is_needed` says what an import would do, by looking at the modules'
-top-level statements without importing them.
+handlers put back afterwards, and `jax._src.test_util`, where JAX has it, without the signals'
+handler. A module that the host has imported already is left as it is, and its effects with it. A
+revert undoes nothing: there is nothing to undo. So `is_needed` says what an import would do, by
+looking at the modules' top-level statements without importing them.
 
 Remove when: Upstream's modules do neither at import.
 """
 
 import ast
+import contextlib
 import importlib.util
 from pathlib import Path
 
@@ -63,8 +64,10 @@ def _changes_process(source: str) -> bool:
 
 
 def _import_all() -> None:
-    for name in (*_MODULES, _TEST_UTILITIES):
+    for name in _MODULES:
         _imports.import_quietly(name)
+    with contextlib.suppress(ImportError):  # a JAX that has them elsewhere, or not at all
+        _imports.import_quietly(_TEST_UTILITIES)
 
 
 PATCH = Patch(

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,26 @@ def test_missing_python_is_explained():
     assert done.stdout == ""
     assert "No suitable Python: enginepool needs 3.12 or 3.13" in done.stderr
     assert "make demo PYTHON=" in done.stderr
+
+
+def test_the_wheel_has_the_toy_and_not_its_training(tmp_path):
+    """A wheel of this tree: package, patches and two checkpoints; nothing of what made those."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("enginepool", "patches", "scripts", "benchmarks"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=tree, capture_output=True, text=True, check=True
+    )
+    wheel = zipfile.ZipFile(tree / done.stdout.splitlines()[-1])
+    files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert {name.partition("/")[0] for name in files} == {"enginepool", "patches"}
+    toy = {name.removeprefix("enginepool/toy/") for name in files if "/toy/" in name}
+    assert {name for name in toy if name.endswith(".py")} == {"__init__.py", "files.py", "model.py"}
+    for checkpoint in ("add", "subtract"):
+        shipped = {path.name for path in (ROOT / "enginepool/toy" / checkpoint).iterdir()}
+        assert {n.partition("/")[2] for n in toy if n.startswith(f"{checkpoint}/")} == shipped
+    assert {"enginepool/py.typed", "enginepool/serve/page.html"} <= files

@@ -1,38 +1,109 @@
-"""Build one upstream Engine on the calling thread, pinned to its devices.
+"""Making an engine on its thread, making parts of it or all of it anew, taking it apart.
 
-`Engine.__init__` makes temp files, binds a zmq socket, registers an `atexit` hook that kills the
-host's children and starts threads that nothing stops. None of it is needed when the scheduler
-runs on a thread of ours, so the object is made without it and given the attributes that its
-methods read; a test compares them with those of an Engine that upstream built.
+Reaches into upstream's Engine and its caches.
 
-Imports sgl_jax: import it only after the patches are applied.
+What breaks: `Engine.__init__` makes temp files, binds a zmq socket, registers an `atexit` hook
+that kills the host's children and starts threads that nothing stops. And upstream's cache of zero
+penalties keeps device memory of engines that are gone.
+Why: An Engine means to be a process's only one, beside a scheduler in another process, or on a
+thread that lives as long as the process.
+Remove when: An Engine takes a scheduler that its caller runs, and gives back what it holds.
+
+None of it is needed when the scheduler runs on a thread of ours, so the object is made without
+`__init__` and given the attributes that its methods read; a test compares them with those that
+upstream sets. The cache is cleared where upstream has it; elsewhere there is nothing to clear.
+
+Functions import sgl_jax when they are called: that has side effects which the patches must precede.
 """
 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
-from sgl_jax.srt.entrypoints.engine import Engine
-from sgl_jax.srt.layers.attention import native_backend
-from sgl_jax.srt.managers.template_manager import TemplateManager
-from sgl_jax.srt.sampling import sampling_batch_info
-from sgl_jax.srt.server_args import ServerArgs
 
 from enginepool.engine.channel import Channel
-from enginepool.engine.scheduler import PinnedScheduler
 from enginepool.errors import EnginePoolError, InvalidConfig
 from enginepool.process.guest import preserved
-from enginepool.weights.leaves import EngineLeaves
-from enginepool.weights.sibling import loader_from
 
-_NATIVE_ATTENTION_KNOWS_PAGES = (
-    "page_size" in inspect.signature(native_backend.forward_attention).parameters
-)
+if TYPE_CHECKING:
+    from sgl_jax.srt.entrypoints.engine import Engine
+
+    from enginepool.weights.leaves import EngineLeaves
+
+
+class Assembly:
+    """One engine as an object. Everything on the engine's thread.
+
+    Attributes:
+        engine: Upstream's Engine, from the moment it is built; an empty shell once it is taken
+            apart, another object after `rebuild`.
+        leaves: Its weights.
+    """
+
+    def __init__(
+        self, server_args: dict[str, Any], devices: Sequence[jax.Device], channel: Channel
+    ) -> None:
+        self.engine: Engine | None = None
+        self.leaves: EngineLeaves | None = None
+        self.build_seconds = self.warmup_seconds = 0.0
+        self._server_args = server_args
+        self._devices = devices
+        self._channel = channel
+        self._compile_programs = False
+
+    @property
+    def scheduler(self) -> Any:
+        """Upstream's scheduler, also while the engine gets no jobs; None if there is none."""
+        return self.engine.scheduler_info.get("scheduler") if self.engine is not None else None
+
+    def build(self, source: EngineLeaves | None = None) -> None:
+        """Make the engine, with the weights of another one, if given, instead of reading them."""
+        self._build(self._server_args, source)
+
+    def warm_up(self, *, compile_programs: bool) -> None:
+        """Compile every program, unless they are to be compiled while serving."""
+        from enginepool.engine.warmup import warm_up
+
+        self._compile_programs = compile_programs
+        started = time.perf_counter()
+        if compile_programs:
+            warm_up(self.scheduler)
+        self.warmup_seconds = time.perf_counter() - started
+
+    def reset(self) -> None:
+        """Make the scheduler's state and the KV cache anew; weights and programs stay.
+
+        For an engine whose requests were taken over.
+        """
+        self.scheduler.reset()
+        self._channel.attach(self.scheduler)
+
+    def rebuild(self, *, dummy_weights: bool) -> None:
+        """Make everything anew, with the checkpoint's weights or with some that do not count."""
+        old: Any = self.engine
+        self.take_apart()
+        changed = {"load_format": "dummy"} if dummy_weights else {}
+        self._build({**self._server_args, **changed})
+        new: Any = self.engine
+        new.tokenizer_manager, new.loop = old.tokenizer_manager, old.loop
+        self.warm_up(compile_programs=self._compile_programs)
+
+    def take_apart(self) -> None:
+        if self.engine is not None:
+            dismantle(self.engine)
+
+    def _build(self, server_args: dict[str, Any], source: EngineLeaves | None = None) -> None:
+        started = time.perf_counter()
+        self.engine = build_engine(server_args, self._devices, self._channel, source)
+        self.leaves = self.scheduler.leaves
+        self._channel.attach(self.scheduler)
+        self.build_seconds = time.perf_counter() - started
 
 
 def build_engine(
@@ -47,6 +118,10 @@ def build_engine(
     The caller gives it a `tokenizer_manager` and a `loop` before handing it to users. A failure
     leaves nothing behind: no thread, no file, no process-wide state.
     """
+    from sgl_jax.srt.entrypoints.engine import Engine
+    from sgl_jax.srt.managers.template_manager import TemplateManager
+    from sgl_jax.srt.server_args import ServerArgs
+
     mesh = Mesh(
         np.array(devices).reshape(1, len(devices)),
         ("data", "tensor"),
@@ -58,17 +133,7 @@ def build_engine(
         _check_pages(args)
         templates = TemplateManager()
         templates.initialize_templates(model_path=args.model_path)
-        load_format = args.load_format
-        if source is not None and load_format != "dummy":
-            loader: Any = loader_from(source, mesh)
-            args.load_format = loader
-        scheduler = PinnedScheduler.__new__(PinnedScheduler)
-        try:
-            scheduler.__init__(args, mesh, channel)
-        except BaseException:
-            scheduler.abandon()
-            raise
-        args.load_format = load_format
+        scheduler = _build_scheduler(args, mesh, channel, source)
     engine: Any = Engine.__new__(Engine)
     engine.server_args = args
     engine.port_args = None
@@ -87,11 +152,37 @@ def build_engine(
     return engine
 
 
-def _check_pages(args: ServerArgs) -> None:
-    """Refuse pages where native attention does not know them (0.0.3rc99): it takes the tail of
-    one request's last page for the next request of the batch, and answers wrongly."""
+def _build_scheduler(args: Any, mesh: Mesh, channel: Channel, source: EngineLeaves | None) -> Any:
+    from enginepool.engine.scheduler import PinnedScheduler
+    from enginepool.weights.sibling import loader_from
+
+    load_format = args.load_format
+    if source is not None and load_format != "dummy":
+        args.load_format = loader_from(source, mesh) or load_format
+    scheduler = PinnedScheduler.__new__(PinnedScheduler)
+    try:
+        scheduler.__init__(args, mesh, channel)
+    except BaseException:
+        scheduler.abandon()
+        raise
+    args.load_format = load_format
+    return scheduler
+
+
+def _check_pages(args: Any) -> None:
+    """Refuse pages where native attention does not know them.
+
+    What breaks: With pages of several tokens 0.0.3rc99 answers wrongly.
+    Why: Its native attention takes the tail of one request's last page for the next request of
+    the batch.
+    Remove when: No such version is supported; one that knows pages takes `page_size`.
+    """
+    from sgl_jax.srt.layers.attention import native_backend
+
     native = args.attention_backend == "native" or args.device == "cpu"
-    if native and args.page_size > 1 and not _NATIVE_ATTENTION_KNOWS_PAGES:
+    if not native or args.page_size <= 1:
+        return
+    if "page_size" not in inspect.signature(native_backend.forward_attention).parameters:
         raise InvalidConfig(
             f"page_size={args.page_size}: the native attention of this sglang-jax mixes up the "
             "requests of a batch with pages; use page_size=1"
@@ -109,13 +200,14 @@ def dismantle(engine: Engine) -> None:
     after its loop has ended. Device memory is free once this returned and nobody else holds the
     arrays.
     """
+    from sgl_jax.srt.sampling import sampling_batch_info
+
     scheduler = engine.scheduler_info.pop("scheduler", None)
     engine.scheduler_info["status"] = "closed"
     if scheduler is None:
         return
     devices = set(scheduler.mesh.devices.flat)
-    # Upstream's cache of zero penalties outlives the engine, and with it device memory.
-    penalties = sampling_batch_info._zero_linear_penalty_cache
+    penalties = getattr(sampling_batch_info, "_zero_linear_penalty_cache", {})
     for key, array in list(penalties.items()):
         if set(array.devices()) <= devices:
             penalties.pop(key, None)

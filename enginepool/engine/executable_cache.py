@@ -5,20 +5,29 @@ once it is compiled, and loaded for the other devices instead of being compiled 
 JAX's own persistent cache key without the device assignment (which JAX leaves out on GPU only).
 On TPU executables are not moved between devices (jax issue 38004, sglang-jax issue 1216).
 
-This wraps one private function of JAX, in effect only on the threads that ask for it.
+Reaches into private parts of JAX, in effect only on the threads that ask for it.
+
+What breaks: Without this every engine compiles for itself, four times what one engine takes.
+Why: JAX's own persistent cache has the device in its key on CPU, and belongs to the host.
+Remove when: JAX loads what it has compiled for one device onto another of its kind.
+
+Where JAX's parts are others than these, engines compile for themselves, and the log says so.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from jax._src import cache_key, compilation_cache, compiler
+import jax
 
 from enginepool.engine.limiter import Limiter
+from enginepool.logs import logger
 
 _thread = threading.local()
 _lock = threading.Lock()
@@ -28,6 +37,41 @@ _original: Any = None
 
 # Seconds for which a warm-up may trace and lower without compiling; then it does not, it hangs.
 _PATIENCE = 60.0
+
+
+class _Jax(NamedTuple):
+    """The private parts of JAX that sharing needs."""
+
+    compiler: Any  # its `backend_compile_and_load` is replaced
+    cache_key: Any
+
+
+_COMPILE = ("backend", "module", "executable_devices", "options", "host_callbacks")
+
+
+@functools.cache
+def _jax() -> _Jax | None:
+    """None if this JAX has them otherwise."""
+    try:
+        from jax._src import cache_key, compiler
+
+        _expect(compiler.backend_compile_and_load, _COMPILE)
+        _expect(cache_key._hash_computation, ("hash_obj", "module", "ignore_callbacks"))
+        _expect(
+            cache_key._hash_serialized_compile_options,
+            ("hash_obj", "compile_options_obj", "strip_device_assignment"),
+        )
+        _ = cache_key.IgnoreCallbacks.NO
+    except (ImportError, AttributeError, TypeError) as error:
+        logger().warning("enginepool.executables_not_shared", jax=jax.__version__, why=str(error))
+        return None
+    return _Jax(compiler, cache_key)
+
+
+def _expect(function: Any, parameters: tuple[str, ...]) -> None:
+    found = tuple(inspect.signature(function).parameters)
+    if found != parameters:
+        raise TypeError(f"{function.__name__}: expected parameters {parameters}, found {found}")
 
 
 class ExecutableCache:
@@ -49,14 +93,18 @@ class ExecutableCache:
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Serve this thread's compilations from the cache."""
+        parts = _jax()
+        if parts is None:
+            yield
+            return
         outer = getattr(_thread, "cache", None)
         _thread.cache = self
-        _install()
+        _install(parts.compiler)
         try:
             yield
         finally:
             _thread.cache = outer
-            _uninstall()
+            _uninstall(parts.compiler)
 
     def load_or_compile(self, backend: Any, module: Any, devices: Any, options: Any) -> Any:
         key = _program_key(module, options)
@@ -77,7 +125,9 @@ class ExecutableCache:
 
 
 def _program_key(module: Any, options: Any) -> bytes:
-    digest = hashlib.sha256()
+    parts = _jax()
+    assert parts is not None  # who shares has looked
+    cache_key, digest = parts.cache_key, hashlib.sha256()
     cache_key._hash_computation(digest, module, cache_key.IgnoreCallbacks.NO)
     cache_key._hash_serialized_compile_options(digest, options, strip_device_assignment=True)
     return digest.digest()
@@ -92,18 +142,19 @@ def _compile_and_load(
     # A host callback is an address baked into the program: such a program is not shared. Nor is
     # any where the host has a persistent cache: an executable that was loaded serializes to one
     # without its functions, and JAX would write that to the host's cache.
-    shared = (
-        backend.platform == "cpu"
-        and not host_callbacks
-        and not compilation_cache.is_persistent_cache_enabled()
-    )
+    shared = backend.platform == "cpu" and not host_callbacks and not _host_caches()
     with cache.limiter.released():
         if shared:
             return cache.load_or_compile(backend, module, executable_devices, options)
         return _original(backend, module, executable_devices, options, host_callbacks)
 
 
-def _install() -> None:
+def _host_caches() -> bool:
+    config: Any = jax.config  # its attributes are made at run time
+    return config.jax_compilation_cache_dir is not None and config.jax_enable_compilation_cache
+
+
+def _install(compiler: Any) -> None:
     global _users, _original
     with _lock:
         _users += 1
@@ -112,7 +163,7 @@ def _install() -> None:
             compiler.backend_compile_and_load = _compile_and_load
 
 
-def _uninstall() -> None:
+def _uninstall(compiler: Any) -> None:
     global _users
     with _lock:
         _users -= 1

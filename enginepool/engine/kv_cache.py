@@ -1,7 +1,12 @@
 """An engine's KV cache as device memory: dropped for those who need the memory, and made anew.
 
-Touches upstream's private attributes: the buffers hang in the pools of `model_runner.memory_pools`,
+Reaches into upstream's memory pools: the buffers hang in those of `model_runner.memory_pools`,
 which every other part refers to, so pools stay and only their buffers change.
+
+What breaks: A KV cache can be neither given back and had again, nor replaced after a failed step
+that had taken its buffers along.
+Why: Upstream makes the buffers in the constructors of its pools, once.
+Remove when: Upstream's pools release and resume their memory. Pools without buffers are refused.
 """
 
 from __future__ import annotations
@@ -13,6 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from enginepool.errors import EnginePoolError
+from enginepool.process.upstream import expect
+
 _POOLS = "sgl_jax.srt.mem_cache"
 
 
@@ -20,10 +28,14 @@ class KVCache:
     """The KV buffers of one engine. On its thread, with no request running."""
 
     def __init__(self, model_runner: Any) -> None:
+        expect(model_runner, "memory_pools", "token_to_kv_pool")
+        expect(model_runner.memory_pools, "_pools")
         self._runner = model_runner
         self._dropped: list[tuple[Any, Any, jax.ShapeDtypeStruct]] = []
         self._zeros: dict[Any, Any] = {}
         self._count = len(list(self._buffers()))
+        if not self._count:
+            raise EnginePoolError("this sglang-jax keeps its KV cache elsewhere: found no buffers")
 
     @property
     def dropped(self) -> bool:

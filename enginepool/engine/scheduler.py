@@ -1,15 +1,20 @@
 """Upstream's Scheduler, pinned to its devices and fed by a channel.
 
-Together with `engine.py`, `warmup.py` and `top_logprobs.py` this is where upstream's private
-attributes are touched. Imports sgl_jax: import it only after the patches are applied.
+Reaches into upstream's Scheduler, by overriding its methods and by its queues and batches.
+
+What breaks: Its requests and results can be had through sockets alone, and those results are wrong:
+past 50 tokens log-probabilities repeat, and in a mixed batch they are misaligned.
+Why: It means to be a process of its own, whose other half is a detokenizer in a third one.
+Remove when: A step hands over its requests and results as objects, to whoever runs the loop.
+
+The constructor looks for what is overridden and read here, and names what it misses.
+Imports sgl_jax: import it only after the patches are applied.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import sys
-import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +30,7 @@ except ImportError:
 
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.top_logprobs import TopLogprobs
+from enginepool.process.upstream import expect
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping
 
@@ -33,17 +39,26 @@ if TYPE_CHECKING:
     from enginepool.requests.request import Request
 
 
+_OVERRIDDEN = ("watchdog_thread", "stream_output", "get_new_batch_prefill")
+_USED = (
+    *("waiting_queue", "chunked_reqs", "running_batch", "last_batch", "cur_batch"),
+    *("tree_cache", "token_to_kv_pool_allocator", "max_running_requests", "stream_interval"),
+    *("handle_generate_request", "abort_request", "flush_cache", "event_loop_normal", "tp_worker"),
+)
+
+
 class PinnedScheduler(Scheduler):
     """A real upstream Scheduler on an explicit mesh, stepped by the thread that built it."""
 
     def __init__(self, server_args: Any, mesh: Mesh, channel: Channel) -> None:
         self.running, self.condition = channel.running, channel.condition
         self.limiter = channel.limiter
+        expect(Scheduler, *_OVERRIDDEN)
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
         super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
-        self._discard_expert_statistics()
+        expect(self, *_USED)
         model_runner: Any = self.tp_worker.worker.model_runner
         self._top_logprobs = TopLogprobs(model_runner)
         self._compute_logprobs = model_runner.compute_logprobs
@@ -53,17 +68,14 @@ class PinnedScheduler(Scheduler):
 
     # What upstream calls
 
-    def init_tokenizer(self) -> None:
-        """Called by upstream's constructor right after it made a zmq context, for sockets that it
-        does not open here. Only a local variable has the context; dropped unclosed it would give
-        a ResourceWarning."""
-        context = sys._getframe(1).f_locals.get("context")
-        if context is not None:
-            context.term()
-        super().init_tokenizer()
-
     def watchdog_thread(self) -> None:
-        """Upstream's watchdog ends the parent process, and keeps the weights alive for ever."""
+        """Called by upstream's constructor on a thread of its own, which ends here at once.
+
+        What breaks: A step that takes long ends the host's parent process; and the weights of an
+        engine that is gone stay, because the thread has no end and holds the scheduler.
+        Why: Upstream's watchdog takes its process for a child of its own launcher.
+        Remove when: It can be switched off. The pool has one of its own.
+        """
 
     def stream_output(self, reqs: list[Any], *_: Any, **__: Any) -> None:
         """Take the outputs from the requests themselves, after every step.
@@ -105,10 +117,7 @@ class PinnedScheduler(Scheduler):
             result.block_until_ready()
 
     def get_new_batch_prefill(self) -> Any:
-        """Admit requests; upstream reserves room for what they may still sample.
-
-        For one that comes back with outputs upstream reserves `max_new_tokens` beside the outputs
-        it has, more than it can need: a long one would not fit an empty engine, and wait for ever.
+        """Admit requests.
 
         Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
         weights of this moment have computed, whichever they were when it came here.
@@ -119,14 +128,7 @@ class PinnedScheduler(Scheduler):
             if (request := held.get(req.rid)) is not None:
                 req.extra_key = self.running.cache_key(request)
         in_chunks = [req for req in self.chunked_reqs if req is not None]
-        resumed = [(req.sampling_params, len(req.output_ids)) for req in waiting]
-        for params, sampled in resumed:
-            params.max_new_tokens -= sampled
-        try:
-            batch = super().get_new_batch_prefill()
-        finally:
-            for params, sampled in resumed:
-                params.max_new_tokens += sampled
+        batch = super().get_new_batch_prefill()
         if batch is not None:
             self._note_prefilled(batch, waiting, in_chunks)
         return batch
@@ -252,23 +254,9 @@ class PinnedScheduler(Scheduler):
             leaves.forget()
         parts: list[Any] = [self]
         if worker is not None:
-            self._discard_expert_statistics()
             parts += [worker, worker.model_runner]
         for part in parts:
             vars(part).clear()
-
-    def _discard_expert_statistics(self) -> None:
-        """Stop the thread that upstream wakes at every step for statistics of routed experts.
-
-        The pool refuses the option that reads them, so what the queue gets is dropped.
-        """
-        worker: Any = self.tp_worker.worker
-        thread, queue = worker.sync_expert_ids_d2h_thread, worker.sync_queue
-        if isinstance(queue, _Discard):
-            return
-        worker.sync_queue = _Discard()
-        queue.put(_EndThread())
-        thread.join()
 
 
 def _not_finite(reqs: list[Any], held: dict[str, Request]) -> list[Request]:
@@ -279,18 +267,3 @@ def _not_finite(reqs: list[Any], held: dict[str, Request]) -> list[Request]:
         if (values := req.output_token_logprobs_val) and not math.isfinite(values[-1])
     ]
     return [held[rid] for rid in broken if rid in held]
-
-
-class _Discard:
-    def put(self, item: Any) -> None:
-        del item
-
-
-class _EndThread:
-    """Ends upstream's thread where it unpacks what it got; the thread has no other way out."""
-
-    def __iter__(self) -> Any:
-        # Python's own `threading.excepthook` ignores SystemExit; the host's need not.
-        thread: Any = threading.current_thread()
-        thread._invoke_excepthook = lambda *_: None
-        raise SystemExit

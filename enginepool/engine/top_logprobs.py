@@ -1,6 +1,11 @@
 """The most probable tokens of each step, for requests that ask for them.
 
-Takes the place of a method of upstream's model runner.
+Reaches into upstream's model runner: its `compute_logprobs` is replaced.
+
+What breaks: Upstream's own way compiles a program for every arrangement of widths in a batch, while
+it serves, and its results are misaligned where only some requests ask.
+Why: The widths of a batch's requests are part of the program's shape.
+Remove when: Upstream computes one width for all. Another signature is refused, by name.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from enginepool.process.upstream import expect_parameters
 from enginepool.requests.request import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -18,12 +24,10 @@ if TYPE_CHECKING:
 
 
 class TopLogprobs:
-    """The most probable tokens of a step, in one program of fixed width for every batch.
-
-    Upstream's own compiles anew for every arrangement of widths in a batch.
-    """
+    """The most probable tokens of a step, in one program of fixed width for every batch."""
 
     def __init__(self, model_runner: Any) -> None:
+        expect_parameters(model_runner.compute_logprobs, "logits", "token_ids")
         self._original = model_runner.compute_logprobs
         width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
         self._latest: tuple[jax.Array, jax.Array] | None = None

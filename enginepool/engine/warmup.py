@@ -1,7 +1,14 @@
 """Warm-up: every program that serving needs is compiled before the first request.
 
 Upstream's own precompile over the buckets that `max_running_requests` and `max_prefill_tokens`
-allow, in the form that the pool's requests have. Touches upstream's private attributes.
+allow, in the form that the pool's requests have.
+
+Reaches into upstream's compilation manager: `_make_dummy_batch` is replaced meanwhile.
+
+What breaks: Without this the first request of every shape compiles its programs while it is served.
+Why: Upstream's dummy batches have no seeds, a batch with seeds is another program, and every
+request of a pool has one.
+Remove when: The dummy batches can be given seeds. A manager without the method is missed by name.
 """
 
 from __future__ import annotations
@@ -12,20 +19,25 @@ import numpy as np
 
 from enginepool.engine.scheduler import PinnedScheduler
 from enginepool.process.guest import no_progress_bars
+from enginepool.process.upstream import expect
+
+_REMEDY = 'open the pool with warmup="none"'
 
 
 def warm_up(scheduler: PinnedScheduler) -> None:
     """Compile the engine's programs, on its thread. Afterwards serving compiles nothing.
 
     Raises:
+        EnginePoolError: This upstream warms up otherwise.
         Exception: Whatever upstream's forward raises on the dummy batches.
     """
-    worker = scheduler.tp_worker.worker
+    worker: Any = scheduler.tp_worker.worker
+    expect(worker, "compilation_manager", "run_precompile", remedy=_REMEDY)
     manager = worker.compilation_manager
+    expect(manager, "_make_dummy_batch", remedy=_REMEDY)
     make_dummy_batch = manager._make_dummy_batch
 
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        """Every request of a pool has a seed, so the programs take seeds."""
         batch = make_dummy_batch(*args, **kwargs)
         batch.sampling_info.sampling_seeds = np.zeros(batch.real_bs, dtype=np.int32)
         return batch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from enginepool.engine.assembly import Assembly
+from enginepool.engine.build import Assembly
 from enginepool.engine.channel import Channel
 from enginepool.engine.condition import EngineCondition
 from enginepool.engine.executable_cache import ExecutableCache

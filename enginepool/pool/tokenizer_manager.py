@@ -2,7 +2,15 @@
 
 It is what makes `pool.engines[i].generate(...)` work: upstream's Engine and its serving classes
 talk to an object with these names, and here all of them go through the pool's own checks,
-queue and channel. Imports sgl_jax: import it only after the patches are applied.
+queue and channel.
+
+What breaks: Upstream's Engine generates, streams and aborts through a TokenizerManager, which opens
+sockets, installs signal handlers and drives an event loop of its own on the caller's thread.
+Why: It stands between processes that do not exist in a pool.
+Remove when: Upstream's Engine takes any object with these names, written down as a protocol. A
+name that upstream reads and this has not is an AttributeError in that call alone.
+
+Imports sgl_jax: import it only after the patches are applied.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A decoder of the Qwen3, Qwen2 and Llama families, in plain JAX and in float32.
 
-It trains the toy and is the reference that engines are checked against, so it is written for
-reading and shares no code with sglang-jax or transformers: no KV cache, no sharding, no kernels.
-Parameters go by their Hugging Face names; a projection is stored (out, in), as in a checkpoint.
+What the toy was trained with and the reference that engines are checked against, so it is written
+for reading and shares no code with sglang-jax or transformers: no KV cache, no sharding, no
+kernels. Parameters go by their Hugging Face names; a projection is stored (out, in), as in a
+checkpoint.
 """
 
 from collections.abc import Mapping
@@ -98,29 +99,6 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     if not config.get("tie_word_embeddings", False):
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
-
-
-def init_params(config: Config, key: jax.Array) -> dict[str, jax.Array]:
-    """Float32 parameters to start training from.
-
-    Norms are one, biases zero and matrices normal, with what writes to the residual stream
-    scaled down by the depth.
-    """
-    params = {}
-    shapes = parameter_shapes(config)
-    keys = jax.random.split(key, len(shapes))
-    depth = 2 * config["num_hidden_layers"]
-    for (name, shape), name_key in zip(shapes.items(), keys, strict=True):
-        if name.endswith("norm.weight"):
-            params[name] = jnp.ones(shape)
-        elif name.endswith(".bias"):
-            params[name] = jnp.zeros(shape)
-        else:
-            scale = shape[1] ** -0.5
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                scale *= depth**-0.5
-            params[name] = scale * jax.random.normal(name_key, shape)
-    return params
 
 
 def _attention(

@@ -1,8 +1,13 @@
 """An engine's weights: the leaves that its programs read, by the model's own paths.
 
-Touches upstream's private attributes: `model_runner.model_state_leaves` is what every forward
-reads, `model_runner.model` holds the same arrays in nnx Variables, which other readers (and a
-later split of the model) take them from. Both are always replaced together.
+Reaches into upstream's model runner: `model_state_leaves` is what every forward reads, `model`
+holds the same arrays in nnx Variables, which other readers (and a later split of the model) take
+them from. Both are always replaced together.
+
+What breaks: New values that are written into the model alone are not used.
+Why: The model is split into graph and leaves once, when the runner is made.
+Remove when: Upstream replaces weights by itself, from arrays. A runner whose two do not agree is
+refused.
 """
 
 from __future__ import annotations
@@ -12,6 +17,9 @@ from typing import Any
 
 import jax
 from flax import nnx
+
+from enginepool.errors import EnginePoolError
+from enginepool.process.upstream import expect
 
 
 class EngineLeaves(Mapping[str, jax.Array]):
@@ -25,6 +33,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
     """
 
     def __init__(self, model_runner: Any) -> None:
+        expect(model_runner, "model", "model_state_leaves", "mesh")
         self._runner: Any = model_runner
         flat = nnx.to_flat_state(nnx.state(model_runner.model))
         self._variables = {".".join(map(str, path)): variable for path, variable in flat}
@@ -36,7 +45,10 @@ class EngineLeaves(Mapping[str, jax.Array]):
         if len(held) != len(leaves) or any(
             a is not b for a, b in zip(held, leaves, strict=True) if isinstance(a, jax.Array)
         ):
-            raise RuntimeError("the model's Variables and model_state_leaves are not one list")
+            raise EnginePoolError(
+                "this sglang-jax is unlike what enginepool knows: a model's Variables are not its "
+                "runner's model_state_leaves, one by one"
+            )
         # Quantized models have 8-bit leaves and placeholders among them.
         self.quantized = [
             path

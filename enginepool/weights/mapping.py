@@ -5,8 +5,14 @@ with a loader of ours in its namespace, which keeps the mapping and, for one lea
 upstream's transposes, reshapes, stacking and head padding on arrays that a caller hands over.
 Nothing is read from disk by it and nothing is written into the model.
 
-Touches upstream's private methods: `_scan_weight_info`, `_create_lazy_tensors`,
-`_create_stacked_moe_lazy_tensor` and `_get_param` are overridden, and probed for.
+Reaches into upstream's WeightLoader: `_scan_weight_info`, `_create_lazy_tensors`,
+`_create_stacked_moe_lazy_tensor` and `_get_param` are overridden, and probed for; and into its
+models, whose `load_weights` runs with another WeightLoader among its globals.
+
+What breaks: What a trainer has by Hugging Face names cannot be made into a model's leaves.
+Why: Upstream converts files only, straight into a model.
+Remove when: Upstream's loader takes tensors, and returns leaves.
+
 Imports sgl_jax: import it only after the patches are applied.
 """
 
@@ -24,9 +30,21 @@ from sgl_jax.srt.utils.weight_utils import WeightLoader, WeightMapping
 
 from enginepool.errors import EnginePoolError
 from enginepool.process.guest import no_progress_bars
+from enginepool.process.upstream import expect
 
 # How a tensor gets to where a step of the conversion wants it.
 Put = Callable[[str, Sharding], jax.Array]
+
+_OVERRIDDEN = (
+    "load_weights_from_safetensors",
+    "_scan_weight_info",
+    "_create_lazy_tensors",
+    "_create_stacked_moe_lazy_tensor",
+    "_get_param",
+)
+_REMEDY = (
+    "Hugging Face names cannot be mapped; update_weights takes an nnx.State or a list of leaves"
+)
 
 _GROUP = "__MOE_EXPERTS__"  # upstream's mark of a leaf that many tensors are stacked into
 
@@ -40,12 +58,7 @@ class HuggingFaceMapping:
     """
 
     def __init__(self, model_runner: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        for method in ("_scan_weight_info", "_create_lazy_tensors", "_get_param"):
-            if not hasattr(WeightLoader, method):
-                raise EnginePoolError(
-                    f"this sglang-jax has no WeightLoader.{method}: Hugging Face names cannot be "
-                    "mapped; update_weights takes an nnx.State or a list of leaves"
-                )
+        expect(WeightLoader, *_OVERRIDDEN, remedy=_REMEDY)
         self._specs = specs
         self._loader, mapping = _capture(model_runner.model, model_runner.model_config)
         self._entries: dict[str, tuple[str, Any]] = {}

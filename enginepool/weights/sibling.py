@@ -3,8 +3,15 @@
 Upstream's `load_format` may be a class of loader. Ours is upstream's own, which makes the model,
 with `load_weights` of the model replaced while it runs.
 
-Touches upstream's private methods `_initialize_model` and, where there is one,
-`_warmup_safetensors_cache` of the loader.
+Reaches into upstream's loader (`_initialize_model` and, where there is one,
+`_warmup_safetensors_cache`), and changes the class of the model that it has made.
+
+What breaks: Every engine of a pool reads the checkpoint from the disk: four engines, four times.
+Why: Upstream's loader makes a model and has the model read its files; it takes no arrays. While
+the model's class is replaced, so is what it reads by.
+Remove when: Upstream's loader takes arrays. Where it makes models otherwise engines read for
+themselves, and the log says so.
+
 Imports sgl_jax: import it only after the patches are applied.
 """
 
@@ -21,6 +28,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 from sgl_jax.srt.model_loader.loader import JAXModelLoader
 
+from enginepool.errors import EnginePoolError
+from enginepool.logs import logger
+from enginepool.process.upstream import expect_parameters
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import place
 
@@ -28,13 +38,17 @@ from enginepool.weights.placement import place
 _copied: ContextVar[tuple[EngineLeaves, Mesh]] = ContextVar("copied")
 
 
-def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader]:
-    """A class of loader for an engine on this mesh, for upstream's `load_format`.
+def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader] | None:
+    """A class of loader for an engine on this mesh, for upstream's `load_format`; None if this
+    upstream makes its models otherwise.
 
     The leaves have the same values and, on the other devices, the same shardings. A model with
     other leaves than the source has before it loads (quantized, or made of others while loading)
     reads the checkpoint, as ever.
     """
+    if not _makes_models():
+        logger().warning("enginepool.weights_not_copied", why="upstream's loader has changed")
+        return None
 
     class SiblingLoader(JAXModelLoader):
         def __init__(self, load_config: Any) -> None:
@@ -58,6 +72,16 @@ def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader]:
             return model
 
     return SiblingLoader
+
+
+def _makes_models() -> bool:
+    try:
+        expect_parameters(JAXModelLoader.__init__, "load_config", "mesh")
+        expect_parameters(JAXModelLoader._initialize_model, "model_config")
+        expect_parameters(JAXModelLoader.load_model, "model_config")
+    except (AttributeError, EnginePoolError):
+        return False
+    return True
 
 
 @functools.cache  # JAX keeps every class of model that it has seen

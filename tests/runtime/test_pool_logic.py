@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from enginepool.config import PoolConfig
-from enginepool.engine.assembly import Assembly
+from enginepool.engine.build import Assembly
 from enginepool.engine.limiter import Limiter
 from enginepool.engine.states import EngineState
 from enginepool.engine.worker import EngineWorker

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -149,15 +150,16 @@ class Upstream:
         with jax.default_device(device):
             self.scheduler = Scheduler(args, communication_backend=self.inbox, mesh=mesh)
 
-    def run(self, prompts, params, outputs=None):
+    def run(self, prompts, params, outputs=None, iterations=None):
         """Return the output ids of each prompt.
 
         Args:
             prompts: Lists of token ids.
             params: Sampling parameters, one dict for all or one per prompt.
             outputs: Output ids that each request has when it is admitted.
+            iterations: How often upstream's loop may go round; what has not finished is aborted.
         """
-        from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sgl_jax.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
         from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
         if isinstance(params, dict):
@@ -189,13 +191,21 @@ class Upstream:
                     **extra,
                 )
             )
-        self.inbox.stop_when = lambda: self.scheduler._can_flush_cache()[0]
+        rounds = itertools.count()
+
+        def stop():
+            return self.scheduler._can_flush_cache()[0] or next(rounds) == iterations
+
+        self.inbox.stop_when = stop
         self.scheduler._add_request_to_queue = admit
         try:
             with contextlib.suppress(SystemExit):
                 self.scheduler.event_loop_normal()
         finally:
             del self.scheduler._add_request_to_queue
+        for req in admitted:
+            if not req.finished():
+                self.scheduler.abort_request(AbortReq(rid=req.rid))
         # A prefix left in the radix cache would change the shapes of the next run.
         self.scheduler.flush_cache()
         return [list(req.output_ids) for req in admitted]

@@ -1,4 +1,4 @@
-"""Train the toy's checkpoints: ``python -m enginepool.toy.train``.
+"""Train the toy's checkpoints: ``python -m scripts.train_toy.train``.
 
 A few minutes on two CPU cores.  The figures printed are exact match, answer and end token both,
 of greedy decoding with the bfloat16-rounded weights on the 2,000 pairs held back from training.
@@ -17,9 +17,10 @@ import ml_dtypes
 import numpy as np
 from transformers import AutoTokenizer
 
-from enginepool.toy import NAMES, sums
+from enginepool.toy import NAMES, checkpoint
 from enginepool.toy.files import CONFIG, read_checkpoint, write_checkpoint, write_tokenizer
-from enginepool.toy.model import forward, init_params
+from enginepool.toy.model import Config, forward, parameter_shapes
+from scripts.train_toy import sums
 
 STEPS, WARMUP_STEPS, DECAY_STEPS = 1200, 100, 500
 PLAIN_BATCH, CHAT_BATCH = 224, 32
@@ -31,7 +32,7 @@ Params = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the toy's checkpoints.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=checkpoint().parent)
     parser.add_argument("--op", choices=(*NAMES, "both"), default="both")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -57,6 +58,29 @@ def start(op: str, arguments: argparse.Namespace) -> Params:
         return init_params(CONFIG, jax.random.key(arguments.seed))
     _, stored = read_checkpoint(arguments.out / "add")
     return {name: jnp.asarray(value, jnp.float32) for name, value in stored.items()}
+
+
+def init_params(config: Config, key: jax.Array) -> dict[str, jax.Array]:
+    """Float32 parameters to start training from.
+
+    Norms are one, biases zero and matrices normal, with what writes to the residual stream
+    scaled down by the depth.
+    """
+    params = {}
+    shapes = parameter_shapes(config)
+    keys = jax.random.split(key, len(shapes))
+    depth = 2 * config["num_hidden_layers"]
+    for (name, shape), name_key in zip(shapes.items(), keys, strict=True):
+        if name.endswith("norm.weight"):
+            params[name] = jnp.ones(shape)
+        elif name.endswith(".bias"):
+            params[name] = jnp.zeros(shape)
+        else:
+            scale = shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                scale *= depth**-0.5
+            params[name] = scale * jax.random.normal(name_key, shape)
+    return params
 
 
 def load_tokenizer() -> Any:

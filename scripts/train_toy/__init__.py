@@ -1,0 +1,1 @@
+"""How the toy's checkpoints were trained; no part of the package."""

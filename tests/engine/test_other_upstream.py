@@ -1,0 +1,145 @@
+"""An upstream whose parts are not where they were is missed by name; and every reach into it says
+what for."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import enginepool
+from enginepool import EnginePool, EnginePoolError, EngineStartFailed, toy
+from enginepool.engine.kv_cache import KVCache
+from enginepool.engine.top_logprobs import TopLogprobs
+from enginepool.weights.leaves import EngineLeaves
+from patches._patch import module
+from tests.support.pools import SMALL
+
+PACKAGE = Path(enginepool.__file__).parent
+HEADINGS = ("\nWhat breaks: ", "\nWhy: ", "\nRemove when: ")
+
+# What can be repaired for everybody is a patch instead of one more of these.
+REACHES = {
+    "engine/build.py",
+    "engine/executable_cache.py",
+    "engine/kv_cache.py",
+    "engine/scheduler.py",
+    "engine/top_logprobs.py",
+    "engine/warmup.py",
+    "weights/leaves.py",
+    "weights/mapping.py",
+    "weights/sibling.py",
+}
+
+
+def docstrings(path: Path) -> list[str]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    return [doc for node in nodes if isinstance(node, kinds) and (doc := ast.get_docstring(node))]
+
+
+def test_each_says_what_for() -> None:
+    """At the top of the file, under a patch's headings; and they are these files."""
+    said = set()
+    for path in PACKAGE.rglob("*.py"):
+        for doc in docstrings(path):
+            if "What breaks: " in doc:
+                places = [doc.index(heading) for heading in HEADINGS]
+                assert places == sorted(places), path
+        if (top := docstrings(path)) and "Reaches into " in top[0]:
+            said.add(str(path.relative_to(PACKAGE)))
+            assert HEADINGS[0] in top[0], path
+    assert said == REACHES
+
+
+def test_nobody_else_imports_from_jaxs_own() -> None:
+    """`jax._src` is named where it is used, inside of a function, and there only."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = [
+            (node, node.module if isinstance(node, ast.ImportFrom) else node.names[0].name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        found = [node for node, module in modules if (module or "").startswith("jax._src")]
+        assert not found or path.name == "executable_cache.py", path
+        assert not set(found) & set(tree.body), path
+
+
+def runner(**changes: Any) -> Any:
+    """What upstream's model runner looks like from the places that reach into it."""
+    pools = SimpleNamespace(_pools={"one": SimpleNamespace(buffers=[jnp.zeros(2)])})
+    parts = {"memory_pools": pools, "token_to_kv_pool": None, "mesh": None}
+    return SimpleNamespace(**(parts | changes))
+
+
+def test_kv_cache() -> None:
+    KVCache(runner())
+    with pytest.raises(EnginePoolError, match="SimpleNamespace has no _pools"):
+        KVCache(runner(memory_pools=SimpleNamespace()))
+    with pytest.raises(EnginePoolError, match="found no buffers"):
+        KVCache(runner(memory_pools=SimpleNamespace(_pools={})))
+
+
+def test_leaves() -> None:
+    with pytest.raises(EnginePoolError, match="has no model"):
+        EngineLeaves(runner())
+
+
+def test_top_logprobs() -> None:
+    with pytest.raises(EnginePoolError, match=r"takes \(logits\), expected \(logits, token_ids\)"):
+        TopLogprobs(runner(compute_logprobs=lambda logits: logits))
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what still works."""
+    monkeypatch.delattr(module("sgl_jax.srt.utils.weight_utils").WeightLoader, "_get_param")
+    from enginepool.weights.mapping import HuggingFaceMapping  # it imports upstream
+
+    with pytest.raises(EnginePoolError, match=r"has no _get_param; .* takes an nnx.State"):
+        HuggingFaceMapping(runner(), {})
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "message"),
+    [
+        ("managers.scheduler.Scheduler.get_new_batch_prefill", {}, "has no get_new_batch_prefill"),
+        (
+            "model_executor.compilation_manager.CompilationManager._make_dummy_batch",
+            {"warmup": "sequential"},
+            'has no _make_dummy_batch; open the pool with warmup="none"',
+        ),
+    ],
+)
+def test_opening(
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    """An engine does not start, and says what it misses."""
+    where, name, method = place.rsplit(".", 2)
+    monkeypatch.delattr(getattr(module(f"sgl_jax.srt.{where}"), name), method)
+    options = SMALL | {"warmup": "none"} | options
+    with pytest.raises(EngineStartFailed, match=message) as caught:
+        EnginePool(str(toy.checkpoint()), devices=1, **options).open()
+    assert isinstance(caught.value.__cause__, EnginePoolError)
+
+
+def test_weights_are_read_where_they_cannot_be_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another loader of upstream's costs time: the second engine reads the checkpoint too."""
+    loader = module("sgl_jax.srt.model_loader.loader").JAXModelLoader
+    initialize = loader._initialize_model
+    monkeypatch.setattr(loader, "_initialize_model", lambda self, config: initialize(self, config))
+    options = SMALL | {"warmup": "none"}
+    with (
+        caplog.at_level("WARNING", logger="enginepool"),
+        EnginePool(str(toy.checkpoint()), devices=2, **options) as pool,
+    ):
+        texts = {result["text"] for result in pool.generate_all(["12+7="] * 2)}
+    assert [record.getMessage() for record in caplog.records] == ["enginepool.weights_not_copied"]
+    assert texts == {"19"}
