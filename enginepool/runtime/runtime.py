@@ -37,9 +37,10 @@ from enginepool.requests.request import Call, Request, aborted
 from enginepool.runtime.counts import Counts
 from enginepool.runtime.events import Events
 from enginepool.runtime.recovery import Recovery
-from enginepool.runtime.startup import make_intake, patched, start_workers
+from enginepool.runtime.startup import advise, make_intake, patched, start_workers
 from enginepool.runtime.steering_lock import SteeringLock
 from enginepool.runtime.watchdog import watching
+from enginepool.weights.placement import least_free_bytes
 
 
 class Runtime:
@@ -94,10 +95,14 @@ class Runtime:
 
     def _make_worker(self, index: int, devices: Sequence[jax.Device]) -> EngineWorker:
         first = min(device.id for device in jax.local_devices())
+        platform, free = devices[0].platform, least_free_bytes(devices)
+        args = self.config.for_engine(platform, [d.id - first for d in devices], free)
+        if index == 0 and platform == "tpu":  # the others differ in what something else takes
+            advise(self.config, args, free)
         return EngineWorker(
             index,
             devices,
-            self.config.for_engine(devices[0].platform, [d.id - first for d in devices]),
+            args,
             self.queue,
             self.cache,
             name=self.name,
