@@ -1,4 +1,4 @@
-"""The command line: `enginepool generate`, `serve`, `admin`, `doctor`, `demo` and `reference`.
+"""The command line: `enginepool generate`, `serve`, `admin`, `doctor`, `plan`, `demo`, `reference`.
 
 Whatever imports sgl_jax is imported inside the commands, so that `--help` answers at once.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from enginepool.cli.arguments import make_arguments
+from enginepool.cli.arguments import make_arguments, parse_server_args
 from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize, Warmup, WarmupOption
 from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, read_text
 from enginepool.cli.reference import app as reference
@@ -28,6 +28,7 @@ from enginepool.errors import InvalidRequest
 from enginepool.requests.progress import progress_bar
 
 if TYPE_CHECKING:
+    from enginepool.config import PoolConfig
     from enginepool.pool.pool import EnginePool
 
 app = typer.Typer(
@@ -140,17 +141,49 @@ def doctor(
 ) -> None:
     """Look at what engines need: devices and who holds them, versions, patches, environment.
 
-    With --profile: where a step's time goes for the model and options given, and how many engines
-    one process can feed.
+    With a model or options on a TPU host: what is wrong with them there, before an engine is
+    built. With --profile: where a step's time goes for the model and options given, and how many
+    engines one process can feed.
     """
     if profile:
         _profile(model, make_arguments(devices, tp_size, dtype, server_arg), as_json)
         return
     from enginepool.doctor.environment import examine, show
 
-    report = examine(timeout)
+    arguments = make_arguments(devices, tp_size, dtype, server_arg)
+    report = examine(timeout, _config(model, arguments))
     print(json.dumps(report, indent=2)) if as_json else show(report)
     raise typer.Exit(1 if report["problems"] else 0)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Directory, config.json or hub id.")],
+    topology: Annotated[str, typer.Option(help="One host: v4-8, v5e-1/4/8 or v6e-1/4/8.")],
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a request. Default: the checkpoint's.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests in flight on the host.")] = 64,
+    tp_size: TpSize = 1,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+    server_arg: ServerArg = None,
+) -> None:
+    """Say whether a model fits a TPU host, with what room, and how fast it can be at best.
+
+    By arithmetic from its configuration, without a TPU: memory of weights and KV, requests, a
+    second weight set, and one engine a chip beside engines of several chips. Exits with 1 where
+    it does not fit.
+    """
+    arguments = parse_server_args(server_arg or []) | ({} if dtype is None else {"dtype": dtype})
+    from enginepool.doctor.plan.plan import make
+    from enginepool.doctor.plan.report import show
+
+    found = make(
+        model, topology, context=context, batch=batch, tp_size=tp_size, server_args=arguments
+    )
+    print(json.dumps(found, indent=2, ensure_ascii=False)) if as_json else show(found)
+    raise typer.Exit(0 if found["fits"] else 1)
 
 
 @app.command()
@@ -162,6 +195,17 @@ def demo(
     from enginepool.cli.demo import run
 
     run(engines, prompts)
+
+
+def _config(model: str | None, arguments: dict[str, Any]) -> PoolConfig | None:
+    """What engines would be made of, as far as anything was said of it."""
+    own = {name: arguments.pop(name) for name in ("devices", "tp_size")}
+    if model is None and not arguments and own["tp_size"] == 1:
+        return None
+    from enginepool import toy
+    from enginepool.config import PoolConfig
+
+    return PoolConfig(model or str(toy.checkpoint()), **own, server_args=arguments)
 
 
 def _profile(model: str | None, arguments: dict[str, Any], as_json: bool) -> None:
