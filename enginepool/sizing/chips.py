@@ -30,8 +30,8 @@ class Chip:
 
 V4 = Chip(
     *("v4", "TPU v4", int(30.75 * GIB), 1228 * 10**9),
-    note="sglang-jax 0.1.0rc0 has no attention block sizes for v4: it compiles only with a patch "
-    "of them, and has never been run",
+    note="sglang-jax 0.1.0rc0 has no attention block sizes for v4: with those of a patch it "
+    "compiles, and has never been run",
 )
 V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 819 * 10**9)
 V6E = Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 1640 * 10**9)

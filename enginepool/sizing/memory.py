@@ -206,16 +206,13 @@ class Memory:
     @property
     def serves(self) -> bool:
         """Whether an engine starts and can run one request of the whole context."""
-        whole = self.weights + self.kv + self.reserve <= self.free
-        return whole and min(self.requests_at_context, self.max_running_requests) >= 1
-
-    def second_set_fits_at(self, fraction: float) -> bool:
-        return 2 * self.weights + self.kv_at(fraction) + self.reserve <= self.free
+        runs = min(self.requests_at_context, self.max_running_requests) >= 1
+        return runs and self._fits(1, self.settings.fraction)
 
     @property
     def second_set_fits(self) -> bool:
         """Beside the KV cache and running programs: `staging="double"`, while engines serve."""
-        return self.second_set_fits_at(self.settings.fraction)
+        return self._fits(2, self.settings.fraction)
 
     @property
     def second_set_fits_without_kv(self) -> bool:
@@ -224,10 +221,16 @@ class Memory:
 
     @property
     def live_swap_fraction(self) -> float | None:
-        """The largest `mem_fraction_static`, in hundredths, at which a second set fits; None where
-        there is none that leaves a page of KV."""
-        for hundredths in range(99, 0, -1):
-            fraction = hundredths / 100
-            if self.second_set_fits_at(fraction):
+        """The largest `mem_fraction_static` at which a second set fits while engines serve."""
+        return self.largest_fraction(sets=2)
+
+    def largest_fraction(self, sets: int) -> float | None:
+        """The largest `mem_fraction_static`, in hundredths, that leaves room for the reserve and
+        so many sets of weights in all; None where there is none with a page of KV."""
+        for fraction in (hundredths / 100 for hundredths in range(99, 0, -1)):
+            if self._fits(sets, fraction):
                 return fraction if self.tokens_at(fraction) else None
         return None
+
+    def _fits(self, sets: int, fraction: float) -> bool:
+        return sets * self.weights + self.kv_at(fraction) + self.reserve <= self.free

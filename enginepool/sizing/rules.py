@@ -36,8 +36,8 @@ def default_fraction(shape: Shape, args: Mapping[str, Any], free: int) -> float:
     """`mem_fraction_static` where nobody gave one.
 
     The largest at which a second weight set fits beside the KV cache, temporaries and programs, if
-    that leaves KV for 16 requests of the context; otherwise upstream's. Never more than
-    upstream's: nobody has seen more of a chip used.
+    that leaves KV for 16 requests of the context; otherwise the largest that leaves temporaries
+    and programs their room. Never more than upstream's: nobody has seen more of a chip used.
 
     Args:
         args: `ServerArgs` as the pool passes them, page size and all.
@@ -45,13 +45,14 @@ def default_fraction(shape: Shape, args: Mapping[str, Any], free: int) -> float:
     """
     settings = replace(Settings.of(args, shape), fraction=FRACTION)
     memory = Memory(shape, settings, free)
-    live = memory.live_swap_fraction
-    if live is None:
-        return FRACTION
+    alone, live = memory.largest_fraction(sets=1), memory.live_swap_fraction
+    most = min(FRACTION, FRACTION if alone is None else alone)
     wanted = KV_FOR_REQUESTS * settings.tokens_per_request
     if settings.max_total_tokens is not None:
-        wanted = min(wanted, memory.tokens_at(FRACTION))
-    return min(live, FRACTION) if memory.tokens_at(live) >= wanted else FRACTION
+        wanted = min(wanted, memory.tokens_at(most))
+    if live is not None and memory.tokens_at(live) >= wanted:
+        return min(live, FRACTION)
+    return most
 
 
 def page_advice(args: Mapping[str, Any]) -> list[Advice]:
@@ -92,7 +93,7 @@ def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
         )
     if not memory.serves:
         found.append(_does_not_fit(memory))
-    elif "mem_fraction_static" in args and not memory.second_set_fits:
+    elif args.get("mem_fraction_static") is not None and not memory.second_set_fits:
         found.append(staging_advice(memory))
     return found
 
@@ -100,7 +101,7 @@ def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
 def all_advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
     """The same, and what the defaults mean for `update_weights`: for who asks before a start."""
     found = advice(memory, args)
-    if memory.serves and not memory.second_set_fits and "mem_fraction_static" not in args:
+    if memory.serves and not memory.second_set_fits and args.get("mem_fraction_static") is None:
         found.append(staging_advice(memory))
     return found
 
