@@ -7,7 +7,7 @@ CONFIGS = {
     name: str(ROOT / "docs" / "configs" / f"Qwen3-{name}.json")
     for name in ("0.6B", "4B", "8B", "30B-A3B")
 }
-# Of the published checkpoints, by the index of their safetensors.
+# As listings of the published checkpoints have them, a tied head counted once.
 PARAMETERS = {
     "0.6B": 596_049_920,
     "4B": 4_022_468_096,
