@@ -6,9 +6,14 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from enginepool.errors import InvalidConfig
+from enginepool.logs import logger
+from enginepool.sizing import rules
+from enginepool.sizing.memory import Memory, Settings
+from enginepool.sizing.shape import Shape, read_shape
 from enginepool.values import did_you_mean, is_int, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
@@ -83,7 +88,12 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "precompile_bs_paddings": [1, 8],
 }
 GPU_DEFAULTS: Mapping[str, Any] = {"attention_backend": "native"}
-_PLATFORM_DEFAULTS = {"cpu": CPU_DEFAULTS, "gpu": GPU_DEFAULTS, "cuda": GPU_DEFAULTS}
+_PLATFORM_DEFAULTS = {
+    "cpu": CPU_DEFAULTS,
+    "gpu": GPU_DEFAULTS,
+    "cuda": GPU_DEFAULTS,
+    "tpu": rules.TPU_DEFAULTS,
+}
 
 
 @dataclass(frozen=True)
@@ -136,28 +146,69 @@ class PoolConfig:
         value = getattr(self, name)
         self._require(name, is_int(value) and value >= least, expected)
 
-    def for_engine(self, platform: str, device_indexes: list[int]) -> dict[str, Any]:
+    def for_engine(
+        self, platform: str, device_indexes: list[int], free_bytes: int | None = None
+    ) -> dict[str, Any]:
         """`ServerArgs` of one engine.
 
         Args:
             device_indexes: The engine's devices as offsets from the host's smallest device id;
                 upstream uses them to ask those devices for free memory.
+            free_bytes: Memory that the engine finds on each of its devices, where that is known.
         """
-        fields = _server_args_fields()
-        defaults = _PLATFORM_DEFAULTS.get(platform, {})
+        shape = self.shape if platform == "tpu" and free_bytes else None
         return {
-            **{name: value for name, value in defaults.items() if name in fields},
-            "log_level": "error",
-            "grammar_backend": "none",  # see sampling.py
-            **self.server_args,
+            **self.engine_args(platform, free_bytes, shape),
             "model_path": self.model,
-            "tp_size": self.tp_size,
             "device": platform,
             "device_indexes": device_indexes,
             "enable_single_process": True,
             "disable_overlap_schedule": True,  # it runs the forward on a second thread
             "disable_precompile": True,  # the pool warms up, in the form that its requests have
         }
+
+    def engine_args(
+        self, platform: str, free_bytes: int | None, shape: Shape | None
+    ) -> dict[str, Any]:
+        """The part of them that is a choice: the user's before the platform's defaults.
+
+        Args:
+            shape: The model's, if the platform is TPU and it is known.
+        """
+        fields = _server_args_fields()
+        defaults = _PLATFORM_DEFAULTS.get(platform, {})
+        args = {
+            **{name: value for name, value in defaults.items() if name in fields},
+            "log_level": "error",
+            "grammar_backend": "none",  # see sampling.py
+            **self.server_args,
+            "tp_size": self.tp_size,
+        }
+        if shape is not None and free_bytes and args.get("mem_fraction_static") is None:
+            args["mem_fraction_static"] = rules.default_fraction(shape, args, free_bytes)
+        return args
+
+    def tpu_memory(self, args: Mapping[str, Any], free_bytes: int | None) -> Memory | None:
+        """What an engine of these `ServerArgs` takes of a chip; None where that is not known."""
+        if not free_bytes or self.shape is None:
+            return None
+        return Memory(self.shape, Settings.of(args, self.shape), free_bytes)
+
+    def tpu_advice(self, args: Mapping[str, Any], free_bytes: int | None) -> list[rules.Advice]:
+        """What is wrong with an engine of these `ServerArgs` on a TPU, before it is built."""
+        memory = self.tpu_memory(args, free_bytes)
+        if memory is None:
+            return rules.page_advice(self.server_args)
+        return rules.advice(memory, self.server_args)
+
+    @cached_property
+    def shape(self) -> Shape | None:
+        """The model as far as memory goes; None where that is not to be known, which is logged."""
+        try:
+            return read_shape(self.model, self.server_args)
+        except InvalidConfig as error:
+            logger().info("enginepool.model_not_sized", reason=str(error))
+            return None
 
 
 def server_args_class() -> Any:

@@ -8,7 +8,10 @@ import pytest
 from enginepool import EnginePool, InvalidConfig
 from enginepool.config import REFUSED, REFUSED_ENVIRONMENT, REFUSED_PREFIXES, PoolConfig
 from enginepool.devices import resolve_devices
+from enginepool.runtime.startup import advise
+from enginepool.sizing.chips import V6E
 from tests.support.pools import SMALL
+from tests.support.published import CONFIGS
 
 
 def server_args() -> dict[str, Any]:
@@ -87,6 +90,46 @@ def test_options_pass_through() -> None:
     assert args["max_total_tokens"] <= 2048
     assert args.keys() <= server_args().keys()
     assert "max_total_tokens" not in config.for_engine("tpu", [0])
+
+
+def test_tpu_defaults() -> None:
+    """On a TPU a page size that its kernel can be compiled with and a bounded batch; a memory
+    fraction only where memory and model are known. What is given wins."""
+    unknown = PoolConfig("model").for_engine("tpu", [0])
+    assert (unknown["page_size"], unknown["max_running_requests"]) == (128, 256)
+    assert "mem_fraction_static" not in unknown
+    assert "mem_fraction_static" not in PoolConfig("model").for_engine("tpu", [0], V6E.hbm_bytes)
+    known = PoolConfig(CONFIGS["4B"], server_args={"context_length": 4096})
+    assert known.for_engine("tpu", [0], V6E.hbm_bytes)["mem_fraction_static"] == 0.71
+    for platform in ("cpu", "gpu"):
+        args = known.for_engine(platform, [0], V6E.hbm_bytes)
+        assert not {"page_size", "mem_fraction_static"} & args.keys()
+    given = {"page_size": 1, "mem_fraction_static": 0.9, "max_running_requests": 8}
+    args = PoolConfig(CONFIGS["4B"], server_args=given).for_engine("tpu", [0], V6E.hbm_bytes)
+    assert {name: args[name] for name in given} == given
+
+
+def test_an_opening_pool_says_what_a_tpu_makes_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """What is wrong is a warning with its remedy; what the defaults mean for a swap is said."""
+    caplog.set_level("INFO", "enginepool")
+
+    def said(**server_args: Any) -> list[Any]:
+        caplog.clear()
+        config = PoolConfig(CONFIGS["4B"], server_args=server_args)
+        free = V6E.hbm_bytes
+        advise(config, config.for_engine("tpu", [0], free), free)
+        return caplog.records
+
+    (memory,) = said(context_length=4096)
+    assert memory.message == "enginepool.tpu_memory"
+    assert (memory.mem_fraction_static, memory.staging) == (0.71, "double")
+    (memory,) = said(context_length=40_960)
+    assert (memory.mem_fraction_static, memory.staging) == (0.88, "stream")
+    page, memory = said(context_length=4096, page_size=1)
+    assert (page.levelname, memory.levelname) == ("WARNING", "INFO")
+    assert page.message == "enginepool.tpu_advice"
+    assert "page_size=1" in page.problem
+    assert "128" in page.remedy
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

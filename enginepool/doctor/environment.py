@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-from enginepool.config import REFUSED_ENVIRONMENT
+from enginepool.config import REFUSED_ENVIRONMENT, PoolConfig
+from enginepool.doctor.settings import warnings
 from enginepool.engine.limiter import usable_cores
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
@@ -53,14 +54,16 @@ print(json.dumps({
 """
 
 
-def examine(timeout: float = 60.0) -> dict[str, Any]:
+def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str, Any]:
     """Look at everything; never raises for what it finds.
 
     Args:
         timeout: Seconds that JAX may take to start.
+        config: Of the pool that is to run here, if that is known.
 
     Returns:
-        The findings, and under `problems` a list of `{"problem", "remedy"}`.
+        The findings; under `problems` what stands in the way of a pool, and under `warnings` what
+        a TPU makes of its settings: lists of `{"problem", "remedy"}`.
     """
     # First, so that the process which starts JAX here is not among those that hold the TPU.
     holders, hidden = device_holders()
@@ -74,6 +77,7 @@ def examine(timeout: float = 60.0) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     }
     report["problems"] = problems(report)
+    report["warnings"] = warnings(report["jax"], config)
     return report
 
 
@@ -217,6 +221,10 @@ def show(report: dict[str, Any]) -> None:
     console.print("Environment", style="bold")
     for name, value in report["environment"].items():
         console.print(f"  {name}={value}")
-    console.print("Problems" if report["problems"] else "No problems found", style="bold")
-    for entry in report["problems"]:
-        console.print(f"  {entry['problem']}\n    → {entry['remedy']}")
+    for title, found in (("Warnings", report["warnings"]), ("Problems", report["problems"])):
+        if found:
+            console.print(title, style="bold")
+        for entry in found:
+            console.print(f"  {entry['problem']}\n    → {entry['remedy']}")
+    if not report["problems"]:
+        console.print("No problems found", style="bold")

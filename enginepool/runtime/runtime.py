@@ -27,8 +27,9 @@ from enginepool.runtime.dispatch import Dispatch
 from enginepool.runtime.events import Events
 from enginepool.runtime.recovery import Recovery, watching
 from enginepool.runtime.recovery_policy import Policy
-from enginepool.runtime.startup import make_intake, patched, start_workers
+from enginepool.runtime.startup import advise, make_intake, patched, start_workers
 from enginepool.runtime.steering_lock import SteeringLock
+from enginepool.weights.placement import least_free_bytes
 
 
 class Runtime:
@@ -89,10 +90,14 @@ class Runtime:
 
     def _make_worker(self, index: int, devices: Sequence[jax.Device]) -> EngineWorker:
         first = min(device.id for device in jax.local_devices())
+        platform, free = devices[0].platform, least_free_bytes(devices)
+        args = self.config.for_engine(platform, [d.id - first for d in devices], free)
+        if index == 0 and platform == "tpu":  # the others differ in what something else takes
+            advise(self.config, args, free)
         return EngineWorker(
             index,
             devices,
-            self.config.for_engine(devices[0].platform, [d.id - first for d in devices]),
+            args,
             self.dispatch.queue,
             self.cache,
             name=self.name,

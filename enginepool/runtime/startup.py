@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import patches
-from enginepool.config import Warmup
+from enginepool.config import PoolConfig, Warmup
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, PatchFailed
 from enginepool.logs import logger
 from enginepool.process.tuning import frozen
 from enginepool.requests.input_processor import Intake, Limits
 from enginepool.requests.tokenizer import Tokenizer, generation_defaults
+from enginepool.sizing import rules
 
 _lock = threading.Lock()
 _open_pools = 0
@@ -56,6 +57,22 @@ def _as_ours() -> Iterator[None]:
         yield
     except patches.PatchError as error:
         raise PatchFailed(str(error)) from error
+
+
+def advise(config: PoolConfig, args: Mapping[str, Any], free_bytes: int | None) -> None:
+    """Log what is wrong with engines of these `ServerArgs` on a TPU, and what their memory means
+    for `update_weights`, before any is built."""
+    for entry in config.tpu_advice(args, free_bytes):
+        logger().warning("enginepool.tpu_advice", problem=entry.problem, remedy=entry.remedy)
+    memory = config.tpu_memory(args, free_bytes)
+    if memory is not None:
+        logger().info(
+            "enginepool.tpu_memory",
+            mem_fraction_static=memory.settings.fraction,
+            kv_tokens=memory.kv_tokens,
+            max_running_requests=memory.max_running_requests,
+            staging=rules.staging(memory),
+        )
 
 
 def start_workers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -105,3 +106,9 @@ def free_bytes(device: jax.Device) -> int | None:
     if not stats or "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def least_free_bytes(devices: Iterable[jax.Device]) -> int | None:
+    """The same of the device that has least; None where none of them counts."""
+    free = [free_bytes(device) for device in devices]
+    return min((bytes_ for bytes_ in free if bytes_ is not None), default=None)

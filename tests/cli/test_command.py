@@ -55,7 +55,7 @@ def redirected(redirections, *arguments):
     [
         *(["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]),
         *(["admin", "--help"], ["doctor", "--help"], ["demo", "--help"]),
-        *(["reference", "--help"], ["reference", "swap", "--help"]),
+        *(["plan", "--help"], ["reference", "--help"], ["reference", "swap", "--help"]),
     ],
     ids=" ".join,
 )

@@ -7,7 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from enginepool.cli.main import app
+from enginepool.config import PoolConfig
 from enginepool.doctor import environment
+from enginepool.doctor.settings import warnings
+from enginepool.sizing.chips import V4, V5E, V6E
+from tests.support.published import CONFIGS
 
 HOLDER = {"pid": 123, "command": "python train.py", "files": ["/dev/accel0"]}
 HEALTHY = {
@@ -98,6 +102,82 @@ def test_environment_that_cannot_hold_in_a_pool_is_a_problem():
     assert problem["remedy"] == "unset SGLANG_JAX_AOT_DISPATCH"
 
 
+def live(chip, used=0, count=4):
+    """What JAX says of a host of these chips."""
+    memory = {"bytes_limit": chip.hbm_bytes, "bytes_in_use": used}
+    devices = [
+        {"id": i, "platform": "tpu", "kind": chip.kind, "memory": memory} for i in range(count)
+    ]
+    return {"backend": "tpu", "processes": 1, "devices": devices}
+
+
+def warned(jax, model, **server_args):
+    found = warnings(jax, PoolConfig(CONFIGS[model], server_args=server_args))
+    return [f"{entry['problem']} → {entry['remedy']}" for entry in found]
+
+
+def test_settings_that_a_tpu_takes_need_no_warning():
+    assert warned(live(V6E), "4B", context_length=4096) == []
+    assert warnings(live(V6E), None) == []
+
+
+def test_settings_are_no_matter_without_a_tpu():
+    jax = {"backend": "cpu", "devices": [{"kind": "cpu", "memory": None}]}
+    assert warned(jax, "4B", page_size=1) == []
+    assert warned({"error": "JAX did not start within 60 s"}, "4B", page_size=1) == []
+
+
+def test_settings_that_a_tpu_refuses_are_warned_of():
+    """The page size, the cap on running requests, room for a second weight set."""
+    asked = {"context_length": 4096, "page_size": 1, "max_running_requests": 64}
+    page, cap = warned(live(V6E), "0.6B", **asked)
+    assert "page_size=1" in page
+    assert "at most 32" in cap
+    (second,) = warned(live(V5E), "4B", context_length=4096)
+    assert "second weight set does not fit" in second
+    assert 'staging="stream"' in second
+    (weights,) = warned(live(V5E), "8B", context_length=4096)
+    assert "less than one request" in weights
+
+
+def test_memory_that_others_hold_counts():
+    """A trainer on the chip takes the room of a second set."""
+    assert warned(live(V6E), "4B", context_length=4096) == []
+    (second,) = warned(live(V6E, used=14 * 2**30), "4B", context_length=4096)
+    assert "second weight set does not fit" in second
+
+
+def test_a_chip_that_does_not_count_is_sized_by_its_kind():
+    jax = live(V5E)
+    for device in jax["devices"]:
+        device["memory"] = None
+    assert "in 16.91" in warned(jax, "8B", context_length=4096)[0]
+
+
+def test_a_chip_that_was_never_run_on_is_said():
+    (note,) = warned(live(V4), "0.6B", context_length=4096)
+    assert "has never been run" in note
+
+
+def test_what_cannot_be_sized_is_still_looked_at(tmp_path):
+    """An unknown chip or model: the page size needs neither."""
+    jax = live(V6E)
+    found = warnings(jax, PoolConfig(str(tmp_path / "none"), server_args={"page_size": 1}))
+    assert ["page_size=1" in entry["problem"] for entry in found] == [True, False]
+    assert "no configuration to be read" in found[1]["problem"]
+    for device in jax["devices"]:
+        device |= {"kind": "TPU v9", "memory": None}
+    (page,) = warned(jax, "4B", page_size=1)
+    assert "page_size=1" in page
+
+
+def test_a_pools_options_are_taken_without_a_profile():
+    """An option that no pool takes is a mistake here too."""
+    result = CliRunner().invoke(app, ["doctor", "--server-arg", "page_sise=1"])
+    assert result.exit_code == 2
+    assert "did you mean page_size" in result.output
+
+
 def test_this_machine_is_reported_as_json():
     result = CliRunner().invoke(app, ["doctor", "--json"])
     report = json.loads(result.stdout)
@@ -112,8 +192,10 @@ def test_report_for_a_person_has_the_same_findings(capsys):
         "memory": {"host_bytes": 2**34, "cores": 8},
         "environment": {"JAX_PLATFORMS": "tpu"},
         "problems": [{"problem": "process 123 holds the TPU", "remedy": "kill 123"}],
+        "warnings": [{"problem": "page_size=1: too small", "remedy": "leave it out"}],
     }
     environment.show(report)
     shown = capsys.readouterr().out
     for part in ("JAX backend: tpu", "8 cores, 16.0 GiB", "min_p", "JAX_PLATFORMS=tpu", "kill 123"):
         assert part in shown
+    assert "page_size=1: too small\n    → leave it out" in shown

@@ -1,0 +1,106 @@
+"""How fast a decode step can be at best: the bytes that it must read, over the chip's bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from enginepool.sizing.chips import Chip
+from enginepool.sizing.memory import Memory
+
+# What an all-reduce of a decode step is taken to cost, so that layouts can be compared. No part of
+# the bound.
+ALL_REDUCE_MS = 0.010
+# A layout of smaller engines is preferred until another promises so many times the tokens: a bound
+# is not a measurement, and smaller engines fail, swap and wait alone.
+CLEARLY_FASTER = 1.5
+
+LEFT_OUT = (
+    "all-reduces (counted, not timed), matrix arithmetic, activations, the sampler, prefill, the "
+    "host's time between steps, and what attention reads twice"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A host's chips as engines of `tp_size` chips each, with some requests in flight on all.
+
+    Attributes:
+        memory: Of one chip, with this layout's `ServerArgs`.
+        batch: Requests in flight on the host.
+    """
+
+    chip: Chip
+    chips: int
+    memory: Memory
+    batch: int
+
+    @property
+    def tp_size(self) -> int:
+        return self.memory.settings.tp_size
+
+    @property
+    def engines(self) -> int:
+        return self.chips // self.tp_size
+
+    @cached_property
+    def running(self) -> int:
+        """Requests in one engine's step: its share, as far as they have room."""
+        if not self.memory.serves:
+            return 0
+        share = -(-self.batch // self.engines)
+        return min(share, self.memory.requests_at_context, self.memory.max_running_requests)
+
+    @property
+    def least_experts(self) -> int:
+        """Of each layer that a step reads, where all tokens want the same."""
+        return self.memory.shape.experts_per_token
+
+    @property
+    def uniform_experts(self) -> float:
+        """The same as expected where tokens want each expert equally often."""
+        shape = self.memory.shape
+        if not shape.experts:
+            return 0.0
+        return shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** self.running)
+
+    def weight_bytes_read(self, experts: float) -> float:
+        return self.memory.shape.weight_bytes_read(self.tp_size, experts)
+
+    @property
+    def kv_bytes_read(self) -> float:
+        """Of requests that have filled their context."""
+        tokens = self.memory.shape.kv_tokens_read(self.memory.settings.context)
+        return self.running * tokens * self.memory.kv_per_token
+
+    def _step_ms(self, experts: float) -> float:
+        return 1000 * (self.weight_bytes_read(experts) + self.kv_bytes_read) / self.chip.bandwidth
+
+    @property
+    def decode_ms(self) -> float:
+        """No step is faster."""
+        return self._step_ms(self.least_experts)
+
+    @property
+    def uniform_ms(self) -> float:
+        """The same with uniform routing, which no bound may assume; equal for a dense model."""
+        return self._step_ms(self.uniform_experts)
+
+    @property
+    def all_reduces(self) -> int:
+        """Of [batch, hidden], a step: after attention and MLP of each layer, and one more."""
+        return 2 * self.memory.shape.layers + 1 if self.tp_size > 1 else 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """For comparison: all engines, uniform routing, all-reduces as assumed."""
+        step = self.uniform_ms + self.all_reduces * ALL_REDUCE_MS
+        return self.engines * self.running / step * 1000 if self.running else 0.0
+
+
+def choose(layouts: list[Layout]) -> Layout | None:
+    """The layout with the smallest engines that none is clearly faster than."""
+    able = [layout for layout in layouts if layout.running]
+    best = max((layout.tokens_per_second for layout in able), default=0.0)
+    enough = (one for one in able if one.tokens_per_second * CLEARLY_FASTER >= best)
+    return min(enough, key=lambda layout: layout.tp_size, default=None)

@@ -1,0 +1,154 @@
+"""A plan for people: its inputs, then every figure with the terms that it is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def show(plan: dict[str, Any]) -> None:
+    """Print it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for title, lines in (
+        ("Inputs", _inputs(plan)),
+        ("HBM of one chip", _memory(plan)),
+        ("New weights", _swap(plan)),
+        ("A decode step", _decode(plan)),
+    ):
+        console.print(title, style="bold")
+        width = max(len(name) for name, _ in lines)
+        for name, text in lines:
+            console.print(f"  {name:{width}}  {text}")
+    names = ("tp_size", "engines", "KV tokens", "requests", "ms a step", "all-reduces", "tokens/s")
+    table = Table(*names, "fits", box=None)
+    for row in plan["layouts"]:
+        least = row["decode_ms_no_faster_than"]
+        table.add_row(
+            *(str(row[name]) for name in ("tp_size", "engines", "kv_tokens", "running_requests")),
+            "" if least is None else f"{least:.2f}",
+            str(row["all_reduces"]),
+            str(row["tokens_per_second_compared"]),
+            "yes" if row["fits"] else "no",
+        )
+    console.print("The host shared out otherwise", style="bold")
+    console.print(table)
+    console.print(
+        f"  a bound leaves out {plan['left_out']}; tokens/s, to compare "
+        f"layouts by, takes {1000 * plan['all_reduce_ms_assumed']:g} µs for an all-reduce"
+    )
+    console.print("Verdict", style="bold")
+    console.print(f"  {plan['verdict']}")
+    for note in plan["notes"]:
+        console.print(f"  {note}")
+    for entry in plan["advice"]:
+        console.print(f"  {entry['problem']}\n    → {entry['remedy']}")
+
+
+def _inputs(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("model", f"{plan['model']}: {plan['family']}, {plan['parameters']:,} parameters"),
+        ("dtype", plan["dtype"]),
+        (
+            "host",
+            (
+                f"{plan['topology']}: {plan['chips']} chips, each {plan['hbm_bytes']:,} bytes of "
+                f"HBM at {plan['hbm_bytes_per_second'] / 1e9:,.0f} GB/s"
+            ),
+        ),
+        ("pool", f"engines: {plan['engines']}, chips of each (tp_size): {plan['tp_size']}"),
+        ("context", f"{plan['context']:,} tokens a request"),
+        ("batch", f"{plan['batch']:,} requests in flight on the host"),
+        ("page_size", str(plan["page_size"])),
+        ("mem_fraction_static", f"{plan['mem_fraction_static']:g}"),
+    ]
+
+
+def _memory(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    page, context = plan["page_size"], plan["context"]
+    pages = -(-context // page)
+    return [
+        ("weights", _bytes(plan["weight_bytes"])),
+        (
+            "KV a token",
+            (
+                f"{plan['kv_bytes_per_token']:,} bytes: 2 × {plan['layers']} layers × KV heads of "
+                "a chip × head width in steps of 128 × bytes a value"
+            ),
+        ),
+        (
+            "KV tokens",
+            (
+                f"{plan['kv_tokens']:,} in {plan['kv_pages']:,} pages: (HBM × "
+                "mem_fraction_static - weights) / KV a token, in whole pages"
+            ),
+        ),
+        ("KV", f"{_bytes(plan['kv_bytes'])}: a page more than that"),
+        ("requests of that context", f"{plan['requests_at_context']:,} have room at a time"),
+        (
+            "running requests",
+            (
+                f"{plan['max_running_requests']:,} at most; upstream's attention caps them at "
+                f"{plan['running_requests_cap']:,} = 524,288 // {pages} pages // 4"
+            ),
+        ),
+        (
+            "programs",
+            f"{_bytes(plan['program_bytes'])}: {plan['program_count']} of 23 MB at most each",
+        ),
+        ("logits", _bytes(plan["logits_bytes"])),
+        (
+            "temporaries",
+            (
+                f"prefill {_bytes(plan['prefill_temporary_bytes'])}, sampler "
+                f"{_bytes(plan['sampler_temporary_bytes'])}; the larger counts"
+            ),
+        ),
+        (
+            "in all",
+            (
+                f"{_bytes(plan['weight_bytes'] + plan['kv_bytes'] + plan['reserve_bytes'])} of "
+                f"{_bytes(plan['hbm_bytes'])}: {'fits' if plan['fits'] else 'does not fit'}"
+            ),
+        ),
+    ]
+
+
+def _swap(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    live = plan["live_swap_mem_fraction_static"]
+    return [
+        ("staging", plan["staging"]),
+        ("second set beside KV", "fits" if plan["second_weight_set_fits"] else "does not fit"),
+        (
+            "with the KV released",
+            "fits" if plan["second_weight_set_fits_without_kv"] else "does not fit",
+        ),
+        ("live swap up to", "none" if live is None else f"mem_fraction_static={live:g}"),
+        ("KV without that room", f"{plan['kv_tokens_at_upstreams_fraction']:,} tokens at 0.88"),
+    ]
+
+
+def _decode(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    if not plan["running_requests"]:
+        return [("requests", "none: it does not fit")]
+    least, uniform = plan["decode_ms_no_faster_than"], plan["decode_ms_uniform_routing"]
+    lines = [
+        ("requests", f"{plan['running_requests']:,} in one engine's step"),
+        (
+            "no faster than",
+            (
+                f"{least:.2f} ms: ({_bytes(plan['decode_weight_bytes'])} of weights + "
+                f"{_bytes(plan['decode_kv_bytes'])} of KV) / bandwidth"
+            ),
+        ),
+    ]
+    if uniform is not None:
+        lines.append(
+            ("with uniform routing", f"{uniform:.2f} ms: all experts wanted equally often")
+        )
+    return lines
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB"

@@ -1,0 +1,236 @@
+"""What a chip's HBM is taken by when an engine runs on it.
+
+Upstream sizes its KV cache by `mem_fraction_static` of the memory that is free before the weights
+are loaded: weights and KV together take that fraction. What is left must hold the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from enginepool.errors import InvalidConfig
+from enginepool.sizing.shape import Shape
+from enginepool.values import is_int, is_number, shown
+
+# Upstream's defaults (ServerArgs.__post_init__, common_utils.PRECOMPILE_DEFAULT_*).
+FRACTION = 0.88
+CHUNK = 4096
+TOKEN_PADDINGS = tuple(1 << i for i in range(6, 14))
+BATCH_PADDINGS = tuple(1 << i for i in range(9))
+
+# Temporaries as XLA's compiler gave them for v5e and v6e, rounded up: prefill of 4,096 tokens of
+# Qwen3-4B took 226 MB, which is 8.1 hidden states and an MLP's gate and up a token; the sampler
+# 3.1 to 5.0 times its logits.
+_HIDDEN_STATES = 9
+_SAMPLER_COPIES = 6
+# The largest program of a full-depth model; as the compiler gave it.
+_PROGRAM_BYTES = 23 * 10**6
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of `ServerArgs` decides how much memory an engine takes.
+
+    Attributes:
+        max_running_requests, max_total_tokens: None where upstream chooses.
+    """
+
+    context: int
+    page_size: int
+    fraction: float
+    tp_size: int = 1
+    chunk: int = CHUNK
+    max_running_requests: int | None = None
+    max_total_tokens: int | None = None
+    kv_itemsize: int | None = None
+    token_paddings: tuple[int, ...] = TOKEN_PADDINGS
+    batch_paddings: tuple[int, ...] = BATCH_PADDINGS
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any], shape: Shape) -> Settings:
+        """From `ServerArgs` as a pool passes them; what is left out has upstream's default.
+
+        Raises:
+            InvalidConfig: A value that upstream could not compute with either.
+        """
+        given = {name: value for name, value in args.items() if value is not None}
+        for name in _COUNTS & given.keys():
+            if not is_int(given[name]) or given[name] < (
+                -1 if name == "chunked_prefill_size" else 1
+            ):
+                raise InvalidConfig(f"{name}={shown(given[name])}: expected a count, 1 or more")
+        fraction = given.get("mem_fraction_static", FRACTION)
+        if not is_number(fraction) or not 0 < fraction < 1:
+            raise InvalidConfig(f"mem_fraction_static={shown(fraction)}: expected 0 to 1")
+        most = given.get("max_prefill_tokens", 16384)
+        chunk = given.get("chunked_prefill_size", CHUNK)
+        return cls(
+            context=given.get("context_length", shape.context),
+            page_size=given.get("page_size", 1),
+            fraction=float(fraction),
+            tp_size=given.get("tp_size", 1),
+            chunk=min(chunk, most) if chunk > 0 else most,
+            max_running_requests=given.get("max_running_requests"),
+            max_total_tokens=given.get("max_total_tokens"),
+            kv_itemsize=2 if given.get("kv_cache_dtype", "auto") == "bf16" else None,
+            token_paddings=tuple(given.get("precompile_token_paddings", TOKEN_PADDINGS)),
+            batch_paddings=tuple(given.get("precompile_bs_paddings", BATCH_PADDINGS)),
+        )
+
+    @property
+    def pages_per_request(self) -> int:
+        return -(-self.context // self.page_size)
+
+    @property
+    def tokens_per_request(self) -> int:
+        """KV of a request that fills its context, in whole pages."""
+        return self.pages_per_request * self.page_size
+
+
+_COUNTS = {
+    *("context_length", "page_size", "tp_size", "max_prefill_tokens", "chunked_prefill_size"),
+    *("max_running_requests", "max_total_tokens"),
+}
+
+
+def running_requests_cap(context: int, page_size: int) -> int:
+    """How many requests upstream's attention lets run: their page numbers lie in scalar memory.
+
+    sglang-jax 0.1.0rc0, srt/layers/attention/flashattention_backend.py:771. 0 there is an
+    assertion that fails while the engine is built.
+    """
+    return 524_288 // -(-context // page_size) // 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One chip of an engine. Everything in bytes, unless it says tokens or requests.
+
+    Attributes:
+        free: What the engine finds: the chip's HBM, less what others hold of it.
+    """
+
+    shape: Shape
+    settings: Settings
+    free: int
+
+    @cached_property
+    def weights(self) -> int:
+        return self.shape.weight_bytes(self.settings.tp_size)
+
+    @cached_property
+    def kv_per_token(self) -> int:
+        return self.shape.kv_bytes_per_token(self.settings.tp_size, self.settings.kv_itemsize)
+
+    def tokens_at(self, fraction: float) -> int:
+        """KV tokens that upstream makes at this `mem_fraction_static`, in whole pages."""
+        tokens = max(0, int((self.free * fraction - self.weights) // self.kv_per_token))
+        most = self.settings.max_total_tokens
+        tokens = tokens if most is None else min(tokens, most)
+        return tokens // self.settings.page_size * self.settings.page_size
+
+    @cached_property
+    def kv_tokens(self) -> int:
+        return self.tokens_at(self.settings.fraction)
+
+    def kv_at(self, fraction: float) -> int:
+        """Upstream keeps a page more than it hands out."""
+        return (self.tokens_at(fraction) + self.settings.page_size) * self.kv_per_token
+
+    @property
+    def kv(self) -> int:
+        return self.kv_at(self.settings.fraction)
+
+    @property
+    def requests_at_context(self) -> int:
+        """How many requests that fill their context have room at the same time."""
+        return self.kv_tokens // self.settings.tokens_per_request
+
+    @property
+    def cap(self) -> int:
+        return running_requests_cap(self.settings.context, self.settings.page_size)
+
+    @property
+    def max_running_requests(self) -> int:
+        """Upstream's own (tp_worker.py): what is asked for, the request pool, the attention."""
+        asked = self.settings.max_running_requests
+        if asked is not None:
+            return min(asked, self.cap)
+        pool = min(max(int(self.kv_tokens / self.settings.context * 512), 2048), 4096)
+        return min(self.kv_tokens // 2, pool, self.cap)
+
+    # What needs room beside weights and KV.
+
+    @property
+    def largest_batch(self) -> int:
+        """Of the programs that are compiled, and so of the sampler's."""
+        return min(self.max_running_requests, self.settings.chunk)
+
+    @property
+    def logits(self) -> int:
+        return self.largest_batch * self.shape.vocab * 4
+
+    @property
+    def prefill_temporaries(self) -> int:
+        mlp = 2 * self.shape.mlp_width // self.settings.tp_size
+        a_token = (_HIDDEN_STATES * self.shape.hidden + mlp) * self.shape.itemsize
+        return self.settings.chunk * a_token
+
+    @property
+    def sampler_temporaries(self) -> int:
+        return _SAMPLER_COPIES * self.logits
+
+    @property
+    def program_count(self) -> int:
+        """Forward programs: one a bucket of prefill's tokens, and one of decode's requests."""
+        paddings, most = self.settings.token_paddings, self.settings.chunk
+        tokens = {n for n in paddings if self.largest_batch <= n < most} | {most}
+        paddings, most = self.settings.batch_paddings, self.largest_batch
+        return len(tokens) + len({n for n in paddings if n < most} | {most})
+
+    @property
+    def programs(self) -> int:
+        return self.program_count * _PROGRAM_BYTES
+
+    @property
+    def reserve(self) -> int:
+        """Programs, a step's logits, and the larger of two temporaries that never meet."""
+        temporaries = max(self.prefill_temporaries, self.sampler_temporaries)
+        return self.programs + self.logits + temporaries
+
+    # What fits.
+
+    @property
+    def serves(self) -> bool:
+        """Whether an engine starts and can run one request of the whole context."""
+        runs = min(self.requests_at_context, self.max_running_requests) >= 1
+        return runs and self._fits(1, self.settings.fraction)
+
+    @property
+    def second_set_fits(self) -> bool:
+        """Beside the KV cache and running programs: `staging="double"`, while engines serve."""
+        return self._fits(2, self.settings.fraction)
+
+    @property
+    def second_set_fits_without_kv(self) -> bool:
+        """With the KV cache released, when no program runs: `update_weights(free_kv=True)`."""
+        return 2 * self.weights + self.programs <= self.free
+
+    @property
+    def live_swap_fraction(self) -> float | None:
+        """The largest `mem_fraction_static` at which a second set fits while engines serve."""
+        return self.largest_fraction(sets=2)
+
+    def largest_fraction(self, sets: int) -> float | None:
+        """The largest `mem_fraction_static`, in hundredths, that leaves room for the reserve and
+        so many sets of weights in all; None where there is none with a page of KV."""
+        for fraction in (hundredths / 100 for hundredths in range(99, 0, -1)):
+            if self._fits(sets, fraction):
+                return fraction if self.tokens_at(fraction) else None
+        return None
+
+    def _fits(self, sets: int, fraction: float) -> bool:
+        return sets * self.weights + self.kv_at(fraction) + self.reserve <= self.free

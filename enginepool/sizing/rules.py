@@ -1,0 +1,151 @@
+"""The defaults that a TPU accepts, and what is wrong with others. docs/plan.md has the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from enginepool.sizing.memory import FRACTION, Memory, Settings, running_requests_cap
+from enginepool.sizing.shape import Shape
+from enginepool.values import is_int
+
+# Upstream's own 1 cannot be used: the attention kernel unrolls a copy for every page of a block.
+PAGE_SIZE = 128
+LEAST_PAGE_SIZE = 16
+# Without a limit upstream compiles for every request that it may ever run, thousands, and the
+# sampler needs several times the logits of all of them. This is its own largest bucket.
+MAX_RUNNING_REQUESTS = 256
+# A fraction that keeps a second weight set possible must leave KV for so many full requests.
+KV_FOR_REQUESTS = 16
+
+TPU_DEFAULTS: Mapping[str, Any] = {
+    "page_size": PAGE_SIZE,
+    "max_running_requests": MAX_RUNNING_REQUESTS,
+}
+
+
+class Advice(NamedTuple):
+    """What is wrong, or worth knowing, and what to do."""
+
+    problem: str
+    remedy: str
+
+
+def default_fraction(shape: Shape, args: Mapping[str, Any], free: int) -> float:
+    """`mem_fraction_static` where nobody gave one.
+
+    The largest at which a second weight set fits beside the KV cache, temporaries and programs, if
+    that leaves KV for 16 requests of the context; otherwise the largest that leaves temporaries
+    and programs their room. Never more than upstream's: nobody has seen more of a chip used.
+
+    Args:
+        args: `ServerArgs` as the pool passes them, page size and all.
+        free: Bytes of HBM that the engine finds on each of its chips.
+    """
+    settings = replace(Settings.of(args, shape), fraction=FRACTION)
+    memory = Memory(shape, settings, free)
+    alone, live = memory.largest_fraction(sets=1), memory.live_swap_fraction
+    most = min(FRACTION, FRACTION if alone is None else alone)
+    wanted = KV_FOR_REQUESTS * settings.tokens_per_request
+    if settings.max_total_tokens is not None:
+        wanted = min(wanted, memory.tokens_at(most))
+    if live is not None and memory.tokens_at(live) >= wanted:
+        return min(live, FRACTION)
+    return most
+
+
+def page_advice(args: Mapping[str, Any]) -> list[Advice]:
+    """What is wrong with the page size, whatever the model."""
+    page: Any = args.get("page_size")
+    if not is_int(page) or page >= LEAST_PAGE_SIZE:
+        return []
+    return [
+        Advice(
+            f"page_size={page}: below {LEAST_PAGE_SIZE} a TPU's attention kernel unrolls so many "
+            "page copies that a program takes minutes to compile",
+            f"leave page_size out ({PAGE_SIZE} on a TPU), or give {LEAST_PAGE_SIZE} or more",
+        )
+    ]
+
+
+def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
+    """What is wrong with settings on a TPU before an engine is built.
+
+    Args:
+        args: What the user gave, without defaults.
+    """
+    found = page_advice(args)
+    settings = memory.settings
+    context, page, cap = settings.context, settings.page_size, memory.cap
+    asked = args.get("max_running_requests")
+    if cap < (1 if asked is None else asked):
+        larger = f"page_size={PAGE_SIZE} allows {running_requests_cap(context, PAGE_SIZE)}"
+        found.append(
+            Advice(
+                f"max_running_requests={asked or settings.max_running_requests}: upstream's "
+                f"attention runs at most {cap} at context_length={context} and page_size={page} "
+                f"(524,288 // {settings.pages_per_request} pages // 4)",
+                f"a smaller context_length; {larger}"
+                if page < PAGE_SIZE
+                else "a smaller context_length",
+            )
+        )
+    if not memory.serves:
+        found.append(_does_not_fit(memory))
+    elif args.get("mem_fraction_static") is not None and not memory.second_set_fits:
+        found.append(staging_advice(memory))
+    return found
+
+
+def all_advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
+    """The same, and what the defaults mean for `update_weights`: for who asks before a start."""
+    found = advice(memory, args)
+    if memory.serves and not memory.second_set_fits and args.get("mem_fraction_static") is None:
+        found.append(staging_advice(memory))
+    return found
+
+
+def staging(memory: Memory) -> str:
+    """What `update_weights` can do: "double" while engines serve, else "stream"."""
+    return "double" if memory.second_set_fits else "stream"
+
+
+def staging_advice(memory: Memory) -> Advice:
+    """Why there is no room for a second weight set, and how there would be."""
+    settings, live = memory.settings, memory.live_swap_fraction
+    sets = 2 * memory.weights / 1e9
+    remedies = []
+    if live is not None and live < settings.fraction:
+        tokens = memory.tokens_at(live)
+        remedies.append(f"mem_fraction_static={live:g} has room for both, with {tokens} KV tokens")
+    if memory.second_set_fits_without_kv:
+        remedies.append("update_weights(free_kv=True) has it while the KV cache is released")
+    return Advice(
+        f"mem_fraction_static={settings.fraction:g}: a second weight set does not fit beside the "
+        f"KV cache ({sets:.2f} GB of weights, {memory.kv / 1e9:.2f} of KV, "
+        f"{memory.reserve / 1e9:.2f} of programs and temporaries, in {memory.free / 1e9:.2f})",
+        "; or ".join(
+            [
+                'update_weights replaces leaf by leaf while engines stand (staging="stream")',
+                *remedies,
+            ]
+        ),
+    )
+
+
+def _does_not_fit(memory: Memory) -> Advice:
+    settings, free = memory.settings, memory.free / 1e9
+    weights, reserve = memory.weights / 1e9, memory.reserve / 1e9
+    if not memory.requests_at_context:
+        return Advice(
+            f"{memory.kv_tokens} KV tokens at mem_fraction_static={settings.fraction:g} "
+            f"({weights:.2f} GB of weights in {free:.2f}) are less than one request of "
+            f"context_length={settings.context} needs",
+            "a larger tp_size, a smaller context_length, or a chip with more HBM",
+        )
+    return Advice(
+        f"mem_fraction_static={settings.fraction:g} leaves too little for programs and "
+        f"temporaries, about {reserve:.2f} of {free:.2f} GB",
+        "a smaller mem_fraction_static, max_running_requests or chunked_prefill_size",
+    )

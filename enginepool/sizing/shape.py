@@ -1,0 +1,227 @@
+"""A model's tensors by its configuration: how many bytes of weights, and of KV a token.
+
+Counts what upstream's model classes hold, chip by chip under tensor parallelism; a test compares it
+with those classes themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from enginepool.errors import InvalidConfig
+from enginepool.values import shown
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe")
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LANES = 128  # upstream pads a head's KV to whole vector registers
+_GATED_MLP = 3  # matrices: gate, up, down
+
+# What of a tensor a decode step reads: all, a row a token, or some experts' share.
+Role = Literal["whole", "rows", "expert"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Equal tensors of all layers.
+
+    Attributes:
+        size: Elements of one.
+        cut: Divided over the chips of an engine; else each chip has it whole.
+    """
+
+    name: str
+    size: int
+    count: int
+    itemsize: int
+    cut: bool = True
+    role: Role = "whole"
+
+    def on_chip(self, tp_size: int) -> int:
+        """Bytes of all of them on one chip."""
+        size = -(-self.size // tp_size) if self.cut else self.size
+        return size * self.count * self.itemsize
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as far as memory goes.
+
+    Attributes:
+        context: Tokens, as the checkpoint has it.
+        mlp_width: Of what a token passes through: of all its experts together.
+        experts, experts_per_token: 0 for a dense model.
+        sliding_layers, window: Layers that look at the last `window` tokens alone.
+    """
+
+    family: str
+    dtype: str
+    itemsize: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab: int
+    context: int
+    experts: int
+    experts_per_token: int
+    sliding_layers: int
+    window: int
+    tied: bool
+    attention_bias: bool
+    dense_layers: int
+    expert_width: int
+    dense_width: int
+
+    def tensors(self, tp_size: int = 1) -> list[Tensor]:
+        """Every parameter. Where an engine has more chips than the model has KV heads, each chip
+        holds one, so K and V grow."""
+        item, hidden, layers = self.itemsize, self.hidden, self.layers
+        q = self.heads * self.head_dim
+        kv = self.kv_heads_on_chip(tp_size) * tp_size * self.head_dim
+        norm = 4 if self.family == "gemma2" else item  # upstream keeps Gemma's norms in float32
+        found = [
+            Tensor(
+                "embedding", self.vocab * hidden, 1, item, role="whole" if self.tied else "rows"
+            ),
+            Tensor("q", hidden * q, layers, item),
+            Tensor("k, v", hidden * kv, 2 * layers, item),
+            Tensor("o", q * hidden, layers, item),
+            Tensor("norms", hidden, self._norms * layers + 1, norm, cut=False),
+        ]
+        if not self.tied:
+            found.append(Tensor("head", self.vocab * hidden, 1, item))
+        if self.attention_bias:
+            found += [Tensor("q bias", q, layers, item), Tensor("k, v bias", kv, 2 * layers, item)]
+            if self.family != "qwen2":
+                found.append(Tensor("o bias", hidden, layers, item, cut=False))
+        if self.family in ("qwen3", "qwen3_moe"):
+            found.append(Tensor("q, k norms", self.head_dim, 2 * layers, item, cut=False))
+        if self.dense_layers:
+            size, count = hidden * self.dense_width, _GATED_MLP * self.dense_layers
+            found.append(Tensor("mlp", size, count, item))
+        if self.experts:
+            size, sparse = self.experts * hidden * self.expert_width, layers - self.dense_layers
+            found.append(Tensor("experts", size, _GATED_MLP * sparse, item, role="expert"))
+            # upstream keeps the gate in float32
+            found.append(Tensor("expert gate", hidden * self.experts, sparse, 4, cut=False))
+        return found
+
+    @property
+    def _norms(self) -> int:
+        return 4 if self.family == "gemma2" else 2
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.size * tensor.count for tensor in self.tensors())
+
+    def weight_bytes(self, tp_size: int = 1) -> int:
+        """Of one chip."""
+        return sum(tensor.on_chip(tp_size) for tensor in self.tensors(tp_size))
+
+    def weight_bytes_read(self, tp_size: int, experts: float) -> float:
+        """What a decode step reads on one chip, where each layer's tokens go to so many experts."""
+        share = {"whole": 1.0, "rows": 0.0, "expert": experts / max(self.experts, 1)}
+        return sum(t.on_chip(tp_size) * share[t.role] for t in self.tensors(tp_size))
+
+    def kv_heads_on_chip(self, tp_size: int) -> int:
+        return max(1, -(-self.kv_heads // tp_size))
+
+    def kv_bytes_per_token(self, tp_size: int = 1, itemsize: int | None = None) -> int:
+        """Of one chip, over all layers."""
+        width = -(-self.head_dim // _LANES) * _LANES
+        heads = self.kv_heads_on_chip(tp_size)
+        return 2 * self.layers * heads * width * (itemsize or self.itemsize)
+
+    def kv_tokens_read(self, context: int) -> float:
+        """Tokens whose KV a step reads of a request of this length, averaged over the layers."""
+        near = min(context, self.window) if self.window else context
+        sliding = self.sliding_layers
+        return (sliding * near + (self.layers - sliding) * context) / self.layers
+
+
+def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shape:
+    """The shape of a checkpoint: a directory, a config.json, or a hub id, whose configuration
+    alone is fetched.
+
+    Raises:
+        InvalidConfig: No such configuration, a family that this does not count, or weights that
+            are quantized.
+    """
+    args = server_args or {}
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(
+            model, revision=args.get("revision"), cache_dir=args.get("download_dir")
+        )
+        config.update(json.loads(args.get("json_model_override_args") or "{}"))
+        if args.get("model_layer_nums"):
+            config.num_hidden_layers = min(args["model_layer_nums"], config.num_hidden_layers)
+    except Exception as error:  # transformers and the hub raise what they like
+        raise InvalidConfig(f"{model}: no configuration to be read: {error}") from error
+    for where, value in (
+        ("quantization", args.get("quantization")),
+        ("quantization_config_path", args.get("quantization_config_path")),
+        ("quantization_config", getattr(config, "quantization_config", None)),
+    ):
+        if value:
+            raise InvalidConfig(f"{model}: {where}={shown(value)}: quantized weights not counted")
+    return shape_of(config, args.get("dtype") or "auto", model)
+
+
+def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape:
+    """The same of a `transformers` configuration."""
+    family = getattr(config, "model_type", None)
+    if family not in FAMILIES:
+        raise InvalidConfig(
+            f"{name}: model_type={family!r} is not counted; known are {', '.join(FAMILIES)}"
+        )
+    if dtype == "auto":
+        own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+        dtype = str(own or "float32").removeprefix("torch.")
+    if dtype not in _ITEMSIZES:
+        raise InvalidConfig(f"{name}: dtype={dtype!r}: expected one of {', '.join(_ITEMSIZES)}")
+    layers, experts = config.num_hidden_layers, getattr(config, "num_experts", 0) or 0
+    per_token = config.num_experts_per_tok if experts else 0
+    expert_width = config.moe_intermediate_size if experts else 0
+    dense = len(config.mlp_only_layers or ()) if experts else layers
+    kinds = (getattr(config, "layer_types", None) or [])[:layers]
+    width = config.intermediate_size
+    return Shape(
+        family=family,
+        dtype=dtype,
+        itemsize=_ITEMSIZES[dtype],
+        layers=layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        mlp_width=max(width if dense else 0, per_token * expert_width),
+        vocab=config.vocab_size,
+        context=_context(config),
+        experts=experts,
+        experts_per_token=per_token,
+        sliding_layers=kinds.count("sliding_attention"),
+        window=getattr(config, "sliding_window", None) or 0,
+        tied=bool(config.tie_word_embeddings),
+        attention_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        dense_layers=dense,
+        expert_width=expert_width,
+        dense_width=width,
+    )
+
+
+def _context(config: Any) -> int:
+    """As upstream derives it (hf_transformers_utils.get_context_length)."""
+    scaling = getattr(config, "rope_scaling", None) or {}
+    stretched = not (
+        "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    )
+    factor = scaling.get("factor", 1) if stretched else 1
+    return int(factor * config.max_position_embeddings)
