@@ -29,6 +29,7 @@ from patches import (
     seeded_sampler,
     signal_handlers,
     top_p_order,
+    v4_block_sizes,
     zero_penalty_cache,
 )
 from patches._patch import Patch, PatchError, is_applied
@@ -58,6 +59,7 @@ ALL: tuple[Patch, ...] = (
     min_p.PATCH,
     min_p_ignored.PATCH,
     penalties_after_retract.PATCH,
+    v4_block_sizes.PATCH,
     batch_transfers.PATCH,
     metadata_check.PATCH,
 )
