@@ -53,7 +53,7 @@ def _row(program: Compiled) -> tuple[str, ...]:
         donated = "yes" if program.aliased >= program.donated else "no"
     return (
         program.kind,
-        program.size,
+        program.size or "-",
         f"{program.seconds:.1f}",
         f"{program.cpu_seconds:.1f}",
         _bytes(program.arguments),

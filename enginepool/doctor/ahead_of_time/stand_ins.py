@@ -18,6 +18,7 @@ and stay as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from flax import nnx
 from jax._src import core
 from jax.sharding import SingleDeviceSharding
 
@@ -46,7 +48,7 @@ class AbstractArray(jax.Array):
     dtype = property(lambda self: self._dtype)
     sharding = property(lambda self: self._sharding)
     ndim = property(lambda self: len(self._shape))
-    size = property(lambda self: int(np.prod(self._shape)))
+    size = property(lambda self: math.prod(self._shape))
     nbytes = property(lambda self: self.size * self._dtype.itemsize)
     weak_type = property(lambda self: False)
     committed = property(lambda self: True)
@@ -146,6 +148,21 @@ def _from_callback(shape: Any, sharding: Any, callback: Any, dtype: Any = None) 
     return AbstractArray(shape, dtype, sharding)
 
 
+def _free_memory(hbm_bytes: int) -> Callable[[Any], int]:
+    """What upstream asks before it has loaded the model, and again when it sizes the KV cache."""
+
+    def free_memory(runner: Any) -> int:
+        model = getattr(runner, "model", None)
+        leaves = jax.tree.leaves(nnx.state(model)) if model is not None else []
+        # A chip has one shard of each.
+        return hbm_bytes - sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in leaves
+        )
+
+    return free_memory
+
+
 @contextmanager
 def upstream_without_device(
     devices: Sequence[Any], hbm_bytes: int, record: Record
@@ -167,21 +184,6 @@ def upstream_without_device(
             return _jit(function, **options)
         return _Program(function, options, record)
 
-    def free_memory(runner: Any) -> int:
-        model = getattr(runner, "model", None)
-        if model is None:
-            return hbm_bytes
-        from flax import nnx
-
-        leaves = jax.tree.leaves(nnx.state(model))
-        # Of what every chip has of each; one chip has a shard.
-        shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
-        used = sum(
-            int(np.prod(shape)) * leaf.dtype.itemsize
-            for shape, leaf in zip(shards, leaves, strict=True)
-        )
-        return hbm_bytes - used
-
     with ExitStack() as stack:
         types = {AbstractArray: lambda array: array.aval}
         stack.enter_context(mock.patch.dict(core.pytype_aval_mappings, types))
@@ -195,7 +197,7 @@ def upstream_without_device(
             (jax, "default_backend", lambda: "tpu"),
             (jax, "default_device", lambda _: nullcontext()),
             (jax_utils, "_IS_TPU_RUNTIME_CACHED", True),
-            (ModelRunner, "get_available_device_memory", free_memory),
+            (ModelRunner, "get_available_device_memory", _free_memory(hbm_bytes)),
         ):
             stack.enter_context(mock.patch.object(holder, name, stand_in))
         yield
