@@ -18,7 +18,7 @@ from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
 from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
 from enginepool.doctor.ahead_of_time.report import table
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray, upstream_without_device
-from enginepool.doctor.ahead_of_time.topology import TOPOLOGIES
+from enginepool.doctor.ahead_of_time.topology import GIB, TOPOLOGIES, libtpu_environment
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not LIBTPU, reason="make test-tpu has libtpu")
@@ -146,6 +146,21 @@ def test_without_libtpu_it_says_how_to_get_it():
     with pytest.raises(InvalidConfig, match=r"enginepool\[tpu\]"):
         compile_programs(TOPOLOGIES["v5e-8"], MODELS["Qwen3-4B"], Sizes())
     assert dict(os.environ) == before
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_memory_of_a_chip_is_what_the_compiler_says(name):
+    """It is told when a program has more."""
+    topology = TOPOLOGIES[name]
+    with libtpu_environment():
+        place = SingleDeviceSharding(topology.devices()[0])
+        shape = (topology.hbm_bytes // 2**15, 2**15)
+        too_large = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+        program = jax.jit(lambda array: array + 1).lower(too_large)
+        said = rf"exceeds available HBM \({topology.hbm_bytes / GIB:g}G\)"
+        with pytest.raises(Exception, match=said):
+            program.compile()
 
 
 @needs_libtpu
