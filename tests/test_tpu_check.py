@@ -39,24 +39,26 @@ def check(*arguments):
 
 
 def compiled(function, **options):
-    """One program as a record has it."""
+    """One program as a record has it, of an engine whose KV cache is the argument."""
     record = Record(None)
+    record.kv_bytes = ONE.nbytes
     record.add("decode", "", jax.jit(function, **options).lower(ONE))
     return record.programs[0]
 
 
-def test_a_donated_buffer_is_taken_over():
-    """A result in the donated argument's memory is what was asked for."""
+def test_a_kv_cache_that_is_donated_is_written_in_place():
+    """A result in the argument's memory is what was asked for."""
     program = compiled(lambda array: array + 1, donate_argnums=0)
     assert program.donated == ONE.nbytes <= program.aliased
     assert program.problem is None
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
-def test_a_donated_buffer_that_is_copied_is_a_problem():
-    """Nothing can take its memory over, so there are two of it."""
-    program = compiled(lambda array: array.sum(), donate_argnums=0)
-    assert program.problem == f"{ONE.nbytes:,} bytes of donated buffers are copied"
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["kept", "of another shape"])
+def test_a_kv_cache_that_is_there_twice_is_a_problem(options):
+    """Nobody donated it, or nothing can take its memory over."""
+    program = compiled(lambda array: array.astype(jnp.bfloat16), **options)
+    assert program.problem == f"{ONE.nbytes:,} bytes of KV cache are not written in place"
 
 
 @pytest.mark.parametrize("kind", ["fingerprint", "cast", "convert", "kv_zeros"])

@@ -92,6 +92,7 @@ def _compile(server_args: dict[str, Any], chips: list[Any], record: Record) -> N
     try:
         scheduler = engine.scheduler_info["scheduler"]
         record.listening = True
+        record.kv_bytes = scheduler.kv_cache.describe()["fused_bytes_total"]
         warm_up(scheduler)
         weight_programs(scheduler, chips, record)
     finally:

@@ -19,7 +19,8 @@ _STEPS = {
 }
 # Of a change of weights: one for each shape of leaf.
 WEIGHTS = ("fingerprint", "cast", "gather", "convert", "tied_head")
-KINDS = ("decode", "prefill", *_STEPS.values(), *WEIGHTS)
+_FORWARD = ("decode", "prefill")
+KINDS = (*_FORWARD, *_STEPS.values(), *WEIGHTS)
 
 _MIB = 2**20
 
@@ -34,7 +35,7 @@ class Compiled:
         seconds: On the clock; other work of the machine makes them more.
         cpu_seconds: Of this process.
         temporaries: Beside arguments and results, while it runs.
-        donated: Of the arguments, those whose memory the results should take over.
+        donated: Of the arguments, those whose memory the results have to take over: the KV cache.
         aliased: Those whose memory they do take over.
         error: Why there is no such program.
     """
@@ -57,7 +58,7 @@ class Compiled:
         if self.error is not None:
             return self.error
         if self.aliased < self.donated:
-            return f"{self.donated - self.aliased:,} bytes of donated buffers are copied"
+            return f"{self.donated - self.aliased:,} bytes of KV cache are not written in place"
         if self.temporaries > self.allowed:
             return f"{self.temporaries:,} bytes of temporaries, {self.allowed:,} are documented"
         return None
@@ -88,13 +89,18 @@ class Record:
     Args:
         kinds: What to compile; all of it, if None.
         said: Called with each program when it is done.
+
+    Attributes:
+        listening: Set once an engine is built: programs that make its arrays are of no interest.
+        kv_bytes: Of its KV cache, on the chip.
     """
 
     def __init__(
         self, kinds: Collection[str] | None, said: Callable[[Compiled], None] = lambda _: None
     ) -> None:
         self.programs: list[Compiled] = []
-        self.listening = False  # programs that only make an engine's arrays are of no interest
+        self.listening = False
+        self.kv_bytes = 0
         self._kinds = kinds
         self._tell = said
         self._seen: set[tuple[str, str, int]] = set()
@@ -121,7 +127,7 @@ class Record:
         if key in self._seen:
             return
         self._seen.add(key)
-        program = Compiled(kind, size, donated=_donated(lowered))
+        program = Compiled(kind, size, donated=self.kv_bytes if kind in _FORWARD else 0)
         self.programs.append(program)
         self._measure(program, lowered)
         self._tell(program)
@@ -156,14 +162,6 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     # The largest: a sampler has a key of random numbers and its seeds before the logits.
     shape = max(arrays, key=lambda array: array.size).shape if arrays else ()
     return _STEPS.get(function, function), "x".join(map(str, shape))
-
-
-def _donated(lowered: Any) -> int:
-    return sum(
-        math.prod(info.shape) * info.dtype.itemsize
-        for info in jax.tree.leaves(lowered.args_info)
-        if info.donated
-    )
 
 
 def _said(error: Exception) -> str:
