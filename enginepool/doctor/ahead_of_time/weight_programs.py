@@ -1,7 +1,7 @@
 """The programs that a change of weights runs on an engine's chip, for every shape of leaf.
 
-A swap runs most of them operation by operation; here each is one program, with the temporaries
-that its operations would have had as results.
+Upstream's conversion of a checkpoint's tensors is one program here. A swap runs it operation by
+operation, so that this shows that it compiles, and not what it holds in between.
 
 Imports sgl_jax: import it only after the patches are applied.
 """
