@@ -7,6 +7,8 @@ export PYTHON
 
 VENV := .venv
 COMPAT := .venv-compat
+# libtpu compiles for TPUs on any machine; beside it, JAX would look for one first.
+TPU := .venv-tpu
 BIN := $(VENV)/bin
 ARGS ?=
 # Two processes, each with its own engines; a file's tests stay together and share theirs.
@@ -18,8 +20,10 @@ help: ## Show this list
 
 $(VENV)/.installed: constraints.txt
 $(COMPAT)/.installed: constraints-0.0.3rc99.txt
-$(VENV)/.installed $(COMPAT)/.installed: pyproject.toml
-	@scripts/install $(@D) $(filter constraints%,$^)
+$(TPU)/.installed: constraints.txt
+$(TPU)/.installed: EXTRAS := tpu,dev
+$(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed: pyproject.toml
+	@scripts/install $(@D) $(filter constraints%,$^) $(EXTRAS)
 	@touch $@
 
 .PHONY: setup
@@ -37,6 +41,14 @@ test: setup ## Run the tests; which lines they ran: .venv/bin/coverage report --
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99
 	$(COMPAT)/bin/python $(PYTEST) $(ARGS)
+
+.PHONY: test-tpu
+test-tpu: $(TPU)/.installed ## Run the tests that need libtpu, and no TPU
+	$(TPU)/bin/python -m pytest tests/doctor/test_ahead_of_time.py $(ARGS)
+
+.PHONY: tpu-check
+tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, without one
+	@JAX_PLATFORMS=cpu $(TPU)/bin/python -m enginepool.doctor.ahead_of_time $(ARGS)
 
 .PHONY: lint
 lint: setup ## Check style, formatting and which room imports which
@@ -58,4 +70,4 @@ constraints: ## Write both constraints files anew from the newest versions that 
 
 .PHONY: clean
 clean: ## Remove the environments
-	rm -rf $(VENV) $(COMPAT)
+	rm -rf $(VENV) $(COMPAT) $(TPU)

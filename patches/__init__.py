@@ -32,6 +32,7 @@ from patches import (
     signal_handlers,
     top_p_order,
     unused_sockets,
+    v4_block_sizes,
     zero_penalty_cache,
 )
 from patches._patch import Patch, PatchError, is_applied
@@ -64,6 +65,7 @@ ALL: tuple[Patch, ...] = (
     resumed_reservation.PATCH,
     expert_statistics.PATCH,
     unused_sockets.PATCH,
+    v4_block_sizes.PATCH,
     batch_transfers.PATCH,
     metadata_check.PATCH,
 )

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -87,3 +88,11 @@ def test_other_platforms_cache_for_every_device(cache):
     patches.apply([compile_cache.PATCH])
     compile_on(1, 4.75)
     assert any(cache.iterdir())
+
+
+def test_what_is_compiled_without_a_device_is_let_alone():
+    """A backend that only compiles, for chips that are elsewhere, has no first device."""
+    elsewhere = SimpleNamespace(platform="tpu", local_devices=list)
+    chips = np.array([SimpleNamespace(id=3)])
+    cache_key = compile_cache._replace_cache_key(lambda *_: "a key")
+    assert cache_key(None, elsewhere, None, chips) == "a key"

@@ -1,0 +1,114 @@
+"""The programs of an engine: built and warmed up as in a pool, for a chip that is not here."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import patches
+from enginepool.config import PoolConfig
+from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
+from enginepool.doctor.ahead_of_time.topology import Topology, libtpu_environment
+from enginepool.engine.channel import Channel
+from enginepool.engine.condition import EngineCondition
+from enginepool.engine.limiter import process_limiter
+from enginepool.errors import InvalidConfig
+from enginepool.requests.queue import RequestQueue
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an engine is told that its programs depend on."""
+
+    batch: int = 64
+    prefill: int = 512
+    context: int = 4096
+    page_size: int = 128
+    mem_fraction_static: float | None = None
+
+    def server_args(self) -> dict[str, Any]:
+        fraction = self.mem_fraction_static
+        return {
+            "load_format": "dummy",
+            "page_size": self.page_size,
+            "context_length": self.context,
+            "max_running_requests": self.batch,
+            "chunked_prefill_size": self.prefill,
+            "max_prefill_tokens": self.prefill,
+            "precompile_bs_paddings": [self.batch],
+            "precompile_token_paddings": [self.prefill],
+            **({} if fraction is None else {"mem_fraction_static": fraction}),
+        }
+
+
+def compile_programs(
+    topology: Topology,
+    config: dict[str, Any],
+    sizes: Sizes,
+    *,
+    kinds: Collection[str] | None = None,
+    without: Collection[str] = (),
+    said: Callable[[Compiled], None] = lambda _: None,
+) -> list[Compiled]:
+    """Compile what one engine on one chip of this host runs; nothing is run.
+
+    Takes the process for itself meanwhile.
+
+    Args:
+        config: The model's, as in its config.json.
+        kinds: Which programs; all of them, if None.
+        without: Names of patches to leave out, to see what they are good for.
+        said: Called with each program when it is done.
+    """
+    from enginepool.doctor.ahead_of_time.stand_ins import upstream_without_device
+
+    record = Record(kinds, said)
+    with libtpu_environment(), _patched(without), tempfile.TemporaryDirectory() as folder:
+        chips = topology.devices()
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        pool = PoolConfig(model=folder, server_args=sizes.server_args())
+        # The pool's own tokenizer is no part of the programs, and the folder has none.
+        server_args = {**pool.for_engine("tpu", [0]), "skip_tokenizer_init": True}
+        with upstream_without_device(chips, topology.hbm_bytes, record), suppress(NotLowered):
+            _compile(server_args, chips, record)
+    return record.programs
+
+
+def _compile(server_args: dict[str, Any], chips: list[Any], record: Record) -> None:
+    # Not at the top: importing sgl_jax has side effects that the patches must precede.
+    from enginepool.doctor.ahead_of_time.weight_programs import weight_programs
+    from enginepool.engine.build import build_engine, dismantle
+    from enginepool.engine.warmup import warm_up
+
+    channel = Channel(0, RequestQueue(), process_limiter(), EngineCondition())
+    try:
+        engine: Any = build_engine(server_args, chips[:1], channel)
+    except (AssertionError, ValueError) as error:  # how upstream refuses sizes
+        raise InvalidConfig(f"no engine can be built of this: {error}") from error
+    try:
+        scheduler = engine.scheduler_info["scheduler"]
+        record.listening = True
+        record.kv_bytes = scheduler.kv_cache.describe()["fused_bytes_total"]
+        warm_up(scheduler)
+        weight_programs(scheduler, chips, record)
+    finally:
+        dismantle(engine)
+
+
+@contextmanager
+def _patched(without: Collection[str]) -> Iterator[None]:
+    """The patches that change programs. Optimisations change the host's part of a step alone, and
+    hold on to arrays, which are none here."""
+    if unknown := set(without) - {patch.name for patch in patches.ALL}:
+        raise InvalidConfig(f"without: no patch is called {', '.join(sorted(unknown))}")
+    wanted = [p for p in patches.ALL if not p.optimisation and p.name not in without]
+    applied = patches.apply(wanted)
+    try:
+        yield
+    finally:
+        patches.revert(applied)

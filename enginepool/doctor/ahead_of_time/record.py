@@ -1,0 +1,169 @@
+"""Compiling one program for a chip, and what that shows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+# Of a step, by what upstream and the pool call the functions that they jit.
+_STEPS = {
+    "jitted_sampler": "sampler",
+    "jitted_compute_logprobs": "logprobs",
+    "top": "top_logprobs",
+    "zeros": "kv_zeros",
+}
+# Of a change of weights: one for each shape of leaf.
+WEIGHTS = ("fingerprint", "cast", "gather", "convert", "tied_head")
+_FORWARD = ("decode", "prefill")
+KINDS = (*_FORWARD, *_STEPS.values(), *WEIGHTS)
+
+_MIB = 2**20
+
+
+@dataclass
+class Compiled:
+    """A program as the compiler describes it; sizes in bytes, on one chip.
+
+    Attributes:
+        kind: What it does: decode, prefill, sampler, …
+        size: Its bucket, or the shape of what it works on.
+        seconds: On the clock; other work of the machine makes them more.
+        cpu_seconds: Of this process.
+        temporaries: Beside arguments and results, while it runs.
+        donated: Of the arguments, those whose memory the results have to take over: the KV cache.
+        aliased: Those whose memory they do take over.
+        error: Why there is no such program.
+    """
+
+    kind: str
+    size: str
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    arguments: int = 0
+    results: int = 0
+    temporaries: int = 0
+    code: int = 0
+    donated: int = 0
+    aliased: int = 0
+    error: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """What a TPU would refuse, or what breaks a promise."""
+        if self.error is not None:
+            return self.error
+        if self.aliased < self.donated:
+            return f"{self.donated - self.aliased:,} bytes of KV cache are not written in place"
+        if self.temporaries > self.allowed:
+            return f"{self.temporaries:,} bytes of temporaries, {self.allowed:,} are documented"
+        return None
+
+    @property
+    def allowed(self) -> float:
+        """The most temporaries that docs/tpu.md promises of the pool's own programs: upstream's
+        may have what fits."""
+        if self.kind == "top_logprobs":
+            return self.arguments + _MIB  # the log-probabilities once more
+        if self.kind == "gather":
+            return self.results + _MIB  # the leaf once more
+        if self.kind in ("kv_zeros", *WEIGHTS):
+            return _MIB
+        return math.inf
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "problem": self.problem}
+
+
+class NotLowered(Exception):
+    """Raised to leave a warm-up whose program cannot even be lowered: its results are unknown."""
+
+
+class Record:
+    """Compiles what it is handed, each program once, and keeps what came of it.
+
+    Args:
+        kinds: What to compile; all of it, if None.
+        said: Called with each program when it is done.
+
+    Attributes:
+        listening: Set once an engine is built: programs that make its arrays are of no interest.
+        kv_bytes: Of its KV cache, on the chip.
+    """
+
+    def __init__(
+        self, kinds: Collection[str] | None, said: Callable[[Compiled], None] = lambda _: None
+    ) -> None:
+        self.programs: list[Compiled] = []
+        self.listening = False
+        self.kv_bytes = 0
+        self._kinds = kinds
+        self._tell = said
+        self._seen: set[tuple[str, str, int]] = set()
+
+    def wants(self, kind: str) -> bool:
+        return self._kinds is None or kind in self._kinds
+
+    def compile(self, function: str, lowered: Any, args: tuple[Any, ...]) -> None:
+        """Compile a program of a warm-up."""
+        if self.listening:
+            self.add(*_described(function, args), lowered)
+
+    def not_lowered(self, function: str, args: tuple[Any, ...], error: Exception) -> None:
+        program = Compiled(*_described(function, args), error=_said(error))
+        self.programs.append(program)
+        self._tell(program)
+        raise NotLowered from error
+
+    def add(self, kind: str, size: str, lowered: Any) -> None:
+        if not self.wants(kind):
+            return
+        # One bucket may have several programs; a program that comes again is not compiled again.
+        key = (kind, size, hash(lowered.as_text()))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        program = Compiled(kind, size, donated=self.kv_bytes if kind in _FORWARD else 0)
+        self.programs.append(program)
+        self._measure(program, lowered)
+        self._tell(program)
+
+    def _measure(self, program: Compiled, lowered: Any) -> None:
+        started, cpu_started = time.perf_counter(), time.process_time()
+        try:
+            memory = lowered.compile().memory_analysis()
+        except Exception as error:  # whatever the compiler raises is what is asked for
+            program.error = _said(error)
+            return
+        finally:
+            program.seconds = time.perf_counter() - started
+            program.cpu_seconds = time.process_time() - cpu_started
+        program.arguments = memory.argument_size_in_bytes
+        program.results = memory.output_size_in_bytes
+        program.temporaries = memory.temp_size_in_bytes
+        program.code = memory.generated_code_size_in_bytes
+        program.aliased = memory.alias_size_in_bytes
+
+
+def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
+    """The kind of a program and its bucket."""
+    for arg in args:
+        mode = getattr(arg, "forward_mode", None)
+        if mode is not None:
+            tokens = arg.input_ids.shape[0]
+            if mode.is_decode():
+                return "decode", f"batch {tokens}"
+            return "prefill", f"{tokens} tokens, batch {arg.seq_lens.shape[0]}"
+    arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+    # The largest: a sampler has a key of random numbers and its seeds before the logits.
+    shape = max(arrays, key=lambda array: array.size).shape if arrays else ()
+    return _STEPS.get(function, function), "x".join(map(str, shape))
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}"

@@ -1,0 +1,70 @@
+"""What was compiled, for people (a table that is Markdown too) and for programs (JSON)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from enginepool.doctor.ahead_of_time.record import WEIGHTS, Compiled
+
+_HEAD = ("program", "for", "seconds", "CPU s", "arguments", "temporaries", "donated", "verdict")
+
+
+def table(programs: Sequence[Compiled]) -> str:
+    """One line a program; those of weights, of which there is one a shape, one line a kind."""
+    rows = [_row(program) for program in _summed(programs)]
+    lines = [_HEAD, tuple("---" for _ in _HEAD), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
+        for line in lines
+    )
+
+
+def as_json(programs: Sequence[Compiled], **about: Any) -> dict[str, Any]:
+    return {**about, "programs": [program.as_dict() for program in programs]}
+
+
+def _summed(programs: Sequence[Compiled]) -> list[Compiled]:
+    steps = [program for program in programs if program.kind not in WEIGHTS]
+    by_kind = ([each for each in programs if each.kind == kind] for kind in WEIGHTS)
+    return steps + [line for same in by_kind if same for line in _sum(same)]
+
+
+def _sum(same: Sequence[Compiled]) -> list[Compiled]:
+    """One line for all shapes, with the seconds of all and the sizes of the largest."""
+    if wrong := [program for program in same if program.problem]:
+        return wrong
+    largest = max(same, key=lambda program: program.arguments + program.results)
+    return [
+        replace(
+            largest,
+            size=f"{len(same)} shapes, to {largest.size.rpartition(' ')[2]}",
+            seconds=sum(program.seconds for program in same),
+            cpu_seconds=sum(program.cpu_seconds for program in same),
+        )
+    ]
+
+
+def _row(program: Compiled) -> tuple[str, ...]:
+    donated = "-"
+    if program.donated:
+        donated = "yes" if program.aliased >= program.donated else "no"
+    return (
+        program.kind,
+        program.size or "-",
+        f"{program.seconds:.1f}",
+        f"{program.cpu_seconds:.1f}",
+        _bytes(program.arguments),
+        _bytes(program.temporaries),
+        donated,
+        program.problem or "compiles",
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return str(count)

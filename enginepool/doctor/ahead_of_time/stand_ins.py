@@ -1,0 +1,226 @@
+"""Everything that is replaced while upstream builds and warms up an engine on chips that are not
+there. Nothing of it is edited, and all of it is put back.
+
+| replaced | why |
+| --- | --- |
+| `jax.jit` | a program that upstream or the pool makes is compiled for the chip, and not run |
+| `jax.make_array_from_callback`, `jax.device_put` | arrays are their shape and their place |
+| `jax.device_get` | what a program would have given back is zeros |
+| `jax.devices`, `jax.local_devices`, `jax.default_backend` | upstream and Pallas ask for the chip |
+| `jax.default_device` | what is computed outside a program is computed on the CPU |
+| an entry in JAX's table of array types | JAX takes such an array for one of its own |
+| `jax_utils._IS_TPU_RUNTIME_CACHED` | upstream asks once a process |
+| `ModelRunner.get_available_device_memory` | the chip's memory is a number in `topology.py` |
+
+Programs that a module makes when it is imported (upstream's kernels) are traced inside the others,
+and stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from flax import nnx
+from jax._src import core
+from jax.sharding import SingleDeviceSharding
+
+from enginepool.doctor.ahead_of_time.record import Record
+
+
+class AbstractArray(jax.Array):
+    """An array without its numbers: all that a program is compiled from."""
+
+    __slots__ = ("_dtype", "_shape", "_sharding")
+
+    def __init__(self, shape: Sequence[int], dtype: Any, sharding: Any) -> None:
+        self._shape = tuple(shape)
+        self._dtype = jax.dtypes.canonicalize_dtype(dtype)
+        self._sharding = sharding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
+    @property
+    def sharding(self) -> Any:
+        return self._sharding
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self._shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self._dtype.itemsize
+
+    @property
+    def weak_type(self) -> bool:
+        return False
+
+    @property
+    def committed(self) -> bool:
+        return True
+
+    @property
+    def aval(self) -> Any:
+        return jax.typeof(jax.ShapeDtypeStruct(self._shape, self._dtype, sharding=self._sharding))
+
+    def devices(self) -> set[Any]:
+        return self._sharding.device_set
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> AbstractArray:
+        return self
+
+    def copy_to_host_async(self) -> None: ...
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __repr__(self) -> str:
+        return f"<AbstractArray {self._dtype}{list(self._shape)}>"
+
+
+class _Program:
+    """In the place of a jitted function."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any], record: Record):
+        self._jitted = _jit(function, **options)
+        self._out_shardings = options.get("out_shardings")
+        self._record = record
+        named = getattr(function, "func", function)  # of a partial
+        self._name = getattr(named, "__name__", type(named).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _traced((args, kwargs)):
+            return self._jitted(*args, **kwargs)
+        lowered = self.lower(*args, **kwargs)
+        lowered.compile()
+        return jax.tree.map(
+            lambda out: AbstractArray(out.shape, out.dtype, self._out_shardings or out.sharding),
+            lowered.program.out_info,
+        )
+
+    def lower(self, *args: Any, **kwargs: Any) -> _Lowered:
+        try:
+            lowered = self._jitted.lower(*args, **kwargs)
+        except Exception as error:
+            self._record.not_lowered(self._name, args, error)
+            raise
+        return _Lowered(lowered, lambda: self._record.compile(self._name, lowered, args))
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    program: Any
+    compile: Callable[[], None]
+
+
+_jit = jax.jit
+_device_put = jax.device_put
+_device_get = jax.device_get
+_on_device = (AbstractArray, jax.ShapeDtypeStruct)
+
+
+def _traced(tree: Any) -> bool:
+    """Whether this is inside another program."""
+    return any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _put(value: Any, device: Any = None, **options: Any) -> Any:
+    sharding = SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
+    platforms = {each.platform for each in getattr(sharding, "device_set", ())}
+    if platforms != {"tpu"} or _traced(value):
+        return _device_put(value, device, **options)
+    return jax.tree.map(lambda leaf: _like(leaf, sharding), value)
+
+
+def _like(leaf: Any, sharding: Any) -> AbstractArray:
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    return AbstractArray(leaf.shape, leaf.dtype, sharding)
+
+
+def _get(value: Any) -> Any:
+    zeros = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, _on_device) else leaf,
+        value,
+    )
+    return _device_get(zeros)
+
+
+def _from_callback(shape: Any, sharding: Any, callback: Any, dtype: Any = None) -> AbstractArray:
+    if dtype is None:
+        dtype = callback(tuple(slice(0, 1) for _ in shape)).dtype
+    return AbstractArray(shape, dtype, sharding)
+
+
+def _free_memory(hbm_bytes: int) -> Callable[[Any], int]:
+    """What upstream asks before it has loaded the model, and again when it sizes the KV cache."""
+
+    def free_memory(runner: Any) -> int:
+        model = getattr(runner, "model", None)
+        leaves = jax.tree.leaves(nnx.state(model)) if model is not None else []
+        # A chip has one shard of each.
+        return hbm_bytes - sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in leaves
+        )
+
+    return free_memory
+
+
+@contextmanager
+def upstream_without_device(
+    devices: Sequence[Any], hbm_bytes: int, record: Record
+) -> Iterator[None]:
+    """Let an engine be built and warmed up on these chips. For the whole process, so that nothing
+    else of it may use JAX meanwhile.
+
+    Args:
+        record: Gets every program that is made.
+    """
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+    from sgl_jax.srt.utils import jax_utils
+
+    def jit(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return lambda later: jit(later, **options)
+        # One of a module that is only imported now: it will be there when this is over.
+        if "<locals>" not in getattr(function, "__qualname__", "<locals>"):
+            return _jit(function, **options)
+        return _Program(function, options, record)
+
+    with ExitStack() as stack:
+        types = {AbstractArray: lambda array: array.aval}
+        stack.enter_context(mock.patch.dict(core.pytype_aval_mappings, types))
+        for holder, name, stand_in in (
+            (jax, "jit", jit),
+            (jax, "make_array_from_callback", _from_callback),
+            (jax, "device_put", _put),
+            (jax, "device_get", _get),
+            (jax, "devices", lambda *_: list(devices)),
+            (jax, "local_devices", lambda *_, **__: list(devices)),
+            (jax, "default_backend", lambda: "tpu"),
+            (jax, "default_device", lambda _: nullcontext()),
+            (jax_utils, "_IS_TPU_RUNTIME_CACHED", True),
+            (ModelRunner, "get_available_device_memory", _free_memory(hbm_bytes)),
+        ):
+            stack.enter_context(mock.patch.object(holder, name, stand_in))
+        yield

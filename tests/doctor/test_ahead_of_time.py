@@ -1,0 +1,192 @@
+"""Compiling for a TPU without one. What needs libtpu runs where `make test-tpu` runs it."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from enginepool import InvalidConfig
+from enginepool.doctor.ahead_of_time import stand_ins
+from enginepool.doctor.ahead_of_time.models import MODELS, model_config
+from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
+from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
+from enginepool.doctor.ahead_of_time.report import table
+from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray, upstream_without_device
+from enginepool.doctor.ahead_of_time.topology import GIB, TOPOLOGIES, libtpu_environment
+
+LIBTPU = importlib.util.find_spec("libtpu") is not None
+needs_libtpu = pytest.mark.skipif(not LIBTPU, reason="make test-tpu has libtpu")
+ONE = jnp.ones((8, 128), jnp.float32)
+
+
+def check(*arguments):
+    """Run the command on a small engine; its exit code and the one report."""
+    command = [sys.executable, "-m", "enginepool.doctor.ahead_of_time", "--json"]
+    sizes = ["--layers", "1", "--batch", "8", "--prefill", "256", "--context", "1024"]
+    done = subprocess.run(
+        [*command, "--model", "Qwen3-0.6B", *sizes, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    return done.returncode, json.loads(done.stdout or "[{}]")[0], done.stderr
+
+
+def compiled(function, **options):
+    """One program as a record has it, of an engine whose KV cache is the argument."""
+    record = Record(None)
+    record.kv_bytes = ONE.nbytes
+    record.add("decode", "", jax.jit(function, **options).lower(ONE))
+    return record.programs[0]
+
+
+def test_a_kv_cache_that_is_donated_is_written_in_place():
+    """A result in the argument's memory is what was asked for."""
+    program = compiled(lambda array: array + 1, donate_argnums=0)
+    assert program.donated == ONE.nbytes <= program.aliased
+    assert program.problem is None
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["kept", "of another shape"])
+def test_a_kv_cache_that_is_there_twice_is_a_problem(options):
+    """Nobody donated it, or nothing can take its memory over."""
+    program = compiled(lambda array: array.astype(jnp.bfloat16), **options)
+    assert program.problem == f"{ONE.nbytes:,} bytes of KV cache are not written in place"
+
+
+@pytest.mark.parametrize("kind", ["fingerprint", "cast", "convert", "kv_zeros"])
+def test_more_memory_than_documented_is_a_problem(kind):
+    """The pool's own programs need next to nothing beside what they read and write."""
+    fits = Compiled(kind, "", arguments=10**9, temporaries=2**20)
+    assert fits.problem is None
+    assert "are documented" in Compiled(kind, "", temporaries=2**20 + 1).problem
+    assert Compiled("prefill", "", temporaries=10**9).problem is None
+
+
+def test_each_program_is_compiled_once():
+    """Two programs of one bucket are two; one that comes again is not."""
+    told = []
+    record = Record({"decode"}, told.append)
+    for function in (lambda array: array + 1, lambda array: array + 2, lambda array: array + 1):
+        record.add("decode", "batch 8", jax.jit(function).lower(ONE))
+    record.add("prefill", "", jax.jit(lambda array: array + 3).lower(ONE))
+    assert record.programs == told
+    assert len(told) == 2
+
+
+def test_nothing_runs_and_everything_is_put_back():
+    """A program made among the stand-ins is compiled, and gives arrays without numbers."""
+    names = [name for name in vars(jax) if not name.startswith("__")]
+    before = {name: getattr(jax, name) for name in names}
+    record = Record(None)
+    record.listening = True
+    ran = []
+
+    def step(array):
+        jax.debug.callback(lambda: ran.append(1))
+        return array @ array.T
+
+    on_device = SingleDeviceSharding(jax.devices()[0])
+    with upstream_without_device(jax.devices()[:1], 2**30, record):
+        result = jax.jit(step)(AbstractArray(ONE.shape, ONE.dtype, on_device))
+        assert (jax.device_get(result) == 0).all()
+        assert jax.default_backend() == "tpu"
+        with pytest.raises(NotLowered):
+            jax.jit(lambda array: array @ array)(AbstractArray((2, 3), ONE.dtype, on_device))
+    assert isinstance(result, jax.Array)
+    assert isinstance(result, AbstractArray)
+    assert (result.shape, ran) == ((8, 8), [])
+    good, bad = record.programs
+    assert (good.size, good.problem) == ("8x128", None)
+    assert "dot_general" in bad.problem
+    assert {name: getattr(jax, name) for name in names} == before
+
+
+def test_what_is_imported_meanwhile_is_let_alone():
+    """A function of a module stays with the module, and so must run when this is over."""
+    with upstream_without_device(jax.devices()[:1], 2**30, Record(None)):
+        assert not isinstance(jax.jit(table), stand_ins._Program)
+        assert isinstance(jax.jit(lambda array: array), stand_ins._Program)
+
+
+def test_weights_are_one_line_a_kind_in_the_table():
+    """There is one of them for each shape of leaf; a wrong one gets its own line."""
+    programs = [
+        Compiled("decode", "batch 8", arguments=2 * 10**9, donated=1, aliased=1),
+        Compiled("cast", "a 10x10", seconds=1.0, arguments=400),
+        Compiled("cast", "b 99x10", seconds=2.0, arguments=4000),
+    ]
+    rows = [[cell.strip() for cell in line.split("|")] for line in table(programs).splitlines()]
+    assert rows[2][1:-1] == ["decode", "batch 8", "0.0", "0.0", "2.00 GB", "0", "yes", "compiles"]
+    assert rows[3][1:6] == ["cast", "2 shapes, to 99x10", "3.0", "0.0", "4.00 kB"]
+    programs.append(Compiled("cast", "c 1", error="no"))
+    assert [row.split("|")[2].strip() for row in table(programs).splitlines()[3:]] == ["c 1"]
+
+
+def test_a_model_is_named_or_a_folder(tmp_path):
+    """Its layers can be cut; what is neither is said, with what was meant."""
+    assert model_config("Qwen3-4B", 2) == {**MODELS["Qwen3-4B"], "num_hidden_layers": 2}
+    own = {"model_type": "qwen3", "num_hidden_layers": 7, "layer_types": ["full_attention"] * 7}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert model_config(str(tmp_path), None) == own
+    assert len(model_config(str(tmp_path), 3)["layer_types"]) == 3
+    with pytest.raises(InvalidConfig, match=r"did you mean Qwen3-4B\?"):
+        model_config("Qwen3-4b", 2)
+
+
+@pytest.mark.skipif(LIBTPU, reason="libtpu is here")
+def test_without_libtpu_it_says_how_to_get_it():
+    """And the environment is as it was."""
+    before = dict(os.environ)
+    with pytest.raises(InvalidConfig, match=r"enginepool\[tpu\]"):
+        compile_programs(TOPOLOGIES["v5e-8"], MODELS["Qwen3-4B"], Sizes())
+    assert dict(os.environ) == before
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_memory_of_a_chip_is_what_the_compiler_says(name):
+    """It is told when a program has more."""
+    topology = TOPOLOGIES[name]
+    with libtpu_environment():
+        place = SingleDeviceSharding(topology.devices()[0])
+        shape = (topology.hbm_bytes // 2**15, 2**15)
+        too_large = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+        program = jax.jit(lambda array: array + 1).lower(too_large)
+        said = rf"[( ]{topology.hbm_bytes / GIB:g}G\b"
+        with pytest.raises(Exception, match=said):
+            program.compile()
+
+
+@needs_libtpu
+def test_v4_is_refused_without_its_patch():
+    """Upstream has no block sizes for it: not even the first program can be lowered."""
+    code, report, _ = check("--topology", "v4-8", "--without", "v4_block_sizes")
+    assert code == 1
+    assert [program["kind"] for program in report["programs"]] == ["prefill"]
+    assert "Unsupported tpu_version=4" in report["programs"][0]["problem"]
+
+
+@needs_libtpu
+def test_v4_compiles_with_its_patch():
+    """The decode program, whose KV cache is donated, and taken over."""
+    code, report, said = check("--topology", "v4-8", "--kind", "decode")
+    (decode,) = report["programs"]
+    assert (code, decode["problem"]) == (0, None), said
+    assert 0 < decode["donated"] <= decode["aliased"] < decode["arguments"]
+    assert decode["arguments"] + decode["temporaries"] < report["hbm_bytes"]
+
+
+@needs_libtpu
+def test_what_upstream_refuses_is_an_error_of_the_caller():
+    """One line, and the exit code for input that must be changed."""
+    code, _, said = check("--page-size", "96")
+    assert code == 2
+    assert "divisible by page_size" in said.splitlines()[-1]

@@ -1,0 +1,75 @@
+"""Block sizes of attention, asked for as on a TPU of each version. No TPU, and no kernel run."""
+
+import jax.numpy as jnp
+import pytest
+
+import patches
+from patches import v4_block_sizes
+from patches._patch import module
+
+KERNEL = module("sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3")
+SHAPES = [
+    # q heads, kv heads, page size, most tokens, pages a request
+    (32, 8, 128, 64, 32),
+    (32, 8, 128, 4096, 32),
+    (16, 8, 16, 256, 256),
+    (8, 4, 64, 1024, 8),
+    (14, 2, 128, 512, 16),
+]
+V4_MEMORY = 16 * 2**20 // 2  # half of a v4 core's, which is what the kernel allows itself
+
+
+def sizes(monkeypatch, version, shape, **options):
+    monkeypatch.setattr(KERNEL, "get_tpu_version", lambda: version)
+    q_heads, kv_heads, page_size, tokens, pages = shape
+    return KERNEL.get_default_block_sizes(
+        jnp.bfloat16,
+        jnp.bfloat16,
+        q_heads,
+        kv_heads,
+        128,
+        page_size,
+        tokens,
+        64,
+        pages,
+        vmem_limit_bytes=V4_MEMORY,
+        **options,
+    )
+
+
+@pytest.fixture(params=[KERNEL.RpaCase.DECODE, KERNEL.RpaCase.MIXED], ids=["decode", "mixed"])
+def kind(request):
+    return request.param
+
+
+def test_upstream_has_none_for_v4(monkeypatch):
+    """Without the patch, a v4 is refused."""
+    assert v4_block_sizes.PATCH.is_needed()
+    with pytest.raises(NotImplementedError, match="tpu_version=4"):
+        sizes(monkeypatch, 4, SHAPES[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_v4_gets_whole_pages(monkeypatch, shape, kind):
+    """With the patch it has sizes that the kernel accepts: whole pages, in equal steps."""
+    patches.apply([v4_block_sizes.PATCH])
+    got = sizes(monkeypatch, 4, shape, case=kind)
+    assert got["bkv_sz"] % shape[2] == got["bkv_sz"] % got["bkv_csz"] == 0
+    assert 1 <= got["bq_csz"] <= got["bq_sz"] <= max(1, shape[3])
+    if kind is KERNEL.RpaCase.DECODE:
+        assert got["bq_sz"] == 1
+
+
+@pytest.mark.parametrize("version", [5, 6, 7])
+def test_other_versions_keep_theirs(monkeypatch, version, kind):
+    """The patch is for v4 alone."""
+    before = [sizes(monkeypatch, version, shape, case=kind) for shape in SHAPES]
+    patches.apply([v4_block_sizes.PATCH])
+    assert [sizes(monkeypatch, version, shape, case=kind) for shape in SHAPES] == before
+
+
+def test_an_unknown_version_is_still_refused(monkeypatch):
+    """Off TPU the kernel sees version -1: nothing is made up for it."""
+    patches.apply([v4_block_sizes.PATCH])
+    with pytest.raises(NotImplementedError, match="tpu_version=-1"):
+        sizes(monkeypatch, -1, SHAPES[0])
