@@ -20,7 +20,7 @@ import psutil
 
 from enginepool.config import REFUSED_ENVIRONMENT, PoolConfig
 from enginepool.doctor.settings import warnings
-from enginepool.engine.limiter import usable_cores
+from enginepool.engine.gil_limiter import usable_cores
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 # TPU chips by driver generation: one device file a chip, or one a VFIO group.

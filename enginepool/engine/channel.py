@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from enginepool.engine.condition import EngineCondition
+from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.jobs import EngineBroken, Jobs, StopEngine
-from enginepool.engine.limiter import Limiter
 from enginepool.engine.running import RunningRequests
 from enginepool.engine.states import EngineState
 from enginepool.errors import StepTimeout
@@ -118,6 +118,15 @@ class Channel:
     def load(self) -> int:
         return len(self.running)
 
+    def progressed(self) -> bool:
+        """See `RunningRequests.progressed`."""
+        return self.running.progressed()
+
+    @property
+    def last_output(self) -> float:
+        """When a request last ended here, in `time.perf_counter`."""
+        return self.running.last_output
+
     def kv_usage(self) -> tuple[int, int]:
         """Tokens of KV cache in use (what the prefix cache may evict is free) and in all."""
         scheduler = self._scheduler
@@ -127,15 +136,17 @@ class Channel:
             return (0, 0)
 
     def abandon(self, since: float, reason: str) -> list[Request] | None:
-        """Take the requests of the step that began then; None if it has returned.
+        """Take the requests of the step that began then and does not return; None if it has.
 
-        What it still does to its own objects reaches nobody.
+        When it returns after all, what it has done reaches nobody, and the engine is reset.
         """
         with self.running.lock:  # it may return just now
             if self.condition.stepping_since != since:
                 return None
             self.condition.change(EngineState.ABANDONED, reason)
-            return self.close(f"engine {self.engine_index} is abandoned: {reason}")
+            requests = self.close(f"engine {self.engine_index} is abandoned: {reason}")
+            self.queue.detach(self.engine_index)
+            return requests
 
     # The engine's thread
 
@@ -157,7 +168,7 @@ class Channel:
         while True:
             self._wake.clear()
             self._jobs.run_due()
-            if not condition.pause_reasons:
+            if not condition.paused:
                 if condition.kv_not_finite and not self.running and not scheduler.has_work():
                     scheduler.reset()
                     condition.kv_not_finite = False
@@ -215,6 +226,14 @@ class Channel:
             raise EngineBroken(f"could not release its requests: {error!r}") from error
         return requests
 
+    def set_weights(self, version: int | str, update: int) -> None:
+        """See `RunningRequests.set_weights`."""
+        self.running.set_weights(version, update)
+
+    def end_step(self) -> None:
+        """For a step that failed, and so does not come to its boundary."""
+        self.limiter.release()
+
     def has_work(self) -> bool:
         """Whether a step would do something, here or in the scheduler alone."""
         scheduler = self._scheduler
@@ -249,7 +268,7 @@ class Channel:
             request = self.running.held.get(internal_rid)
             if request is None:
                 continue
-            if self.condition.pause_reasons and request.abort_reason is not None:
+            if self.condition.paused and request.abort_reason is not None:
                 # No step will end it before the pool goes on; its caller need not wait for that.
                 self.running.take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)

@@ -22,7 +22,8 @@ class _Phase:
 
 @dataclass
 class WeightsCondition:
-    """Which weights an engine steps with. Written on the engine's thread.
+    """Which weights an engine steps with. Written on the engine's thread, but for
+    `nonfinite_under`, which whoever finds it tells all engines.
 
     Attributes:
         version: The label that tokens of the engine's next step carry.
@@ -51,8 +52,8 @@ class EngineCondition:
     """What one engine may do, and why not.
 
     Written on the engine's thread, and by who abandons its step while it does not return;
-    asked from any. What the engine is doing is replaced as a whole, so that nobody sees half of a
-    change; the rest are single values.
+    asked from any thread. What the engine is doing is replaced as a whole, so that nobody sees
+    half of a change; the rest are single values.
 
     Attributes:
         weights: Which weights it has.
@@ -82,6 +83,14 @@ class EngineCondition:
             returns: It has failed and will probably serve again.
         """
         self._phase = _Phase(state, reason, returns)
+
+    def pause(self, reason: PauseReason) -> None:
+        """From here on it takes no step."""
+        self.pause_reasons.add(reason)
+
+    def go_on(self, reason: PauseReason) -> None:
+        """This is no reason any more; others may be left."""
+        self.pause_reasons.discard(reason)
 
     # What it is doing
 
@@ -134,7 +143,13 @@ class EngineCondition:
         return phase.returns or (loop_runs and self.weights.missing is None)
 
     @property
+    def paused(self) -> bool:
+        """Whether there is a reason to take no step."""
+        return bool(self.pause_reasons)
+
+    @property
     def may_step(self) -> bool:
+        """Whether it steps when there is something to do."""
         return not self.pause_reasons and self.weights.missing is None
 
     @property

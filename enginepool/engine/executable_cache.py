@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from enginepool.engine.limiter import Limiter
+from enginepool.engine.gil_limiter import Limiter
 from enginepool.logs import logger
 
 _thread = threading.local()

@@ -18,14 +18,13 @@ from enginepool.engine.build import Assembly
 from enginepool.engine.channel import Channel
 from enginepool.engine.condition import EngineCondition
 from enginepool.engine.executable_cache import ExecutableCache
+from enginepool.engine.gil_limiter import process_limiter
 from enginepool.engine.jobs import EngineBroken, StopEngine
-from enginepool.engine.limiter import process_limiter
+from enginepool.engine.recovery_protocol import Decision, Supervisor
 from enginepool.engine.states import EngineState
-from enginepool.engine.supervisor import Decision, Supervisor
 from enginepool.errors import StepTimeout
 from enginepool.logs import take_traceback
 from enginepool.requests.queue import RequestQueue
-from enginepool.requests.request import Request
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
@@ -129,18 +128,6 @@ class EngineWorker:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def abandon(self, since: float, reason: str) -> list[Request] | None:
-        """Take away the requests of a step that does not return, from another thread; None if
-        the step that began at `since` has returned.
-
-        When it returns after all its outcome is ignored, and the engine is reset.
-        """
-        with self.channel.running.lock:  # until the queue has heard of it, it does not return
-            requests = self.channel.abandon(since, reason)
-            if requests is not None:
-                self._queue.detach(self.index)
-            return requests
-
     # On the thread
 
     def _main(self) -> None:
@@ -190,7 +177,9 @@ class EngineWorker:
             except StopEngine:
                 return None
             except BaseException as error:
-                self.channel.limiter.release()
+                self.channel.end_step()
+                if self.condition.abandoned:
+                    return error  # its requests and its jobs are gone: nothing is left to unload
                 lost = scheduler.leaves.lost_by_owner()
                 if not lost:
                     return error
@@ -242,15 +231,14 @@ class EngineWorker:
             self.assembly.reset()
             return
         self.condition.change(EngineState.REBUILDING, reason, returns=True)
-        weights = self.condition.weights
-        elsewhere = self._supervisor.sibling_has_weights(self)
-        kept = {} if elsewhere else self._intact()
-        from_checkpoint = not elsewhere and not kept and weights.update == 0
+        source = self._supervisor.weights_for(self)
+        kept = {} if source == "sibling" else self._intact()
+        from_checkpoint = source == "checkpoint" and not kept
         self.assembly.rebuild(dummy_weights=not from_checkpoint)
         if kept:
             self.leaves.replace(kept)
         elif not from_checkpoint:
-            weights.update = -1  # `readmit` brings weights
+            self.condition.weights.update = -1  # `readmit` brings weights
 
     def _intact(self) -> dict[str, Any]:
         """The engine's own weights, for when no other engine has them."""
@@ -275,10 +263,11 @@ class EngineWorker:
     # On the thread, called by the supervisor
 
     def enter(self) -> None:
-        """From here on the engine gets requests and does jobs."""
+        """From here on the engine does jobs, and gets requests if it has weights."""
         self.condition.change(EngineState.SERVING)
         self.channel.open()
-        self._queue.attach(self.index, self.channel.load, self.channel.wake)
+        if self.condition.serving:
+            self._queue.attach(self.index, self.channel.load, self.channel.wake)
 
     # On the thread, as jobs
 

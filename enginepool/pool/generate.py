@@ -16,7 +16,7 @@ from enginepool.requests.output_processor import (
     make_result,
     raise_failure,
 )
-from enginepool.requests.progress import show_progress
+from enginepool.requests.progress_bar import show_progress
 from enginepool.requests.request import Call
 from enginepool.requests.submission import submitted
 from enginepool.requests.wait import async_chunks, async_wait_all, chunks, wait_all

@@ -129,8 +129,9 @@ class EnginePool(Generation, Steering, WeightCalls):
         if not runtime.dispatch.home.here:
             return f"<EnginePool {self.name!r} [open in process {runtime.dispatch.home.pid}]>"
         running = sum(worker.channel.load() for worker in runtime.workers)
+        serving = len(runtime.dispatch.serving())
         return (
-            f"<EnginePool {self.name!r} [{len(runtime.serving())} of {len(runtime.workers)} "
+            f"<EnginePool {self.name!r} [{serving} of {len(runtime.workers)} "
             f"engines serving | {running} running, {len(runtime.dispatch.queue)} waiting]>"
         )
 

@@ -68,6 +68,10 @@ class Dispatch:
         """How many requests no engine holds yet."""
         return len(self.queue) + len(self.admission)
 
+    def serving(self) -> list[EngineWorker]:
+        """Engines that may be given requests."""
+        return [worker for worker in self.workers if worker.condition.serving]
+
     def submit(self, call: Call) -> None:
         """Queue a call's requests.
 
@@ -95,7 +99,7 @@ class Dispatch:
             with self.lock:
                 self._calls.discard(call)
             raise
-        self._fail_unserved()
+        self.fail_unserved()
 
     def refuse_to_wait(self, call: Call) -> None:
         """Before a caller waits for outputs.
@@ -107,8 +111,8 @@ class Dispatch:
         if (outer := self._steering.inside()) is None:
             return
         for pinned_to in {request.pinned_to for request in call.requests}:
-            able = [w for w in self.workers if w.condition.serving and pinned_to in (None, w.index)]
-            if all(worker.condition.pause_reasons for worker in able):
+            able = [w for w in self.serving() if pinned_to in (None, w.index)]
+            if all(worker.condition.paused for worker in able):
                 raise InvalidRequest(
                     f"generating inside {outer} would wait for ever: no engine takes a step before "
                     "it returns; generate before it, or use staging='double' without free_kv=True "
@@ -155,7 +159,7 @@ class Dispatch:
         for request in again:  # aborted between the look and the put
             if request.abort_reason is not None and self.queue.discard(request):
                 request.call.finish(request, request.abort_reason)
-        self._fail_unserved()
+        self.fail_unserved()
 
     def take_waiting(self) -> list[Request]:
         """Take out everything that no engine holds."""
@@ -201,7 +205,7 @@ class Dispatch:
         workers = self.workers if pinned_to is None else [self.workers[pinned_to]]
         return any(worker.condition.will_serve for worker in workers)
 
-    def _fail_unserved(self) -> None:
+    def fail_unserved(self) -> None:
         """End what waits for engines that have left, also between a look and a `put`."""
         if self.closed or self._desired.no_weights is not None:
             return  # `close` ends everything, `update_weights` goes on

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
-from enginepool.engine.supervisor import Decision
+from enginepool.engine.recovery_protocol import Decision
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
 from enginepool.requests.request import Request, aborted, not_finite
@@ -32,7 +33,7 @@ from enginepool.weights.placement import place
 
 
 class Recovery:
-    """What workers of a pool report to; see `engine/supervisor.py`."""
+    """What workers of a pool report to; see `engine/recovery_protocol.py`."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Recovery:
     def engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
         """A step that began then does not return. On another thread than the engine's."""
         with self._dispatch.queue.moving():
-            requests = worker.abandon(since, reason)
+            requests = worker.channel.abandon(since, reason)
             if requests is not None:
                 self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
 
@@ -149,22 +150,22 @@ class Recovery:
     def _count(self, worker: EngineWorker) -> int:
         """Count a failure of this engine; returns how many there are in a row."""
         now = time.perf_counter()
-        since = max(worker.channel.running.last_output, now - WINDOW_SECONDS)
+        since = max(worker.channel.last_output, now - WINDOW_SECONDS)
         times = self._times.get(worker.index, [])
         self._times[worker.index] = [at for at in times if at > since] + [now]
         return len(self._times[worker.index])
 
-    def sibling_has_weights(self, worker: EngineWorker) -> bool:
-        return bool(self._siblings(worker))
+    def weights_for(self, worker: EngineWorker) -> Literal["sibling", "checkpoint", "nowhere"]:
+        if self._siblings(worker):
+            return "sibling"
+        return "checkpoint" if self._desired.update == 0 else "nowhere"
 
     def _siblings(self, worker: EngineWorker) -> list[EngineWorker]:
         """Serving engines that have the current weights."""
         return [
             other
-            for other in self._dispatch.workers
-            if other is not worker
-            and other.condition.serving
-            and other.condition.weights.update == self._desired.update
+            for other in self._dispatch.serving()
+            if other is not worker and other.condition.weights.update == self._desired.update
         ]
 
     def readmit(self, worker: EngineWorker, decision: Decision, seconds: float) -> bool:
@@ -174,6 +175,10 @@ class Recovery:
                 return False
             self._bring_up_to_date(worker)
             worker.enter()
+        if worker.condition.weights.missing is not None:
+            self._dispatch.fail_unserved()  # it was waited for
+            if self._desired.no_weights is None:
+                self._warn("engine_unloaded", worker, requests=0)
         seconds += time.perf_counter() - made
         self._events.add(
             "engine_recovered",
@@ -203,6 +208,8 @@ class Recovery:
             _copy_weights(worker, sibling)
             weights.replaced(desired.weight_version, desired.update)
             return
+        # What lies there is of no version, and must not stay under an update of a part.
+        worker.leaves.drop(list(worker.leaves))
         weights.missing = "its weights are gone, and no other engine has them; update_weights"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from enginepool.engine.supervisor import Decision
+from enginepool.engine.recovery_protocol import Decision
 from enginepool.errors import NotFinite
 from enginepool.requests.fault_history import FaultHistory
 
@@ -61,7 +61,7 @@ def decide(error: BaseException, history: EngineHistory, policy: Policy) -> Deci
 
 
 def delay_before(attempt: int) -> float:
-    """Seconds to wait before the so-manieth recovery in a row: none, then growing."""
+    """Seconds to wait before a recovery, by which in a row it is: none, then growing."""
     return 0.0 if attempt <= 1 else 0.05 * 4.0 ** (attempt - 2)
 
 

@@ -147,9 +147,6 @@ class Runtime:
 
     # The engines
 
-    def serving(self) -> list[EngineWorker]:
-        return [worker for worker in self.workers if worker.condition.serving]
-
     def reachable(self) -> list[EngineWorker]:
         """Engines whose loops run, those without weights among them."""
         return [worker for worker in self.workers if worker.condition.reachable]

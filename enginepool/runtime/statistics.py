@@ -43,7 +43,7 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         "since": worker.condition.since,
         "steps": worker.channel.steps,
         # From the first step after idling to the last output: of the work at hand, or of the last.
-        "busy_seconds": max(0.0, worker.channel.running.last_output - worker.channel.busy_since),
+        "busy_seconds": max(0.0, worker.channel.last_output - worker.channel.busy_since),
         "build_seconds": worker.assembly.build_seconds,
         "warmup_seconds": worker.assembly.warmup_seconds,
     }

@@ -91,7 +91,7 @@ def standstill(
     waits: list[Future[Any]] = []
 
     def stop(worker: EngineWorker) -> None:
-        worker.condition.pause_reasons.add("swap")
+        worker.condition.pause("swap")
         stopped[worker.index] = time.perf_counter()
         if mode != "in_place":
             taken.extend(worker.channel.retract())
@@ -101,9 +101,7 @@ def standstill(
             return True
         if mode == "drain":
             return not (worker.channel.has_work() or queue.begun())
-        return mode != "retract" or (
-            worker.channel.running.progressed() and not queue.has_retracted()
-        )
+        return mode != "retract" or (worker.channel.progressed() and not queue.has_retracted())
 
     def wait_until_due() -> None:
         futures = []
@@ -139,7 +137,7 @@ def _go_on(
     runtime: Runtime, stand: Standstill, stopped: dict[int, float], taken: list[Request]
 ) -> None:
     def go(worker: EngineWorker) -> None:
-        worker.condition.pause_reasons.discard("swap")
+        worker.condition.go_on("swap")
         worker.condition.draining = False
         if (since := stopped.get(worker.index)) is not None:
             stand.pauses[worker.index] = time.perf_counter() - since
@@ -162,7 +160,7 @@ def _drain(runtime: Runtime, stand: Standstill) -> None:
 
     def begin(worker: EngineWorker) -> tuple[bool, bool]:
         worker.condition.draining = True
-        return bool(worker.condition.pause_reasons), bool(worker.channel.running)
+        return worker.condition.paused, worker.channel.load() > 0
 
     found = stand.run(begin)
     stopped = {index for index, (paused, _) in found.items() if paused}

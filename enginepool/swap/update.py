@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from enginepool.engine.jobs import EngineStopped
@@ -137,17 +138,24 @@ class _Update:
         if self.staging == "double":  # else they lie there already
             self.before = commit(stand, self.staged)
         desired = self.runtime.desired
-        desired.no_weights = None
         desired.weight_version, desired.update = self.version, self.number
         stand.run(self._label)
+        # Those that missed it come after the others serve, and `no_weights` goes last: what waits
+        # must never find that no engine is left.
+        stand.run(self._leave_if_failed)
+        if desired.no_weights is not None:
+            desired.no_weights = None
+            self.runtime.dispatch.fail_unserved()
 
     def _label(self, worker: EngineWorker) -> None:
         """On the engine's thread: its next tokens come from the new weights."""
+        if worker.index not in self.failed:
+            worker.channel.set_weights(self.version, self.number)
+            worker.load()
+
+    def _leave_if_failed(self, worker: EngineWorker) -> None:
         if worker.index in self.failed:
             leave_without_weights(worker, self.failed[worker.index])
-            return
-        worker.channel.running.set_weights(self.version, self.number)
-        worker.load()
 
     # Rolling
 
@@ -165,9 +173,9 @@ class _Update:
                 # Others have the new weights already: it only goes forward.
                 reason = f"it missed an update of weights: {error}"
                 self.failed[worker.index] = reason
-                worker.channel.run(
-                    lambda w=worker, why=reason: leave_without_weights(w, why)
-                ).result()
+                job = partial(leave_without_weights, worker, reason)
+                with suppress(EngineStopped):  # it comes back with the new weights
+                    worker.channel.run(job).result()
 
     def _roll_one(self, worker: EngineWorker) -> None:
         plan = self.plan

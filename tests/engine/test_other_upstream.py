@@ -30,7 +30,7 @@ REACHES = {
     "engine/warmup.py",
     "weights/leaves.py",
     "weights/mapping.py",
-    "weights/sibling.py",
+    "weights/sibling_loader.py",
 }
 
 

@@ -50,7 +50,12 @@ FROM_TREE = [
 # An engine that copies what it should share, and a pool that keeps what it should give back.
 FAULTS = """
 from enginepool import EnginePool
-from enginepool.cli import main
+from enginepool.cli import main, reference
+options = reference.RunOptions
+def endless(sampling_params, **given):
+    # Hot as it is, the first token may be the end; then there is no text, another fault.
+    return options(sampling_params=sampling_params | {"ignore_eos": True}, **given)
+reference.RunOptions = endless
 update = EnginePool.update_weights
 EnginePool.update_weights = lambda pool, source: update(pool, source, copy=True)
 EnginePool.release_memory_occupation = lambda pool: 0

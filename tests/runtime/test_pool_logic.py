@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from enginepool.config import PoolConfig
 from enginepool.engine.build import Assembly
-from enginepool.engine.limiter import Limiter
+from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.states import EngineState
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolFailed, QueueFull, StepTimeout

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.engine.supervisor import Decision
+from enginepool.engine.recovery_protocol import Decision
 from enginepool.errors import NotFinite
 from enginepool.requests.fault_history import FaultHistory
 from enginepool.runtime.recovery_policy import (

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from enginepool import EnginePool
-from enginepool.swap import staging
+from enginepool.swap import update
 from enginepool.toy.files import read_checkpoint
 from tests.support.forced import assert_greedy
 
@@ -94,7 +94,7 @@ def devices_only() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("stage", "stream"):
-            patch.setattr(staging, name, guarded(getattr(staging, name)))
+            patch.setattr(update, name, guarded(getattr(update, name)))
         yield
 
 

@@ -13,7 +13,7 @@ from enginepool import EnginePool
 from enginepool.config import PoolConfig
 from enginepool.engine.channel import Channel
 from enginepool.engine.condition import EngineCondition
-from enginepool.engine.limiter import process_limiter
+from enginepool.engine.gil_limiter import process_limiter
 from enginepool.requests.queue import RequestQueue
 from tests.support.layouts import own_layout, serves, tensors
 from tests.support.pools import SMALL, MakePool

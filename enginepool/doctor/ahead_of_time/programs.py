@@ -16,7 +16,7 @@ from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
 from enginepool.doctor.ahead_of_time.topology import Topology, libtpu_environment
 from enginepool.engine.channel import Channel
 from enginepool.engine.condition import EngineCondition
-from enginepool.engine.limiter import process_limiter
+from enginepool.engine.gil_limiter import process_limiter
 from enginepool.errors import InvalidConfig
 from enginepool.requests.queue import RequestQueue
 

@@ -1,4 +1,4 @@
-"""Whom an engine's thread reports to, and what it is told to do."""
+"""How an engine's thread reports a failure, and what it is told to do: a protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Decision:
         action: "reset" makes the scheduler's state and the KV cache anew, in milliseconds;
             "rebuild" all of the engine; "stay out" neither.
         delay: Seconds to wait before.
-        attempt: The so-manieth in a row, from 1.
+        attempt: Which in a row this is, from 1.
         why: What keeps it out beside its own failure, if something does.
     """
 
@@ -46,8 +46,8 @@ class Supervisor[Worker](Protocol):
         """The engine could not be made anew; what it is to do now."""
         ...
 
-    def sibling_has_weights(self, worker: Worker) -> bool:
-        """Whether another engine has the weights that this one is to come back with."""
+    def weights_for(self, worker: Worker) -> Literal["sibling", "checkpoint", "nowhere"]:
+        """Where the weights are, beside this engine, that it is to come back with."""
         ...
 
     def readmit(self, worker: Worker, decision: Decision, seconds: float) -> bool:

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from enginepool.engine.executable_cache import ExecutableCache
-from enginepool.engine.limiter import Limiter, process_limiter
+from enginepool.engine.gil_limiter import Limiter, process_limiter
 from tests.support.pools import MakePool
 
 SECONDS = 60.0

@@ -1,0 +1,162 @@
+"""Engines that return when weights are gone, or while weights change: whoever waits hears of it, no
+engine serves weights of no version, and all that serve have one."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks import faults
+from enginepool import EnginePool, InvalidWeights, NoWeights
+from enginepool.engine.build import Assembly
+from enginepool.engine.worker import EngineWorker
+from enginepool.runtime.recovery import Recovery
+from enginepool.toy.files import read_checkpoint
+from tests.support.layouts import PROMPTS, leaves, serves
+from tests.support.liveness import SECONDS, callers, until
+from tests.support.pools import SMALL
+from tests.support.reference import make_random_model
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("target"), "qwen3", seed=7)
+
+
+@pytest.fixture(params=[3])
+def pool(request: pytest.FixtureRequest, model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+    options = {"devices": request.param, "warmup": "none", "max_restarts": 1000}
+    # Longer than a program takes to compile.
+    with EnginePool(str(model_dir("qwen3")), step_timeout=20.0, **options, **SMALL) as pool:
+        yield pool
+
+
+def states(pool: EnginePool) -> list[str]:
+    return [engine["state"] for engine in pool.stats()["engines"]]
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_the_only_engine_loses_its_weights(
+    pool: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rebuild that fails takes the weights of an update along; the next one succeeds, without
+    any. The call that waits raises, and a part of the weights is no way out: a whole set is."""
+    pool.update_weights(target)
+    rebuild, attempts = Assembly.rebuild, []
+
+    def failing(self: Assembly, *, dummy_weights: bool) -> None:
+        attempts.append(dummy_weights)
+        if len(attempts) == 1:
+            self.take_apart()
+            raise faults.Fault("no memory")
+        rebuild(self, dummy_weights=dummy_weights)
+
+    monkeypatch.setattr(Assembly, "rebuild", failing)
+    faults.raise_in_reset(pool, 0)
+    faults.raise_in_step(pool, 0)
+    with callers(1) as executor:
+        call = executor.submit(pool.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+        with pytest.raises(NoWeights, match="weights are gone"):
+            call.result(SECONDS)
+    assert attempts == [True, True]  # the checkpoint's are not what the pool has
+    assert states(pool) == ["unloaded"]
+    assert "weights are gone" in pool.stats()["engines"][0]["reason"]
+    assert pool.events()[-1]["event"] == "engine_recovered"
+    assert "engine_unloaded" in [event["event"] for event in pool.events()]
+    part = dict([next(iter(leaves(target).items()))])
+    with pytest.raises(InvalidWeights, match="has no weights to keep"):
+        pool.update_weights(part, strict=False)
+    pool.update_weights(target)
+    serves(pool, target)
+
+
+def test_weights_are_donated_while_a_step_hangs(pool: EnginePool, target: Path) -> None:
+    """Its requests have moved on when the step returns, so nothing is left to unload; the engine
+    comes back with its siblings' weights."""
+    first = jax.devices()[0]
+    source = {path: jax.device_put(leaf, first) for path, leaf in leaves(target).items()}
+    report = pool.update_weights(source)
+    assert report.engines[0].shared == len(source)
+    let_go = faults.hang_in_step(pool, 0)
+    with callers(1) as executor:
+        call = executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=GREEDY)
+        until(lambda: states(pool)[0] == "abandoned")
+        for array in source.values():
+            array.delete()
+        let_go.set()
+        until(lambda: states(pool) == ["serving"] * 3)
+        assert [len(one["output_ids"]) for one in call.result(SECONDS)] == [8] * len(PROMPTS)
+    serves(pool, target)
+
+
+def test_an_engine_that_fails_while_an_update_rolls(pool: EnginePool, target: Path) -> None:
+    """The others go forward, those after it too; it comes back with the new weights."""
+    reset: list[threading.Event] = []
+
+    def source() -> Iterator[tuple[str, Any]]:
+        for number, tensor in enumerate(read_checkpoint(target)[1].items()):
+            if number == 1:
+                hanging = faults.hang_in_reset(pool, 1)
+                faults.raise_in_step(pool, 1)
+                executor.submit(
+                    pool.engines[1].generate, input_ids=PROMPTS[0], sampling_params=GREEDY
+                )
+                until(lambda: states(pool)[1] == "resetting")
+                reset.append(hanging)
+            yield tensor
+
+    with callers(1) as executor:
+        report = pool.update_weights(source(), strategy="rolling", weight_version="new")
+        assert report.failed.keys() == {1}
+        results = pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY)
+        assert {result["meta_info"]["weight_version"] for result in results} == {"new"}
+        assert {result["meta_info"]["engine_index"] for result in results} <= {0, 2}
+        reset[0].set()
+        until(lambda: states(pool) == ["serving"] * 3)
+    serves(pool, target)
+
+
+def test_what_waits_for_weights_outlives_an_engine_that_misses_them(
+    pool: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights were released, and of three engines one cannot take the new ones, in whatever order
+    the engines hear of it."""
+    left = threading.Event()
+    unloaded, load = Recovery.engine_unloaded, EngineWorker.load
+
+    def late(worker: EngineWorker) -> None:
+        left.wait(0.5)  # in vain, or the one that misses them has left first
+        load(worker)
+
+    def noted(*args: Any) -> None:
+        unloaded(*args)
+        left.set()
+
+    with callers(1) as executor:
+        long = {**GREEDY, "max_new_tokens": 200}
+        call = executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=long)
+        until(lambda: pool.stats()["running"] > 0)
+        pool.release_weights()
+        monkeypatch.setattr(EngineWorker, "load", late)
+        monkeypatch.setattr(Recovery, "engine_unloaded", noted)
+        put, updating = jax.device_put, threading.get_ident()
+
+        def full(array: Any, where: Any = None, *args: Any, **options: Any) -> Any:
+            devices = {one.id for one in getattr(where, "device_set", ())}
+            if threading.get_ident() == updating and jax.devices()[1].id in devices:
+                raise RuntimeError("out of memory")
+            return put(array, where, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "device_put", full)
+            report = pool.update_weights(leaves(target), staging="stream")
+        assert report.failed.keys() == {1}
+        assert states(pool) == ["serving", "unloaded", "serving"]
+        assert [len(one["output_ids"]) for one in call.result(SECONDS)] == [200] * len(PROMPTS)
+    pool.update_weights(target)
+    serves(pool, target)
