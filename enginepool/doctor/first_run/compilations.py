@@ -30,9 +30,9 @@ def counted() -> Iterator[list[Program]]:
     """Every program that is compiled, or loaded, meanwhile, on any thread."""
     programs: list[Program] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILED:
-            programs.append(Program(_default_device(), duration))
+            programs.append(Program(_default_device(), duration_secs))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -104,7 +104,7 @@ def together(pool: EnginePool, found: Finding) -> None:
 def long(pool: EnginePool, found: Finding) -> None:
     """One long output past a page, held against plain JAX without a cache, pages or kernels."""
     params = {**GREEDY, "max_new_tokens": LONG_TOKENS, "ignore_eos": True}
-    result = pool.generate(PROMPTS[0], params, timeout=CALL_SECONDS)
+    (result,) = pool.generate_all(PROMPTS[:1], params, timeout=CALL_SECONDS)
     ids, prompt = result["output_ids"], list(PROMPTS[0].encode())
     found.expect(len(ids) == LONG_TOKENS, f"{len(ids)} tokens of {LONG_TOKENS}")
     config, weights = read_checkpoint(toy.checkpoint())

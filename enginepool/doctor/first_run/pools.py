@@ -1,4 +1,4 @@
-"""Pools of the toy: on all devices with every check, or one engine with a page size."""
+"""Pools of the toy: on all devices with every check, or one engine with other options."""
 
 from __future__ import annotations
 
@@ -44,20 +44,15 @@ NAMES = ("build", *CHECKS, "engines")
 _EVENT = ("event", "engine", "reason", "exception")  # what is told of one
 
 
-def check_pool(
-    devices: DeviceSpec, checklist: Checklist, say: Callable[[str], None], **options: Any
-) -> None:
+def check_pool(devices: DeviceSpec, checklist: Checklist, say: Callable[[str], None]) -> None:
     """Build engines on all devices and look at everything.
 
     Where one device's engine does not start, the others are built once more without it.
-
-    Args:
-        options: Of the pool, beside those of every first run.
     """
     pools: list[EnginePool] = []
 
     def build(wanted: DeviceSpec, found: Finding) -> None:
-        pools.append(opened(wanted, found, say, **options))
+        pools.append(opened(wanted, found, say))
 
     def again(found: Finding) -> None:
         build(_others(devices, failed), found)
@@ -90,13 +85,14 @@ def check_open_pool(pool: EnginePool, checklist: Checklist) -> None:
     checklist.run("engines", partial(engines, pool))
 
 
-def check_page_size(page_size: int, checklist: Checklist, say: Callable[[str], None]) -> None:
-    """One engine on the first device, built anew with this page size."""
+def check_variant(
+    name: str, options: dict[str, Any], checklist: Checklist, say: Callable[[str], None]
+) -> None:
+    """One engine on the first device, built anew with these options: the sums, a long output."""
 
     def check(found: Finding) -> None:
-        found.seen["page_size"] = page_size
         try:
-            pool = opened(1, found, say, page_size=page_size)
+            pool = opened(1, found, say, **options)
         except EngineStartFailed as error:
             if not isinstance(error.__cause__, InvalidConfig):
                 raise
@@ -107,11 +103,7 @@ def check_page_size(page_size: int, checklist: Checklist, say: Callable[[str], N
             found.problems += memory.answers(pool, "add")
             goldens.long(pool, found)
 
-    checklist.run(page_size_name(page_size), check)
-
-
-def page_size_name(page_size: int) -> str:
-    return f"page_size_{page_size}"
+    checklist.run(name, check)
 
 
 def opened(
@@ -137,6 +129,8 @@ def opened(
     names = ("page_size", "dtype", "attention_backend", "mem_fraction_static", *SERVER_ARGS)
     found.seen["server_args"] = {name: getattr(args, name, None) for name in names}
     found.seen["executables"] = pool.stats()["executables"]
+    client: Any = jax.local_devices()[0].client
+    found.seen["platform_version"] = client.platform_version
     return pool
 
 
@@ -160,8 +154,7 @@ def engines(pool: EnginePool, found: Finding) -> None:
     found.seen["states"] = [engine["state"] for engine in states["engines"]]
     found.seen["memory"] = states["memory"]
     found.seen["events"] = [
-        {name: event[name] for name in _EVENT if name in event}
-        for event in pool.events()
+        {name: event[name] for name in _EVENT if name in event} for event in pool.events()
     ]
     for engine in states["engines"]:
         found.expect(

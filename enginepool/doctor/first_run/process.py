@@ -31,13 +31,23 @@ def run_stage(job: dict[str, Any], report: Report, say: Callable[[str], None]) -
     env = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     command = [sys.executable, "-X", "faulthandler", "-m", "enginepool.doctor.first_run.stages"]
     lock_was_there = LOCK_FILE.exists()
+    said: list[str] = []  # since the last outcome
+
+    def told(outcome: dict[str, Any]) -> None:
+        said.clear()
+        report(outcome)
+
+    def heard(text: str) -> None:
+        said.append(text)
+        say(text)
+
     with tempfile.TemporaryFile() as errors:
-        ended = _run([*command, json.dumps(job)], env, errors, job, report, say)
+        ended = _run([*command, json.dumps(job)], env, errors, job, told, heard)
         if ended is not None:
             planned, why = ended
             errors.seek(0)
             tail = errors.read().decode(errors="replace").splitlines()[-_TAIL:]
-            _report_rest(planned, why, scrub(tail), report)
+            _report_rest(planned, why, {"said": said, "standard_error": scrub(tail)}, report)
     if ended is not None and not lock_was_there:
         _remove_stale_lock()
 
@@ -83,7 +93,7 @@ def _run(
         finally:
             timer.cancel()
     if planned is None:
-        planned = [job["stage"]]
+        planned = [job.get("name", job["stage"])]
     elif status == 0 and not planned:
         return None
     if too_long.is_set():
@@ -93,14 +103,12 @@ def _run(
     return planned, f"its process ended with status {status}"
 
 
-def _report_rest(planned: Sequence[str], why: str, tail: list[str], report: Report) -> None:
+def _report_rest(planned: Sequence[str], why: str, about: dict[str, Any], report: Report) -> None:
     """The first of what is left is what it was at."""
-    for number, name in enumerate(planned):
-        if number == 0:
-            outcome: dict[str, Any] = {"check": name, "status": "error", "problems": [why]}
-            report({**outcome, "standard_error": tail})
-        else:
-            report(skipped(name, f"{why}, in {planned[0]}"))
+    at, *others = planned
+    report({"check": at, "status": "error", "problems": [why], **about})
+    for name in others:
+        report(skipped(name, f"{why}, in {at}"))
 
 
 def _remove_stale_lock() -> None:

@@ -18,9 +18,11 @@ from enginepool.sizing import rules
 
 BUDGET = 600.0
 # What is not begun with less: a process imports upstream, starts the platform, builds an engine.
-_POOL_SECONDS, _PAGE_SECONDS, _CACHE_SECONDS = 45.0, 45.0, 30.0
+_POOL_SECONDS, _ENGINE_SECONDS, _CACHE_SECONDS = 45.0, 45.0, 30.0
 _PAGE_SIZES = {"tpu": (rules.PAGE_SIZE, 32, rules.LEAST_PAGE_SIZE)}
 _OTHER_PAGE_SIZES = (1, rules.LEAST_PAGE_SIZE)
+# What weights and KV are in elsewhere; the toy's own is float32, so all else here is.
+_SHORTER = "bfloat16"
 _CACHE_CHECK = "persistent_cache"
 
 Say = Callable[[str], None]
@@ -56,8 +58,8 @@ class _Run:
         self._checklist.run("host", partial(self._look_at_host, start))
         if self._report["devices"]:
             self._stage("pool", _POOL_SECONDS)
-            for size in self._page_sizes():
-                self._stage("page_size", self._page_seconds(), name=f"page_size_{size}", page_size=size)
+            for name, options in _variants(self._report["platform"]).items():
+                self._stage("variant", self._engine_seconds(), name=name, options=options)
             self._look_at_cache()
         bad = [check["check"] for check in self._checks if check["status"] in ("failed", "error")]
         return {
@@ -94,20 +96,17 @@ class _Run:
         found.expect("error" not in jax, scrub(jax.get("error", "")))
         found.expect(not host["problems"], "see `enginepool doctor`; standard error says what")
 
-    def _stage(self, stage: str, needs: float, name: str | None = None, **job: Any) -> None:
+    def _stage(self, stage: str, needs: float, **job: Any) -> None:
         """Run it in a process of its own, or say that it does not fit any more."""
-        left = self._checklist.left - GRACE
+        name, left = job.get("name", stage), self._checklist.left - GRACE
         if left < needs:
-            self._checklist.skip(name or stage, f"needs {needs:.0f} s, {left:.0f} s are left")
+            self._checklist.skip(name, f"needs {needs:.0f} s, {left:.0f} s are left")
             return
-        self._say(f"{name or stage}:")
+        self._say(f"{name}:")
         job |= {"stage": stage, "devices": self._devices, "seconds": left}
         run_stage(job, self._add, self._say)
 
-    def _page_sizes(self) -> tuple[int, ...]:
-        return _PAGE_SIZES.get(self._report["platform"], _OTHER_PAGE_SIZES)
-
-    def _page_seconds(self) -> float:
+    def _engine_seconds(self) -> float:
         """What an engine took before, as far as that is known."""
         built = [
             engine["build_seconds"] + engine["warmup_seconds"]
@@ -115,7 +114,7 @@ class _Run:
             for engine in check.get("seen", {}).get("engines", ())
             if "build_seconds" in engine
         ]
-        return _PAGE_SECONDS + max(built, default=0.0)
+        return _ENGINE_SECONDS + max(built, default=0.0)
 
     def _look_at_cache(self) -> None:
         """Last: what it asks may crash libtpu."""
@@ -134,3 +133,10 @@ class _Run:
 
             self._say(f"{_CACHE_CHECK}:")
             self._checklist.run(_CACHE_CHECK, look, _CACHE_SECONDS + GRACE)
+
+
+def _variants(platform_name: str) -> dict[str, dict[str, Any]]:
+    """By check, the options of an engine that is built for it alone."""
+    sizes = _PAGE_SIZES.get(platform_name, _OTHER_PAGE_SIZES)
+    pages = {f"page_size_{size}": {"page_size": size} for size in sizes}
+    return {**pages, _SHORTER: {"dtype": _SHORTER}}

@@ -1,7 +1,8 @@
-"""Nothing of a person or a host in what is sent in: no paths, names or values of the environment."""
+"""Nothing of a person or a host in what is sent in: no paths, names, values of environment."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import getpass
 import os
@@ -48,10 +49,9 @@ def _values() -> list[str]:
 def _names() -> re.Pattern[str]:
     """The user and the host."""
     found = {socket.gethostname(), socket.gethostname().partition(".")[0]} - {"localhost"}
-    try:
+    with contextlib.suppress(OSError, KeyError):  # a user without a name, as in a container
         found.add(getpass.getuser())
-    except (OSError, KeyError):  # a user without a name, as in a container
-        pass
-    words = "|".join(re.escape(name) for name in sorted(found, key=len, reverse=True)
-                     if len(name) >= _LEAST_NAME)
+    words = "|".join(
+        re.escape(name) for name in sorted(found, key=len, reverse=True) if len(name) >= _LEAST_NAME
+    )
     return re.compile(rf"(?<!\w)(?:{words})(?!\w)" if words else r"(?!)")

@@ -37,8 +37,8 @@ def main(job: dict[str, Any], line: Line) -> None:
         line({"plan": list(pools.NAMES)})
         pools.check_pool(job["devices"], checklist, say)
     else:
-        line({"plan": [pools.page_size_name(job["page_size"])]})
-        pools.check_page_size(job["page_size"], checklist, say)
+        line({"plan": [job["name"]]})
+        pools.check_variant(job["name"], job["options"], checklist, say)
 
 
 def _standard_output() -> Line:
