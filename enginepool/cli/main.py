@@ -182,6 +182,8 @@ def _first_run(
     )
     text = json.dumps(report, indent=2)
     print(text) if output is None else output.write_text(text + "\n", encoding="utf-8")
+    if report["interrupted"]:
+        raise KeyboardInterrupt("interrupted; the report has what was done by then")
     raise typer.Exit(0 if report["ok"] else 1)
 
 

@@ -69,6 +69,7 @@ def test_command(tmp_path: Path) -> None:
     report = json.loads(text)
     assert [check["check"] for check in report["checks"]] == ALL
     assert (report["ok"], report["not_ok"], report["skipped"]) == (True, [], [])
+    assert not report["interrupted"]
     seen = {check["check"]: check["seen"] for check in report["checks"]}
     assert report["platform"] == "cpu"
     assert report["versions"]["sglang-jax"]
@@ -233,6 +234,17 @@ def test_no_time_at_all() -> None:
     assert all("are left" in check["problems"][0] for check in report["checks"][1:])
     assert report["ok"]
     assert any(line.startswith("pool: skipped") for line in said)
+
+
+def test_what_was_done_before_an_interruption_is_kept() -> None:
+    def interrupt(text: str) -> None:
+        if text.startswith("pool: skipped"):
+            raise KeyboardInterrupt
+
+    report = first_run(1, budget=1.0, say=interrupt)
+    assert [check["check"] for check in report["checks"]] == ["host", "pool"]
+    assert report["interrupted"]
+    assert not report["ok"]
 
 
 def test_a_process_that_fails() -> None:

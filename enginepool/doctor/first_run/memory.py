@@ -18,8 +18,8 @@ from enginepool.runtime import statistics
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
 
-# A device may round its allocations up.
-_ROUNDING = 0.01
+# A device rounds its allocations up, and other small ones come and go.
+_ROUNDING = 0.1
 
 
 def swap(pool: EnginePool, found: Finding) -> None:

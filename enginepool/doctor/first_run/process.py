@@ -41,15 +41,19 @@ def run_stage(job: dict[str, Any], report: Report, say: Callable[[str], None]) -
         said.append(text)
         say(text)
 
-    with tempfile.TemporaryFile() as errors:
-        ended = _run([*command, json.dumps(job)], env, errors, job, told, heard)
-        if ended is not None:
-            planned, why = ended
-            errors.seek(0)
-            tail = errors.read().decode(errors="replace").splitlines()[-_TAIL:]
-            _report_rest(planned, why, {"said": said, "standard_error": scrub(tail)}, report)
-    if ended is not None and not lock_was_there:
-        _remove_stale_lock()
+    as_it_should = False
+    try:
+        with tempfile.TemporaryFile() as errors:
+            ended = _run([*command, json.dumps(job)], env, errors, job, told, heard)
+            as_it_should = ended is None
+            if ended is not None:
+                planned, why = ended
+                errors.seek(0)
+                tail = errors.read().decode(errors="replace").splitlines()[-_TAIL:]
+                _report_rest(planned, why, {"said": said, "standard_error": scrub(tail)}, report)
+    finally:
+        if not as_it_should and not lock_was_there:
+            _remove_stale_lock()
 
 
 def _run(

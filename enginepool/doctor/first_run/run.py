@@ -56,20 +56,28 @@ class _Run:
 
     def run(self, start: float) -> dict[str, Any]:
         self._checklist.run("host", partial(self._look_at_host, start))
-        if self._report["devices"]:
-            self._stage("pool", _POOL_SECONDS)
-            for name, options in _variants(self._report["platform"]).items():
-                self._stage("variant", self._engine_seconds(), name=name, options=options)
-            self._look_at_cache()
+        interrupted = False
+        try:
+            if self._report["devices"]:
+                self._look_at_devices()
+        except KeyboardInterrupt:  # what took minutes is not thrown away
+            interrupted = True
         bad = [check["check"] for check in self._checks if check["status"] in ("failed", "error")]
         return {
             **self._report,
             "seconds": round(time.monotonic() - self._started, 1),
-            "ok": not bad,
+            "interrupted": interrupted,
+            "ok": not bad and not interrupted,
             "not_ok": bad,
             "skipped": [c["check"] for c in self._checks if c["status"] == "skipped"],
             "checks": self._checks,
         }
+
+    def _look_at_devices(self) -> None:
+        self._stage("pool", _POOL_SECONDS)
+        for name, options in _variants(self._report["platform"]).items():
+            self._stage("variant", self._engine_seconds(), name=name, options=options)
+        self._look_at_cache()
 
     def _add(self, outcome: dict[str, Any]) -> None:
         self._checks.append(outcome)
