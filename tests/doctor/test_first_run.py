@@ -27,6 +27,8 @@ from enginepool.toy.files import PAD_ID, read_checkpoint
 from enginepool.toy.model import forward
 from patches._patch import module
 
+# Options that no pool takes.
+NOTHING = {"page_sise": "bfloat16"}
 VARIANTS = ("page_size_1", "page_size_16", "bfloat16")
 NATIVE = "sgl_jax.srt.layers.attention.native_backend"
 ALL = ["host", *pools.NAMES, *VARIANTS, "persistent_cache"]
@@ -213,6 +215,14 @@ def test_what_raises_is_recorded() -> None:
     assert first["problems"][0].startswith("RuntimeError: in <path> (from JSONDecodeError: ")
     assert first["trace"][-1].startswith("decoder.py:")
     assert found["second"]["status"] == "ok"
+
+
+def test_names_of_checks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the environment has the same word."""
+    monkeypatch.setenv("DTYPE", "bfloat16")
+    found = looked(lambda checklist: pools.check_variant("bfloat16", NOTHING, checklist, print))
+    assert found["bfloat16"]["status"] == "error"
+    assert "bfloat16" not in found["bfloat16"]["problems"][0]
 
 
 def test_a_check_that_does_not_fit_is_skipped() -> None:

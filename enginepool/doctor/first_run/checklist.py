@@ -74,13 +74,13 @@ class Checklist:
             "check": name,
             "status": status,
             "seconds": round(time.monotonic() - started, 3),
-            "seen": found.seen,
+            "seen": scrub(found.seen),
         }
         if found.problems:
-            outcome["problems"] = found.problems
+            outcome["problems"] = scrub(found.problems)
         if trace:
             outcome["trace"] = trace
-        self._report(scrub(outcome))
+        self._report(outcome)
         return status == "ok"
 
 
