@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from enginepool.cli.admin import admin
-from enginepool.cli.arguments import make_arguments, parse_server_args
+from enginepool.cli.arguments import make_arguments, parse_devices, parse_server_args
 from enginepool.cli.generate import generate
 from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize
 from enginepool.cli.reference import app as reference
 from enginepool.cli.serve import SERVE_CONTEXT, serve
 from enginepool.console.complaints import Commands
 from enginepool.console.output import watch_output
+from enginepool.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from enginepool.config import PoolConfig
@@ -62,6 +65,16 @@ def doctor(
     profile: Annotated[
         bool, typer.Option("--profile", help="Open a pool, and see what its steps cost the host.")
     ] = False,
+    first_run: Annotated[
+        bool,
+        typer.Option("--first-run", help="On a TPU: try everything with the toy, for a report."),
+    ] = False,
+    budget: Annotated[
+        float, typer.Option(min=1, help="Seconds for --first-run; what does not fit is skipped.")
+    ] = 600.0,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the report of --first-run goes, if not here.")
+    ] = None,
     model: Model = None,
     devices: Devices = None,
     tp_size: TpSize = 1,
@@ -72,8 +85,15 @@ def doctor(
 
     With a model or options on a TPU host: what is wrong with them there, before an engine is
     built. With --profile: where a step's time goes for the model and options given, and how many
-    engines one process can feed.
+    engines one process can feed. With --first-run: builds, answers, swaps, memory, page sizes and
+    the compilation cache on all devices, as one JSON object to send in; exits with 1 where a check
+    fails.
     """
+    if first_run:
+        given = {"--model": model, "--dtype": dtype, "--server-arg": server_arg}
+        given |= {"--profile": profile or None, "--tp-size": None if tp_size == 1 else tp_size}
+        _first_run(parse_devices(devices), budget, timeout, output, given)
+        return
     if profile:
         _profile(model, make_arguments(devices, tp_size, dtype, server_arg), as_json)
         return
@@ -135,6 +155,36 @@ def _config(model: str | None, arguments: dict[str, Any]) -> PoolConfig | None:
     from enginepool.config import PoolConfig
 
     return PoolConfig(model or str(toy.checkpoint()), **own, server_args=arguments)
+
+
+def _first_run(
+    devices: int | list[int] | None,
+    budget: float,
+    timeout: float,
+    output: Path | None,
+    given: dict[str, Any],
+) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidConfig(
+                f"{name} does not go with --first-run, which does the same everywhere, with the "
+                "toy, so that reports compare; leave it out"
+            )
+    if output is not None:
+        try:
+            output.open("a").close()  # before the work
+        except OSError as error:
+            raise InvalidConfig(f"--output {output}: {error.strerror}") from None
+    from enginepool.doctor.first_run.run import first_run
+
+    report = first_run(
+        devices, budget=budget, start=timeout, say=lambda text: print(text, file=sys.stderr)
+    )
+    text = json.dumps(report, indent=2)
+    print(text) if output is None else output.write_text(text + "\n", encoding="utf-8")
+    if report["interrupted"]:
+        raise KeyboardInterrupt("interrupted; the report has what was done by then")
+    raise typer.Exit(0 if report["ok"] else 1)
 
 
 def _profile(model: str | None, arguments: dict[str, Any], as_json: bool) -> None:

@@ -53,15 +53,16 @@ def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
             for name, wall in found.wall.items()
         },
         "saturates_at": int(step / gil),
-        "idle_cpu_percent": _idle_cpu(),
+        "idle_cpu_percent": idle_cpu_percent(_IDLE_SECONDS),
         "compilations": sum(pool.stats()["executables"].values()) - sum(compiled.values()),
     }
 
 
-def _idle_cpu() -> float:
+def idle_cpu_percent(seconds: float) -> float:
+    """What this process takes of one core while nothing is asked of it."""
     process = psutil.Process()
     process.cpu_percent()
-    time.sleep(_IDLE_SECONDS)
+    time.sleep(seconds)
     return process.cpu_percent()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,21 +9,10 @@ import jax
 
 from enginepool.runtime import statistics
 
-# An engine's thread lets go of its last step's arrays a moment after the caller has its output.
-_SETTLE_SECONDS = 2.0
-
 
 def snapshot(devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """The reference's memory object: process, each device, and sum, least and most of all.
-
-    Waits until two looks in a row agree, so that what is in flight is not counted.
-    """
-    end = time.monotonic() + _SETTLE_SECONDS
-    before, now = None, _look(devices)
-    while before != now["devices"] and time.monotonic() < end:
-        before = now["devices"]
-        time.sleep(0.01)
-        now = _look(devices)
+    """The reference's memory object: process, each device, and sum, least and most of all."""
+    now = statistics.settled_memory(list(devices))
     by_device = [
         {name: value for name, value in entry.items() if name != "device"}
         for entry in now["devices"]
@@ -40,11 +27,6 @@ def snapshot(devices: Sequence[jax.Device]) -> dict[str, Any]:
 def in_use(memory: dict[str, Any]) -> int:
     """Bytes in use on all devices of a snapshot."""
     return memory["jax_device_memory_summary"]["bytes_in_use_sum"]
-
-
-def _look(devices: Sequence[jax.Device]) -> dict[str, Any]:
-    gc.collect()  # arrays that only a reference cycle keeps
-    return statistics.memory(list(devices))
 
 
 def _summary(by_device: Sequence[dict[str, int]]) -> dict[str, int]:

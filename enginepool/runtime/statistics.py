@@ -6,6 +6,8 @@ snapshot as good as a moving thing allows.
 
 from __future__ import annotations
 
+import gc
+import time
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from enginepool.engine.worker import EngineWorker
     from enginepool.runtime.runtime import Runtime
 
+# An engine's thread lets go of its last step's arrays a moment after the caller has its output.
+_SETTLE_SECONDS = 2.0
 _MEMORY = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit", "largest_free_block_bytes")
 
 
@@ -84,6 +88,23 @@ def memory(devices: list[jax.Device]) -> dict[str, Any]:
         "sum": summed,
         "process_rss_bytes": psutil.Process().memory_info().rss,
     }
+
+
+def settled_memory(devices: list[jax.Device]) -> dict[str, Any]:
+    """`memory` once two looks in a row agree, so that what is in flight is not counted, and
+    without arrays that only a reference cycle keeps."""
+    end = time.monotonic() + _SETTLE_SECONDS
+    before, now = None, _collected(devices)
+    while before != now["devices"] and time.monotonic() < end:
+        before = now["devices"]
+        time.sleep(0.01)
+        now = _collected(devices)
+    return now
+
+
+def _collected(devices: list[jax.Device]) -> dict[str, Any]:
+    gc.collect()
+    return memory(devices)
 
 
 def _live_bytes() -> dict[jax.Device, int]:

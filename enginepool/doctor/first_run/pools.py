@@ -1,0 +1,168 @@
+"""Pools of the toy: on all devices with every check, or one engine with other options."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from enginepool.devices import DeviceSpec, resolve_devices
+from enginepool.doctor.first_run import goldens, load, memory
+from enginepool.doctor.first_run.checklist import Checklist, Finding, describe
+from enginepool.doctor.first_run.compilations import Program, counted
+from enginepool.errors import EngineStartFailed, InvalidConfig
+from enginepool.pool.pool import EnginePool
+
+# One shape of prefill and one of decode, so that compiling leaves time for the rest.
+SERVER_ARGS: dict[str, Any] = {
+    "context_length": 512,
+    "max_running_requests": load.BATCH,
+    "max_total_tokens": 2048,
+    "max_prefill_tokens": 256,
+    "chunked_prefill_size": 256,
+    "precompile_token_paddings": [256],
+    "precompile_bs_paddings": [load.BATCH],
+}
+# A step of the toy takes milliseconds. An engine that fails is not brought back: it is to be seen.
+STEP_SECONDS = 60.0
+
+# In this order, with the seconds without which one is not begun.
+CHECKS: dict[str, tuple[Callable[[EnginePool, Finding], None], float]] = {
+    "goldens_alone": (goldens.alone, 5.0),
+    "goldens_together": (goldens.together, 5.0),
+    "long_output": (goldens.long, 20.0),
+    "wall_over_slowest": (load.wall, 15.0),
+    "step": (load.step, 10.0),
+    "swap": (memory.swap, 15.0),
+    "kv_cycle": (memory.kv_cycle, 10.0),
+    "idle": (load.idle, 5.0),
+}
+NAMES = ("build", *CHECKS, "engines")
+_EVENT = ("event", "engine", "reason", "exception")  # what is told of one
+
+
+def check_pool(devices: DeviceSpec, checklist: Checklist, say: Callable[[str], None]) -> None:
+    """Build engines on all devices and look at everything.
+
+    Where one device's engine does not start, the others are built once more without it.
+    """
+    pools: list[EnginePool] = []
+
+    def build(wanted: DeviceSpec, found: Finding) -> None:
+        pools.append(opened(wanted, found, say))
+
+    def again(found: Finding) -> None:
+        build(_others(devices, failed), found)
+
+    failed: list[int] = []
+
+    def first(found: Finding) -> None:
+        try:
+            build(devices, found)
+        except EngineStartFailed as error:
+            failed.extend(error.device_ids)
+            raise
+
+    checklist.run("build", first)
+    if failed and _others(devices, failed):
+        say(f"once more without device {failed}")
+        checklist.run("build_without_failed", again)
+    if not pools:
+        for name in NAMES[1:]:
+            checklist.skip(name, "no pool could be opened")
+        return
+    with pools[0] as pool:
+        check_open_pool(pool, checklist)
+
+
+def check_open_pool(pool: EnginePool, checklist: Checklist) -> None:
+    """Every check that an open pool allows."""
+    for name, (check, needs) in CHECKS.items():
+        checklist.run(name, partial(check, pool), needs)
+    checklist.run("engines", partial(engines, pool))
+
+
+def check_variant(
+    name: str, options: dict[str, Any], checklist: Checklist, say: Callable[[str], None]
+) -> None:
+    """One engine on the first device, built anew with these options: the sums, a long output."""
+
+    def check(found: Finding) -> None:
+        try:
+            pool = opened(1, found, say, **options)
+        except EngineStartFailed as error:
+            if not isinstance(error.__cause__, InvalidConfig):
+                raise
+            found.seen |= {"taken": False, "why": describe(error.__cause__)}
+            return
+        with pool:
+            found.seen["taken"] = True
+            found.problems += memory.answers(pool, "add")
+            goldens.long(pool, found)
+
+    checklist.run(name, check)
+
+
+def opened(
+    devices: DeviceSpec, found: Finding, say: Callable[[str], None], **options: Any
+) -> EnginePool:
+    """An open pool of the toy; what its engines took to build goes to `found`, also of those that
+    were built before one failed."""
+    entries = found.seen["engines"] = []
+    settings = {"restart": False, "step_timeout": STEP_SECONDS, **SERVER_ARGS, **options}
+    pool = EnginePool(devices=devices, **settings)
+    with counted() as programs:
+
+        def on_engine(engine: dict[str, Any]) -> None:
+            entries.append(_built(engine, programs))
+            say(
+                f"engine {engine['engine_index']} on {engine['platform']} device "
+                f"{engine['devices'][0]}: built in {engine['build_seconds']:.1f} s, warmed up in "
+                f"{engine['warmup_seconds']:.1f} s"
+            )
+
+        pool.open(on_engine=on_engine)
+    args: Any = pool.engines[0].server_args
+    names = ("page_size", "dtype", "attention_backend", "mem_fraction_static", *SERVER_ARGS)
+    found.seen["server_args"] = {name: getattr(args, name, None) for name in names}
+    found.seen["executables"] = pool.stats()["executables"]
+    client: Any = jax.local_devices()[0].client
+    found.seen["platform_version"] = client.platform_version
+    return pool
+
+
+def _built(engine: dict[str, Any], programs: list[Program]) -> dict[str, Any]:
+    device = engine["devices"][0]
+    seconds = [program.seconds for program in programs if program.device == device]
+    return {
+        "engine_index": engine["engine_index"],
+        "device": device,
+        "build_seconds": engine["build_seconds"],
+        "warmup_seconds": engine["warmup_seconds"],
+        "programs": len(seconds),
+        "xla_seconds": sum(seconds),
+        "kv_tokens": engine["kv_total_tokens"],
+    }
+
+
+def engines(pool: EnginePool, found: Finding) -> None:
+    """In which state everything above left the engines, and what their devices hold."""
+    states = pool.stats()
+    found.seen["states"] = [engine["state"] for engine in states["engines"]]
+    found.seen["memory"] = states["memory"]
+    found.seen["events"] = [
+        {name: event[name] for name in _EVENT if name in event} for event in pool.events()
+    ]
+    for engine in states["engines"]:
+        found.expect(
+            engine["state"] == "serving",
+            f"engine {engine['engine_index']}: {engine['state']}, {engine['reason']}",
+        )
+
+
+def _others(devices: DeviceSpec, failed: list[int]) -> list[jax.Device]:
+    everything = itertools.chain.from_iterable(resolve_devices(devices, 1))
+    return [device for device in everything if device.id not in failed]
