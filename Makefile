@@ -38,6 +38,11 @@ test: setup ## Run the tests; which lines they ran: .venv/bin/coverage report --
 test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99
 	$(COMPAT)/bin/python $(PYTEST) $(ARGS)
 
+.PHONY: test-integrations
+test-integrations: setup ## Run the TPU's attention kernel in real engines, interpreted on CPU
+# tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
+	$(BIN)/python $(PYTEST) $(ARGS) tests/integrations
+
 .PHONY: lint
 lint: setup ## Check style, formatting and which room imports which
 	$(BIN)/ruff check .
