@@ -3,20 +3,33 @@ plain reference's, with its log-probability, whatever the batches were."""
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from enginepool import EnginePool
 from tests.integrations.conftest import OpenFlash
-from tests.support.forced import assert_greedy
+from tests.support.forced import LOGPROB_TOLERANCE, assert_greedy, logprobs, output_logits
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
-from tests.support.pools import compilations
+from tests.support.pools import SMALL, compilations, same
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 # A step takes one page at least, and a prompt past it takes several steps.
 CHUNKS = {16: 64, 128: 128}
+
+
+# What draws or changes an output, each by a patch or a program of the pool's own.
+DRAWN: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 3, "n": 2},
+    {"temperature": 1.5, "top_p": 0.6},
+    {"temperature": 2.0, "min_p": 0.3},
+    {"temperature": 1.0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"temperature": 0, "frequency_penalty": 1.5},
+]
 
 
 def ids(length: int, seed: int = 0) -> list[int]:
@@ -38,6 +51,13 @@ def pool(open_flash: OpenFlash, models: list[Path], page: int, chunk: int) -> It
     """One engine on random weights."""
     steps = {"max_prefill_tokens": chunk, "chunked_prefill_size": chunk}
     with open_flash(models[0], page_size=page, precompile_token_paddings=[chunk], **steps) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def native(models: list[Path]) -> Iterator[EnginePool]:
+    """The same on the attention that CPU has."""
+    with EnginePool(str(models[0]), devices=1, warmup="none", **SMALL) as one:
         yield one
 
 
@@ -101,3 +121,75 @@ def test_prefixes_are_found_again(pool: EnginePool, models: list[Path], page: in
     cached = [result["meta_info"]["cached_tokens"] for result in results]
     assert cached == [0, page, page, 0]
     assert assert_greedy(models[0], prompts, results) == 16
+
+
+def test_samples_are_those_of_native_attention(
+    pool: EnginePool, native: EnginePool, models: list[Path]
+):
+    """Seeded, with every filter and with penalties: the ids and their log-probabilities, which
+    other tests hold against the law."""
+    prompts = [ids(5 + 6 * i) for i in range(len(DRAWN))]
+    each = [{"sampling_seed": 7, "max_new_tokens": 8, "ignore_eos": True} | own for own in DRAWN]
+    results, expected = (
+        one.generate_all(None, each, input_ids=prompts, return_logprob=True)
+        for one in (pool, native)
+    )
+    same(results, expected)
+
+
+def test_top_logprobs(pool: EnginePool, models: list[Path]):
+    """Each step's most probable ids are the reference's, and asking for them compiles nothing."""
+    prompts = [ids(11), ids(70)]
+    params = GREEDY | {"max_new_tokens": 5}
+    with compilations() as compiled:
+        results = pool.generate_all(None, params, input_ids=prompts, top_logprobs_num=4)
+    assert not compiled
+    logits = output_logits(models[0], prompts, [result["output_ids"] for result in results])
+    for result, rows in zip(results, logits, strict=True):
+        for entries, expected in zip(
+            result["meta_info"]["output_top_logprobs"], logprobs(rows), strict=True
+        ):
+            values = np.array([value for value, _, _ in entries])
+            assert np.abs(values - np.sort(expected)[:-5:-1]).max() < LOGPROB_TOLERANCE
+            assert np.abs(values - expected[[i for _, i, _ in entries]]).max() < LOGPROB_TOLERANCE
+
+
+@contextmanager
+def under_way(pool: EnginePool, prompts: list[list[int]], params: Any) -> Iterator[list[Any]]:
+    """The block runs while the prompts are being answered; afterwards the list has the results."""
+    results: list[Any] = []
+    channel = pool._runtime().workers[0].channel
+    steps = channel.steps
+    with callers(1) as executor:
+        answer = executor.submit(
+            pool.generate_all, None, params, input_ids=prompts, return_logprob=True
+        )
+        until(lambda: channel.steps >= steps + 5)
+        yield results
+        results += answer.result(SECONDS)
+
+
+def test_retracted_requests_resume(pool: EnginePool, models: list[Path], page: int):
+    """They go on where they were, with the penalties of what they have."""
+    prompts = [ids(page - 3), ids(30), ids(4)]
+    params = [
+        GREEDY | {"max_new_tokens": 20, "frequency_penalty": penalty} for penalty in (0, 0, 1.5)
+    ]
+    expected = pool.generate_all(None, params, input_ids=prompts, return_logprob=True)
+    pool.flush_cache()
+    with under_way(pool, prompts, params) as results, paused(pool, "retract"):
+        assert at_rest(pool)
+        assert pool.stats()["waiting"] == 3
+    same(results, expected)
+    assert assert_greedy(models[0], prompts[:2], results[:2]) > 30
+
+
+def test_kv_cache_is_released_and_made_again(pool: EnginePool, models: list[Path], page: int):
+    """Requests that were being answered go on in the new one, and nothing is compiled."""
+    prompts = [ids(page + 4), ids(21)]
+    with under_way(pool, prompts, GREEDY | {"max_new_tokens": 20}) as results:
+        released = pool.release_memory_occupation()
+        with compilations() as compiled:
+            assert pool.resume_memory_occupation() == released > 0
+    assert not compiled
+    assert assert_greedy(models[0], prompts, results) > 30
