@@ -1,5 +1,6 @@
-"""Engines on upstream's FlashAttention backend, in Pallas' TPU interpreter on CPU."""
+"""What these tests share: engines on upstream's FlashAttention backend, interpreted on CPU."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,31 @@ import pytest
 from benchmarks.faults import scheduler_of
 from enginepool import EnginePool
 from tests.support.interpreter import flash_attention
+from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import SMALL
-from tests.support.reference import make_random_model
 
 OpenFlash = Callable[..., Any]
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return random.Random(1000 * seed + length).choices(range(256), k=length)
+
+
+@contextmanager
+def under_way(pool: EnginePool, prompts: list[list[int]], params: Any) -> Iterator[list[Any]]:
+    """The block runs when the first engine has made four steps for these prompts; the list has
+    the results afterwards."""
+    results: list[Any] = []
+    channel = pool._runtime().workers[0].channel
+    steps = channel.steps
+    with callers(1) as executor:
+        answer = executor.submit(
+            pool.generate_all, None, params, input_ids=prompts, return_logprob=True
+        )
+        until(lambda: channel.steps >= steps + 4)
+        yield results
+        results += answer.result(SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +53,3 @@ def open_flash() -> Iterator[OpenFlash]:
 
     with flash_attention():
         yield open_pool
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two weight sets of one shape; two queries share a key, as in the models that people run."""
-    return [
-        make_random_model(tmp_path_factory.mktemp("flash"), "qwen3", seed, num_heads=4)
-        for seed in (1, 2)
-    ]
