@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 
 from benchmarks import faults
 from enginepool import EnginePool
@@ -102,4 +103,19 @@ def test_kv_caches_lost_with_a_step(pool: EnginePool, versions: list[Path]):
     until(lambda: [engine["state"] for engine in pool.stats()["engines"]] == ["serving"] * 2)
     failed = [e for e in pool.events()[before:] if e["event"] == "engine_quarantined"]
     assert {event["engine"] for event in failed} == {0, 1}
+    assert assert_greedy(versions[0], PROMPTS, results) > 35
+
+
+def test_a_kernel_that_fails_midway(pool: EnginePool, versions: list[Path]):
+    """Its step has taken the KV cache along and written half of it."""
+    before = len(pool.events())
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise faults.Fault("a copy failed")
+
+    faults._once(SharedMemory, "store_buffer_content", 200, wrong)
+    results = ask(pool)
+    until(lambda: [engine["state"] for engine in pool.stats()["engines"]] == ["serving"] * 2)
+    failed = [e for e in pool.events()[before:] if e["event"] == "engine_quarantined"]
+    assert ["a copy failed" in event["reason"] for event in failed] == [True]
     assert assert_greedy(versions[0], PROMPTS, results) > 35
