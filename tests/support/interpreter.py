@@ -187,8 +187,8 @@ def _one_step_at_a_time(patch: pytest.MonkeyPatch) -> None:
     """The interpreter has one memory a process, and the kernel that ends first takes it away.
 
     Two engines' steps at once end with `assert _shared_memory is not None`, or with a semaphore's
-    KeyError. So a forward begins
-    when the one before has its results; everything else of two engines goes on at once.
+    KeyError. So a forward begins when the one before has its results; everything else of two
+    engines goes on at once.
     """
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
