@@ -16,7 +16,7 @@ PYTEST := -m pytest -n 2 --dist loadfile --durations=10
 
 .PHONY: help
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.installed: constraints.txt
 $(COMPAT)/.installed: constraints-0.0.3rc99.txt
@@ -49,6 +49,11 @@ test-tpu: $(TPU)/.installed ## Run the tests that need libtpu, and no TPU
 .PHONY: tpu-check
 tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, without one
 	@JAX_PLATFORMS=cpu $(TPU)/bin/python -m enginepool.doctor.ahead_of_time $(ARGS)
+
+.PHONY: test-integrations
+test-integrations: setup ## Run the TPU's attention kernel in real engines, interpreted on CPU
+# tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
+	$(BIN)/python $(PYTEST) $(ARGS) tests/integrations
 
 .PHONY: lint
 lint: setup ## Check style, formatting and which room imports which

@@ -1,0 +1,55 @@
+"""What these tests share: engines on upstream's FlashAttention backend, interpreted on CPU."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.faults import scheduler_of
+from enginepool import EnginePool
+from tests.support.interpreter import flash_attention
+from tests.support.liveness import SECONDS, callers, until
+from tests.support.pools import SMALL
+
+OpenFlash = Callable[..., Any]
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return random.Random(1000 * seed + length).choices(range(256), k=length)
+
+
+@contextmanager
+def under_way(pool: EnginePool, prompts: list[list[int]], params: Any) -> Iterator[list[Any]]:
+    """The block runs when the first engine has made four steps for these prompts; the list has
+    the results afterwards."""
+    results: list[Any] = []
+    channel = pool._runtime().workers[0].channel
+    steps = channel.steps
+    with callers(1) as executor:
+        answer = executor.submit(
+            pool.generate_all, None, params, input_ids=prompts, return_logprob=True
+        )
+        until(lambda: channel.steps >= steps + 4)
+        yield results
+        results += answer.result(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def open_flash() -> Iterator[OpenFlash]:
+    """`with open_flash(model, devices=1, page_size=16, **options) as pool`."""
+
+    @contextmanager
+    def open_pool(model: Path, devices: int = 1, **options: Any) -> Iterator[EnginePool]:
+        settings = SMALL | {"attention_backend": "fa", "page_size": 16} | options
+        with EnginePool(str(model), devices=devices, **settings) as pool:
+            for engine in range(devices):
+                runner = scheduler_of(pool, engine).tp_worker.worker.model_runner
+                assert type(runner.attn_backend).__name__ == "FlashAttention"
+            yield pool
+
+    with flash_attention():
+        yield open_pool

@@ -1,0 +1,202 @@
+"""Upstream's TPU attention on CPU: its FlashAttention backend in Pallas' TPU interpreter.
+
+`flash_attention()` supplies what CPU and the interpreter of JAX 0.10 lack; each piece has its
+reason beside it. The kernel itself, its block sizes and its metadata are upstream's, untouched.
+Imports sgl_jax inside functions only: patches precede it where pools are tested.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import shared_memory
+from jax._src.pallas.mosaic.interpret import utils as interpreter_utils
+from jax._src.state.indexing import NDIndexer
+from jax._src.state.types import BitcastTransform, ReshapeTransform
+from jax.experimental.pallas import tpu as pltpu
+
+Transforms = tuple[Any, ...]
+# A v5e's block sizes, by upstream's formula: it looks no v5 up in its table of tuned ones.
+TPU_VERSION = 5
+
+
+@contextmanager
+def flash_attention() -> Iterator[None]:
+    """Pools that are opened with `attention_backend="fa"` meanwhile run the TPU's kernel.
+
+    For the whole process: engines have threads of their own, and the interpreter's switch for one
+    thread would not reach them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        _pretend_tpu(patch)
+        _teach_views(patch)
+        _number_devices(patch)
+        _one_step_at_a_time(patch)
+        pltpu.set_tpu_interpret_mode(pltpu.InterpretParams())
+        try:
+            yield
+        finally:
+            pltpu.set_tpu_interpret_mode(None)
+
+
+def _pretend_tpu(patch: pytest.MonkeyPatch) -> None:
+    """The version that the kernel asks its device for, and the backend that upstream would take.
+
+    Upstream falls back to native attention where `ServerArgs.device` is cpu. It is tpu for this
+    one decision; elsewhere it would be compared with JAX's platform.
+    """
+    from sgl_jax.srt.kernels.ragged_paged_attention import (
+        ragged_paged_attention_v3,
+        tuned_block_sizes_v3,
+        util,
+    )
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
+    for module in (ragged_paged_attention_v3, tuned_block_sizes_v3, util):
+        patch.setattr(module, "get_tpu_version", lambda: TPU_VERSION)
+    choose = ModelRunner._get_attention_backend
+
+    def as_on_tpu(self: Any) -> Any:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(self.server_args, "device", "tpu")
+            return choose(self)
+
+    patch.setattr(ModelRunner, "_get_attention_backend", as_on_tpu)
+
+
+# Views of a buffer
+
+
+class _ViewRange(tuple):
+    """What is read or written of a view, and how the view comes from its buffer."""
+
+    view: Transforms
+
+
+def _teach_views(patch: pytest.MonkeyPatch) -> None:
+    """References that were bitcast or reshaped.
+
+    The interpreter knows indices alone (`'BitcastTransform' object has no attribute 'indices'`).
+    The kernel's loads and stores go through `ref.bitcast(uint32).at[i].reshape(rows, 128)[ds]`:
+    up to its last bitcast or reshape that is a view, here a buffer for the moment of the access,
+    and what follows are indices, which the interpreter resolves and checks as ever.
+    """
+    to_range = interpreter_utils.to_range
+
+    def to_view_range(transforms: Transforms) -> tuple[slice | int, ...]:
+        own = [i for i, one in enumerate(transforms) if not isinstance(one, NDIndexer)]
+        if not own:
+            return to_range(transforms)
+        result = _ViewRange(to_range(transforms[own[-1] + 1 :]))
+        result.view = tuple(transforms[: own[-1] + 1])
+        return result
+
+    patch.setattr(interpreter_utils, "to_range", to_view_range)
+    memory = shared_memory.SharedMemory
+    for name in ("get", "store", "swap"):
+        access = getattr(memory, f"{name}_buffer_content")
+        through = _through_view(access, writes=name != "get")
+        patch.setattr(memory, access.__name__, through)
+
+
+def _through_view(access: Callable[..., Any], *, writes: bool) -> Callable[..., Any]:
+    @functools.wraps(access)
+    def through(self: Any, key: Any, rnge: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(rnge, _ViewRange):
+            return access(self, key, rnge, *args, **options)
+        content = self.mem[key].content
+        seen, place = _look(content, rnge.view), object()
+        self.mem[place] = shared_memory.Buffer(seen)
+        try:
+            result = access(self, place, tuple(rnge), *args, **options)
+        finally:
+            del self.mem[place]
+        if writes:
+            _put_back(content, rnge.view, seen)
+        return result
+
+    return through
+
+
+def _look(content: np.ndarray, view: Transforms) -> np.ndarray:
+    for transform in view:
+        content = _step(content, transform)
+    return content
+
+
+def _put_back(content: np.ndarray, view: Transforms, value: np.ndarray) -> None:
+    """Make `content` what it must be for its view to be `value`."""
+    first, *rest = view
+    part = _step(content, first)
+    if rest:
+        _put_back(part, tuple(rest), value)
+    else:
+        part[...] = value
+    if isinstance(first, BitcastTransform):
+        content[...] = _bitcast(part, content.dtype)
+    elif isinstance(first, ReshapeTransform):
+        content[...] = part.reshape(content.shape)
+
+
+def _step(content: np.ndarray, transform: Any) -> np.ndarray:
+    match transform:
+        case NDIndexer():
+            return content[interpreter_utils.to_range([transform])]
+        case BitcastTransform():
+            return _bitcast(content, np.dtype(transform.dtype))
+        case ReshapeTransform():
+            return content.reshape(transform.shape)
+    raise NotImplementedError(f"a reference transformed by {transform}")
+
+
+def _bitcast(content: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """As a TPU packs them: a 32-bit element holds one column of several narrower rows."""
+    *outer, rows, columns = content.shape
+    old, new = content.dtype.itemsize, dtype.itemsize
+    if new > old:
+        narrow = content.reshape(*outer, rows * old // new, new // old, columns)
+        together = np.ascontiguousarray(narrow.swapaxes(-1, -2))
+        return together.view(dtype)[..., 0]
+    if new < old:
+        apart = np.ascontiguousarray(content)[..., None].view(dtype).swapaxes(-1, -2)
+        return apart.reshape(*outer, rows * old // new, columns)
+    return np.ascontiguousarray(content).view(dtype)
+
+
+# Several engines
+
+
+def _number_devices(patch: pytest.MonkeyPatch) -> None:
+    """The device's number within the engine's mesh as a number.
+
+    The interpreter multiplies it as it comes, a JAX array on the process's first device, on the
+    engine's thread, where JAX has the engine's mesh in force. On any device but the first that
+    ends with `Received incompatible devices for jitted computation`.
+    """
+    memory = shared_memory.SharedMemory
+    update = memory.update_clocks_for_device_barrier
+    patch.setattr(memory, update.__name__, lambda self, device_id: update(self, int(device_id)))
+
+
+def _one_step_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter has one memory a process, and the kernel that ends first takes it away.
+
+    Two engines' steps at once end with `assert _shared_memory is not None`, or with a semaphore's
+    KeyError. So a forward begins when the one before has its results; everything else of two
+    engines goes on at once.
+    """
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
+    forward, turn = ModelRunner.forward, threading.Lock()
+
+    @functools.wraps(forward)
+    def alone(*args: Any, **options: Any) -> Any:
+        with turn:
+            return jax.block_until_ready(forward(*args, **options))
+
+    patch.setattr(ModelRunner, "forward", alone)
