@@ -108,8 +108,8 @@ def _compare(batch: RolloutBatch, trainer: np.ndarray, mask: np.ndarray) -> Agre
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratio = trainer[mask] - batch.logprobs[mask].astype(np.float64)
         ratio = np.exp(log_ratio)
-        apart = np.where(np.isnan(log_ratio), np.inf, np.abs(log_ratio))
-        row, position = np.argwhere(mask)[apart.argmax()].tolist()
+        # To argmax a NaN is more than any number.
+        row, position = np.argwhere(mask)[np.abs(log_ratio).argmax()].tolist()
         return Agreement(
             tokens=int(mask.sum()),
             mean=float(ratio.mean()),

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginepool import InvalidRequest, rl
@@ -27,6 +27,7 @@ def by_loop(samples: list[tuple[float, int, bool]], epsilon: float | None) -> li
     return advantages
 
 
+@settings(deadline=None)
 @given(samples=SAMPLES, divides=st.booleans())
 def test_as_a_loop_over_groups_has_it(samples: list[Any], divides: bool) -> None:
     """Any order, any sizes, with some left out."""
@@ -39,6 +40,7 @@ def test_as_a_loop_over_groups_has_it(samples: list[Any], divides: bool) -> None
     assert got == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
 
 
+@settings(deadline=None)
 @given(reward=st.floats(-1e12, 1e12), size=st.integers(1, 9))
 def test_a_group_that_is_all_equal_gets_exactly_nothing(reward: float, size: int) -> None:
     """Whatever rounding makes of its mean."""

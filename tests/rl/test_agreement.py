@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginepool import EnginePool, InvalidRequest, rl, toy
@@ -60,6 +60,7 @@ def check(got: rl.Agreement, cells: list[tuple[int, int, float, float]]) -> None
     assert abs(got.worst.trainer_logprob - got.worst.rollout_logprob) == pytest.approx(worst)
 
 
+@settings(deadline=None)
 @given(made=batches())
 def test_figures(made: tuple[rl.RolloutBatch, np.ndarray]) -> None:
     """Over all tokens and over each version's, without the padding."""
@@ -93,6 +94,14 @@ def test_a_value_that_is_not_finite_is_the_worst(value: float) -> None:
     got = rl.agreement(batch, trainer)
     assert (got.worst.position, got.worst.token_id) == (2, 6)
     assert not math.isfinite(got.kl_k3)
+
+
+def test_a_version_may_be_labelled_as_the_padding_is() -> None:
+    """The mask tells, and not the label."""
+    one = result(0, [1], [4, 5], spans=[[0, 1, -1], [1, 2, 0]])
+    batch = rl.pad_results([one], [[1]], pad_id=0, max_output=4)
+    got = rl.agreement(batch, np.zeros((1, 4)))
+    assert [(version, part.tokens) for version, part in got.by_version.items()] == [(-1, 1), (0, 1)]
 
 
 def test_what_is_refused() -> None:

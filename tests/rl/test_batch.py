@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginepool import InvalidRequest, rl
@@ -60,6 +60,7 @@ def calls(draw: st.DrawFn) -> tuple[list[list[int]], list[dict[str, Any]]]:
     return prompts, results
 
 
+@settings(deadline=None)
 @given(call=calls(), wider=st.integers(0, 3))
 def test_every_cell(call: tuple[Any, Any], wider: int) -> None:
     """Cell by cell: prompts end at the right, outputs begin at the left, and what was aborted is
@@ -94,6 +95,7 @@ def test_every_cell(call: tuple[Any, Any], wider: int) -> None:
     assert [array.dtype for array in batch] == dtypes
 
 
+@settings(deadline=None)
 @given(call=calls(), multiple=st.integers(1, 6))
 def test_widths_are_the_least_multiples_that_fit(call: tuple[Any, Any], multiple: int) -> None:
     """Without a maximum: no width that is not a multiple, and none with a multiple to spare."""
