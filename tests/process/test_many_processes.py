@@ -65,6 +65,8 @@ def both(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> l
     ("name", "model"),
     [
         ("old", "old"),
+        ("failed", "old"),
+        ("rebuilt", "old"),
         ("replicated", "new"),
         ("names", "old"),
         ("within", "new"),
@@ -75,13 +77,15 @@ def both(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> l
 def test_each_serves(
     both: list[dict[str, Any]], models: dict[str, Path], name: str, model: str
 ) -> None:
-    """Each opens, updates and answers for itself, while the other does nothing; a source's part
-    that this process has suffices where it is whole, in one piece or in several."""
+    """Each opens, rebuilds an engine, updates and answers for itself, while the other does nothing;
+    the part of a source that this process has suffices where it is whole, in one piece or in
+    several."""
     for found in both:
         served = found[name]
         assert assert_greedy(models[model], served["prompts"], served["results"]) >= 12
         used = {result["meta_info"]["engine_index"] for result in served["results"]}
         assert used <= {0, 1}
+        assert found["recovered by"] == "rebuild"
     assert len(both[0][name]["results"]) != len(both[1][name]["results"])
     assert set(both[0]["devices"]).isdisjoint(both[1]["devices"])
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.faults import raise_in_reset, raise_in_step
 from enginepool import EnginePool, InvalidConfig, InvalidWeights
 from tests.support.layouts import GREEDY, leaves, tensors
 from tests.support.liveness import until
@@ -90,6 +91,13 @@ def main(process: int, port: int, folder: Path, old: Path, new: Path) -> dict[st
 
     with turn("serve"):
         serve("old")
+    with turn("rebuild"):
+        raise_in_reset(pool, 0)
+        raise_in_step(pool, 0)
+        serve("failed")
+        until(lambda: any(event["event"] == "engine_recovered" for event in pool.events()))
+        found["recovered by"] = [event.get("by") for event in pool.events()][-1]
+        serve("rebuilt")
     # The other's engines are as they were meanwhile.
     update("replicated", over_all(leaves(new), WHOLE))
     names = tensors(old)
