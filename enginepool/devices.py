@@ -26,8 +26,8 @@ def resolve_devices(devices: DeviceSpec, tp_size: int) -> list[list[jax.Device]]
         devices: A count of engines, device ids, `jax.Device`s, or None for all local devices.
 
     Raises:
-        InvalidConfig: Too few devices (with how to get more), a duplicate or unknown id, a list
-            that `tp_size` does not divide, or more than one JAX process.
+        InvalidConfig: Too few devices (with how to get more), a duplicate or unknown id, one of
+            another process, or a list that `tp_size` does not divide.
     """
     devices = plain(devices)
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
@@ -38,11 +38,7 @@ def resolve_devices(devices: DeviceSpec, tp_size: int) -> list[list[jax.Device]]
         raise InvalidConfig(f"devices={shown(devices)}: expected a count, or a list of device ids")
     if isinstance(devices, int):
         _ask_for_virtual_devices(devices * tp_size)
-    if jax.process_count() != 1:
-        raise InvalidConfig(
-            f"this JAX runtime spans {jax.process_count()} processes; a pool needs exactly one"
-        )
-    local = jax.local_devices()
+    local = jax.local_devices()  # in a program of several processes, this one's
     if isinstance(devices, int):
         chosen = _first(local, devices * tp_size)
     elif devices is None:
@@ -80,11 +76,18 @@ def _named(local: list[jax.Device], devices: Sequence[int] | Sequence[jax.Device
     for device in devices:
         device_id = device if isinstance(device, int) else getattr(device, "id", device)
         if not is_int(device_id) or device_id not in by_id:
-            raise InvalidConfig(f"devices: unknown id {shown(device_id)}; JAX has {sorted(by_id)}")
+            raise InvalidConfig(f"devices: {_unknown(device_id)}; JAX has {sorted(by_id)}")
         if by_id[device_id] in chosen:
             raise InvalidConfig(f"devices: id {device_id} is named twice; one engine a device")
         chosen.append(by_id[device_id])
     return chosen
+
+
+def _unknown(device_id: Any) -> str:
+    for device in jax.devices():
+        if device.id == device_id:
+            return f"id {device_id} is of process {device.process_index}, for a pool there"
+    return f"unknown id {shown(device_id)}"
 
 
 def _ask_for_virtual_devices(count: int) -> None:

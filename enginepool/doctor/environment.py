@@ -181,7 +181,8 @@ def problems(report: dict[str, Any]) -> list[dict[str, str]]:
             remedy = "look for a process of another user that holds the TPU; or give more --timeout"
         found.append((jax["error"], remedy))
     elif jax["processes"] != 1:
-        found.append((f"JAX spans {jax['processes']} processes", "run on a single-host slice"))
+        remedy = "run on a single-host slice, or start the same program on every host"
+        found.append((f"JAX spans {jax['processes']} processes", remedy))
     if report["versions"]["sglang-jax"] is None:
         found.append(("sglang-jax is not installed", "pip install 'enginepool[tpu]'"))
     for name, why in REFUSED_ENVIRONMENT.items():

@@ -29,6 +29,7 @@ from jax.sharding import AxisType, Mesh
 
 from enginepool.engine.channel import Channel
 from enginepool.errors import EnginePoolError, InvalidConfig
+from enginepool.process.alone import alone
 from enginepool.process.guest import preserved
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def build_engine(
         ("data", "tensor"),
         axis_types=(AxisType.Explicit,) * 2,
     )
-    with preserved(), jax.default_device(devices[0]):
+    with preserved(), alone(), jax.default_device(devices[0]):
         args = ServerArgs(**server_args)
         args.check_server_args()
         _check_pages(args)

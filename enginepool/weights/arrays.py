@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from numpy.lib.array_utils import byte_bounds
 
 from enginepool.errors import InvalidWeights
+from enginepool.weights.addressable import addressable
 
 Array = np.ndarray | jax.Array
 
@@ -40,12 +41,13 @@ def is_torch(value: Any) -> TypeGuard[Any]:
 
 
 def as_array(name: str, value: Any) -> Array:
-    """NumPy and JAX arrays as they are; a torch tensor as a NumPy array, without a copy where it
-    lies in host memory.
+    """NumPy and JAX arrays as they are, a global array as what this process has of it; a torch
+    tensor as a NumPy array, without a copy where it lies in host memory.
 
     Raises:
         InvalidWeights: None of the three, or without values that can be read: a JAX array that
-            was deleted, donated or is being traced, a masked array, a tensor that torch refuses.
+            was deleted, donated, is being traced or lies on other processes' devices, a masked
+            array, a tensor that torch refuses.
     """
     if isinstance(value, Tracer):
         raise InvalidWeights(
@@ -60,7 +62,7 @@ def as_array(name: str, value: Any) -> Array:
                 "read it",
                 names=[name],
             )
-        return value
+        return addressable(name, value)
     if isinstance(value, np.ndarray):
         if np.ma.is_masked(value):
             raise InvalidWeights(

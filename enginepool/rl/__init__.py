@@ -1,0 +1,17 @@
+"""What a training loop around a pool needs and everybody writes by hand. It is no trainer.
+
+NumPy in and out; nothing here imports JAX. An adapter: it uses what every user of the package can.
+"""
+
+from enginepool.rl.advantages import group_advantages
+from enginepool.rl.agreement import Agreement, WorstToken, agreement
+from enginepool.rl.batch import RolloutBatch, pad_results
+
+__all__ = [
+    "Agreement",
+    "RolloutBatch",
+    "WorstToken",
+    "agreement",
+    "group_advantages",
+    "pad_results",
+]

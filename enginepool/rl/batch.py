@@ -1,0 +1,168 @@
+"""From results to arrays of fixed shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from enginepool import InvalidRequest
+
+_INT32 = np.iinfo(np.int32)
+
+
+class RolloutBatch(NamedTuple):
+    """Results as arrays: N of them, in their order, P tokens of prompt and T of output.
+
+    Prompts are padded on the left and outputs on the right, so that `prompt_ids` beside
+    `output_ids` is each sequence in one piece. A named tuple is a pytree, so a jitted function
+    takes it as it is.
+
+    Attributes:
+        prompt_ids: [N, P] int32, `pad_id` on the left.
+        prompt_mask: [N, P] bool, True at the prompt's tokens.
+        output_ids: [N, T] int32, the end token included, `pad_id` on the right.
+        output_mask: [N, T] bool, True at the output's tokens.
+        logprobs: [N, T] float32, of each output token as it was sampled; 0 in the padding.
+        weight_versions: [N, T], which weights each output token came from. int32 with -1 in the
+            padding; objects with None there, which `jit` does not take, if a version was labelled
+            by a str or by an int that int32 does not hold.
+        prompt_index: [N] int32, which prompt of the call; samples of one prompt are a group.
+        sample_index: [N] int32, which sample of that prompt.
+        aborted: [N] bool, ended early (`finish_reason` "abort"). Such a row has its prompt and no
+            output: nothing of it can enter a loss, whatever it was that the engine had.
+        truncated: [N] bool, ended by `max_new_tokens` (`finish_reason` "length").
+    """
+
+    prompt_ids: np.ndarray
+    prompt_mask: np.ndarray
+    output_ids: np.ndarray
+    output_mask: np.ndarray
+    logprobs: np.ndarray
+    weight_versions: np.ndarray
+    prompt_index: np.ndarray
+    sample_index: np.ndarray
+    aborted: np.ndarray
+    truncated: np.ndarray
+
+
+def pad_results(
+    results: Iterable[Mapping[str, Any]],
+    prompts: Sequence[ArrayLike] | np.ndarray,
+    *,
+    pad_id: int,
+    max_prompt: int | None = None,
+    max_output: int | None = None,
+    pad_to_multiple_of: int = 64,
+) -> RolloutBatch:
+    """The results of one call as arrays, in shapes that a jitted trainer has seen before.
+
+    Args:
+        results: Of `generate_all`, `generate` or `as_completed` with `return_logprob=True`.
+        prompts: The ids of that call's prompts (its `input_ids`), by `prompt_index`.
+        pad_id: What stands where no token is; the masks are what tells.
+        max_prompt: P. Without it the least multiple of `pad_to_multiple_of` that all prompts fit.
+        max_output: T, in the same way. Nothing is ever cut.
+
+    Raises:
+        InvalidRequest: A prompt or an output is longer than its maximum, a result has no
+            log-probabilities, or these are not the prompts that the results are of.
+    """
+    rows = [_Row(index, result, prompts) for index, result in enumerate(results)]
+    for name, value in (("max_prompt", max_prompt), ("max_output", max_output)):
+        if value is not None and value < 1:
+            raise InvalidRequest(f"{name}={value}: expected 1 or more, or None")
+    if pad_to_multiple_of < 1:
+        raise InvalidRequest(f"pad_to_multiple_of={pad_to_multiple_of}: expected 1 or more")
+    num_prompt = _width(rows, "prompt", max_prompt, pad_to_multiple_of)
+    num_output = _width(rows, "output", max_output, pad_to_multiple_of)
+    versions = _no_versions((len(rows), num_output), rows)
+    batch = RolloutBatch(
+        prompt_ids=np.full((len(rows), num_prompt), pad_id, np.int32),
+        prompt_mask=np.zeros((len(rows), num_prompt), bool),
+        output_ids=np.full((len(rows), num_output), pad_id, np.int32),
+        output_mask=np.zeros((len(rows), num_output), bool),
+        logprobs=np.zeros((len(rows), num_output), np.float32),
+        weight_versions=versions,
+        prompt_index=np.array([row.prompt_index for row in rows], np.int32),
+        sample_index=np.array([row.sample_index for row in rows], np.int32),
+        aborted=np.array([row.finish == "abort" for row in rows], bool),
+        truncated=np.array([row.finish == "length" for row in rows], bool),
+    )
+    for index, row in enumerate(rows):
+        start, end = num_prompt - len(row.prompt), len(row.output)
+        batch.prompt_ids[index, start:] = row.prompt
+        batch.prompt_mask[index, start:] = True
+        batch.output_ids[index, :end] = row.output
+        batch.output_mask[index, :end] = True
+        batch.logprobs[index, :end] = row.logprobs
+        for first, last, version in row.spans:
+            versions[index, first:last] = version
+    return batch
+
+
+class _Row:
+    """One result, checked. One that was aborted has no output."""
+
+    def __init__(
+        self, index: int, result: Mapping[str, Any], prompts: Sequence[ArrayLike] | np.ndarray
+    ) -> None:
+        meta = result["meta_info"]
+        self.prompt_index: int = meta["prompt_index"]
+        self.sample_index: int = meta["sample_index"]
+        if self.prompt_index >= len(prompts):
+            raise InvalidRequest(
+                f"result {index} is of a prompt that is not among the {len(prompts)} given; pass "
+                "all prompts of the call, in its order",
+                prompt_index=self.prompt_index,
+            )
+        self.prompt = np.asarray(prompts[self.prompt_index])
+        if self.prompt.shape != (meta["prompt_tokens"],) or self.prompt.dtype.kind not in "iu":
+            raise InvalidRequest(
+                f"expected the {meta['prompt_tokens']} ids that the engine was given, got shape "
+                f"{self.prompt.shape} of {self.prompt.dtype}; pass the call's input_ids",
+                prompt_index=self.prompt_index,
+            )
+        if meta["finish_reason"] is None:
+            raise InvalidRequest(
+                f"result {index} is a chunk of an output that goes on; pass its last one",
+                prompt_index=self.prompt_index,
+            )
+        self.finish: str = meta["finish_reason"]["type"]
+        self.output: Sequence[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[tuple[int, int, int | str]] = []
+        if self.finish != "abort":
+            if "output_token_logprobs" not in meta:
+                raise InvalidRequest(
+                    f"result {index} has no log-probabilities; call with return_logprob=True",
+                    prompt_index=self.prompt_index,
+                )
+            self.output = result["output_ids"]
+            self.logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+            self.spans = meta["weight_versions"]
+
+
+def _width(rows: list[_Row], what: str, limit: int | None, multiple: int) -> int:
+    longest = max(rows, key=lambda row: len(getattr(row, what)), default=None)
+    tokens = len(getattr(longest, what)) if longest else 0
+    if limit is None:
+        return max(-(-tokens // multiple), 1) * multiple
+    if longest and tokens > limit:
+        remedy = " or sample with fewer max_new_tokens" if what == "output" else ""
+        raise InvalidRequest(
+            f"sample {longest.sample_index}: the {what} has {tokens} tokens, more than "
+            f"max_{what}={limit}; raise it{remedy}",
+            prompt_index=longest.prompt_index,
+        )
+    return limit
+
+
+def _no_versions(shape: tuple[int, int], rows: list[_Row]) -> np.ndarray:
+    """Where no token is, in a dtype that holds the labels of those that are."""
+    labels = {version for row in rows for *_, version in row.spans}
+    if all(isinstance(v, int) and _INT32.min <= v <= _INT32.max for v in labels):
+        return np.full(shape, -1, np.int32)
+    return np.full(shape, None, object)

@@ -1,0 +1,74 @@
+"""A global array's part on this process's devices, where that is the whole array.
+
+In a JAX program of several processes a trainer's arrays span all of them. What an engine does with
+weights concerns its own process alone, so that no program may run over a global array here: it
+would wait for the other processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from enginepool.errors import InvalidWeights
+
+_REMEDY = (
+    "every process of the trainer has to call, on all of its arrays, jax.jit(lambda tree: tree, "
+    "out_shardings=NamedSharding(mesh, PartitionSpec()))(tree), or the same with a sharding over "
+    "the mesh axes within a process, before update_weights"
+)
+
+
+def addressable(name: str, array: jax.Array) -> jax.Array:
+    """The array on this process's devices alone, in the same buffers.
+
+    Raises:
+        InvalidWeights: They do not have all of it; names the collective that helps.
+    """
+    if array.is_fully_addressable:
+        return array
+    shape, shards = array.shape, array.addressable_shards
+    sharding = _within(array, [shard.device for shard in shards]) if shards else None
+    if sharding is None:
+        parts = len({_bounds(i, shape) for i in _places(array).values()})
+        have = len({_bounds(shard.index, shape) for shard in shards})
+        raise InvalidWeights(
+            f"{name}: process {jax.process_index()} has {have} of the {parts} parts of this array, "
+            f"and its engines need all; {_REMEDY}",
+            names=[name],
+        )
+    parts = [shard.data for shard in shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _within(array: jax.Array, devices: list[jax.Device]) -> NamedSharding | None:
+    """The same places on these devices alone; None if they have not all of the array."""
+    if array.is_fully_replicated:
+        return NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    mesh = sharding.mesh
+    here = np.isin(mesh.device_ids, [device.id for device in devices])
+    # Cut out along each axis where there is one of them; a device of another process among those
+    # would be one too many.
+    block = mesh.devices[np.ix_(*map(np.unique, here.nonzero()))]
+    if block.size != len(devices):
+        return None
+    local = Mesh(block, mesh.axis_names, axis_types=mesh.axis_types)
+    made = NamedSharding(local, sharding.spec, memory_kind=sharding.memory_kind)
+    there, shape = _places(array), array.shape
+    places = made.devices_indices_map(shape)
+    same = all(_bounds(places[device], shape) == _bounds(there[device], shape) for device in places)
+    return made if same else None
+
+
+def _places(array: jax.Array) -> Any:
+    return array.sharding.devices_indices_map(array.shape)
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))

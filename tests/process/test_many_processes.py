@@ -1,0 +1,149 @@
+"""A JAX program of several processes: a pool in each, on its own devices."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from enginepool.process.alone import alone
+from tests.support.forced import assert_greedy
+from tests.support.liveness import SECONDS, callers, until
+
+ROOT = Path(__file__).parents[2]
+OUTPUTS = ("out", "err")
+
+
+@pytest.fixture(scope="module")
+def models(model_dir: Callable[[str], Path], target: Callable[[str], Path]) -> dict[str, Path]:
+    return {"old": model_dir("qwen3"), "new": target("qwen3")}
+
+
+@pytest.fixture(scope="module")
+def both(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two processes found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    folder = tmp_path_factory.mktemp("output")
+    with ExitStack() as stack:
+        processes = []
+        for number in range(2):
+            out, err = (stack.enter_context((folder / f"{n}{number}").open("w")) for n in OUTPUTS)
+            arguments = [number, port, folder, models["old"], models["new"]]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.two_processes", *map(str, arguments)],
+                cwd=ROOT,
+                env=environment,
+                stdout=out,
+                stderr=err,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        # One that fails leaves the other waiting at a barrier.
+        until(
+            lambda: any(p.poll() for p in processes) or all(p.poll() == 0 for p in processes),
+            2 * SECONDS,
+        )
+        ends = [process.poll() for process in processes]
+    said = [(folder / f"err{number}").read_text()[-3000:] for number in range(2)]
+    assert ends == [0, 0], "\n\n".join(said)
+    return [json.loads((folder / f"out{n}").read_text().splitlines()[-1]) for n in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("old", "old"),
+        ("failed", "old"),
+        ("rebuilt", "old"),
+        ("replicated", "new"),
+        ("names", "old"),
+        ("within", "new"),
+        ("untouched", "new"),
+        ("gathered", "old"),
+    ],
+)
+def test_each_serves(
+    both: list[dict[str, Any]], models: dict[str, Path], name: str, model: str
+) -> None:
+    """Each opens, rebuilds an engine, updates and answers for itself, while the other does nothing;
+    the part of a source that this process has suffices where it is whole, in one piece or in
+    several."""
+    for found in both:
+        served = found[name]
+        assert assert_greedy(models[model], served["prompts"], served["results"]) >= 12
+        used = {result["meta_info"]["engine_index"] for result in served["results"]}
+        assert used <= {0, 1}
+        assert found["recovered by"] == "rebuild"
+    assert len(both[0][name]["results"]) != len(both[1][name]["results"])
+    assert set(both[0]["devices"]).isdisjoint(both[1]["devices"])
+
+
+def test_what_lies_there_is_shared(both: list[dict[str, Any]]) -> None:
+    """A global array that is replicated is no copy on this process's engines."""
+    for found in both:
+        for name in ("replicated", "gathered"):
+            first, second = found[f"{name} shared"]
+            assert first == second > 10
+        for name in ("replicated", "names", "within", "gathered"):
+            assert found[f"{name} checksum"] == both[0][f"{name} checksum"]
+        assert found["replicated checksum"] == found["within checksum"]
+        assert found["names checksum"] == found["gathered checksum"]
+
+
+def test_what_is_not_whole_here_is_refused(both: list[dict[str, Any]]) -> None:
+    """With the collective that the trainer has to run; nothing was touched."""
+    for found in both:
+        assert "has 2 of the 4 parts" in found["across"]
+        assert "model.norm.scale: " in found["there"]
+        assert "has 0 of the 1 parts" in found["there"]
+        assert "jax.jit(lambda tree: tree, out_shardings=" in found["across"]
+        assert found["across checksum"] == found["within checksum"]
+
+
+def test_devices_of_another_process(both: list[dict[str, Any]]) -> None:
+    for number, found in enumerate(both):
+        assert f"is of process {1 - number}" in found["elsewhere"]
+        assert found["processes"] == [2, number]
+
+
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine's build asks is answered for its thread, and for no other; threads that
+    overlap leave JAX as it was."""
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "process_index", lambda: 3)
+    before = (jax.process_count, jax.process_index)
+
+    def seen() -> tuple[int, int]:
+        return jax.process_count(), jax.process_index()
+
+    entered, leave = threading.Event(), threading.Event()
+
+    def build() -> tuple[int, int]:
+        with alone(), alone():
+            entered.set()
+            assert leave.wait(SECONDS)
+            return seen()
+
+    with callers(1) as executor:
+        building = executor.submit(build)
+        assert entered.wait(SECONDS)
+        assert seen() == (4, 3)
+        with alone():
+            assert seen() == (1, 0)
+            leave.set()
+            assert building.result(SECONDS) == (1, 0)
+            assert seen() == (1, 0)
+        assert seen() == (4, 3)
+    assert (jax.process_count, jax.process_index) == before
