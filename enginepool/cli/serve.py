@@ -42,7 +42,10 @@ RejectWhileReloading = Annotated[
     bool, typer.Option("--reject-while-reloading", help="503 instead of waiting.")
 ]
 MaxQueuedRequests = Annotated[
-    int, typer.Option(help="How many may wait for an engine; beyond it 429.")
+    int,
+    typer.Option(
+        help="How many may wait for an engine, beyond it 429; and how many one call may bring."
+    ),
 ]
 MaxBodyBytes = Annotated[int, typer.Option()]
 MaxPrompts = Annotated[int, typer.Option(help="In one request.")]

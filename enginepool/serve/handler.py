@@ -19,18 +19,27 @@ from enginepool.requests.request import Call
 from enginepool.serve.error_replies import Refused, error_object, error_reply
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.record import CLIENT_GONE, ExchangeRecord, outcome_of, outputs_of
-from enginepool.serve.rendering import Rendering
-from enginepool.serve.request_limits import check_counts, count_prompts
+from enginepool.serve.rendering import LARGE, Rendering
+from enginepool.serve.request_limits import check_counts, check_rids, count_prompts
 
 if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
 
 
 class Host(Protocol):
-    """What an exchange asks and tells the server that it is in."""
+    """What an exchange asks and tells the server that it is in.
+
+    Attributes:
+        max_queued: How many requests may wait for an engine.
+    """
+
+    max_queued: int | None
 
     def check_open(self) -> None:
         """Raise if new requests are not taken now."""
+
+    def claim(self, exchange: Exchange, rids: frozenset[str]) -> None:
+        """Keep a client's ids for this exchange until it ends; raise if one is taken."""
 
     def began(self, exchange: Exchange) -> None: ...
 
@@ -44,6 +53,7 @@ class Exchange:
     Attributes:
         tokenizer: In place of the front end's.
         call: The pool's side of it, once the body was found to be good.
+        rids: The client's own ids of its requests.
         failure: What ended a streamed reply early.
     """
 
@@ -58,6 +68,7 @@ class Exchange:
         self._host, self._front, self._options, self._raw = host, front, options, raw
         self.tokenizer = rendering
         self.call: Call | None = None
+        self.rids: frozenset[str] = frozenset()
         self.failure: Exception | None = None
         self._started = time.perf_counter()
         self._first_output_seconds: float | None = None
@@ -96,10 +107,15 @@ class Exchange:
         """
         self._host.check_open()
         prompts = count_prompts(obj)
-        check_counts(obj, prompts, self._options)
-        obj.rid = _ids(obj.rid, prompts, id_prefix)
+        check_counts(obj, prompts, self._options, self._host.max_queued)
+        given, rids = obj.rid, _ids(obj.rid, prompts, id_prefix)
+        if given is not None:
+            check_rids(given if isinstance(given, list) else [given])
+            self._host.claim(self, frozenset(rids or ()))
+        obj.rid = rids
         self._texts = obj.return_text_in_logprobs
-        self.call = await run_sync(self._make_call, obj)
+        limiter = self.tokenizer.large if _size(obj) > LARGE else None
+        self.call = await run_sync(self._make_call, obj, limiter=limiter)
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:
@@ -216,6 +232,14 @@ def _ids(rid: Any, prompts: int, prefix: str | None) -> list[str] | None:
     if prefix is not None or prompts == 1:
         return [rid] * prompts
     return [f"{rid}_{index}" for index in range(prompts)]  # as upstream names them
+
+
+def _size(obj: Any) -> int:
+    """Characters, or token ids."""
+    prompts = obj.text if obj.text is not None else obj.input_ids
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return len(prompts)
+    return sum(map(len, prompts))
 
 
 def _raise_if_lost(output: Any, *, nothing_yet: bool) -> None:

@@ -9,6 +9,7 @@ from fastapi import Request
 from sgl_jax.srt.managers.template_manager import TemplateManager
 
 from enginepool.engine.states import EngineState
+from enginepool.errors import InvalidRequest
 from enginepool.runtime import statistics
 from enginepool.serve.admin_operations import AdminOperations
 from enginepool.serve.error_replies import Refused
@@ -20,6 +21,7 @@ from enginepool.serve.options import ServeOptions
 from enginepool.serve.prompt_limits import PromptLimits
 from enginepool.serve.record import ExchangeRecord
 from enginepool.serve.rendering import Rendering
+from enginepool.values import shown
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
@@ -47,13 +49,16 @@ class Service:
         self.templates = TemplateManager()
         self.templates.initialize_templates(self.front.model_path)
         tokenizer, limits = self.runtime.intake.tokenizer, self.runtime.intake.limits
-        self.prompt_limits = PromptLimits(tokenizer, limits.prompt, limits.origin)
+        self.prompt_limits = PromptLimits(
+            tokenizer, limits.prompt, limits.origin, options.max_prompts
+        )
         self._rendering = Rendering(tokenizer, self.prompt_limits)
         self.metrics = Metrics(self.runtime)
         self.admin = AdminOperations(pool, options.model_root, self.metrics.updated)
         self.history = History(self.runtime)
         self.exchanges: set[Exchange] = set()
         self.draining = False
+        self.max_queued = pool.config.max_queued
         self.started = time.time()
 
     def front_of(self, raw: Request) -> FrontEnd:
@@ -86,6 +91,14 @@ class Service:
 
     def began(self, exchange: Exchange) -> None:
         self.exchanges.add(exchange)
+    def claim(self, exchange: Exchange, rids: frozenset[str]) -> None:
+        for other in self.exchanges:
+            for rid in rids & other.rids:
+                raise InvalidRequest(
+                    f"rid={shown(rid)}: a request of that id has not ended; give another, or none"
+                )
+        exchange.rids = rids
+
 
     def ended(self, exchange: Exchange, record: ExchangeRecord) -> None:
         self.exchanges.discard(exchange)
