@@ -112,6 +112,13 @@ class Service:
         self.metrics.ended(record)
         log_exchange(record, prompts=self.options.log_prompts)
 
+    def cut(self) -> None:
+        """End what has not ended when the server must."""
+        dispatch = self.runtime.dispatch
+        limit = f"--drain-timeout {self.options.drain_timeout:g}"
+        message = f"the server ended before this was finished ({limit})"
+        dispatch.abort(dispatch.unfinished(), message, "draining")
+
     def status(self) -> dict[str, Any]:
         counts = self.runtime.dispatch.counts
         return {

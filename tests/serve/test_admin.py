@@ -1,5 +1,6 @@
 """The reference's administration on four engines, and who may use it."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -182,8 +183,9 @@ def test_abort(administered: Running, sums: EnginePool) -> None:
             next(lines)
             assert other.post("/abort_request", json={"rid": "min"}).json() == {"ok": True}
             assert other.post("/abort_request", json={"rid": "mine"}).json() == {"ok": True}
-            *_, last, done = lines
+            *_, last, error, done = lines
         assert done == "data: [DONE]"
+        assert json.loads(error[6:])["error"]["code"] == "aborted"
         assert '"type":"abort"' in last
 
 

@@ -252,9 +252,10 @@ def test_abort_shows_in_the_reply(one_sum: EnginePool) -> None:
             lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
             first = json.loads(next(lines)[6:])
             with paused(one_sum):
-                last = [json.loads(line[6:]) for line in lines][-1]
+                *_, last, error = [json.loads(line[6:]) for line in lines]
         assert first["choices"][0]["finish_reason"] is None
         assert last["choices"][0]["finish_reason"] == "abort"
+        assert error["error"]["type"] == error["error"]["code"] == "timeout"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
