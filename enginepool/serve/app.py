@@ -46,7 +46,12 @@ def make_app(service: Service) -> FastAPI:
 
     for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
-    app.add_middleware(BodyLimit, limit=service.options.max_body_bytes, told=service.refused)
+    app.add_middleware(
+        BodyLimit,
+        limit=service.options.max_body_bytes,
+        seconds=service.options.body_timeout,
+        told=service.refused,
+    )
     app.add_middleware(
         Guard,
         options=service.options,

@@ -37,6 +37,7 @@ _MEANINGS = {
     401: "No API key or token, or a wrong one.",
     403: "Not allowed from there, or not that path.",
     404: "Not here.",
+    408: "The body did not come in time.",
     413: "The body is too large.",
     429: "Too many requests wait; see Retry-After.",
     500: "An engine or device failed.",
@@ -49,9 +50,9 @@ def errors(*statuses: int, model: type[BaseModel] = Error) -> dict[int | str, di
     return {status: {"model": model, "description": _MEANINGS[status]} for status in statuses}
 
 
-GENERATION_ERRORS = errors(400, 401, 413, 429, 500, 503, 504)
+GENERATION_ERRORS = errors(400, 401, 408, 413, 429, 500, 503, 504)
 NOT_FOUND = errors(401, 404)
-ADMIN_ERRORS = errors(400, 401, 403, 413, 500, 503, model=AdminError)
+ADMIN_ERRORS = errors(400, 401, 403, 408, 413, 500, 503, model=AdminError)
 
 
 def events(model: type[BaseModel] | None = None) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +20,15 @@ MAX_RID = 256  # characters of a request's id
 
 
 class BodyLimit:
-    """Refuses bodies of more than `limit` bytes, by their announced length or as they come."""
+    """Refuses bodies of more than `limit` bytes, by their announced length or as they come, and
+    those that take longer than `seconds`."""
 
-    def __init__(self, app: ASGIApp, limit: int, told: Callable[[str, Refused], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, limit: int, seconds: float, told: Callable[[str, Refused], None]
+    ) -> None:
         self.app = app
         self._told = told
-        self._limit = limit
+        self._limit, self._seconds = limit, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,12 +43,20 @@ class BodyLimit:
         await self.app(scope, self._counted(receive), send)
 
     def _counted(self, receive: Receive) -> Receive:
-        seen = 0
+        seen, more = 0, True
+        until = time.monotonic() + self._seconds
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
+            nonlocal seen, more
+            if not more:  # what comes now is that the client leaves
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), until - time.monotonic())
+            except TimeoutError:
+                raise Refused(
+                    408, f"the body took longer than {self._seconds:g} seconds (--body-timeout)"
+                ) from None
+            seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
             if seen > self._limit:
                 # The one exception that FastAPI hands on while it reads a body.
                 raise HTTPException(413, self._message(f"{seen} bytes or more"))

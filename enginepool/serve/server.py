@@ -16,6 +16,7 @@ import uvloop
 
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
+from enginepool.serve.connections import patient_for
 from enginepool.serve.history import History
 from enginepool.serve.options import ServeOptions
 
@@ -102,6 +103,8 @@ class Server:
                 lifespan="off",
                 proxy_headers=False,
                 server_header=False,
+                http=patient_for(self._options.header_timeout),
+                timeout_keep_alive=self._options.keep_alive_timeout,
                 timeout_graceful_shutdown=int(_GRACE_SECONDS),
             )
         )

@@ -288,6 +288,9 @@ def test_key_guards_administration_too(sums: EnginePool) -> None:
         ({"port": 31000, "engine_ports": (31000,)}, "one port"),
         ({"request_timeout": 0}, "request_timeout=0"),
         ({"max_n": 0}, "max_n=0"),
+        ({"header_timeout": 0}, "header_timeout=0"),
+        ({"body_timeout": -1}, "body_timeout=-1"),
+        ({"keep_alive_timeout": 0}, "keep_alive_timeout=0"),
     ],
 )
 def test_options_that_cannot_hold(options: dict[str, Any], why: str) -> None:
