@@ -24,9 +24,13 @@ class Done(BaseModel):
 
 
 class ReloadStatus(BaseModel):
+    """`model_path` is where the weights that are served were read from."""
+
     reloading: bool
     last_ok: bool | None
     last_error: str | None
+    model_path: str
+    weight_version: int | str
 
 
 class Checksum(Done):
@@ -115,6 +119,7 @@ class ModelInfo(BaseModel):
     tokenizer_path: str | None
     is_generation: bool
     preferred_sampling_params: str | None
+    weight_version: int | str
 
 
 def router(service: Service) -> APIRouter:
@@ -127,7 +132,11 @@ def router(service: Service) -> APIRouter:
     @routes.get("/reload_status")
     async def reload_status() -> ReloadStatus:
         return ReloadStatus(
-            reloading=admin.reloading, last_ok=admin.last_ok, last_error=admin.last_error
+            reloading=admin.reloading,
+            last_ok=admin.last_ok,
+            last_error=admin.last_error,
+            model_path=admin.model_path,
+            weight_version=service.runtime.desired.weight_version,
         )
 
     @routes.get("/weights_checksum")
@@ -221,10 +230,11 @@ def sglang_router(service: Service) -> APIRouter:
     async def get_model_info() -> ModelInfo:
         args = service.front.server_args
         return ModelInfo(
-            model_path=args.model_path,
+            model_path=admin.model_path,
             tokenizer_path=args.tokenizer_path,
             is_generation=True,
             preferred_sampling_params=args.preferred_sampling_params,
+            weight_version=service.runtime.desired.weight_version,
         )
 
     return routes

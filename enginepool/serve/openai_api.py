@@ -120,5 +120,8 @@ def router(service: Service) -> APIRouter:
 
 def _card(service: Service) -> ModelCard:
     front = service.front
-    name = front.served_model_name or front.model_path
-    return ModelCard(id=name, root=name, max_model_len=front.model_config.context_len)
+    return ModelCard(
+        id=front.served_model_name or front.model_path,
+        root=service.admin.model_path,
+        max_model_len=service.runtime.intake.limits.total,
+    )

@@ -54,11 +54,13 @@ class Service:
         )
         self._rendering = Rendering(tokenizer, self.prompt_limits)
         self.metrics = Metrics(self.runtime)
-        self.admin = AdminOperations(pool, options.model_root, self.metrics.updated)
+        self.admin = AdminOperations(
+            pool, options.model_root, self.metrics.updated, self.front.server_args
+        )
         self.history = History(self.runtime)
+        self.max_queued = pool.config.max_queued
         self.exchanges: set[Exchange] = set()
         self.draining = False
-        self.max_queued = pool.config.max_queued
         self.started = time.time()
 
     def front_of(self, raw: Request) -> FrontEnd:
@@ -89,8 +91,6 @@ class Service:
             return None
         return f"no engine can serve: {', '.join(state.value for state in states)}"
 
-    def began(self, exchange: Exchange) -> None:
-        self.exchanges.add(exchange)
     def claim(self, exchange: Exchange, rids: frozenset[str]) -> None:
         for other in self.exchanges:
             for rid in rids & other.rids:
@@ -99,6 +99,8 @@ class Service:
                 )
         exchange.rids = rids
 
+    def began(self, exchange: Exchange) -> None:
+        self.exchanges.add(exchange)
 
     def ended(self, exchange: Exchange, record: ExchangeRecord) -> None:
         self.exchanges.discard(exchange)
@@ -123,6 +125,7 @@ class Service:
         counts = self.runtime.dispatch.counts
         return {
             "model": self.front.served_model_name,
+            "model_path": self.admin.model_path,
             "uptime": time.time() - self.started,
             "draining": self.draining,
             "reloading": self.admin.reloading,

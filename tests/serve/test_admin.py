@@ -51,19 +51,26 @@ def test_perturb(administered: Running) -> None:
 
 
 @pytest.mark.parametrize("path", [SUBTRACT, "subtract", "../toy/subtract"])
-def test_reload(administered: Running, path: str) -> None:
-    """The other checkpoint, on every engine, from any engine's port."""
+def test_reload(administered: Running, sums: EnginePool, path: str) -> None:
+    """The other checkpoint, on every engine, from any engine's port; and it is named."""
     assert answers(administered) == ["19"] * 4
     with administered.http(2) as client:
         assert client.get("/admin/reload_status").json() == {
             "reloading": False, "last_ok": None, "last_error": None,
+            "model_path": sums.config.model, "weight_version": 0,
         }  # fmt: skip
         done = client.post("/admin/reload_weights", json={"model_path": path}).json()
         assert done["ok"] is True
         assert done["model_path"] == path
         assert done["elapsed_sec"] > 0
         assert len(done["report"]["engines"]) == 4
-        assert client.get("/admin/reload_status").json()["last_ok"] is True
+        said = client.get("/admin/reload_status").json()
+        assert said["last_ok"] is True
+        version = done["report"]["weight_version"]
+        for named in (said, client.get("/get_model_info").json(), client.get("/status").json()):
+            assert (named["model_path"], named["weight_version"]) == (SUBTRACT, version)
+        (card,) = client.get("/v1/models").json()["data"]
+        assert (card["id"], card["root"]) == (sums.config.model, SUBTRACT)
     assert answers(administered) == ["5"] * 4
 
 
@@ -89,9 +96,14 @@ def broken(sums: EnginePool, model_dir: Any, tmp_path: Path) -> dict[str, Path]:
     shutil.copytree(toy.checkpoint(), tmp_path / "outside")
     (root / "link").symlink_to(tmp_path / "outside")
     (root / "empty").mkdir()
-    return {
-        name: root / name for name in ("short", "other", "link", "empty", "missing", "../outside")
-    }
+    for name, change in (("rope", {"rope_theta": 77.0}), ("end", {"eos_token_id": 7})):
+        shutil.copytree(toy.checkpoint(), root / name)
+        config = root / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    shutil.copytree(toy.checkpoint(), root / "unreadable")
+    (root / "unreadable" / "config.json").write_text("{")
+    names = ("short", "other", "link", "empty", "missing", "../outside")
+    return {name: root / name for name in (*names, "rope", "end", "unreadable")}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +115,9 @@ def broken(sums: EnginePool, model_dir: Any, tmp_path: Path) -> dict[str, Path]:
         ("missing", 400, "no such directory"),
         ("link", 403, "outside of --model-root"),
         ("../outside", 403, "outside of --model-root"),
+        ("rope", 400, r"config.json does not fit.*rope.*77.0.*served"),
+        ("end", 400, r"config.json does not fit.*eos_token_id=7 \(served: 258\)"),
+        ("unreadable", 400, "config.json cannot be read"),
         ("\0", 400, "null"),
         ("x" * 5000, 400, "too long"),
     ],
@@ -125,8 +140,28 @@ def test_bad_reloads(
             state = client.get("/admin/reload_status").json()
             assert (state["reloading"], state["last_ok"]) == (False, False)
             assert state["last_error"]
+            assert state["model_path"] == sums.config.model
             assert client.get("/admin/weights_checksum").json() == before
         assert answers(running) == ["19"] * 4
+
+
+def test_a_reload_without_its_config(sums: EnginePool, tmp_path: Path) -> None:
+    """Weights alone, as a trainer writes them; and a config that says the same in other words."""
+    for name in ("alone", "rewritten"):
+        shutil.copytree(SUBTRACT, tmp_path / name)
+    (tmp_path / "alone" / "config.json").unlink()
+    config = tmp_path / "rewritten" / "config.json"
+    said = json.loads(config.read_text()) | {"use_cache": False, "transformers_version": "1"}
+    config.write_text(json.dumps(said))
+    with serving(sums, enable_admin=True, model_root=tmp_path) as running, running.http() as client:
+        for name in ("alone", "rewritten"):
+            body = {"model_path": name}
+            assert client.post("/admin/reload_weights", json=body).json()["ok"] is True, name
+            assert generate(client, SUM)["text"] == "5"
+            own = {"model_path": sums.config.model}
+            assert client.post("/admin/reload_weights", json=own).json()["ok"] is True
+            assert client.get("/status").json()["model_path"] == sums.config.model
+    sums.update_weights(toy.checkpoint(), weight_version=0)
 
 
 def test_without_a_root(sums: EnginePool) -> None:

@@ -228,6 +228,15 @@ def test_models(plain: Running) -> None:
     client = plain.openai()
     (card,) = client.models.list().data
     assert client.models.retrieve(card.id).id == card.id
+    # What prompt and output may have together: one more does not fit.
+    length: Any = card.model_dump()["max_model_len"]
+    made = client.completions.create(
+        model="toy", prompt=SUM, max_tokens=length - 5, extra_body={"ignore_eos": True}
+    )
+    assert made.usage is not None
+    assert made.usage.total_tokens == length
+    with pytest.raises(openai.BadRequestError, match="does not fit"):
+        client.completions.create(model="toy", prompt=SUM, max_tokens=length - 4)
     with pytest.raises(openai.NotFoundError, match="'other' is not served"):
         client.models.retrieve("other")
 
