@@ -25,13 +25,15 @@ from enginepool.values import did_you_mean, shown
 
 _SMALL = 1 << 16  # bytes; a body of so many is read faster than a thread takes over
 _READ_AT_ONCE = 2
-# What OpenAI's clients may say that asks for nothing else than what happens, and names for their
-# own books.
+# What OpenAI's clients and sglang's router may say that asks for nothing else than what happens;
+# and names for a client's own books.
 _UNASKED: Mapping[str, Collection[Any]] = {
     "store": (False,),
     "parallel_tool_calls": (True,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
+    "return_hidden_states": (False,),
+    "log_metrics": (True,),
 }
 _BOOKS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
 
@@ -43,7 +45,7 @@ class CheckedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         known = _names(self.endpoint)
-        openai = self.path.startswith("/v1/")
+        generates = self.path.startswith(("/v1/", "/generate"))
 
         async def checked(request: Request) -> Response:
             read = _Read(request.scope, request.receive)
@@ -56,7 +58,7 @@ class CheckedRoute(APIRoute):
                 else:
                     read.value, ids = await run_sync(_parse, content, limits, limiter=threads)
                 request.state.ids = ids
-                _check_names(read.value, known, openai=openai)
+                _check_names(read.value, known, generates=generates)
             return await handle(read)
 
         return checked
@@ -102,10 +104,10 @@ def _parse(content: bytes, limits: PromptLimits) -> tuple[dict[str, Any], dict[s
     return {**body, **{name: [0] for name in ids}}, ids
 
 
-def _check_names(body: dict[str, Any], known: Collection[str], *, openai: bool) -> None:
+def _check_names(body: dict[str, Any], known: Collection[str], *, generates: bool) -> None:
     for name in sorted(body.keys() - known):
         value = body[name]
-        if openai and (name in _BOOKS or value in _UNASKED.get(name, ())):
+        if generates and (name in _BOOKS or value in _UNASKED.get(name, ())):
             del body[name]
             continue
         takes = "" if known else ": nothing is taken here"
