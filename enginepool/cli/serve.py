@@ -42,7 +42,10 @@ RejectWhileReloading = Annotated[
     bool, typer.Option("--reject-while-reloading", help="503 instead of waiting.")
 ]
 MaxQueuedRequests = Annotated[
-    int, typer.Option(help="How many may wait for an engine; beyond it 429.")
+    int,
+    typer.Option(
+        help="How many may wait for an engine, beyond it 429; and how many one call may bring."
+    ),
 ]
 MaxBodyBytes = Annotated[int, typer.Option()]
 MaxPrompts = Annotated[int, typer.Option(help="In one request.")]
@@ -50,6 +53,11 @@ MaxN = Annotated[int, typer.Option(help="Samples of one prompt.")]
 RequestTimeout = Annotated[float | None, typer.Option(help="Seconds.")]
 DrainTimeout = Annotated[
     float, typer.Option(help="Seconds that running requests get after SIGTERM.")
+]
+HeaderTimeout = Annotated[float, typer.Option(help="Seconds for a request's headers to come.")]
+BodyTimeout = Annotated[float, typer.Option(help="Seconds for its body after that.")]
+KeepAliveTimeout = Annotated[
+    int, typer.Option(help="Seconds that a connection is kept without a request.")
 ]
 Restart = Annotated[bool, typer.Option(help="Bring back an engine whose step failed.")]
 MaxRestarts = Annotated[int, typer.Option(help="In a row and within a minute.")]
@@ -75,6 +83,9 @@ def serve(
     max_n: MaxN = ServeOptions.max_n,
     request_timeout: RequestTimeout = None,
     drain_timeout: DrainTimeout = ServeOptions.drain_timeout,
+    header_timeout: HeaderTimeout = ServeOptions.header_timeout,
+    body_timeout: BodyTimeout = ServeOptions.body_timeout,
+    keep_alive_timeout: KeepAliveTimeout = ServeOptions.keep_alive_timeout,
     restart: Restart = PoolConfig.restart,
     max_restarts: MaxRestarts = PoolConfig.max_restarts,
     step_timeout: StepTimeout = PoolConfig.step_timeout,
@@ -91,7 +102,8 @@ def serve(
             enable_admin=enable_admin, admin_token=admin_token, model_root=model_root,
             reject_while_reloading=reject_while_reloading, max_body_bytes=max_body_bytes,
             max_prompts=max_prompts, max_n=max_n, request_timeout=request_timeout,
-            drain_timeout=drain_timeout, log_prompts=log_prompts,
+            drain_timeout=drain_timeout, header_timeout=header_timeout, body_timeout=body_timeout,
+            keep_alive_timeout=keep_alive_timeout, log_prompts=log_prompts,
         )  # fmt: skip
         from enginepool.cli.server_args import parse_upstream_flags
         from enginepool.pool.pool import EnginePool

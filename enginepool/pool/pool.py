@@ -108,6 +108,7 @@ class EnginePool(Generation, Steering, WeightCalls):
             from enginepool import toy
 
             model = str(toy.checkpoint())
+            server_args.setdefault("served_model_name", "toy")
         self.config = PoolConfig(
             str(model),
             devices,

@@ -40,8 +40,15 @@ _UNSUPPORTED = (
     "audio_data",
     "token_ids_logprob",
     "lora_path",
+    "lora_id",
     "return_routed_experts",
     "return_hidden_states",
+    "dp_rank",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "disagg_prefill_dp_rank",
+    "disagg_transfer_id",
 )
 
 

@@ -101,6 +101,11 @@ class Request:
         """The id in results, and what `abort_request` takes."""
         return self.rid or self.internal_rid
 
+    @property
+    def ran(self) -> bool:
+        """Whether an engine has computed anything of it."""
+        return bool(self.prompt_weight_versions or self.output_ids)
+
     def absorb(self, output_ids: list[int], logprobs: list[float], version: int | str) -> None:
         """Take over the outputs that an engine has produced so far (all of them, not the new).
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from enginepool.errors import InvalidRequest
 from enginepool.process.guest import no_generation_warnings
 from enginepool.requests.chat import ChatTemplate, check_messages
 from enginepool.requests.request import Request
+from enginepool.requests.turns import Turns
 from enginepool.values import shown
 
 # How many tokens of the prompt are decoded before the output, for tokenizers whose text of a
 # token depends on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
 _CONTEXT = 5
 _REPLACEMENT = "\ufffd"
+_GROUP = 1 << 16  # characters that are encoded before others have their turn
 # The fields of generation_config.json that upstream's Engine takes as defaults.
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 # Options of `apply_chat_template` with which it would not give token ids.
@@ -37,7 +38,7 @@ class Tokenizer:
         self.hf = hf
         self.chat = ChatTemplate(hf)
         # A fast tokenizer is mutable while it encodes ("Already borrowed").
-        self.lock = threading.Lock()
+        self.lock = Turns()
         decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
         self._context = 0 if "ByteLevel" in type(decoder).__name__ else _CONTEXT
 
@@ -70,8 +71,11 @@ class Tokenizer:
             raise
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        with self.lock:
-            return self.hf(texts)["input_ids"]
+        ids: list[list[int]] = []
+        for group in _groups(texts):
+            with self.lock:
+                ids += self.hf(group)["input_ids"]
+        return ids
 
     def apply_chat_template(
         self, index: int, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -136,6 +140,20 @@ class Tokenizer:
             if text.startswith(before):
                 return text[len(before) :]
         return self.hf.decode(list(output_ids), **options)
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """So much at a time that the tokenizer has work for its threads, and others soon a turn."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _hold_back_stop(text: str, stops: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ class Counts:
         with self._lock:
             self.finished += not aborted
             self.aborted += aborted
-            self.prompt_tokens += len(request.input_ids)
+            self.prompt_tokens += len(request.input_ids) if request.ran else 0
             self.completion_tokens += len(request.output_ids)
 
 

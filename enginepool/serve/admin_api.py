@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from enginepool.engine.states import PauseMode
+from enginepool.serve.bodies import CheckedRoute
 from enginepool.serve.openapi_schema import ADMIN_ERRORS
-from enginepool.serve.request_limits import CheckedRoute
 from enginepool.swap.quiesce import SwapMode
 
 if TYPE_CHECKING:
@@ -24,9 +24,13 @@ class Done(BaseModel):
 
 
 class ReloadStatus(BaseModel):
+    """`model_path` is where the weights that are served were read from."""
+
     reloading: bool
     last_ok: bool | None
     last_error: str | None
+    model_path: str
+    weight_version: int | str
 
 
 class Checksum(Done):
@@ -73,9 +77,16 @@ class Memory(Done):
 
 
 class FromDisk(BaseModel):
-    """sglang's; fields of its that mean nothing in a pool are ignored."""
+    """sglang's; the last five may say what is so in a pool, and nothing else."""
 
     model_path: str = Field(min_length=1)
+    weight_version: int | str | None = None
+    abort_all_requests: bool = False
+    load_format: Literal["auto"] | None = None
+    flush_cache: Literal[True] = True
+    is_async: Literal[False] = False
+    keep_pause: Literal[False] = False
+    torch_empty_cache: Literal[False] = False
 
 
 class Updated(BaseModel):
@@ -98,7 +109,7 @@ class Abort(BaseModel):
     abort_all: bool = False
 
 
-class WeightsByName(BaseModel):
+class WeightsByName(BaseModel, extra="forbid"):
     name: str
     truncate_size: int = Field(default=100, ge=0)
 
@@ -108,6 +119,7 @@ class ModelInfo(BaseModel):
     tokenizer_path: str | None
     is_generation: bool
     preferred_sampling_params: str | None
+    weight_version: int | str
 
 
 def router(service: Service) -> APIRouter:
@@ -120,7 +132,11 @@ def router(service: Service) -> APIRouter:
     @routes.get("/reload_status")
     async def reload_status() -> ReloadStatus:
         return ReloadStatus(
-            reloading=admin.reloading, last_ok=admin.last_ok, last_error=admin.last_error
+            reloading=admin.reloading,
+            last_ok=admin.last_ok,
+            last_error=admin.last_error,
+            model_path=admin.model_path,
+            weight_version=service.runtime.desired.weight_version,
         )
 
     @routes.get("/weights_checksum")
@@ -174,7 +190,8 @@ def sglang_router(service: Service) -> APIRouter:
 
     @routes.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: FromDisk) -> Updated:
-        report = await admin.reload(body.model_path)
+        mode = "abort" if body.abort_all_requests else "drain"
+        report = await admin.reload(body.model_path, mode, body.weight_version)
         return Updated(message=f"weight version {report.weight_version!r} from {body.model_path}")
 
     @routes.post("/pause_generation")
@@ -213,10 +230,11 @@ def sglang_router(service: Service) -> APIRouter:
     async def get_model_info() -> ModelInfo:
         args = service.front.server_args
         return ModelInfo(
-            model_path=args.model_path,
+            model_path=admin.model_path,
             tokenizer_path=args.tokenizer_path,
             is_generation=True,
             preferred_sampling_params=args.preferred_sampling_params,
+            weight_version=service.runtime.desired.weight_version,
         )
 
     return routes

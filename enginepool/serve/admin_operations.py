@@ -8,8 +8,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyio.to_thread import run_sync
+
 from enginepool.errors import InvalidRequest
 from enginepool.serve.error_replies import Refused
+from enginepool.serve.reload_config import check_config
 from enginepool.swap.report import SwapReport
 
 if TYPE_CHECKING:
@@ -23,8 +26,10 @@ class AdminOperations:
 
     Args:
         on_update: Called with each report of new weights.
+        server_args: Upstream's, of the engines.
 
     Attributes:
+        model_path: Where the weights that are served were read from.
         reloading: Whether new weights are on their way now.
         last_ok: How the latest reload went; None before the first.
         last_error: Why it failed.
@@ -35,10 +40,13 @@ class AdminOperations:
         pool: EnginePool,
         model_root: Path | None,
         on_update: Callable[[SwapReport], None],
+        server_args: Any,
     ) -> None:
         self._pool, self._on_update = pool, on_update
         self._root = None if model_root is None else model_root.resolve()
+        self._server_args = server_args
         self._lock = asyncio.Lock()
+        self.model_path = pool.config.model
         self.reloading = False
         self.last_ok: bool | None = None
         self.last_error: str | None = None
@@ -54,15 +62,18 @@ class AdminOperations:
         async with self._lock:
             self.reloading = True
             try:
+                path = self._allowed(model_path)
+                if path != self._pool.config.model:
+                    await run_sync(check_config, path, self._server_args)
                 report = await self._pool.async_update_weights(
-                    self._allowed(model_path), mode=mode, weight_version=weight_version
+                    path, mode=mode, weight_version=weight_version
                 )
             except Exception as error:
                 self.last_ok, self.last_error = False, str(error)
                 raise
             finally:
                 self.reloading = False
-            self.last_ok, self.last_error = True, None
+            self.last_ok, self.last_error, self.model_path = True, None, path
         self._on_update(report)
         return report
 

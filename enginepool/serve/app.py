@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException
 from enginepool.errors import EnginePoolError
 from enginepool.serve import admin_api, native_api, openai_api
 from enginepool.serve.auth import Guard
+from enginepool.serve.bodies import readers
 from enginepool.serve.error_replies import as_refused, error_reply
-from enginepool.serve.openapi_schema import without_422
+from enginepool.serve.openapi_schema import as_served
 from enginepool.serve.request_limits import BodyLimit
 from enginepool.serve.service import Service
 
@@ -29,7 +30,7 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
-    app.state.prompt_limits = service.prompt_limits  # for CheckedRoute
+    app.state.prompt_limits, app.state.readers = service.prompt_limits, readers()  # CheckedRoute's
     app.include_router(openai_api.router(service))
     app.include_router(native_api.router(service))
     admin_paths: set[str] = set()
@@ -45,7 +46,12 @@ def make_app(service: Service) -> FastAPI:
 
     for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
-    app.add_middleware(BodyLimit, limit=service.options.max_body_bytes, told=service.refused)
+    app.add_middleware(
+        BodyLimit,
+        limit=service.options.max_body_bytes,
+        seconds=service.options.body_timeout,
+        told=service.refused,
+    )
     app.add_middleware(
         Guard,
         options=service.options,
@@ -66,6 +72,6 @@ def _document(app: FastAPI) -> None:
 
     def document() -> dict[str, Any]:
         made = app.openapi_schema is None
-        return without_422(plain()) if made else plain()
+        return as_served(plain()) if made else plain()
 
     app.openapi = document  # FastAPI's documented way to change the document

@@ -101,6 +101,8 @@ def error_reply(error: Exception, *, admin: bool = False) -> Response:
         headers["Retry-After"] = str(refused.retry_after)
     elif refused.status >= 500:
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it
+    if refused.status == 408:
+        headers["Connection"] = "close"  # the rest of the body may never come
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_reply(body, refused.status, headers)

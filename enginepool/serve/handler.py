@@ -16,21 +16,39 @@ from starlette.types import Receive, Scope, Send
 
 from enginepool.errors import InvalidRequest
 from enginepool.requests.request import Call
-from enginepool.serve.error_replies import Refused, error_object, error_reply
+from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
-from enginepool.serve.record import CLIENT_GONE, ExchangeRecord, outcome_of, outputs_of
-from enginepool.serve.rendering import Rendering
-from enginepool.serve.request_limits import check_counts, count_prompts
+from enginepool.serve.record import (
+    CLIENT_GONE,
+    ExchangeRecord,
+    cut_short,
+    ended_early,
+    outcome_of,
+    outputs_of,
+)
+from enginepool.serve.rendering import LARGE, Rendering
+from enginepool.serve.request_limits import check_counts, check_rids, count_prompts
 
 if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
 
+_DONE = ("data: [DONE]\n\n", b"data: [DONE]\n\n")  # upstream's, and ours
+
 
 class Host(Protocol):
-    """What an exchange asks and tells the server that it is in."""
+    """What an exchange asks and tells the server that it is in.
+
+    Attributes:
+        max_queued: How many requests may wait for an engine.
+    """
+
+    max_queued: int | None
 
     def check_open(self) -> None:
         """Raise if new requests are not taken now."""
+
+    def claim(self, exchange: Exchange, rids: frozenset[str]) -> None:
+        """Keep a client's ids for this exchange until it ends; raise if one is taken."""
 
     def began(self, exchange: Exchange) -> None: ...
 
@@ -44,6 +62,7 @@ class Exchange:
     Attributes:
         tokenizer: In place of the front end's.
         call: The pool's side of it, once the body was found to be good.
+        rids: The client's own ids of its requests.
         failure: What ended a streamed reply early.
     """
 
@@ -58,6 +77,7 @@ class Exchange:
         self._host, self._front, self._options, self._raw = host, front, options, raw
         self.tokenizer = rendering
         self.call: Call | None = None
+        self.rids: frozenset[str] = frozenset()
         self.failure: Exception | None = None
         self._started = time.perf_counter()
         self._first_output_seconds: float | None = None
@@ -96,10 +116,15 @@ class Exchange:
         """
         self._host.check_open()
         prompts = count_prompts(obj)
-        check_counts(obj, prompts, self._options)
-        obj.rid = _ids(obj.rid, prompts, id_prefix)
+        check_counts(obj, prompts, self._options, self._host.max_queued)
+        given, rids = obj.rid, _ids(obj.rid, prompts, id_prefix)
+        if given is not None:
+            check_rids(given if isinstance(given, list) else [given])
+            self._host.claim(self, frozenset(rids or ()))
+        obj.rid = rids
         self._texts = obj.return_text_in_logprobs
-        self.call = await run_sync(self._make_call, obj)
+        limiter = self.tokenizer.large if _size(obj) > LARGE else None
+        self.call = await run_sync(self._make_call, obj, limiter=limiter)
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:
@@ -124,34 +149,43 @@ class Exchange:
             raise ValueError(str(error)) from error  # the only kind that all of upstream's catch
 
     def stream(self, pieces: AsyncIterator[Any]) -> StreamingResponse:
-        """Server-sent events; what ends them early is told by one of OpenAI's error objects."""
+        """Server-sent events. What ends them early, or cuts an output short, is told at the end by
+        one of OpenAI's error objects: its clients raise it."""
         return _Stream(self, self._told(pieces))
 
     async def _told(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for piece in pieces:
             if self.failure is not None:
-                yield f"data: {json.dumps(error_object(self.failure))}\n\n"
-                yield "data: [DONE]\n\n"
-                return
-            yield piece
+                break
+            if piece not in _DONE:
+                yield piece
+        if (error := self._early_end()) is not None:
+            yield f"data: {json.dumps(error_object(error))}\n\n"
+        yield _DONE[0]
 
     def end(self, status: int) -> None:
         """Tell the server, and end in the engines what nobody waits for any more."""
         if self._ended:
             return
         self._ended = True
+        failure = self._early_end()
         if self.call is not None and not self.call.done:
             self._front.runtime.dispatch.abort(self.call.requests, "the client left", "cancelled")
         record = ExchangeRecord(
             path=self._raw.scope["path"],  # that of its URL takes in what `Host` says
             status=status,
-            outcome=outcome_of(status, self.failure),
-            error=None if self.failure is None else str(self.failure),
+            outcome=outcome_of(status, failure),
+            error=None if failure is None else str(failure),
             seconds=time.perf_counter() - self._started,
             first_output_seconds=self._first_output_seconds,
             outputs=() if self.call is None else outputs_of(self.call),
         )
         self._host.ended(self, record)
+
+    def _early_end(self) -> Exception | None:
+        if self.failure is None and self.call is not None:
+            return cut_short(self.call)
+        return self.failure
 
     def _dressed(self, output: Any) -> Any:
         """Log-probabilities as upstream's classes read them: with each token's text."""
@@ -218,16 +252,24 @@ def _ids(rid: Any, prompts: int, prefix: str | None) -> list[str] | None:
     return [f"{rid}_{index}" for index in range(prompts)]  # as upstream names them
 
 
+def _size(obj: Any) -> int:
+    """Characters, or token ids."""
+    prompts = obj.text if obj.text is not None else obj.input_ids
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return len(prompts)
+    return sum(map(len, prompts))
+
+
 def _raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
-    """A reply that is no answer is an error: one that took too long, or that broke engines.
+    """A reply that is no answer is an error: one that took too long, that the server's end cut, or
+    that broke engines. One that somebody aborted says so itself, as upstream's do.
 
     Args:
         nothing_yet: Only if there is no output; a stream tells the rest itself.
     """
     for one in output if isinstance(output, list) else [output]:
         reason = one["meta_info"]["finish_reason"] or {}
-        kind = reason.get("err_type")
-        if reason.get("type") != "abort" or kind == "cancelled":
+        if reason.get("type") != "abort" or reason["err_type"] == "cancelled":
             continue
         if not (nothing_yet and one["output_ids"]):
-            raise Refused(504 if kind == "timeout" else 500, reason["message"], code=kind)
+            raise ended_early(reason)

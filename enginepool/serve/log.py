@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import threading
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from enginepool.logs import logger
@@ -16,13 +17,17 @@ from enginepool.serve.record import ExchangeRecord
 
 KEPT = 10_000  # lines that wait to be written; further ones are lost, and counted
 _END_SECONDS = 2.0
-_LONGEST = 500  # characters of an error: it may quote a value of any length
+# What a client sends may be of any length; a line is not.
+_LONGEST = 500  # characters of an error, or a path
+_LONGEST_RID = 100
+_LONGEST_PROMPT = {str: 2000, list: 100}  # characters, and token ids
+_MOST = 10  # prompts, and requests' ids
 
 
 def log_exchange(record: ExchangeRecord, *, prompts: bool) -> None:
     """One line, with the prompts themselves only if they are asked for."""
     about: dict[str, Any] = {
-        "path": record.path,
+        "path": record.path[:_LONGEST],
         "status": record.status,
         "outcome": record.outcome,
     }
@@ -31,18 +36,30 @@ def log_exchange(record: ExchangeRecord, *, prompts: bool) -> None:
     if outputs := record.outputs:
         first = [output for output in outputs if output.sample_index == 0]  # one a prompt
         about |= {
-            "ids": list(dict.fromkeys(output.rid for output in outputs)),
+            "ids": _some(dict.fromkeys(output.rid for output in outputs), {str: _LONGEST_RID}),
             "engines": sorted({o.engine_index for o in outputs if o.engine_index is not None}),
             "prompt_tokens": sum(output.prompt_tokens for output in first),
             "completion_tokens": sum(output.completion_tokens for output in outputs),
         }
         if prompts:
-            about["prompts"] = [output.prompt for output in first]
+            about["prompts"] = _some((output.prompt for output in first), _LONGEST_PROMPT)
     if record.first_output_seconds is not None:
         about["first_output_seconds"] = round(record.first_output_seconds, 4)
     if record.error is not None:
         about["error"] = record.error[:_LONGEST]
     logger().info("enginepool.request", **about)
+
+
+def _some(values: Iterable[str | list[int]], longest: Mapping[type, int]) -> list[Any]:
+    """The first of them, none longer than the longest of its type, and how much is left out."""
+    every = list(values)
+    some: list[Any] = []
+    for value in every[:_MOST]:
+        left = len(value) - longest[type(value)]
+        some.append(value if left <= 0 else f"{value[: longest[type(value)]]}… and {left} more")
+    if len(every) > _MOST:
+        some.append(f"… and {len(every) - _MOST} more")
+    return some
 
 
 class LogLines:

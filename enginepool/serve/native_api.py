@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
+from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, errors, events
-from enginepool.serve.request_limits import CheckedRoute
 
 if TYPE_CHECKING:
     from enginepool.serve.handler import Exchange
@@ -27,6 +27,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/generate", responses={**GENERATION_ERRORS, 200: events()})
     async def generate(body: GenerateReqInput, raw: Request) -> Response:
         """Upstream's request and reply."""
+        with_ids(body, raw)
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _reply(exchange, body))
 

@@ -18,28 +18,14 @@ from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from enginepool.errors import EnginePoolError, InvalidRequest
+from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
+from enginepool.serve.openai_fields import check_fields, check_template_options
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, events
-from enginepool.serve.request_limits import CheckedRoute
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
-
-# Fields that upstream's models have and its classes or the pool do nothing with.
-_UNSERVED = (
-    "suffix",
-    "return_hidden_states",
-    "return_routed_experts",
-    "session_params",
-    "lora_path",
-    "dp_rank",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "disagg_prefill_dp_rank",
-    "disagg_transfer_id",
-)
 
 
 class _Serving:
@@ -49,10 +35,10 @@ class _Serving:
     async def reply(self: Any, body: Any, raw: Request) -> Response:
         if message := self._validate_request(body):
             raise InvalidRequest(message)
-        _check_fields(body)
         exchange: Exchange = self.tokenizer_manager
+        check_fields(body, exchange.server_args)
         if isinstance(body, ChatCompletionRequest):
-            _check_template_options(body, await raw.json(), exchange.tokenizer.template_options)
+            check_template_options(body, exchange.tokenizer.template_options)
         adapted = await run_sync(self._adapt, body, limiter=exchange.tokenizer.limiter)
         await exchange.begin(adapted, self._request_id_prefix())
         if body.stream:
@@ -100,6 +86,7 @@ def router(service: Service) -> APIRouter:
     )
     async def completions(body: CompletionRequest, raw: Request) -> Response:
         """OpenAI's text completion; `seed` is upstream's `sampling_seed`."""
+        with_ids(body, raw)
         exchange = service.exchange(raw)
         serving = Completion(exchange, service.templates)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))
@@ -133,41 +120,8 @@ def router(service: Service) -> APIRouter:
 
 def _card(service: Service) -> ModelCard:
     front = service.front
-    name = front.served_model_name or front.model_path
-    return ModelCard(id=name, root=name, max_model_len=front.model_config.context_len)
-
-
-def _check_fields(body: Any) -> None:
-    """Errors instead of silence."""
-    for name in _UNSERVED:
-        if getattr(body, name, None):
-            raise Refused(400, f"{name} is not supported in a pool", param=name)
-    best_of = getattr(body, "best_of", None)
-    if best_of is not None and best_of != body.n:
-        raise Refused(
-            400, f"best_of={best_of}: all n={body.n} samples are returned; leave it out",
-            param="best_of",
-        )  # fmt: skip
-    if getattr(body, "echo", False) and body.logprobs is not None:
-        raise Refused(
-            400, "echo=True with logprobs: a pool gives log-probabilities of outputs only",
-            param="echo",
-        )  # fmt: skip
-    if getattr(body, "prompt", None) == []:
-        raise Refused(400, "prompt=[]: there is no prompt", param="prompt")
-    if vars(body)["max_tokens"] == 0:  # its attribute warns: OpenAI calls it deprecated
-        raise Refused(400, "max_tokens=0: expected 1 or more", param="max_tokens")
-
-
-def _check_template_options(body: Any, given: dict[str, Any], names: set[str]) -> None:
-    """The template is the checkpoint's: a client's would run here, for as long as it likes."""
-    for name in body.chat_template_kwargs or ():
-        if name in names:
-            raise Refused(
-                400,
-                f"chat_template_kwargs: {name!r} is not a variable of the template and not a "
-                "client's to set; leave it out",
-                param="chat_template_kwargs",
-            )
-    for name in names.intersection(given) - type(body).model_fields.keys():
-        raise Refused(400, f"{name} is not a client's to set; leave it out", param=name)
+    return ModelCard(
+        id=front.served_model_name or front.model_path,
+        root=service.admin.model_path,
+        max_model_len=service.runtime.intake.limits.total,
+    )

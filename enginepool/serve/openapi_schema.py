@@ -6,6 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+# Fields of upstream's GenerateReqInput for its own use.
+INTERNAL = frozenset(("batch_size", "is_single", "http_worker_ipc"))
+
 
 class ErrorDetail(BaseModel):
     message: str
@@ -34,6 +37,7 @@ _MEANINGS = {
     401: "No API key or token, or a wrong one.",
     403: "Not allowed from there, or not that path.",
     404: "Not here.",
+    408: "The body did not come in time.",
     413: "The body is too large.",
     429: "Too many requests wait; see Retry-After.",
     500: "An engine or device failed.",
@@ -46,9 +50,9 @@ def errors(*statuses: int, model: type[BaseModel] = Error) -> dict[int | str, di
     return {status: {"model": model, "description": _MEANINGS[status]} for status in statuses}
 
 
-GENERATION_ERRORS = errors(400, 401, 413, 429, 500, 503, 504)
+GENERATION_ERRORS = errors(400, 401, 408, 413, 429, 500, 503, 504)
 NOT_FOUND = errors(401, 404)
-ADMIN_ERRORS = errors(400, 401, 403, 413, 500, 503, model=AdminError)
+ADMIN_ERRORS = errors(400, 401, 403, 408, 413, 500, 503, model=AdminError)
 
 
 def events(model: type[BaseModel] | None = None) -> dict[str, Any]:
@@ -62,9 +66,23 @@ def events(model: type[BaseModel] | None = None) -> dict[str, Any]:
     return said
 
 
-def without_422(document: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI announces 422 for every body; here a body that does not fit is answered with 400."""
+def as_served(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI announces 422 for every body; here a body that does not fit is answered with 400. And
+    it does not know that other names than these are refused."""
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                schema = _model(content["schema"], document["components"]["schemas"])
+                schema["additionalProperties"] = False
+                for name in INTERNAL:
+                    schema["properties"].pop(name, None)
     return document
+
+
+def _model(schema: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+    """The object that a body is, or may be."""
+    for one in (schema, *schema.get("anyOf", ())):
+        if "$ref" in one:
+            return models[one["$ref"].rpartition("/")[2]]
+    return schema

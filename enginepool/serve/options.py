@@ -22,6 +22,9 @@ class ServeOptions:
             server started with.
         request_timeout: Seconds; a request that takes longer ends with what it has.
         drain_timeout: Seconds that running requests get to finish when the server is asked to end.
+        header_timeout: Seconds that the headers of a request may take to come.
+        body_timeout: Seconds that its body may take after them.
+        keep_alive_timeout: Seconds that a connection is kept for a further request.
         log_prompts: Put the prompts' text into the log.
     """
 
@@ -38,6 +41,9 @@ class ServeOptions:
     max_n: int = 128
     request_timeout: float | None = None
     drain_timeout: float = 60.0
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    keep_alive_timeout: int = 5
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -52,6 +58,9 @@ class ServeOptions:
                 raise InvalidConfig(f"{name}={getattr(self, name)}: expected 1 or more")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise InvalidConfig(f"request_timeout={self.request_timeout}: expected seconds above 0")
+        for name in ("header_timeout", "body_timeout", "keep_alive_timeout"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name}={getattr(self, name)}: expected seconds above 0")
         if not self.drain_timeout >= 0:
             raise InvalidConfig(f"drain_timeout={self.drain_timeout}: expected seconds")
         self._check_secrets()

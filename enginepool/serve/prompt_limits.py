@@ -1,8 +1,8 @@
 """How much text fits a prompt: what cannot is refused before anyone spends time on it.
 
-Reading a body into upstream's models runs on the event loop, and a tokenizer takes one text after
-the other, so what one client sends there holds up all others. Python cannot end work that has
-begun: these limits are looked at before. None of them refuses what an engine could take.
+Upstream's models are filled on the event loop, and a tokenizer takes one text after the other, so
+what one client sends there holds up all others. Python cannot end work that has begun: these
+limits are looked at before. None of them refuses what an engine could take.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enginepool.errors import InvalidRequest
 from enginepool.requests.chat import check_messages
 from enginepool.requests.tokenizer import Tokenizer
 
-# Fields whose lists of token ids are as long as prompts are; they are read at once.
+# Fields whose lists of token ids are as long as prompts are.
 _IDS = ("prompt", "input_ids")
 _CONVERSATION = ("messages", "tools", "chat_template_kwargs")
 # A message, a tool or a text part is a few JSON values, and a token or more.
@@ -31,20 +31,23 @@ class PromptLimits:
     Args:
         tokens: The longest prompt.
         origin: Where that comes from, in words.
+        prompts: The most in one request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tokens: int, origin: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokens: int, origin: str, prompts: int) -> None:
         self._tokenizer, self._tokens, self._origin = tokenizer, tokens, origin
+        self._prompts = prompts
         self._longest = max(map(len, tokenizer.hf.get_vocab()))
 
-    def check_body(self, body: Any) -> None:
-        """Refuse what is too much to be read into upstream's models."""
-        if not isinstance(body, dict):
-            return
+    def check_body(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what is too much to be read into upstream's models.
+
+        Returns:
+            The fields that hold token ids and nothing else.
+        """
+        ids = {name: body[name] for name in _IDS if self._are_ids(body.get(name))}
         at_most = _OTHER_VALUES + _VALUES_A_TOKEN * self._tokens
-        ids = [body[name] for name in _IDS if isinstance(body.get(name), list)]
-        values = _count({k: v for k, v in body.items() if k not in _IDS}, at_most)[0]
-        values += sum(_count_ids(value, at_most) for value in ids)
+        values, _ = _count({k: v for k, v in body.items() if k not in ids}, at_most)
         if values > at_most:
             raise InvalidRequest(
                 f"the body has more than {at_most} JSON values: more than a prompt of "
@@ -54,6 +57,36 @@ class PromptLimits:
             conversation = [body[name] for name in _CONVERSATION if name in body]
             self._check_characters(_count(conversation, at_most)[1])
             check_messages(body["messages"])
+        return ids
+
+    def _are_ids(self, value: Any) -> bool:
+        """Whether it is a prompt of token ids, or a list of them; each fits.
+
+        Raises:
+            InvalidRequest: It is too long, or these are too many prompts.
+        """
+        kinds = set(map(type, value)) if isinstance(value, list) else set()
+        if kinds == {int}:
+            self._check_length(len(value))
+            return True
+        if kinds and len(value) > self._prompts:
+            raise InvalidRequest(
+                f"{len(value)} prompts: at most {self._prompts} are taken in one request "
+                "(--max-prompts)"
+            )
+        if kinds != {list}:
+            return False
+        for index, one in enumerate(value):
+            self._check_length(len(one), index)
+        return all(set(map(type, one)) <= {int} for one in value)
+
+    def _check_length(self, tokens: int, index: int | None = None) -> None:
+        if tokens > self._tokens:
+            raise InvalidRequest(
+                f"{tokens} tokens are too long: at most {self._tokens} fit one engine "
+                f"({self._origin}); shorten the prompt or raise that limit",
+                prompt_index=index,
+            )
 
     def check_text(self, text: str) -> None:
         """Refuse a text with more tokens than fit, from as little of it as tells.
@@ -98,15 +131,3 @@ def _count(value: Any, at_most: int) -> tuple[int, int]:
         elif isinstance(one, list):
             rest += one
     return values, characters
-
-
-def _count_ids(value: list[Any], at_most: int) -> int:
-    """A list of integers counts as one."""
-    if set(map(type, value)) <= {int}:
-        return 1
-    values = 0
-    for one in value:
-        values += _count_ids(one, at_most) if isinstance(one, list) else _count(one, at_most)[0]
-        if values > at_most:
-            break
-    return values

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from enginepool.requests.request import Call, Request
-from enginepool.serve.error_replies import as_refused
+from enginepool.serve.error_replies import Refused, as_refused
 
 CLIENT_GONE = 499  # a status that nobody reads, but the log does
 
@@ -17,6 +19,7 @@ class OutputRecord:
 
     Attributes:
         rid: The caller's id, or the pool's own.
+        prompt_tokens: 0 if no engine has computed any of it.
         finish_reason: Its `type`.
         seconds: From submission on, as those to the first token.
     """
@@ -65,13 +68,31 @@ def _output(request: Request, now: float) -> OutputRecord:
         engine_index=request.engine_index,
         sample_index=request.sample_index,
         prompt=request.text or request.input_ids,
-        prompt_tokens=len(request.input_ids),
+        prompt_tokens=len(request.input_ids) if request.ran else 0,
         cached_tokens=request.cached_tokens,
         completion_tokens=len(request.output_ids),
         finish_reason=(request.finish_reason or {"type": "abort"})["type"],
         seconds=(request.finished_at or now) - request.created,
         first_token_seconds=first - request.created if first else None,
     )
+
+
+def ended_early(reason: Mapping[str, Any]) -> Refused:
+    """What a finish reason of upstream's type "abort" is to a client that expects an answer."""
+    kind = reason["err_type"]
+    status = {"timeout": 504, "draining": 503}.get(kind, 500)
+    code = "aborted" if kind == "cancelled" else kind
+    retry_after = 10 if kind == "draining" else None
+    return Refused(status, reason["message"], code=code, retry_after=retry_after)
+
+
+def cut_short(call: Call) -> Refused | None:
+    """What ended outputs of a call before they ended by themselves."""
+    reasons = [r.finish_reason for r in call.requests if r.finish_reason is not None]
+    for reason in reasons:
+        if reason["type"] == "abort":
+            return ended_early(reason)
+    return None
 
 
 def outcome_of(status: int, failure: Exception | None) -> str:

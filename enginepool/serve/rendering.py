@@ -12,7 +12,10 @@ from anyio import CapacityLimiter
 from enginepool.requests.tokenizer import Tokenizer
 from enginepool.serve.prompt_limits import PromptLimits
 
-_TEMPLATES_AT_ONCE = 4  # so that threads are left for the rest
+# So that threads are left for the rest.
+_TEMPLATES_AT_ONCE = 4
+_LARGE_AT_ONCE = 4
+LARGE = 1 << 16  # characters or token ids of one body
 _TEXTS_KEPT = 1 << 16
 
 
@@ -21,6 +24,7 @@ class Rendering:
 
     Attributes:
         limiter: Of the threads that chat templates run on.
+        large: Of those that take the prompts of large bodies.
         template_options: Names that mean something to the tokenizer's `apply_chat_template`
             itself, not to the template: with them a client would bring its own program.
     """
@@ -30,6 +34,7 @@ class Rendering:
         self.check_text = limits.check_text
         self.token_text = functools.lru_cache(_TEXTS_KEPT)(tokenizer.token_text)
         self.limiter = CapacityLimiter(_TEMPLATES_AT_ONCE)
+        self.large = CapacityLimiter(_LARGE_AT_ONCE)
         options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
         self.template_options = (options | {"messages"}) - {"documents", "kwargs"}
 

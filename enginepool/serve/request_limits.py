@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Coroutine, Mapping
+import asyncio
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,17 +14,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from enginepool.errors import InvalidRequest
 from enginepool.serve.error_replies import Refused, error_reply
 from enginepool.serve.options import ServeOptions
+from enginepool.values import shown
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+MAX_RID = 256  # characters of a request's id
 
 
 class BodyLimit:
-    """Refuses bodies of more than `limit` bytes, by their announced length or as they come."""
+    """Refuses bodies of more than `limit` bytes, by their announced length or as they come, and
+    those that take longer than `seconds`."""
 
-    def __init__(self, app: ASGIApp, limit: int, told: Callable[[str, Refused], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, limit: int, seconds: float, told: Callable[[str, Refused], None]
+    ) -> None:
         self.app = app
         self._told = told
-        self._limit = limit
+        self._limit, self._seconds = limit, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,12 +43,20 @@ class BodyLimit:
         await self.app(scope, self._counted(receive), send)
 
     def _counted(self, receive: Receive) -> Receive:
-        seen = 0
+        seen, more = 0, True
+        until = time.monotonic() + self._seconds
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
+            nonlocal seen, more
+            if not more:  # what comes now is that the client leaves
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), until - time.monotonic())
+            except TimeoutError:
+                raise Refused(
+                    408, f"the body took longer than {self._seconds:g} seconds (--body-timeout)"
+                ) from None
+            seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
             if seen > self._limit:
                 # The one exception that FastAPI hands on while it reads a body.
                 raise HTTPException(413, self._message(f"{seen} bytes or more"))
@@ -58,38 +68,7 @@ class BodyLimit:
         return f"the body has {size}: at most {self._limit} are taken (--max-body-bytes)"
 
 
-class CheckedRoute(APIRoute):
-    """Refuses, before anything is made of it, a body that is too much for a prompt, and strings
-    that no reply could repeat: JSON can spell what UTF-8 cannot hold."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def checked(request: Request) -> Response:
-            return await handle(_CheckedRequest(request.scope, request.receive))
-
-        return checked
-
-
-class _CheckedRequest(Request):
-    async def json(self) -> Any:
-        if hasattr(self, "_json"):
-            return self._json
-        value = await super().json()
-        try:
-            self.app.state.prompt_limits.check_body(value)
-        except InvalidRequest as error:
-            # The one exception that FastAPI hands on while it reads a body.
-            raise HTTPException(400, str(error)) from None
-        if _SURROGATE.search(await self.body()):
-            try:
-                json.dumps(value, ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                raise HTTPException(400, "the body has half of a surrogate pair") from None
-        return value
-
-
-def check_counts(obj: Any, prompts: int, options: ServeOptions) -> None:
+def check_counts(obj: Any, prompts: int, options: ServeOptions, max_queued: int | None) -> None:
     """Bound what one body can ask for."""
     if not prompts:
         raise InvalidRequest("there is no prompt")
@@ -99,10 +78,31 @@ def check_counts(obj: Any, prompts: int, options: ServeOptions) -> None:
             "(--max-prompts)"
         )
     params = obj.sampling_params
-    for one in params if isinstance(params, list) else [params]:
-        n = one.get("n") if isinstance(one, Mapping) else None
-        if isinstance(n, int) and n > options.max_n:
+    samples = [_samples(one) for one in (params if isinstance(params, list) else [params])]
+    for n in samples:
+        if n > options.max_n:
             raise InvalidRequest(f"n={n}: at most {options.max_n} are sampled (--max-n)")
+    count = sum(samples) if isinstance(params, list) else prompts * samples[0]
+    if max_queued is not None and count > max_queued:
+        raise InvalidRequest(
+            f"{count} requests ({prompts} prompts and their samples) are too many for one call: at "
+            f"most {max_queued} may wait (--max-queued-requests); send several, or raise it"
+        )
+
+
+def check_rids(rids: list[str]) -> None:
+    """A client's own ids, each for a prompt."""
+    if len(set(rids)) < len(rids):
+        twice = next(rid for rid in rids if rids.count(rid) > 1)
+        raise InvalidRequest(f"rid={shown(twice)} is there twice: give each prompt its own")
+    for rid in rids:
+        if not 0 < len(rid) <= MAX_RID:
+            raise InvalidRequest(f"rid={shown(rid)}: expected 1 to {MAX_RID} characters")
+
+
+def _samples(params: Any) -> int:
+    n = params.get("n") if isinstance(params, Mapping) else None
+    return n if isinstance(n, int) else 1
 
 
 def count_prompts(obj: Any) -> int:

@@ -16,6 +16,7 @@ import uvloop
 
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
+from enginepool.serve.connections import patient_for
 from enginepool.serve.history import History
 from enginepool.serve.options import ServeOptions
 
@@ -62,7 +63,7 @@ class Server:
             one.close()
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
-        """Serve until `stop`, or in the main thread until SIGTERM or SIGINT; then drain."""
+        """Serve until `stop`, or in the main thread until SIGTERM, SIGINT or SIGHUP; then drain."""
         try:
             engines = len(self._pool.engines)
             if self.engine_ports and len(self.engine_ports) != engines:
@@ -102,6 +103,8 @@ class Server:
                 lifespan="off",
                 proxy_headers=False,
                 server_header=False,
+                http=patient_for(self._options.header_timeout),
+                timeout_keep_alive=self._options.keep_alive_timeout,
                 timeout_graceful_shutdown=int(_GRACE_SECONDS),
             )
         )
@@ -131,7 +134,7 @@ class Server:
             await asyncio.wait_for(_first(idle, self._hurry.wait()), self._options.drain_timeout)
         if service.exchanges:
             logger().warning("enginepool.drain_timeout", requests=len(service.exchanges))
-            self._pool.abort_request(abort_all=True)
+            service.cut()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(idle, _GRACE_SECONDS)
 
@@ -141,12 +144,15 @@ class Server:
             yield
             return
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # A terminal that is closed asks as well, unless `nohup` said that it does not.
+        hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangup else [])]
+        for number in numbers:
             loop.add_signal_handler(number, self._stop)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
 

@@ -9,6 +9,7 @@ from fastapi import Request
 from sgl_jax.srt.managers.template_manager import TemplateManager
 
 from enginepool.engine.states import EngineState
+from enginepool.errors import InvalidRequest
 from enginepool.runtime import statistics
 from enginepool.serve.admin_operations import AdminOperations
 from enginepool.serve.error_replies import Refused
@@ -20,6 +21,7 @@ from enginepool.serve.options import ServeOptions
 from enginepool.serve.prompt_limits import PromptLimits
 from enginepool.serve.record import ExchangeRecord
 from enginepool.serve.rendering import Rendering
+from enginepool.values import shown
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
@@ -47,11 +49,16 @@ class Service:
         self.templates = TemplateManager()
         self.templates.initialize_templates(self.front.model_path)
         tokenizer, limits = self.runtime.intake.tokenizer, self.runtime.intake.limits
-        self.prompt_limits = PromptLimits(tokenizer, limits.prompt, limits.origin)
+        self.prompt_limits = PromptLimits(
+            tokenizer, limits.prompt, limits.origin, options.max_prompts
+        )
         self._rendering = Rendering(tokenizer, self.prompt_limits)
         self.metrics = Metrics(self.runtime)
-        self.admin = AdminOperations(pool, options.model_root, self.metrics.updated)
+        self.admin = AdminOperations(
+            pool, options.model_root, self.metrics.updated, self.front.server_args
+        )
         self.history = History(self.runtime)
+        self.max_queued = pool.config.max_queued
         self.exchanges: set[Exchange] = set()
         self.draining = False
         self.started = time.time()
@@ -84,6 +91,14 @@ class Service:
             return None
         return f"no engine can serve: {', '.join(state.value for state in states)}"
 
+    def claim(self, exchange: Exchange, rids: frozenset[str]) -> None:
+        for other in self.exchanges:
+            for rid in rids & other.rids:
+                raise InvalidRequest(
+                    f"rid={shown(rid)}: a request of that id has not ended; give another, or none"
+                )
+        exchange.rids = rids
+
     def began(self, exchange: Exchange) -> None:
         self.exchanges.add(exchange)
 
@@ -99,10 +114,18 @@ class Service:
         self.metrics.ended(record)
         log_exchange(record, prompts=self.options.log_prompts)
 
+    def cut(self) -> None:
+        """End what has not ended when the server must."""
+        dispatch = self.runtime.dispatch
+        limit = f"--drain-timeout {self.options.drain_timeout:g}"
+        message = f"the server ended before this was finished ({limit})"
+        dispatch.abort(dispatch.unfinished(), message, "draining")
+
     def status(self) -> dict[str, Any]:
         counts = self.runtime.dispatch.counts
         return {
             "model": self.front.served_model_name,
+            "model_path": self.admin.model_path,
             "uptime": time.time() - self.started,
             "draining": self.draining,
             "reloading": self.admin.reloading,

@@ -195,7 +195,9 @@ def test_admin_client(administered: Running) -> None:
     assert done["checksum_before"] == before["checksum"]
     assert admin("checksum")["checksum"] == done["checksum_after"] != before["checksum"]
     assert admin("reload", SUBTRACT)["ok"] is True
-    assert admin("status") == {"reloading": False, "last_ok": True, "last_error": None}
+    status = admin("status")
+    assert (status["reloading"], status["last_ok"], status["last_error"]) == (False, True, None)
+    assert status["model_path"] == SUBTRACT
     assert "outside" in admin("reload", "/nowhere", code=1)["error"]
     assert admin("pause", "--mode", "in_place") == {"ok": True}
     assert admin("continue") == {"ok": True}

@@ -85,8 +85,11 @@ def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
 
                 until(ready)
                 body = {"text": "12+7=", "sampling_params": {"temperature": 0}}
-                for _ in range(REQUESTS):
-                    reply = http.post("/generate", json=body)
+                with callers() as threads:
+                    sent = [
+                        threads.submit(http.post, "/generate", json=body) for _ in range(REQUESTS)
+                    ]
+                for reply in (one.result() for one in sent):
                     assert (reply.status_code, reply.json()["text"]) == (200, "19")
                 assert http.post("/generate", json={"text": ""}).status_code == 400
                 assert http.get("/nowhere").status_code == 404

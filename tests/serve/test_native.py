@@ -211,6 +211,7 @@ def test_failure_in_a_stream() -> None:
         running.http() as client,
         ExitStack() as streams,
     ):
+        assert client.get("/v1/models/toy").json()["id"] == "toy"  # the one that ships
         replies = []
         for path, body in bodies.items():
             reply = streams.enter_context(client.stream("POST", path, json=body))

@@ -197,16 +197,15 @@ def test_rate_limit(one_sum: EnginePool) -> None:
     with serving(one_sum) as running, callers() as threads:
         client = running.openai()
         with paused(one_sum):
-            # A call of three enters an empty queue.
             early = threads.submit(
-                client.completions.create, model="toy", prompt=[SUM] * 3, temperature=0
+                client.completions.create, model="toy", prompt=[SUM] * 2, temperature=0
             )
-            until(lambda: waiting(one_sum) == 3)
+            until(lambda: waiting(one_sum) == 2)
             with pytest.raises(openai.RateLimitError) as caught:
                 client.completions.create(model="toy", prompt=SUM)
         assert "max_queued=2" in str(caught.value)
         assert caught.value.response.headers["retry-after"] == "1"
-        assert [choice.text for choice in early.result().choices] == ["19"] * 3
+        assert [choice.text for choice in early.result().choices] == ["19"] * 2
 
 
 def test_api_key(sums: EnginePool) -> None:
@@ -229,6 +228,15 @@ def test_models(plain: Running) -> None:
     client = plain.openai()
     (card,) = client.models.list().data
     assert client.models.retrieve(card.id).id == card.id
+    # What prompt and output may have together: one more does not fit.
+    length: Any = card.model_dump()["max_model_len"]
+    made = client.completions.create(
+        model="toy", prompt=SUM, max_tokens=length - 5, extra_body={"ignore_eos": True}
+    )
+    assert made.usage is not None
+    assert made.usage.total_tokens == length
+    with pytest.raises(openai.BadRequestError, match="does not fit"):
+        client.completions.create(model="toy", prompt=SUM, max_tokens=length - 4)
     with pytest.raises(openai.NotFoundError, match="'other' is not served"):
         client.models.retrieve("other")
 
@@ -253,9 +261,10 @@ def test_abort_shows_in_the_reply(one_sum: EnginePool) -> None:
             lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
             first = json.loads(next(lines)[6:])
             with paused(one_sum):
-                last = [json.loads(line[6:]) for line in lines][-1]
+                *_, last, error = [json.loads(line[6:]) for line in lines]
         assert first["choices"][0]["finish_reason"] is None
         assert last["choices"][0]["finish_reason"] == "abort"
+        assert error["error"]["type"] == error["error"]["code"] == "timeout"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -58,10 +58,17 @@ def attacks() -> dict[str, tuple[str, str]]:
         "prompt": (COMPLETIONS, {"prompt": "1" * (15 << 20)}),
         "not prompts": (COMPLETIONS, {"prompt": ["a", 1] * 500_000}),
         "text": (GENERATE, {"text": "1" * (15 << 20)}),
+        "ids": (GENERATE, {"input_ids": [1] * 7_500_000}),
+        "ids as a prompt": (COMPLETIONS, {"prompt": [1] * 7_500_000}),
+        "many ids": (GENERATE, {"input_ids": [[1] * 8000] * 900}),
+        "deep": (GENERATE, {"text": "1", "sampling_params": json.loads("[" * 900 + "]" * 900)}),
     }
-    return {
-        name: (path, json.dumps({"model": "toy", **body})) for name, (path, body) in bodies.items()
-    }
+    return {name: (path, _compact(path, body)) for name, (path, body) in bodies.items()}
+
+
+def _compact(path: str, body: dict[str, Any]) -> str:
+    model = {} if path == GENERATE else {"model": "toy"}
+    return json.dumps({**model, **body}, separators=(",", ":"))
 
 
 @pytest.mark.parametrize("attack", attacks())

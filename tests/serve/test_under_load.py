@@ -156,4 +156,5 @@ def test_drain_timeout(one_sum: EnginePool) -> None:
             server.server.stop()
             rest = list(lines)
     assert rest[-1] == "data: [DONE]"
-    assert '"type":"abort"' in rest[-2]
+    assert '"code": "draining"' in rest[-2]
+    assert '"type":"abort"' in rest[-3]

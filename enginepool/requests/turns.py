@@ -1,0 +1,45 @@
+"""A lock that goes to whoever has waited longest."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+
+class Turns:
+    """Python's own goes to whoever is awake, which is who has just let go of it: a thread that
+    takes it again and again would keep it from all others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            turn.acquire()
+        except BaseException:  # KeyboardInterrupt: perhaps it is this one's turn by now
+            with self._lock:
+                mine = turn not in self._waiting
+                if not mine:
+                    self._waiting.remove(turn)
+            if mine:
+                self._next()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self._next()
+
+    def _next(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._taken = False

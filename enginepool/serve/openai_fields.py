@@ -1,0 +1,89 @@
+"""Fields of OpenAI's bodies that upstream's models take and nothing is done with: errors here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from enginepool.serve.error_replies import Refused
+
+# Fields that upstream's models have and its classes or the pool do nothing with.
+_UNSERVED = (
+    "suffix",
+    "return_hidden_states",
+    "return_routed_experts",
+    "session_params",
+    "lora_path",
+    "dp_rank",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "disagg_prefill_dp_rank",
+    "disagg_transfer_id",
+)
+
+
+def check_fields(body: Any, server_args: Any) -> None:
+    """Errors instead of silence."""
+    for name in _UNSERVED:
+        if getattr(body, name, None):
+            raise Refused(400, f"{name} is not supported in a pool", param=name)
+    best_of = getattr(body, "best_of", None)
+    if best_of is not None and best_of != body.n:
+        raise Refused(
+            400, f"best_of={best_of}: all n={body.n} samples are returned; leave it out",
+            param="best_of",
+        )  # fmt: skip
+    if getattr(body, "echo", False) and body.logprobs is not None:
+        raise Refused(
+            400, "echo=True with logprobs: a pool gives log-probabilities of outputs only",
+            param="echo",
+        )  # fmt: skip
+    if getattr(body, "prompt", None) == []:
+        raise Refused(400, "prompt=[]: there is no prompt", param="prompt")
+    if body.stream_options is not None and not body.stream:
+        raise Refused(400, "stream_options are for stream=true only", param="stream_options")
+    _check_lengths(vars(body))  # the attribute warns: OpenAI calls `max_tokens` deprecated
+    if hasattr(body, "messages"):
+        _check_chat(body, server_args)
+
+
+def _check_lengths(given: dict[str, Any]) -> None:
+    old, new = given["max_tokens"], given.get("max_completion_tokens")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if given.get(name) == 0:
+            raise Refused(400, f"{name}=0: expected 1 or more", param=name)
+    if new is not None and old not in (None, new):
+        raise Refused(
+            400, f"max_completion_tokens={new} and max_tokens={old}: give one of them",
+            param="max_completion_tokens",
+        )  # fmt: skip
+
+
+def _check_chat(body: Any, server_args: Any) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refused(
+            400, f"top_logprobs={body.top_logprobs} without logprobs=true", param="top_logprobs"
+        )
+    if not body.tools:
+        if body.tool_choice not in ("none", "auto"):
+            raise Refused(400, "tool_choice without tools", param="tool_choice")
+    elif body.tool_choice != "none" and server_args.tool_call_parser is None:
+        raise Refused(
+            400,
+            "tools: the server was started without --tool-call-parser, which says how its model "
+            "writes calls (as upstream: qwen25, llama3, …); start it with one, or send "
+            'tool_choice="none"',
+            param="tools",
+        )
+
+
+def check_template_options(body: Any, names: set[str]) -> None:
+    """The template is the checkpoint's: a client's would run here, for as long as it likes."""
+    for name in body.chat_template_kwargs or ():
+        if name in names:
+            raise Refused(
+                400,
+                f"chat_template_kwargs: {name!r} is not a variable of the template and not a "
+                "client's to set; leave it out",
+                param="chat_template_kwargs",
+            )

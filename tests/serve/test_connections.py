@@ -1,0 +1,109 @@
+"""Clients that connect and say nothing, or say it slowly, do not stay for ever."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from enginepool import EnginePool
+from tests.support.liveness import callers, paused, until, waiting
+from tests.support.servers import Running, generate, serving
+
+BODY = b'{"text": "12+7=", "sampling_params": {"temperature": 0}}'
+HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
+SECONDS = 60.0  # for a server that never closes
+
+
+@pytest.fixture(scope="module")
+def quick(sums: EnginePool) -> Iterator[Running]:
+    with serving(sums, header_timeout=0.5, body_timeout=0.5, keep_alive_timeout=1) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(running: Running) -> Iterator[socket.socket]:
+    address = ("127.0.0.1", running.server.port)
+    with socket.create_connection(address, timeout=SECONDS) as one:
+        yield one
+
+
+def rest(one: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := one.recv(65536):
+            said += piece
+    return said
+
+
+def trickle(one: socket.socket, data: bytes) -> None:
+    """A byte at a time, slower than the server waits for all of it."""
+    with contextlib.suppress(OSError):
+        for byte in data:
+            one.sendall(bytes([byte]))
+            time.sleep(0.05)
+
+
+def test_nothing_is_said(quick: Running) -> None:
+    with connected(quick) as one:
+        assert rest(one) == b""
+
+
+@pytest.mark.parametrize("said", [b"P", HEAD[:-2], HEAD])
+def test_headers_that_do_not_end(quick: Running, said: bytes) -> None:
+    with connected(quick) as one:
+        one.sendall(said)
+        assert rest(one) == b""
+
+
+def test_headers_by_the_byte(quick: Running) -> None:
+    """The time is that of all of them, not between two bytes."""
+    with connected(quick) as one:
+        trickle(one, HEAD)
+        assert rest(one) == b""
+
+
+@pytest.mark.parametrize("said", [b"", BODY[:-1]])
+def test_bodies_that_do_not_end(quick: Running, said: bytes) -> None:
+    """A 408 that says why, and the connection is closed."""
+    with connected(quick) as one:
+        one.sendall(HEAD + LENGTH + said)
+        reply = rest(one)
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert b"--body-timeout" in reply
+
+
+def test_a_body_by_the_byte(quick: Running) -> None:
+    with connected(quick) as one:
+        one.sendall(HEAD + LENGTH)
+        trickle(one, BODY)
+        assert rest(one).startswith(b"HTTP/1.1 408")
+
+
+def test_idle_after_a_reply(quick: Running) -> None:
+    """Answered twice on one connection, then closed; also in the middle of a third request."""
+    for begun in (b"", HEAD):
+        with connected(quick) as one:
+            for _ in range(2):
+                one.sendall(HEAD + LENGTH + BODY)
+                reply = b""
+                while b'"text":"19"' not in reply:
+                    reply += one.recv(65536)
+            one.sendall(begun)
+            rest(one)
+
+
+def test_answers_take_their_time(quick: Running, sums: EnginePool) -> None:
+    """The limits are of what a client sends: one that waits for its answer keeps its connection."""
+    with quick.http() as client, callers(1) as threads:
+        with paused(sums):
+            sent = threads.submit(generate, client, "12+7=")
+            until(lambda: waiting(sums))
+            for _ in range(4):  # each as long as the limit is
+                with connected(quick) as one:
+                    rest(one)
+            assert not sent.done()
+        assert sent.result()["text"] == "19"

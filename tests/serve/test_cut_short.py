@@ -1,0 +1,151 @@
+"""What a drain, an abort or a timeout cuts is no success: not to its client, not in the books."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from enginepool import EnginePool
+from tests.serve.test_command import FEW_PROGRAMS, process
+from tests.serve.test_native import samples
+from tests.support.liveness import callers, paused, running, until, waiting
+from tests.support.servers import Running, generate, serving
+
+SUM = "12+7="
+LONG = {"max_new_tokens": 490, "ignore_eos": True}
+OPENAI: dict[str, Any] = {"model": "toy", "max_tokens": 480, "ignore_eos": True}
+BODIES: dict[str, dict[str, Any]] = {
+    "/generate": {"text": SUM, "sampling_params": LONG},
+    "/v1/completions": {**OPENAI, "prompt": SUM},
+    "/v1/chat/completions": {**OPENAI, "messages": [{"role": "user", "content": SUM}]},
+}
+OUTCOMES = {"drain": "draining", "abort": "aborted", "timeout": "timeout"}
+
+
+def outcomes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [vars(r)["outcome"] for r in caplog.records if r.msg == "enginepool.request"]
+
+
+@contextmanager
+def server(pool: EnginePool, how: str) -> Iterator[Running]:
+    limit = {"request_timeout": 1.0} if how == "timeout" else {}
+    with serving(pool, enable_admin=True, drain_timeout=0.1, **limit) as one:
+        yield one
+
+
+def cut(how: str, server: Running) -> None:
+    if how == "drain":
+        server.server.stop()
+    elif how == "abort":
+        server.http().post("/abort_request", json={"abort_all": True})
+
+
+@pytest.mark.parametrize("how", OUTCOMES)
+@pytest.mark.parametrize("path", BODIES)
+def test_streams(
+    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, path: str, how: str
+) -> None:
+    """They have what there was, the finish reason "abort", and an error before [DONE]."""
+    caplog.set_level("INFO", "enginepool")
+    with server(one_sum, how) as one, one.http() as client:
+        body = BODIES[path] | {"stream": True}
+        with client.stream("POST", path, json=body) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            first = next(lines)
+            with paused(one_sum):
+                cut(how, one)
+                rest = [first, *lines]
+        if how != "drain":
+            until(lambda: samples(client).get(("http_requests_total", OUTCOMES[how], path)))
+            assert ("http_requests_total", "ok", path) not in samples(client)
+    assert rest[-1] == "data: [DONE]"
+    error = json.loads(rest[-2][6:])["error"]
+    assert error["code"] == OUTCOMES[how]
+    assert error["message"]
+    assert '"abort"' in rest[-3]
+    assert OUTCOMES[how] in outcomes(caplog)
+    assert "ok" not in outcomes(caplog)
+
+
+@pytest.mark.parametrize("how", OUTCOMES)
+def test_by_the_openai_package(one_sum: EnginePool, how: str) -> None:
+    """Its stream raises."""
+    with server(one_sum, how) as one:
+        chunks = one.openai().chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": SUM}], stream=True, max_tokens=480,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        next(chunks)
+        with paused(one_sum):
+            cut(how, one)
+            with pytest.raises(openai.APIError) as caught:
+                list(chunks)
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["code"] == OUTCOMES[how]
+
+
+@pytest.mark.parametrize(("how", "status"), [("drain", 503), ("abort", 200), ("timeout", 504)])
+@pytest.mark.parametrize("path", BODIES)
+def test_replies(
+    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, path: str, how: str, status: int
+) -> None:
+    """An error; what an administrator aborted is upstream's reply that says so, and no "ok"."""
+    caplog.set_level("INFO", "enginepool")
+    with server(one_sum, how) as one, one.http() as client, callers() as threads:
+        sent = threads.submit(client.post, path, json=BODIES[path])
+        until(lambda: running(one_sum))
+        with paused(one_sum):
+            cut(how, one)
+            reply = sent.result()
+    assert reply.status_code == status, reply.text
+    if status == 200:
+        assert '"abort"' in reply.text
+    else:
+        assert reply.json()["error"]["code"] == OUTCOMES[how]
+    assert ("retry-after" in reply.headers) == (how == "drain")
+    assert OUTCOMES[how] in outcomes(caplog)
+    assert "ok" not in outcomes(caplog)
+
+
+def test_what_never_ran_has_no_tokens(
+    one_sum: EnginePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Aborted while it waited: none in the metrics, the log or the pool's own figures."""
+    before = one_sum.stats()["prompt_tokens"]
+    caplog.set_level("INFO", "enginepool")
+    with serving(one_sum, enable_admin=True) as one, one.http() as client:
+        with callers() as threads, paused(one_sum):
+            late = threads.submit(client.post, "/generate", json={"text": [SUM, SUM]})
+            until(lambda: waiting(one_sum) == 2)
+            client.post("/abort_request", json={"abort_all": True})
+            assert late.result().status_code == 200
+        seen = samples(client)
+        assert not any(value for key, value in seen.items() if key[0] == "prompt_tokens_total")
+        assert one_sum.stats()["prompt_tokens"] == before
+        generate(client, SUM)
+        assert samples(client)["prompt_tokens_total", "0"] == 5
+        assert one_sum.stats()["prompt_tokens"] == before + 5
+    lines = [vars(r) for r in caplog.records if r.msg == "enginepool.request"]
+    figures = [line["prompt_tokens"] for line in lines if line["path"] == "/generate"]
+    assert figures == [0, 5]
+
+
+def test_sighup_drains() -> None:
+    """As SIGTERM does: what runs is answered, and the process exits with 0."""
+    with process(**FEW_PROGRAMS) as one, callers() as threads:
+        url = f"http://127.0.0.1:{one.wait_for('serving')['port']}"
+        body = {"text": SUM, "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+        sent = threads.submit(httpx.post, f"{url}/generate", json=body, timeout=60)
+
+        def busy() -> bool:
+            return any(load["running"] for load in httpx.get(f"{url}/get_load").json())
+
+        until(lambda: sent.done() or busy())
+        one.process.send_signal(signal.SIGHUP)
+        assert sent.result().json()["meta_info"]["completion_tokens"] == 300
+        assert one.end() == 0
