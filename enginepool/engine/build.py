@@ -164,7 +164,7 @@ def _build_scheduler(args: Any, mesh: Mesh, channel: Channel, source: EngineLeav
     try:
         scheduler.__init__(args, mesh, channel)
     except BaseException:
-        scheduler.abandon()
+        scheduler.dispose()
         raise
     args.load_format = load_format
     return scheduler
@@ -212,4 +212,4 @@ def dismantle(engine: Engine) -> None:
     for key, array in list(penalties.items()):
         if set(array.devices()) <= devices:
             penalties.pop(key, None)
-    scheduler.abandon()
+    scheduler.dispose()

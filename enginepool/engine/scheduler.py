@@ -243,7 +243,7 @@ class PinnedScheduler(Scheduler):
         self.release_all()
         self.kv_cache.renew()
 
-    def abandon(self) -> None:
+    def dispose(self) -> None:
         """Drop everything; also what a constructor that failed half way has made.
 
         Scheduler, worker and model runner refer to each other and to compiled programs: an

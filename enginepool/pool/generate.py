@@ -162,8 +162,8 @@ class Generation(Opening):
     ) -> Iterator[dict[str, Any]]:
         with submitted(runtime.dispatch, call):
             for chunk in chunks(runtime.dispatch, call, timeout):
-                yield make_result(chunk.request, runtime.intake.tokenizer)
-        raise_failure(call, runtime.intake.tokenizer)
+                yield make_result(chunk.request, runtime.input_processor.tokenizer)
+        raise_failure(call, runtime.input_processor.tokenizer)
 
     async def async_as_completed(
         self,
@@ -180,8 +180,8 @@ class Generation(Opening):
         dispatch = runtime.dispatch
         with submitted(dispatch, call):
             async for chunk in async_chunks(dispatch, call, checked.get("timeout")):
-                yield make_result(chunk.request, runtime.intake.tokenizer)
-        raise_failure(call, runtime.intake.tokenizer)
+                yield make_result(chunk.request, runtime.input_processor.tokenizer)
+        raise_failure(call, runtime.input_processor.tokenizer)
 
     def stream(
         self,
@@ -204,8 +204,8 @@ class Generation(Opening):
     ) -> Iterator[dict[str, Any]]:
         with submitted(runtime.dispatch, call):
             for chunk in chunks(runtime.dispatch, call, timeout):
-                yield make_chunk(chunk, runtime.intake.tokenizer)
-        raise_failure(call, runtime.intake.tokenizer)
+                yield make_chunk(chunk, runtime.input_processor.tokenizer)
+        raise_failure(call, runtime.input_processor.tokenizer)
 
     async def async_stream(
         self,
@@ -222,8 +222,8 @@ class Generation(Opening):
         dispatch = runtime.dispatch
         with submitted(dispatch, call):
             async for chunk in async_chunks(dispatch, call, checked.get("timeout")):
-                yield make_chunk(chunk, runtime.intake.tokenizer)
-        raise_failure(call, runtime.intake.tokenizer)
+                yield make_chunk(chunk, runtime.input_processor.tokenizer)
+        raise_failure(call, runtime.input_processor.tokenizer)
 
 
 def _make_call(
@@ -234,7 +234,7 @@ def _make_call(
     *,
     stream: bool = False,
 ) -> Call:
-    return runtime.intake.make_call(
+    return runtime.input_processor.make_call(
         prompts,
         sampling_params,
         checked.get("input_ids"),
@@ -257,7 +257,7 @@ def _run(
     dispatch = runtime.dispatch
     with show_progress(call, progress) as tick, submitted(dispatch, call):
         wait_all(dispatch, call, checked.get("timeout"), tick)
-    return call, call_results(call, runtime.intake.tokenizer, raise_on_error)
+    return call, call_results(call, runtime.input_processor.tokenizer, raise_on_error)
 
 
 async def _async_run(
@@ -271,7 +271,7 @@ async def _async_run(
     with submitted(runtime.dispatch, call):
         await async_wait_all(runtime.dispatch, call, checked.get("timeout"))
     results = await anyio.to_thread.run_sync(
-        call_results, call, runtime.intake.tokenizer, raise_on_error
+        call_results, call, runtime.input_processor.tokenizer, raise_on_error
     )
     return call, results
 
@@ -293,7 +293,7 @@ def _apply_template(
         raise InvalidRequest(
             f"chat_template_kwargs={shown(template_options)}: expected a dict by names"
         )
-    apply = runtime.intake.tokenizer.apply_chat_template
+    apply = runtime.input_processor.tokenizer.apply_chat_template
     if isinstance(messages[0], Mapping):
         return apply(0, messages, **template_options)
     return [apply(index, one, **template_options) for index, one in enumerate(messages)]

@@ -66,7 +66,7 @@ class FrontEnd:
         assert worker.engine is not None
         args = worker.engine.server_args
         self.server_args = args
-        self.tokenizer = runtime.intake.tokenizer.hf
+        self.tokenizer = runtime.input_processor.tokenizer.hf
         self.model_config = worker.engine.scheduler_info["scheduler"].model_config
         self.mm_processor = None
         self.model_path = args.model_path
@@ -91,7 +91,7 @@ class FrontEnd:
         Args:
             timeout: Seconds; what is not finished then ends with what it has.
         """
-        dispatch, tokenizer = self.runtime.dispatch, self.runtime.intake.tokenizer
+        dispatch, tokenizer = self.runtime.dispatch, self.runtime.input_processor.tokenizer
         if obj.stream:
             with submitted(dispatch, call):
                 async for chunk in async_chunks(dispatch, call, timeout):
@@ -115,7 +115,7 @@ class FrontEnd:
                 f"logprob_start_len={shown(obj.logprob_start_len)}: a pool gives log-probabilities "
                 "of output tokens only; leave it out"
             )
-        return self.runtime.intake.make_call(
+        return self.runtime.input_processor.make_call(
             obj.text,
             obj.sampling_params,
             obj.input_ids,

@@ -30,7 +30,7 @@ class Limits:
     origin: str
 
 
-class Intake:
+class InputProcessor:
     """Checks and tokenizes the prompts of a call. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, defaults: Mapping[str, Any]) -> None:

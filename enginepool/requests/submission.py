@@ -11,7 +11,7 @@ from enginepool.process.forks import Home
 from enginepool.requests.request import Call, Request
 
 
-class Dispatch(Protocol):
+class Dispatcher(Protocol):
     """Where calls go to."""
 
     home: Home
@@ -27,12 +27,12 @@ class Dispatch(Protocol):
 
 
 @contextlib.contextmanager
-def submitted(dispatch: Dispatch, call: Call) -> Iterator[None]:
+def submitted(dispatch: Dispatcher, call: Call) -> Iterator[None]:
     """Queue a call's requests for as long as the block lasts: a caller that leaves it early
     (cancelled, interrupted, iterator closed) ends them inside the engines.
 
     Raises:
-        EnginePoolError: What `Dispatch.submit` raises.
+        EnginePoolError: What `Dispatcher.submit` raises.
     """
     try:
         dispatch.submit(call)
@@ -48,6 +48,6 @@ def submitted(dispatch: Dispatch, call: Call) -> Iterator[None]:
         raise
 
 
-def _leave(dispatch: Dispatch, call: Call) -> None:
+def _leave(dispatch: Dispatcher, call: Call) -> None:
     if dispatch.home.here:
         dispatch.abort(call.requests, "the caller left", "cancelled")

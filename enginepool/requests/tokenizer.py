@@ -9,8 +9,8 @@ from typing import Any
 from enginepool.errors import InvalidRequest
 from enginepool.process.guest import no_generation_warnings
 from enginepool.requests.chat import ChatTemplate, check_messages
+from enginepool.requests.fair_lock import FairLock
 from enginepool.requests.request import Request
-from enginepool.requests.turns import Turns
 from enginepool.values import shown
 
 # How many tokens of the prompt are decoded before the output, for tokenizers whose text of a
@@ -38,7 +38,7 @@ class Tokenizer:
         self.hf = hf
         self.chat = ChatTemplate(hf)
         # A fast tokenizer is mutable while it encodes ("Already borrowed").
-        self.lock = Turns()
+        self.lock = FairLock()
         decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
         self._context = 0 if "ByteLevel" in type(decoder).__name__ else _CONTEXT
 

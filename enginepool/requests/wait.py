@@ -15,7 +15,7 @@ from anyio.lowlevel import current_token
 from enginepool.errors import PoolClosed
 from enginepool.process.forks import rest_if_python_ends
 from enginepool.requests.request import Call, Request
-from enginepool.requests.submission import Dispatch
+from enginepool.requests.submission import Dispatcher
 
 # How long a timed-out or cancelled request may take to hand over what it has. Its engine answers
 # at its next step boundary, unless a step is stuck.
@@ -79,7 +79,7 @@ class Chunk:
 
 
 def wait_all(
-    dispatch: Dispatch, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
+    dispatch: Dispatcher, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
 ) -> None:
     """Sleep until all requests of a submitted call have ended.
 
@@ -99,7 +99,7 @@ def wait_all(
     _heard(call)
 
 
-async def async_wait_all(dispatch: Dispatch, call: Call, timeout: float | None) -> None:
+async def async_wait_all(dispatch: Dispatcher, call: Call, timeout: float | None) -> None:
     """`wait_all` for a task."""
     signal = LoopSignal()
     call.listen(signal, every=False)
@@ -109,7 +109,7 @@ async def async_wait_all(dispatch: Dispatch, call: Call, timeout: float | None) 
             deadline.check()
 
 
-def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Chunk]:
+def chunks(dispatch: Dispatcher, call: Call, timeout: float | None) -> Iterator[Chunk]:
     """Yield the ends of a submitted call, and what streamed requests have, as they come."""
     signal = ThreadSignal()
     call.listen(signal, every=True)
@@ -126,7 +126,7 @@ def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Ch
 
 
 async def async_chunks(
-    dispatch: Dispatch, call: Call, timeout: float | None
+    dispatch: Dispatcher, call: Call, timeout: float | None
 ) -> AsyncIterator[Chunk]:
     """`chunks` for a task."""
     signal = LoopSignal()
@@ -171,7 +171,7 @@ class _Seen:
 class _Deadline:
     """Ends a call's requests when its time is up; after that it waits for no stuck engine."""
 
-    def __init__(self, dispatch: Dispatch, call: Call, timeout: float | None) -> None:
+    def __init__(self, dispatch: Dispatcher, call: Call, timeout: float | None) -> None:
         self._dispatch, self._call, self._timeout = dispatch, call, timeout
         self._at = None if timeout is None else time.monotonic() + timeout
         self._aborted = False

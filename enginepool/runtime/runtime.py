@@ -27,7 +27,7 @@ from enginepool.runtime.dispatch import Dispatch
 from enginepool.runtime.events import Events
 from enginepool.runtime.recovery import Recovery, watching
 from enginepool.runtime.recovery_policy import Policy
-from enginepool.runtime.startup import advise, make_intake, patched, start_workers
+from enginepool.runtime.startup import advise, make_input_processor, patched, start_workers
 from enginepool.runtime.steering_lock import SteeringLock
 from enginepool.weights.placement import least_free_bytes
 
@@ -40,7 +40,7 @@ class Runtime:
         steering: Whoever changes engines has a turn.
         dispatch: Where requests go.
         workers: One an engine, in order.
-        intake: What checks and tokenizes callers' input.
+        input_processor: What checks and tokenizes callers' input.
         guards: What is undone when the pool closes.
     """
 
@@ -77,7 +77,7 @@ class Runtime:
             self.guards.enter_context(patched())
             self.workers += [self._make_worker(i, group) for i, group in enumerate(groups)]
             start_workers(self.workers, self.config.warmup, on_engine)
-            self.intake = make_intake(self.workers)
+            self.input_processor = make_input_processor(self.workers)
             if (limit := self.config.step_timeout) is not None:
                 watch = watching(self.name, self.workers, limit, self.recovery)
                 self.guards.enter_context(watch)

@@ -14,7 +14,7 @@ from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, PatchFailed
 from enginepool.logs import logger
 from enginepool.process.tuning import frozen
-from enginepool.requests.input_processor import Intake, Limits
+from enginepool.requests.input_processor import InputProcessor, Limits
 from enginepool.requests.tokenizer import Tokenizer, generation_defaults
 from enginepool.sizing import rules
 
@@ -117,7 +117,7 @@ def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None
         raise
 
 
-def make_intake(workers: Sequence[EngineWorker]) -> Intake:
+def make_input_processor(workers: Sequence[EngineWorker]) -> InputProcessor:
     """What checks and tokenizes prompts, with the limits of the smallest engine: devices that
     something else uses too have room for less KV cache."""
     engines: list[Any] = [worker.engine for worker in workers]
@@ -137,7 +137,7 @@ def make_intake(workers: Sequence[EngineWorker]) -> Intake:
             f"max_total_tokens={scheduler.max_total_num_tokens}"
         ),
     )
-    return Intake(Tokenizer.load(args), limits, generation_defaults(args))
+    return InputProcessor(Tokenizer.load(args), limits, generation_defaults(args))
 
 
 def _wait(worker: EngineWorker, future: Future[None]) -> None:

@@ -1,4 +1,14 @@
-"""OpenAI's routes: upstream's serving classes, one object a request, over an exchange."""
+"""OpenAI's routes: upstream's serving classes, one object a request, over an exchange.
+
+Reaches into upstream's serving classes, by calling the parts of `handle_request` one by one.
+
+What breaks: A request that cannot be served is answered with 500, or with 200 and an error in the
+stream; `seed` is dropped; a chunk of several tokens gives all of them the first one's text.
+Why: They expect one token a chunk, and a scheduler that has refused nothing.
+Remove when: They raise what was wrong with a request, and hand `seed` on.
+
+What is called is looked for when the server starts, and missed by name.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +28,7 @@ from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from enginepool.errors import EnginePoolError, InvalidRequest
+from enginepool.process.upstream import expect
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
@@ -77,7 +88,19 @@ class Chat(_Serving, OpenAIServingChat):
         return super()._process_logprobs_tokens(logprobs, use_token_index=True)
 
 
+_USED = (
+    *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
+    *("_handle_streaming_request", "_handle_non_streaming_request", "_process_logprobs_tokens"),
+)
+
+
 def router(service: Service) -> APIRouter:
+    """
+    Raises:
+        EnginePoolError: Upstream's serving classes are not those that are known here.
+    """
+    for serving_class in (OpenAIServingCompletion, OpenAIServingChat):
+        expect(serving_class, *_USED)
     routes = APIRouter(route_class=CheckedRoute)
 
     @routes.post(
@@ -123,5 +146,5 @@ def _card(service: Service) -> ModelCard:
     return ModelCard(
         id=front.served_model_name or front.model_path,
         root=service.admin.model_path,
-        max_model_len=service.runtime.intake.limits.total,
+        max_model_len=service.runtime.input_processor.limits.total,
     )

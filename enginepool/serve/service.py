@@ -48,7 +48,10 @@ class Service:
         self.runtime = self.front.runtime
         self.templates = TemplateManager()
         self.templates.initialize_templates(self.front.model_path)
-        tokenizer, limits = self.runtime.intake.tokenizer, self.runtime.intake.limits
+        tokenizer, limits = (
+            self.runtime.input_processor.tokenizer,
+            self.runtime.input_processor.limits,
+        )
         self.prompt_limits = PromptLimits(
             tokenizer, limits.prompt, limits.origin, options.max_prompts
         )

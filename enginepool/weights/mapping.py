@@ -73,10 +73,6 @@ class HuggingFaceMapping:
         self._known: dict[Any, tuple[int, ...] | None] = {}
         self._kept: dict[Any, bool] = {}
 
-    def unmapped(self) -> list[str]:
-        """Leaves that no Hugging Face tensor makes."""
-        return [path for path in self._specs if path not in self.names]
-
     def convert(self, path: str, shapes: Mapping[str, Any], put: Put) -> jax.Array:
         """Make a leaf of its tensors, with the dtype and sharding that the model wants.
 

@@ -28,6 +28,7 @@ REACHES = {
     "engine/scheduler.py",
     "engine/top_logprobs.py",
     "engine/warmup.py",
+    "serve/openai_api.py",
     "weights/leaves.py",
     "weights/mapping.py",
     "weights/sibling_loader.py",
@@ -55,7 +56,9 @@ def test_each_says_what_for() -> None:
 
 
 def test_nobody_else_imports_from_jaxs_own() -> None:
-    """`jax._src` is named where it is used, inside of a function, and there only."""
+    """`jax._src` is named where it is used, inside of a function, and there only. (What compiles
+    without a device runs by hand, with the JAX that the constraints name.)"""
+    places = {"engine/executable_cache.py", "doctor/ahead_of_time/stand_ins.py"}
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         modules = [
@@ -64,7 +67,7 @@ def test_nobody_else_imports_from_jaxs_own() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom)
         ]
         found = [node for node, module in modules if (module or "").startswith("jax._src")]
-        assert not found or path.name == "executable_cache.py", path
+        assert not found or str(path.relative_to(PACKAGE)) in places, path
         assert not set(found) & set(tree.body), path
 
 

@@ -151,6 +151,20 @@ def test_pause_holds_its_engine_alone(scripted: EnginePool, mode: str):
     assert scripted.stats()["engines"][0]["state"] == "serving"
 
 
+def test_one_engine_goes_on_in_a_paused_pool(scripted: EnginePool):
+    """It serves what is asked of the pool, the others stand."""
+    scripted.pause_generation()
+    try:
+        scripted.engines[1].continue_generation()
+        results = scripted.generate_all(["a"] * 6, params(5)[0], timeout=60)
+        states = [engine["state"] for engine in scripted.stats()["engines"]]
+    finally:
+        scripted.continue_generation()
+    assert states == ["paused", "serving"]
+    assert places(results) == {1}
+    assert [result["text"] for result in results] == ["bcdef"] * 6
+
+
 def test_abort_request_is_its_engines_alone(scripted: EnginePool):
     """`abort_all` on one engine leaves the requests of the others."""
     first, second = scripted.engines

@@ -1,4 +1,4 @@
-"""What a drain, an abort or a timeout cuts is no success: not to its client, not in the books."""
+"""What a drain, an abort or a timeout cuts is no success: not to its client, not in the counts."""
 
 import json
 import signal

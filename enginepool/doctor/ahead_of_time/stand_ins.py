@@ -28,7 +28,6 @@ from unittest import mock
 import jax
 import numpy as np
 from flax import nnx
-from jax._src import core
 from jax.sharding import SingleDeviceSharding
 
 from enginepool.doctor.ahead_of_time.record import Record
@@ -141,7 +140,7 @@ _on_device = (AbstractArray, jax.ShapeDtypeStruct)
 
 def _traced(tree: Any) -> bool:
     """Whether this is inside another program."""
-    return any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _put(value: Any, device: Any = None, **options: Any) -> Any:
@@ -196,6 +195,7 @@ def upstream_without_device(
     Args:
         record: Gets every program that is made.
     """
+    from jax._src import core
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
     from sgl_jax.srt.utils import jax_utils
 

@@ -4,8 +4,8 @@ import threading
 from typing import Any
 
 from enginepool import EnginePool
+from enginepool.requests.fair_lock import FairLock
 from enginepool.requests.tokenizer import Tokenizer
-from enginepool.requests.turns import Turns
 from tests.support.liveness import callers, until
 
 
@@ -48,17 +48,17 @@ def test_a_large_call_lets_others_in(pool: EnginePool) -> None:
     assert sum(map(len, slow.calls)) == 21
 
 
-def test_turns_are_in_order() -> None:
-    turns, order = Turns(), []
+def test_the_longest_wait_goes_first() -> None:
+    lock, order = FairLock(), []
 
     def take(number: int) -> None:
-        with turns:
+        with lock:
             order.append(number)
 
-    with callers(8) as threads, turns:
+    with callers(8) as threads, lock:
         for number in range(8):
             threads.submit(take, number)
-            until(lambda: len(turns._waiting) == number + 1)  # noqa: B023
+            until(lambda: len(lock._waiting) == number + 1)  # noqa: B023
     assert order == list(range(8))
-    with turns:  # it is free again
+    with lock:  # it is free again
         pass

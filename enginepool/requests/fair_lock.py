@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 
-class Turns:
+class FairLock:
     """Python's own goes to whoever is awake, which is who has just let go of it: a thread that
     takes it again and again would keep it from all others."""
 
