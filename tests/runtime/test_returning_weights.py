@@ -111,12 +111,14 @@ def test_an_engine_that_fails_while_an_update_rolls(pool: EnginePool, target: Pa
             yield tensor
 
     with callers(1) as executor:
-        report = pool.update_weights(source(), strategy="rolling", weight_version="new")
-        assert report.failed.keys() == {1}
-        results = pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY)
-        assert {result["meta_info"]["weight_version"] for result in results} == {"new"}
-        assert {result["meta_info"]["engine_index"] for result in results} <= {0, 2}
-        reset[0].set()
+        try:
+            report = pool.update_weights(source(), strategy="rolling", weight_version="new")
+            assert report.failed.keys() == {1}
+            results = pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY)
+            assert {result["meta_info"]["weight_version"] for result in results} == {"new"}
+            assert {result["meta_info"]["engine_index"] for result in results} <= {0, 2}
+        finally:
+            reset[0].set()
         until(lambda: states(pool) == ["serving"] * 3)
     serves(pool, target)
 

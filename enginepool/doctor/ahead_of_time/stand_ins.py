@@ -28,6 +28,7 @@ from unittest import mock
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from enginepool.doctor.ahead_of_time.record import Record
@@ -140,7 +141,7 @@ _on_device = (AbstractArray, jax.ShapeDtypeStruct)
 
 def _traced(tree: Any) -> bool:
     """Whether this is inside another program."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _put(value: Any, device: Any = None, **options: Any) -> Any:
