@@ -90,7 +90,7 @@ class Chat(_Serving, OpenAIServingChat):
 
 _USED = (
     *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
-    *("_handle_streaming_request", "_handle_non_streaming_request", "_process_logprobs_tokens"),
+    *("_handle_streaming_request", "_handle_non_streaming_request"),
 )
 
 
@@ -99,8 +99,8 @@ def router(service: Service) -> APIRouter:
     Raises:
         EnginePoolError: Upstream's serving classes are not those that are known here.
     """
-    for serving_class in (OpenAIServingCompletion, OpenAIServingChat):
-        expect(serving_class, *_USED)
+    expect(OpenAIServingCompletion, *_USED)
+    expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens")
     routes = APIRouter(route_class=CheckedRoute)
 
     @routes.post(
