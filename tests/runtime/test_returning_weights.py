@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from benchmarks import faults
-from enginepool import EnginePool, InvalidWeights, NoWeights
+from enginepool import EnginePool, EnginePoolError, InvalidWeights, NoWeights
 from enginepool.engine.build import Assembly
 from enginepool.engine.worker import EngineWorker
 from enginepool.runtime.recovery import Recovery
@@ -76,21 +76,23 @@ def test_the_only_engine_loses_its_weights(
 
 
 def test_weights_are_donated_while_a_step_hangs(pool: EnginePool, target: Path) -> None:
-    """Its requests have moved on when the step returns, so nothing is left to unload; the engine
-    comes back with its siblings' weights."""
+    """Its requests are out when the step returns, so nothing is left to unload; the engine comes
+    back with its siblings' weights."""
     first = jax.devices()[0]
     source = {path: jax.device_put(leaf, first) for path, leaf in leaves(target).items()}
     report = pool.update_weights(source)
     assert report.engines[0].shared == len(source)
     let_go = faults.hang_in_step(pool, 0)
     with callers(1) as executor:
-        call = executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=GREEDY)
-        until(lambda: states(pool)[0] == "abandoned")
-        for array in source.values():
-            array.delete()
-        let_go.set()
-        until(lambda: states(pool) == ["serving"] * 3)
-        assert [len(one["output_ids"]) for one in call.result(SECONDS)] == [8] * len(PROMPTS)
+        engine = pool.engines[0]
+        call = executor.submit(engine.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+        with pytest.raises(EnginePoolError, match=r"engine 0 .* is abandoned"):
+            call.result(SECONDS)
+    assert states(pool)[0] == "abandoned"
+    for array in source.values():
+        array.delete()
+    let_go.set()
+    until(lambda: states(pool) == ["serving"] * 3)
     serves(pool, target)
 
 
