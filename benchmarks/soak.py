@@ -72,11 +72,7 @@ class Soak:
     """The load, the faults and the swaps; what came of them."""
 
     def __init__(
-        self,
-        pool: EnginePool,
-        models: Sequence[Path],
-        args: argparse.Namespace,
-        injector: Injector,
+        self, pool: EnginePool, models: Sequence[Path], args: argparse.Namespace, injector: Injector
     ) -> None:
         self._pool, self._models, self._args, self._injector = pool, models, args, injector
         self._random = random.Random(args.seed)

@@ -16,7 +16,8 @@ Remove when: Upstream sends a batch's arrays together, or JAX's own way costs no
 from types import SimpleNamespace
 from typing import Any
 
-from patches._patch import Patch, Target, of_jax, with_globals
+from patches._lookup import of_jax, with_globals
+from patches._patch import Patch, Target
 
 _PARAMETERS = ("data", "sharding", "kwargs")
 _MODULES = (

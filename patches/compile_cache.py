@@ -22,7 +22,8 @@ import builtins
 import logging
 from types import SimpleNamespace
 
-from patches._patch import Patch, Target, with_globals
+from patches._lookup import with_globals
+from patches._patch import Patch, Target
 
 # Platforms whose cached programs crash on devices that do not include the first.
 AFFECTED_PLATFORMS = frozenset({"tpu"})

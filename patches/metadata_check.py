@@ -13,7 +13,8 @@ Remove when: Upstream hands the metadata over otherwise, or flax's check costs n
 
 from typing import Any
 
-from patches._patch import Patch, Target, module
+from patches._lookup import module
+from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.layers.attention.base_attn_backend"
 _ATTRIBUTE = "forward_metadata"

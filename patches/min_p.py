@@ -15,7 +15,8 @@ Remove when: Every supported upstream has https://github.com/sgl-project/sglang-
 
 import numpy as np
 
-from patches._patch import Patch, Target, module, with_globals
+from patches._lookup import module, with_globals
+from patches._patch import Patch, Target
 
 # What upstream's top-k and top-p masks put in.
 _MASKED = -1e12

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from patches._patch import Patch, Target, module, with_globals
+from patches._lookup import module, with_globals
+from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.sampling.sampling_batch_info"
 

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from patches._patch import Patch, Target, module
+from patches._lookup import module
+from patches._patch import Patch, Target
 
 _FREQUENCY = "sgl_jax.srt.sampling.penaltylib.frequency_penalty"
 _PRESENCE = "sgl_jax.srt.sampling.penaltylib.presence_penalty"

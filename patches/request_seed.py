@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from patches._patch import Patch, Target, module
+from patches._lookup import module
+from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.managers.schedule_batch"
 

@@ -18,7 +18,8 @@ hash come from SGLang: https://github.com/sgl-project/sglang/issues/10938.)
 
 import numpy as np
 
-from patches._patch import Patch, Target, module, with_globals
+from patches._lookup import module, with_globals
+from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.layers.sampler"
 

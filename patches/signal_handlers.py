@@ -25,7 +25,8 @@ from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from typing import Any
 
-from patches._patch import Patch, Target, with_globals
+from patches._lookup import with_globals
+from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.entrypoints.engine"
 

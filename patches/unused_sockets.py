@@ -15,7 +15,8 @@ Remove when: Upstream makes the context where it opens its sockets.
 from types import SimpleNamespace
 from typing import Any
 
-from patches._patch import Patch, Target, module, with_globals
+from patches._lookup import module, with_globals
+from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.managers.scheduler"
 

@@ -14,7 +14,8 @@ them compute there, and faster ones may exist.
 Remove when: Upstream's function has sizes for version 4.
 """
 
-from patches._patch import Patch, Target, module, with_globals
+from patches._lookup import module, with_globals
+from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3"
 _V4, _V5 = 4, 5

@@ -16,7 +16,8 @@ Remove when: Every supported upstream has https://github.com/sgl-project/sglang-
 import threading
 from types import SimpleNamespace
 
-from patches._patch import Patch, Target, module, with_globals
+from patches._lookup import module, with_globals
+from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.sampling.sampling_batch_info"
 

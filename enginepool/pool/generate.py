@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Unpack
 
 import anyio.to_thread
 
-from enginepool.errors import InvalidRequest
 from enginepool.pool.opening import Opening
 from enginepool.requests.call_options import CallOptions, Params, Prompts, check_options
 from enginepool.requests.output_processor import (
@@ -21,9 +20,7 @@ from enginepool.requests.request import Call
 from enginepool.requests.submission import submitted
 from enginepool.requests.wait import async_chunks, async_wait_all, chunks, wait_all
 from enginepool.runtime.runtime import Runtime
-from enginepool.values import flag, shown
-
-Messages = Sequence[Mapping[str, Any]]
+from enginepool.values import flag
 
 
 class Generation(Opening):
@@ -60,7 +57,7 @@ class Generation(Opening):
         checked = check_options("generate_all", options)
         shows, raises = flag("progress", progress), flag("raise_on_error", raise_on_error)
         runtime = self._runtime()
-        return _run(runtime, prompts, sampling_params, checked, raises, shows)[1]
+        return run(runtime, prompts, sampling_params, checked, raises, shows)[1]
 
     async def async_generate_all(
         self,
@@ -74,7 +71,7 @@ class Generation(Opening):
         checked = check_options("generate_all", options)
         raises = flag("raise_on_error", raise_on_error)
         runtime = await self._async_runtime()
-        return (await _async_run(runtime, prompts, sampling_params, checked, raises))[1]
+        return (await async_run(runtime, prompts, sampling_params, checked, raises))[1]
 
     def generate(
         self,
@@ -87,7 +84,7 @@ class Generation(Opening):
         """Generate for one prompt: a dict, or with n > 1 (or a list of prompts) a list of them."""
         checked = check_options("generate", options)
         raises = flag("raise_on_error", raise_on_error)
-        return _single(*_run(self._runtime(), prompt, sampling_params, checked, raises))
+        return single(*run(self._runtime(), prompt, sampling_params, checked, raises))
 
     async def async_generate(
         self,
@@ -101,46 +98,7 @@ class Generation(Opening):
         checked = check_options("generate", options)
         raises = flag("raise_on_error", raise_on_error)
         runtime = await self._async_runtime()
-        return _single(*await _async_run(runtime, prompt, sampling_params, checked, raises))
-
-    def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: Params = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        raise_on_error: bool = False,
-        **options: Unpack[CallOptions],
-    ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Generate the answer to a conversation, or to each of a list of them.
-
-        Args:
-            messages: `{"role": ..., "content": ...}` dicts, as the chat template takes them.
-            chat_template_kwargs: Handed to the tokenizer's `apply_chat_template`.
-        """
-        checked = check_options("chat", options)
-        raises = flag("raise_on_error", raise_on_error)
-        runtime = self._runtime()
-        checked["input_ids"] = _apply_template(runtime, messages, chat_template_kwargs)
-        return _single(*_run(runtime, None, sampling_params, checked, raises))
-
-    async def async_chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: Params = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        raise_on_error: bool = False,
-        **options: Unpack[CallOptions],
-    ) -> dict[str, Any] | list[dict[str, Any]]:
-        """`chat` on an event loop."""
-        checked = check_options("chat", options)
-        raises = flag("raise_on_error", raise_on_error)
-        runtime = await self._async_runtime()
-        checked["input_ids"] = await anyio.to_thread.run_sync(
-            _apply_template, runtime, messages, chat_template_kwargs
-        )
-        return _single(*await _async_run(runtime, None, sampling_params, checked, raises))
+        return single(*await async_run(runtime, prompt, sampling_params, checked, raises))
 
     def as_completed(
         self,
@@ -245,7 +203,7 @@ def _make_call(
     )
 
 
-def _run(
+def run(
     runtime: Runtime,
     prompts: Prompts,
     sampling_params: Params,
@@ -253,6 +211,7 @@ def _run(
     raise_on_error: bool,
     progress: bool = False,
 ) -> tuple[Call, list[dict[str, Any]]]:
+    """Submit, wait, and hand back the call with its results."""
     call = _make_call(runtime, prompts, sampling_params, checked)
     dispatch = runtime.dispatch
     with show_progress(call, progress) as tick, submitted(dispatch, call):
@@ -260,13 +219,14 @@ def _run(
     return call, call_results(call, runtime.input_processor.tokenizer, raise_on_error)
 
 
-async def _async_run(
+async def async_run(
     runtime: Runtime,
     prompts: Prompts,
     sampling_params: Params,
     checked: CallOptions,
     raise_on_error: bool,
 ) -> tuple[Call, list[dict[str, Any]]]:
+    """`run` on an event loop."""
     call = await anyio.to_thread.run_sync(_make_call, runtime, prompts, sampling_params, checked)
     with submitted(runtime.dispatch, call):
         await async_wait_all(runtime.dispatch, call, checked.get("timeout"))
@@ -276,28 +236,6 @@ async def _async_run(
     return call, results
 
 
-def _single(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
+def single(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
     """As upstream: a lone result for a lone prompt."""
     return results[0] if call.lone and len(results) == 1 else results
-
-
-def _apply_template(
-    runtime: Runtime, messages: Any, template_options: Any
-) -> list[int] | list[list[int]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise InvalidRequest(f"chat: expected a list of messages, got {shown(messages)}")
-    if not messages:
-        raise InvalidRequest("chat: messages are empty")
-    template_options = {} if template_options is None else template_options
-    if not (isinstance(template_options, Mapping) and all(map(_is_name, template_options))):
-        raise InvalidRequest(
-            f"chat_template_kwargs={shown(template_options)}: expected a dict by names"
-        )
-    apply = runtime.input_processor.tokenizer.apply_chat_template
-    if isinstance(messages[0], Mapping):
-        return apply(0, messages, **template_options)
-    return [apply(index, one, **template_options) for index, one in enumerate(messages)]
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and key not in ("self", "index", "messages", "tokenize")

@@ -19,6 +19,7 @@ from enginepool.devices import DeviceSpec
 from enginepool.engine.states import PoolState
 from enginepool.engine.worker import on_engine_thread
 from enginepool.errors import PoolClosed
+from enginepool.pool.chat import Chat
 from enginepool.pool.generate import Generation
 from enginepool.pool.steering import Steering
 from enginepool.pool.training import WeightCalls
@@ -47,7 +48,7 @@ def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
     return close
 
 
-class EnginePool(Generation, Steering, WeightCalls):
+class EnginePool(Generation, Chat, Steering, WeightCalls):
     """Engines on all devices of a host behind one object.
 
     The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or

@@ -32,8 +32,8 @@ from enginepool.runtime import pause, statistics
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import is_int, plain, shown
 
-# Fields of upstream's GenerateReqInput that a pool does not serve.
-_UNSUPPORTED = (
+# Fields of upstream's request models that a pool does not serve.
+UNSUPPORTED = (
     "input_embeds",
     "image_data",
     "video_data",
@@ -106,7 +106,7 @@ class FrontEnd:
     def make_call(self, obj: Any) -> Call:
         """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet."""
         self.runtime.dispatch.home.check()
-        for name in _UNSUPPORTED:
+        for name in UNSUPPORTED:
             if _given(getattr(obj, name, None)):
                 raise InvalidRequest(f"{name} is not supported in a pool")
         starts = _as_list(plain(obj.logprob_start_len))

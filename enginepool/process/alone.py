@@ -13,49 +13,36 @@ process were the only one. JAX itself asks others.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import jax
 
+from enginepool.process.some_threads import SomeThreads
+
 _ALONE = {"process_count": 1, "process_index": 0}
 
-_threads: dict[int, int] = {}
-_originals: dict[str, Callable[..., int]] = {}
-_lock = threading.Lock()
 
+def _install() -> Callable[[], None]:
+    originals = {name: getattr(jax, name) for name in _ALONE}
+    for name, answer in _ALONE.items():
+        setattr(jax, name, _answering(originals[name], answer))
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """To what this thread calls, JAX runs in one process: this one.
+    def restore() -> None:
+        for name, original in originals.items():
+            setattr(jax, name, original)
 
-    Threads may overlap: the first one in installs, the last one out restores.
-    """
-    thread = threading.get_ident()
-    with _lock:
-        if not _threads:
-            for name, answer in _ALONE.items():
-                _originals[name] = getattr(jax, name)
-                setattr(jax, name, _answering(_originals[name], answer))
-        _threads[thread] = _threads.get(thread, 0) + 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _threads[thread] -= 1
-            if not _threads[thread]:
-                del _threads[thread]
-            if not _threads:
-                for name in _ALONE:
-                    setattr(jax, name, _originals.pop(name))
+    return restore
 
 
 def _answering(original: Callable[..., int], answer: int) -> Callable[..., int]:
     @functools.wraps(original)
     def function(*args: object, **kwargs: object) -> int:
-        if threading.get_ident() in _threads:
-            return answer
-        return original(*args, **kwargs)
+        return answer if _threads.here else original(*args, **kwargs)
 
     return function
+
+
+_threads = SomeThreads(_install)
+
+# To what a thread calls inside, JAX runs in one process: this one.
+alone = _threads.inside

@@ -17,13 +17,15 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 from tqdm.std import tqdm
+
+from enginepool.process.some_threads import SomeThreads
 
 BUILD_LOCK = threading.RLock()
 
@@ -85,44 +87,31 @@ def restore_environ(before: dict[str, str]) -> None:
                 del os.environ[name]
 
 
-_quiet_threads: dict[int, int] = {}
-_tqdm_original: tuple[Any, Any] | None = None
-_tqdm_lock = threading.Lock()
+def _hide_progress_bars() -> Callable[[], None]:
+    original = tqdm.__init__, tqdm.monitor_interval
+    # The first bar of a process starts tqdm's monitor thread, which never ends: none meanwhile.
+    tqdm.__init__, tqdm.monitor_interval = _silenced(tqdm.__init__), 0
 
+    def restore() -> None:
+        tqdm.__init__, tqdm.monitor_interval = original
 
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Upstream shows tqdm bars while it loads and compiles; on this thread they stay invisible.
-
-    The first bar of a process also starts tqdm's monitor thread, which never ends, so none is
-    started meanwhile. Threads may overlap: the first one in installs, the last one out restores.
-    """
-    global _tqdm_original
-    thread = threading.get_ident()
-    with _tqdm_lock:
-        if not _quiet_threads:
-            _tqdm_original = (tqdm.__init__, tqdm.monitor_interval)
-            tqdm.__init__, tqdm.monitor_interval = _silenced(tqdm.__init__), 0
-        _quiet_threads[thread] = _quiet_threads.get(thread, 0) + 1
-    try:
-        yield
-    finally:
-        with _tqdm_lock:
-            _quiet_threads[thread] -= 1
-            if not _quiet_threads[thread]:
-                del _quiet_threads[thread]
-            if not _quiet_threads and _tqdm_original is not None:
-                tqdm.__init__, tqdm.monitor_interval = _tqdm_original
+    return restore
 
 
 def _silenced(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: tqdm, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() in _quiet_threads:
+        if _quiet_threads.here:
             kwargs["disable"] = True
         original(self, *args, **kwargs)
 
     return init
+
+
+_quiet_threads = SomeThreads(_hide_progress_bars)
+
+# Upstream shows tqdm bars while it loads and compiles; on a thread inside they stay invisible.
+no_progress_bars = _quiet_threads.inside
 
 
 @contextmanager

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from enginepool.pool.tokenizer_manager import UNSUPPORTED
 from enginepool.serve.error_replies import Refused
 
 # Fields that upstream's models have and its classes or the pool do nothing with.
-_UNSERVED = (
-    "suffix",
-    "return_hidden_states",
-    "return_routed_experts",
-    "session_params",
-    "lora_path",
-    "dp_rank",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "disagg_prefill_dp_rank",
-    "disagg_transfer_id",
-)
+_UNSERVED = ("suffix", "session_params", *UNSUPPORTED)
 
 
 def check_fields(body: Any, server_args: Any) -> None:

@@ -33,8 +33,8 @@ def addressable(name: str, array: jax.Array) -> jax.Array:
     shape, shards = array.shape, array.addressable_shards
     sharding = _within(array, [shard.device for shard in shards]) if shards else None
     if sharding is None:
-        parts = len({_bounds(i, shape) for i in _places(array).values()})
-        have = len({_bounds(shard.index, shape) for shard in shards})
+        parts = len({bounds(i, shape) for i in _places(array).values()})
+        have = len({bounds(shard.index, shape) for shard in shards})
         raise InvalidWeights(
             f"{name}: process {jax.process_index()} has {have} of the {parts} parts of this array, "
             f"and its engines need all; {_REMEDY}",
@@ -62,7 +62,7 @@ def _within(array: jax.Array, devices: list[jax.Device]) -> NamedSharding | None
     made = NamedSharding(local, sharding.spec, memory_kind=sharding.memory_kind)
     there, shape = _places(array), array.shape
     places = made.devices_indices_map(shape)
-    same = all(_bounds(places[device], shape) == _bounds(there[device], shape) for device in places)
+    same = all(bounds(places[device], shape) == bounds(there[device], shape) for device in places)
     return made if same else None
 
 
@@ -70,5 +70,6 @@ def _places(array: jax.Array) -> Any:
     return array.sharding.devices_indices_map(array.shape)
 
 
-def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+def bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Start, stop and step of a shard's index along each axis, however JAX wrote it down."""
+    return tuple(part.indices(size) for part, size in zip(index or (), shape, strict=True))

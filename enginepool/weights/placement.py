@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from enginepool.weights.addressable import bounds
 from enginepool.weights.arrays import Array, for_jax, outside_meshes
 
 # Two programs of several devices that two threads start at once may wait for each other for ever.
@@ -89,14 +90,10 @@ def _own_shards(array: jax.Array, sharding: Sharding) -> jax.Array | None:
     shards = []
     for device, index in wanted.items():
         shard = have[device]
-        if _bounds(shard.index, array.shape) != _bounds(index, array.shape):
+        if bounds(shard.index, array.shape) != bounds(index, array.shape):
             return None
         shards.append(shard.data)
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
-
-
-def _bounds(index: Any, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    return [part.indices(size) for part, size in zip(index or (), shape, strict=True)]
 
 
 def free_bytes(device: jax.Device) -> int | None:

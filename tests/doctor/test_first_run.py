@@ -25,7 +25,7 @@ from enginepool.doctor.first_run.run import first_run
 from enginepool.doctor.first_run.scrub import scrub
 from enginepool.toy.files import PAD_ID, read_checkpoint
 from enginepool.toy.model import forward
-from patches._patch import module
+from patches._lookup import module
 
 # Options that no pool takes.
 NOTHING = {"page_sise": "bfloat16"}

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import patches
 from enginepool import EnginePool
 from patches import batch_transfers, metadata_check
-from patches._patch import module
+from patches._lookup import module
 from tests.support.pools import MakePool
 
 OPTIMISATIONS = [patch for patch in patches.ALL if patch.optimisation]

@@ -75,7 +75,7 @@ def test_a_pool_opens_and_answers() -> None:
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert report["text"] == "19"
     assert report["at import"] == []
-    assert {"enginepool.engine.executable_cache", "patches._patch"} <= set(report["missed"])
+    assert {"enginepool.engine.executable_cache", "patches._lookup"} <= set(report["missed"])
     assert report["shared"] == {"compiled": 0, "reused": 0}
     assert len(report["said"]) == len(set(report["said"]))
     assert sum("executables_not_shared" in line for line in report["said"]) == 1

@@ -14,7 +14,7 @@ from enginepool import EnginePool, EnginePoolError, EngineStartFailed, toy
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.top_logprobs import TopLogprobs
 from enginepool.weights.leaves import EngineLeaves
-from patches._patch import module
+from patches._lookup import module
 from tests.support.pools import SMALL
 
 PACKAGE = Path(enginepool.__file__).parent

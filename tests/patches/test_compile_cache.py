@@ -10,7 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import patches
 from patches import compile_cache
-from patches._patch import module
+from patches._lookup import module
 
 SETTINGS = {
     "jax_compilation_cache_dir": None,

@@ -7,7 +7,7 @@ import zmq
 
 import patches
 from patches import expert_statistics, unused_sockets
-from patches._patch import module
+from patches._lookup import module
 from tests.support.upstream import Upstream
 
 SECONDS = 60.0

@@ -43,7 +43,7 @@ def sampler(patched, seeded, sort=False, tensor=1):
     from flax import nnx
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-    from patches._patch import module
+    from patches._lookup import module
 
     sampling = module("sgl_jax.srt.sampling.sampling_batch_info")
     layers = module("sgl_jax.srt.layers.sampler")
@@ -161,7 +161,7 @@ def test_seeded_draws_do_not_depend_on_the_generator_of_the_process():
     """A host that chose another generator for itself gets the same ids."""
     import jax
 
-    from patches._patch import module
+    from patches._lookup import module
 
     patches.apply(PATCHES)
     rows = np.arange(64, dtype=np.int32)
@@ -176,7 +176,7 @@ def test_a_seed_of_none_is_upstream_draw():
     """Without seeds the original is called, with its key."""
     import jax
 
-    from patches._patch import module
+    from patches._lookup import module
 
     layers = module("sgl_jax.srt.layers.sampler")
     operands = (np.log(PROBABILITIES)[None], None, None, jax.random.key(3), False)

@@ -10,7 +10,7 @@ import pytest
 
 import patches
 from patches import signal_handlers
-from patches._patch import module
+from patches._lookup import module
 
 SIGNALS = (signal.SIGCHLD, signal.SIGQUIT)
 

@@ -5,7 +5,7 @@ import pytest
 
 import patches
 from patches import v4_block_sizes
-from patches._patch import module
+from patches._lookup import module
 
 KERNEL = module("sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3")
 SHAPES = [

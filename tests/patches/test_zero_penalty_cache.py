@@ -6,7 +6,7 @@ import pytest
 
 import patches
 from patches import zero_penalty_cache
-from patches._patch import module
+from patches._lookup import module
 from tests.support.upstream import Upstream
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 4}

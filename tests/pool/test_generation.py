@@ -153,6 +153,14 @@ def test_sampled_logprobs_are_those_of_the_tempered_distribution(
 PENALTIES = [(0.0, 0.0), (1.5, 0.0), (0.0, 2.0), (2.0, 2.0), (-1.0, 0.5), (0.7, -0.3)]
 
 
+def penalised(**params: int) -> list[dict[str, Any]]:
+    """Greedy sampling parameters, one for each of the penalties."""
+    return [
+        {"temperature": 0, "frequency_penalty": frequency, "presence_penalty": presence} | params
+        for frequency, presence in PENALTIES
+    ]
+
+
 def assert_penalised(
     model_dir: Path, prompts: list[list[int]], each: list[dict[str, Any]], results: list[Any]
 ) -> int:
@@ -184,16 +192,7 @@ def test_penalties_equal_reference(pool: EnginePool, model_dir: Callable[[str], 
     """Each id already in the output costs its frequency and presence penalty; in a batch whose
     other requests have other penalties, or none."""
     prompts = [random_ids(10 + i, i) for i in range(len(PENALTIES))]
-    each = [
-        {
-            "temperature": 0,
-            "max_new_tokens": 55,
-            "min_new_tokens": 50,
-            "frequency_penalty": frequency,
-            "presence_penalty": presence,
-        }
-        for frequency, presence in PENALTIES
-    ]
+    each = penalised(max_new_tokens=55, min_new_tokens=50)
     results = pool.generate_all(input_ids=prompts, sampling_params=each, top_logprobs_num=3)
     assert all(len(result["output_ids"]) >= 50 for result in results)
     assert assert_penalised(model_dir("qwen3"), prompts, each, results) > 20
@@ -213,16 +212,7 @@ def test_requests_that_ran_out_of_kv_go_on_as_if_nothing_had_happened(
         Req, "reset_for_retract", lambda self: (taken_back.append(self.rid), reset(self))[1]
     )
     prompts = [random_ids(100, i) for i in range(6)]
-    each = [
-        {
-            "temperature": 0,
-            "max_new_tokens": 200,
-            "min_new_tokens": 200,
-            "frequency_penalty": frequency,
-            "presence_penalty": presence,
-        }
-        for frequency, presence in PENALTIES
-    ]
+    each = penalised(max_new_tokens=200, min_new_tokens=200)
     results = pool.generate_all(input_ids=prompts, sampling_params=each, top_logprobs_num=3)
     assert taken_back
     assert all(len(result["output_ids"]) == 200 for result in results)
@@ -235,16 +225,7 @@ def test_interrupted_requests_go_on_as_if_nothing_had_happened(
 ):
     """A pause in either mode, or a flush, in the middle of prefills and outputs changes nothing."""
     prompts = [random_ids(200 - 20 * i, i) for i in range(8)]
-    each = [
-        {
-            "temperature": 0,
-            "max_new_tokens": 60,
-            "min_new_tokens": 60,
-            "frequency_penalty": frequency,
-            "presence_penalty": presence,
-        }
-        for frequency, presence in (PENALTIES * 2)[: len(prompts)]
-    ]
+    each = (penalised(max_new_tokens=60, min_new_tokens=60) * 2)[: len(prompts)]
     ends: dict[int, Any] = {}
     stream = pool.stream(None, each, input_ids=prompts, top_logprobs_num=3)
     for number, chunk in enumerate(stream):

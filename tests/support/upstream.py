@@ -131,7 +131,7 @@ class Upstream:
         import jax
         from jax.sharding import AxisType, Mesh
 
-        from patches._patch import module
+        from patches._lookup import module
 
         device = jax.devices()[device_index]
         mesh = Mesh(

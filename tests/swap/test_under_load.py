@@ -221,23 +221,6 @@ def test_drain_beside_one_paused_engine(micro: EnginePool, versions: list[Path])
             assert result["meta_info"]["weight_version"] == report.weight_version
 
 
-def test_pause_while_a_drain_waits(micro: EnginePool, versions: list[Path]) -> None:
-    """The pause comes after the swap, so the drain ends."""
-    with callers(3) as executor:
-        call = executor.submit(
-            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 300}
-        )
-        until(lambda: running(micro) == 1)
-        swap = executor.submit(micro.update_weights, versions[1], weight_version=1)
-        until(lambda: "draining" in {e["state"] for e in micro.stats()["engines"]})
-        pause = executor.submit(micro.pause_generation, "in_place")
-        assert swap.result(SECONDS).weight_version == 1
-        pause.result(SECONDS)
-        assert call.done()
-        assert {engine["state"] for engine in micro.stats()["engines"]} == {"paused"}
-        micro.continue_generation()
-
-
 def test_options(micro: EnginePool, versions: list[Path]) -> None:
     for options in (
         {"mode": "flush"},
@@ -338,6 +321,7 @@ def test_a_pause_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> No
         swap = executor.submit(micro.update_weights, versions[1], weight_version=1)
         until(lambda: "draining" in {e["state"] for e in micro.stats()["engines"]})
         executor.submit(micro.pause_generation, "in_place").result(SECONDS)
+        assert {engine["state"] for engine in micro.stats()["engines"]} == {"paused"}
         micro.continue_generation()  # first: a pause that came too early would hold the output up
         assert call.result(SECONDS)["meta_info"]["weight_versions"] == [[0, 200, 0]]
         assert swap.result(SECONDS).weight_version == 1

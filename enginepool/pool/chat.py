@@ -1,0 +1,82 @@
+"""The call that answers conversations, with its async twin: a chat template before `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+import anyio.to_thread
+
+from enginepool.errors import InvalidRequest
+from enginepool.pool.generate import async_run, run, single
+from enginepool.pool.opening import Opening
+from enginepool.requests.call_options import CallOptions, Params, check_options
+from enginepool.runtime.runtime import Runtime
+from enginepool.values import flag, shown
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Chat(Opening):
+    """Mixin of `EnginePool`. Thread-safe, and raises what `generate` raises."""
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        raise_on_error: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Generate the answer to a conversation, or to each of a list of them.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` dicts, as the chat template takes them.
+            chat_template_kwargs: Handed to the tokenizer's `apply_chat_template`.
+        """
+        checked = check_options("chat", options)
+        raises = flag("raise_on_error", raise_on_error)
+        runtime = self._runtime()
+        checked["input_ids"] = _apply_template(runtime, messages, chat_template_kwargs)
+        return single(*run(runtime, None, sampling_params, checked, raises))
+
+    async def async_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        raise_on_error: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """`chat` on an event loop."""
+        checked = check_options("chat", options)
+        raises = flag("raise_on_error", raise_on_error)
+        runtime = await self._async_runtime()
+        checked["input_ids"] = await anyio.to_thread.run_sync(
+            _apply_template, runtime, messages, chat_template_kwargs
+        )
+        return single(*await async_run(runtime, None, sampling_params, checked, raises))
+
+
+def _apply_template(
+    runtime: Runtime, messages: Any, template_options: Any
+) -> list[int] | list[list[int]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise InvalidRequest(f"chat: expected a list of messages, got {shown(messages)}")
+    if not messages:
+        raise InvalidRequest("chat: messages are empty")
+    template_options = {} if template_options is None else template_options
+    if not (isinstance(template_options, Mapping) and all(map(_is_name, template_options))):
+        raise InvalidRequest(
+            f"chat_template_kwargs={shown(template_options)}: expected a dict by names"
+        )
+    apply = runtime.input_processor.tokenizer.apply_chat_template
+    if isinstance(messages[0], Mapping):
+        return apply(0, messages, **template_options)
+    return [apply(index, one, **template_options) for index, one in enumerate(messages)]
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and key not in ("self", "index", "messages", "tokenize")
