@@ -29,18 +29,18 @@ class RequestQueue:
         self._resumed: dict[str, Request] = {}
         self._fresh: dict[str, Request] = {}
         self._pinned: dict[int, dict[str, Request]] = {}
-        self._suspects: dict[str, Request] = {}
-        self._reserved: dict[str, int] = {}  # the engine that empties itself for a suspect
+        self._alone: dict[str, Request] = {}
+        self._reserved: dict[str, int] = {}  # the engine that empties itself for one of `_alone`
         self._engines: dict[int, tuple[Callable[[], int], Callable[[], None]]] = {}
         self._arrival = threading.Condition()
         self._moving = 0
         self.on_taken: Callable[[], None] | None = None
 
     def __len__(self) -> int:
-        return sum(map(len, self._shelves()))
+        return sum(map(len, self._groups()))
 
-    def _shelves(self) -> list[dict[str, Request]]:
-        return [self._suspects, self._resumed, self._fresh, *self._pinned.values()]
+    def _groups(self) -> list[dict[str, Request]]:
+        return [self._alone, self._resumed, self._fresh, *self._pinned.values()]
 
     def attach(self, engine_index: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
         """Register a serving engine: how many requests it holds, and how to wake it.
@@ -49,8 +49,8 @@ class RequestQueue:
         """
         with self._lock:
             self._engines[engine_index] = (load, wake)
-            # A suspect that failed on all engines there were is for this one now; the one that
-            # empties itself for it would not take it any more, and keep it from this one.
+            # A request that is to run alone and failed on all engines there were is for this one
+            # now; the one that empties itself for it would not take it, and keep it from this one.
             self._reserved.clear()
 
     def detach(self, engine_index: int) -> None:
@@ -63,9 +63,9 @@ class RequestQueue:
     def take_pinned_to(self, engine_index: int) -> list[Request]:
         """Take out what only this engine may run: it does not come back."""
         with self._lock:
-            alone = [r for r in self._suspects.values() if r.pinned_to == engine_index]
+            alone = [r for r in self._alone.values() if r.pinned_to == engine_index]
             for request in alone:
-                del self._suspects[request.internal_rid]
+                del self._alone[request.internal_rid]
             found = [*alone, *self._pinned.pop(engine_index, {}).values()]
         self._left(found)
         return found
@@ -73,7 +73,7 @@ class RequestQueue:
     def put(self, requests: Iterable[Request], *, resumed: bool = False) -> None:
         with self._lock:
             for request in requests:
-                self._shelf(request, resumed)[request.internal_rid] = request
+                self._group_of(request, resumed)[request.internal_rid] = request
         self.wake_all()
 
     def discard(self, request: Request) -> bool:
@@ -81,7 +81,7 @@ class RequestQueue:
         with self._lock:
             key = request.internal_rid
             self._reserved.pop(key, None)
-            found = any(shelf.pop(key, None) is not None for shelf in self._shelves())
+            found = any(group.pop(key, None) is not None for group in self._groups())
         self._left(found)
         if found and request.retracted:
             self.wake_all()  # engines may wait for `has_retracted` or `begun`
@@ -90,11 +90,11 @@ class RequestQueue:
     def drain(self) -> list[Request]:
         """Take everything out."""
         with self._lock:
-            shelves = self._shelves()
+            groups = self._groups()
             self._reserved.clear()
-            requests = [request for shelf in shelves for request in shelf.values()]
-            for shelf in shelves:
-                shelf.clear()
+            requests = [request for group in groups for request in group.values()]
+            for group in groups:
+                group.clear()
         return requests
 
     @contextmanager
@@ -117,8 +117,8 @@ class RequestQueue:
     def has_retracted(self) -> bool:
         """Whether a request that was retracted from an engine still waits here."""
         with self._lock:
-            shelves = [self._resumed, *self._pinned.values()]
-            return any(r.retracted for shelf in shelves for r in shelf.values())
+            groups = [self._resumed, *self._pinned.values()]
+            return any(r.retracted for group in groups for r in group.values())
 
     def wake_all(self) -> None:
         with self._lock:
@@ -129,30 +129,30 @@ class RequestQueue:
     def take_begun(self) -> list[Request]:
         """Take out every request that has outputs."""
         with self._lock:
-            requests = [r for shelf in self._shelves() for r in shelf.values() if r.output_ids]
+            requests = [r for group in self._groups() for r in group.values() if r.output_ids]
             for request in requests:
                 self._reserved.pop(request.internal_rid, None)
-                for shelf in self._shelves():
-                    shelf.pop(request.internal_rid, None)
+                for group in self._groups():
+                    group.pop(request.internal_rid, None)
         self._left(requests)
         return requests
 
     def begun(self) -> bool:
         """Whether a request that has outputs waits here for an engine that could take it."""
         with self._lock:
-            pinned = [shelf for index, shelf in self._pinned.items() if index in self._engines]
-            shelves = [self._suspects, self._resumed, *pinned]
-            return any(r.output_ids for shelf in shelves for r in shelf.values())
+            pinned = [group for index, group in self._pinned.items() if index in self._engines]
+            groups = [self._alone, self._resumed, *pinned]
+            return any(r.output_ids for group in groups for r in group.values())
 
     def waits_for(self, engines: Collection[int], *, all_there_are: bool) -> bool:
         """Whether a request that was in an engine waits here and only `engines` may take it."""
         with self._lock:
-            shelves = [self._suspects, self._resumed, *self._pinned.values()]
+            groups = [self._alone, self._resumed, *self._pinned.values()]
             return any(
                 (request.retracted or request.output_ids)
                 and ((all_there_are and bool(engines)) or request.pinned_to in engines)
-                for shelf in shelves
-                for request in shelf.values()
+                for group in groups
+                for request in group.values()
             )
 
     def take(
@@ -174,7 +174,7 @@ class RequestQueue:
         if room <= 0 or not len(self):
             return []
         with self._lock:
-            taken = self._take_alone(engine_index, load, begun) if self._suspects else None
+            taken = self._take_alone(engine_index, load, begun) if self._alone else None
             if taken is None:
                 taken = self._take_some(engine_index, load, room, cached, begun)
         if any(request.retracted for request in taken):
@@ -214,14 +214,14 @@ class RequestQueue:
                 window[i].candidate.passed_over += 1
         taken = [window[i] for i in chosen]
         for request in taken:
-            for shelf in (pinned, self._resumed, self._fresh):
-                shelf.pop(request.internal_rid, None)
+            for group in (pinned, self._resumed, self._fresh):
+                group.pop(request.internal_rid, None)
         return taken
 
     def _take_alone(self, engine_index: int, load: int, begun: bool) -> list[Request] | None:
         """A request that is to run with nothing beside it; none yet while the engine has others;
         None if no such request is for this engine."""
-        for request in self._suspects.values():
+        for request in self._alone.values():
             key = request.internal_rid
             mine = request.pinned_to == engine_index
             if request.pinned_to is None:
@@ -231,15 +231,15 @@ class RequestQueue:
                 if load:
                     return []
                 del self._reserved[key]
-                return [self._suspects.pop(key)]
+                return [self._alone.pop(key)]
         return None
 
     def _may_run(self, request: Request, engine_index: int) -> bool:
         return request.faults.may_run_on(engine_index, self._engines.keys())
 
-    def _shelf(self, request: Request, resumed: bool) -> dict[str, Request]:
+    def _group_of(self, request: Request, resumed: bool) -> dict[str, Request]:
         if request.faults.runs_alone:
-            return self._suspects
+            return self._alone
         if request.pinned_to is not None:
             return self._pinned.setdefault(request.pinned_to, {})
         return self._resumed if resumed else self._fresh

@@ -181,7 +181,8 @@ class Dispatch:
         """What to raise where no engine can do it."""
         if self.closed:
             return PoolClosed(f"pool {self.name!r} is already closed")
-        unloaded = any(worker.condition.reachable for worker in self.workers)
+        meant = self.workers if pinned_to is None else [self.workers[pinned_to]]
+        unloaded = any(worker.condition.reachable for worker in meant)
         return (NoWeights if unloaded else PoolFailed)(self._why_failed(pinned_to))
 
     def _why_failed(self, pinned_to: int | None) -> str:

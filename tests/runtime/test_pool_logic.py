@@ -489,7 +489,7 @@ class PoolLogic(RuleBasedStateMachine):
 
     def places(self, request: Request) -> list[str]:
         found = [
-            "queue" for shelf in self.dispatch.queue._shelves() if request.internal_rid in shelf
+            "queue" for group in self.dispatch.queue._groups() if request.internal_rid in group
         ]
         if request.finish_reason is not None:
             found.append("ended")
@@ -594,7 +594,7 @@ class PoolLogic(RuleBasedStateMachine):
             strikes, _ = self.workers[0].strikes.get(request.internal_rid, (0, 0))
             assert request.faults.runs_alone == (strikes >= 2) or request.finish_reason is not None
         queue = self.dispatch.queue
-        assert queue._reserved.keys() <= queue._suspects.keys()
+        assert queue._reserved.keys() <= queue._alone.keys()
         assert set(queue._reserved.values()) <= queue._engines.keys()
 
     @invariant()
@@ -602,7 +602,7 @@ class PoolLogic(RuleBasedStateMachine):
         """At most `max_queued`, but for what has run already and for a call that is larger itself;
         nothing waits in front of an empty queue."""
         queue, limit = self.dispatch.queue, self.runtime.config.max_queued
-        new = [r for shelf in queue._shelves() for r in shelf.values() if not r.retracted]
+        new = [r for group in queue._groups() for r in group.values() if not r.retracted]
         if limit is not None and len(new) > limit:
             assert len({request.call for request in new}) == 1
             assert len(new[0].call.requests) > limit
