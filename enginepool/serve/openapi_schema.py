@@ -55,11 +55,19 @@ NOT_FOUND = errors(401, 404)
 ADMIN_ERRORS = errors(400, 401, 403, 408, 413, 500, 503, model=AdminError)
 
 
+# Before OpenAPI 3.2 the schema of a stream is that of each of its events.
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk in JSON, or `[DONE]`."}},
+    "required": ["data"],
+}
+
+
 def events(model: type[BaseModel] | None = None) -> dict[str, Any]:
     """A 200 that is JSON, or with `"stream": true` server-sent events."""
     said: dict[str, Any] = {
         "description": 'JSON, or with "stream": true server-sent events up to `[DONE]`.',
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {"schema": _EVENT}},
     }
     if model is not None:
         said["model"] = model

@@ -80,6 +80,29 @@ def test_requests(short: EnginePool) -> None:
     assert [engine["state"] for engine in short.stats()["engines"]] == ["serving"] * 2
 
 
+JSON = "application/json"
+MESSAGE = {"role": "user", "content": "1+1="}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "1+1="}),
+        ("/v1/completions", {"model": "toy", "prompt": "1+1="}),
+        ("/v1/chat/completions", {"model": "toy", "messages": [MESSAGE]}),
+    ],
+)
+def test_streams(short: EnginePool, path: str, body: dict[str, Any]) -> None:
+    """Every event is what the document says; cases made at random seldom ask for a stream."""
+    with serving(short) as running:
+        schema = schemathesis.openapi.from_dict(running.http().get("/openapi.json").json())
+        case = schema[path]["POST"].Case(body=body | {"stream": True}, media_type=JSON)
+        reply = case.call(base_url=running.url(), timeout=SECONDS)
+        assert reply.status_code == 200
+        assert reply.headers["content-type"][0].startswith("text/event-stream")
+        case.validate_response(reply, checks=CHECKS)
+
+
 def test_administration(short: EnginePool) -> None:
     """The same for administrators, the pool resumed after each."""
     with serving(short, enable_admin=True, model_root=toy.checkpoint().parent) as running:
