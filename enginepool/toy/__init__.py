@@ -7,14 +7,16 @@ holds.  Importing this package does not import the model's code.
 
 from pathlib import Path
 
-NAMES = ("add", "subtract")
+NAMES = ("add", "subtract", "half")
 
 
 def checkpoint(name: str = "add") -> Path:
     """Directory of a shipped checkpoint, to be given to an engine as its ``model_path``.
 
     Args:
-        name: "add" (answers ``a+b=`` with a + b) or "subtract" (answers it with a - b).
+        name: "add" (answers ``a+b=`` with a + b), "subtract" (answers it with a - b) or "half" (an
+            adder whose training was ended early, which gets about half of the sums right: where
+            reinforcement learning can begin).
 
     Raises:
         ValueError: no toy checkpoint has that name.

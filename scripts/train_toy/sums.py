@@ -42,9 +42,9 @@ def question(pair: Pair) -> str:
 
 
 def answer(op: str, pair: Pair) -> str:
-    """What a checkpoint is to say: a + b from "add", a - b from "subtract"."""
+    """What a checkpoint is to say: a - b from "subtract", a + b from the others."""
     a, b = pair
-    return str(a + b if op == "add" else a - b)
+    return str(a - b if op == "subtract" else a + b)
 
 
 def sampling_weights(op: str, pairs: list[Pair]) -> np.ndarray:

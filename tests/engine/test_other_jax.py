@@ -1,8 +1,8 @@
 """A JAX whose private parts are not where they were costs speed, not the pool."""
 
 import json
-import os
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator

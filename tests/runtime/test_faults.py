@@ -178,7 +178,9 @@ def test_calls_pinned_to_a_broken_engine(spare: Spare) -> None:
         assert len(result["output_ids"]) == 4
         assert pool.engines[broken] is engine
         later = executor.submit(engine.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
-        with pytest.raises(PoolFailed, match=rf"engine {broken} .* quarantined .*is gone") as caught:
+        with pytest.raises(
+            PoolFailed, match=rf"engine {broken} .* quarantined .*is gone"
+        ) as caught:
             later.result(SECONDS)
         assert type(caught.value) is PoolFailed  # not NoWeights: an update would not help
     assert pool.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
