@@ -23,7 +23,7 @@ from enginepool.toy.model import Config, forward, parameter_shapes
 from scripts.train_toy import sums
 
 # How many, by checkpoint: "half" adds, and gets about half of the sums right.
-STEPS = {"add": 1200, "subtract": 1200, "half": 300}
+STEPS = {"add": 1200, "subtract": 1200, "half": 450}
 WARMUP_STEPS, DECAY_STEPS = 100, 500
 PLAIN_BATCH, CHAT_BATCH = 224, 32
 PEAK_RATE = 2e-3

@@ -9,6 +9,7 @@ one engine raises at a given step.
 import gc
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -178,11 +179,10 @@ def test_calls_pinned_to_a_broken_engine(spare: Spare) -> None:
         assert len(result["output_ids"]) == 4
         assert pool.engines[broken] is engine
         later = executor.submit(engine.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
-        with pytest.raises(
-            PoolFailed, match=rf"engine {broken} .* quarantined .*is gone"
-        ) as caught:
+        with pytest.raises(PoolFailed) as raised:
             later.result(SECONDS)
-        assert type(caught.value) is PoolFailed  # not NoWeights: an update would not help
+        assert re.search(rf"engine {broken} .* quarantined .*is gone", str(raised.value))
+        assert type(raised.value) is PoolFailed  # not NoWeights: an update would not help
     assert pool.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
 
 

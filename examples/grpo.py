@@ -1,0 +1,218 @@
+"""GRPO on the toy: a policy that gets half of its sums right learns the rest from rewards alone.
+
+    pip install -e '.[cpu,examples]'
+    python examples/grpo.py --out runs/grpo --minutes 10
+
+Trainer and engines live in one process and on the same devices: plain JAX and optax beside a pool
+of engines. Every step samples a group of answers to each prompt, rewards those that are right,
+takes a few clipped policy-gradient steps, and gives the engines the new weights. Along the way it
+is checked that every token came from the weights that it should come from, and that trainer and
+engines agree on its probability.
+
+`--async` has the engines generate the next step's groups while the trainer works on this one's,
+one step off policy: weights are replaced under running outputs, and each token says which weights
+it came from.
+
+`--out` has metrics.jsonl (a line a step), plot.png and the checkpoints that `--resume` goes on
+from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpo_report
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from grpo_trainer import State, Trainer
+
+from enginepool import EnginePool, rl, toy
+from enginepool.toy.files import PAD_ID
+
+MAX_PROMPT, MAX_OUTPUT = 8, 8  # tokens
+Pair = tuple[int, int]
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/grpo"))
+    add("--devices", type=int, default=4, help="engines; default: 4")
+    add("--seed", type=int, default=0)
+    add("--steps", type=int, default=300)
+    add("--minutes", type=float, default=10.0, help="stop before --steps once they have passed")
+    add("--prompts", type=int, default=64, help="a step")
+    add("--samples", type=int, default=8, help="a prompt")
+    add("--updates", type=int, default=2, help="gradient steps on each step's samples")
+    add("--learning-rate", type=float, default=3e-4)
+    add("--evaluate-every", type=int, default=20, help="steps")
+    add("--async", dest="one_step_off", action="store_true", help="generate one step ahead")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    add("--wandb", metavar="PROJECT", help="log there as well")
+    return parser.parse_args(argv)
+
+
+def split() -> tuple[list[Pair], list[Pair]]:
+    """Sums to train on, and those that only the evaluation sees."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    order = np.random.default_rng(0).permutation(len(pairs))
+    return [pairs[i] for i in order[1000:]], [pairs[i] for i in order[:1000]]
+
+
+def prompt_ids(pair: Pair) -> list[int]:
+    return list(f"{pair[0]}+{pair[1]}=".encode())  # the toy's ids are bytes
+
+
+def reward(pair: Pair, result: dict[str, Any]) -> float:
+    """1 for the sum and an end, else 0."""
+    ended = result["meta_info"]["finish_reason"]["type"] == "stop"
+    return float(ended and result["text"] == str(pair[0] + pair[1]))
+
+
+class Rollouts:
+    """Groups of samples from the pool, rewarded as they end."""
+
+    def __init__(self, pool: EnginePool, options: argparse.Namespace, pairs: list[Pair]) -> None:
+        self._pool, self._options, self._pairs = pool, options, pairs
+
+    def collect(self, step: int) -> tuple[rl.RolloutBatch, np.ndarray]:
+        """The batch of one step, in the order of its prompts, and its rewards.
+
+        Which prompts and which samples depends on the seed and the step alone, not on how many
+        engines there are.
+        """
+        options = self._options
+        rng = np.random.default_rng([options.seed, step])
+        pairs = [self._pairs[i] for i in rng.choice(len(self._pairs), options.prompts, False)]
+        prompts = [prompt_ids(pair) for pair in pairs]
+        params = {
+            "n": options.samples,
+            "temperature": 1.0,
+            "top_k": -1,  # the toy's own defaults are greedy
+            "max_new_tokens": MAX_OUTPUT,
+            "sampling_seed": int(rng.integers(2**31)),
+        }
+        results: list[Any] = [None] * (options.prompts * options.samples)
+        rewards = np.zeros(len(results))
+        for result in self._pool.as_completed(None, params, input_ids=prompts, return_logprob=True):
+            meta = result["meta_info"]
+            place = meta["prompt_index"] * options.samples + meta["sample_index"]
+            results[place] = result
+            rewards[place] = reward(pairs[meta["prompt_index"]], result)
+        batch = rl.pad_results(
+            results, prompts, pad_id=PAD_ID, max_prompt=MAX_PROMPT, max_output=MAX_OUTPUT
+        )
+        return batch, rewards
+
+
+def evaluate(pool: EnginePool, pairs: list[Pair]) -> float:
+    """The share of sums that greedy decoding gets right."""
+    results = pool.generate_all(
+        None,
+        {"temperature": 0, "max_new_tokens": MAX_OUTPUT},
+        input_ids=[prompt_ids(pair) for pair in pairs],
+    )
+    return float(np.mean([reward(pair, r) for pair, r in zip(pairs, results, strict=True)]))
+
+
+def check_versions(batch: rl.RolloutBatch, newest: int, *, lag: int) -> list[int]:
+    """Which weights the tokens came from; none may be older than `lag` updates."""
+    versions = sorted(set(batch.weight_versions[batch.output_mask].tolist()))
+    if versions[0] < newest - lag or versions[-1] > newest:
+        raise RuntimeError(f"tokens of versions {versions}, and the trainer is at {newest}")
+    return versions
+
+
+def train(
+    pool: EnginePool, trainer: Trainer, options: argparse.Namespace, begin: State, first: int
+) -> Iterator[tuple[int, State, dict[str, Any]]]:
+    """The loop: yields step, state and metrics after each."""
+    state = begin
+    pairs, held_out = split()
+    rollouts = Rollouts(pool, options, pairs)
+    lag = 1 if options.one_step_off else 0
+    with ThreadPoolExecutor(1) as ahead:
+        pending: Future[Any] | None = None
+        for step in range(first, options.steps):
+            started = time.perf_counter()
+            metrics: dict[str, Any] = {"step": step}
+            if step % options.evaluate_every == 0:
+                metrics["held_out"] = evaluate(pool, held_out)
+            batch, rewards = pending.result() if pending else rollouts.collect(step)
+            if options.one_step_off and step + 1 < options.steps:
+                pending = ahead.submit(rollouts.collect, step + 1)
+            generated = time.perf_counter()
+            metrics["versions"] = check_versions(batch, step, lag=lag)
+            metrics["samples"] = hashlib.sha256(batch.output_ids.tobytes()).hexdigest()[:16]
+            advantages = rl.group_advantages(
+                rewards, batch.prompt_index, valid=~batch.aborted, divide_by_std=False
+            )
+            state, seen = trainer.step(state, batch, advantages)
+            metrics |= seen | {"reward": float(rewards.mean())}
+            trained = time.perf_counter()
+            mode = "in_place" if options.one_step_off else "drain"
+            pool.update_weights(state.params, weight_version=step + 1, mode=mode)
+            metrics["seconds"] = {
+                "generate": generated - started,
+                "train": trained - generated,
+                "update": time.perf_counter() - trained,
+            }
+            yield step, state, metrics
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(
+            EnginePool(
+                str(toy.checkpoint("half")),
+                devices=options.devices,
+                dtype="float32",
+                context_length=64,
+                max_running_requests=max(1, 128 // options.devices),
+            )
+        )
+        trainer = Trainer(
+            jax.devices()[: options.devices], toy.checkpoint("half"), options.learning_rate,
+            options.updates,
+        )  # fmt: skip
+        checkpoints = stack.enter_context(
+            ocp.CheckpointManager(
+                (options.out / "checkpoints").absolute(),
+                options=ocp.CheckpointManagerOptions(max_to_keep=2),
+            )
+        )
+        begin, first = trainer.start(), 0
+        if options.resume and (latest := checkpoints.latest_step()) is not None:
+            begin = checkpoints.restore(latest, args=ocp.args.StandardRestore(begin))
+            first = latest
+        pool.update_weights(begin.params, weight_version=first)
+        log = stack.enter_context(grpo_report.Log(options, append=options.resume))
+        for step, state, metrics in train(pool, trainer, options, begin, first):
+            log.write(metrics | {"minutes": (time.monotonic() - began) / 60})
+            over = time.monotonic() - began > 60 * options.minutes
+            if over or step + 1 == options.steps or (step + 1) % options.evaluate_every == 0:
+                checkpoints.save(step + 1, args=ocp.args.StandardSave(state))
+            if over:
+                break
+        log.write({
+            "step": step + 1,
+            "held_out": evaluate(pool, split()[1]),
+            "minutes": (time.monotonic() - began) / 60,
+        })  # fmt: skip
+        checkpoints.wait_until_finished()
+    grpo_report.plot(options.out)
+
+
+if __name__ == "__main__":
+    main()

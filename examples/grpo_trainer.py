@@ -1,0 +1,109 @@
+"""The trainer of grpo.py: the toy's model in plain JAX, optax, one array layout for all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from enginepool import rl
+from enginepool.toy.files import read_checkpoint
+from enginepool.toy.model import forward
+
+CLIP = 0.2
+
+
+class State(NamedTuple):
+    """Float32 weights by Hugging Face name, and the optimizer's state."""
+
+    params: dict[str, jax.Array]
+    optimizer: Any
+
+
+class Trainer:
+    """Data-parallel: weights on every device, a batch cut into as many parts.
+
+    Args:
+        updates: Gradient steps on one batch.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        checkpoint: Path,
+        learning_rate: float,
+        updates: int,
+    ) -> None:
+        mesh = Mesh(np.array(devices), ("data",))
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._by_row = NamedSharding(mesh, PartitionSpec("data"))
+        self._config, stored = read_checkpoint(checkpoint)
+        self._start = {
+            name: jax.device_put(jnp.asarray(value, jnp.float32), self._everywhere)
+            for name, value in stored.items()
+        }
+        self._optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adam(learning_rate, b2=0.98)
+        )
+        self._updates = updates
+
+    def start(self) -> State:
+        return State(self._start, self._optimizer.init(self._start))
+
+    def step(
+        self, state: State, batch: rl.RolloutBatch, advantages: np.ndarray
+    ) -> tuple[State, dict[str, Any]]:
+        """Learn from one batch.
+
+        The metrics are of the weights before: how far they are from the rollout's (by token, which
+        on policy is rounding only) and from the first weights.
+        """
+        placed = jax.tree.map(lambda array: jax.device_put(array, self._by_row), batch)
+        weights = jax.device_put(advantages, self._by_row)
+        agreement = rl.agreement(batch, np.asarray(self._logprobs(state.params, placed)))
+        from_start = rl.agreement(batch, np.asarray(self._logprobs(self._start, placed)))
+        for _ in range(self._updates):
+            state = self._update(state, placed, weights)
+        return state, {
+            "ratio": {"mean": agreement.mean, "min": agreement.min, "max": agreement.max},
+            "worst": str(agreement.worst),
+            "kl_to_start": from_start.kl_k3,
+            "tokens": agreement.tokens,
+        }
+
+    @partial(jax.jit, static_argnums=0)
+    def _logprobs(self, params: dict[str, jax.Array], batch: rl.RolloutBatch) -> jax.Array:
+        """[N, T] of each output token, as the rollout has them at temperature 1."""
+        ids = jnp.concatenate([batch.prompt_ids, batch.output_ids], axis=1)
+        mask = jnp.concatenate([batch.prompt_mask, batch.output_mask], axis=1)
+        first = batch.prompt_ids.shape[1] - 1  # the position that the first output token is told at
+        logits = forward(self._config, params, ids, mask)[:, first:-1]
+        every = jax.nn.log_softmax(logits)
+        return jnp.take_along_axis(every, batch.output_ids[..., None], axis=-1)[..., 0]
+
+    # Nothing is donated: engines may still step with arrays of the weights before.
+    @partial(jax.jit, static_argnums=0)
+    def _update(self, state: State, batch: rl.RolloutBatch, advantages: jax.Array) -> State:
+        gradients = jax.grad(self._loss)(state.params, batch, advantages)
+        changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, changes), optimizer)
+
+    def _loss(
+        self, params: dict[str, jax.Array], batch: rl.RolloutBatch, advantages: jax.Array
+    ) -> jax.Array:
+        """PPO's clipped objective, the mean over tokens.
+
+        The ratio is to the probability that the token was sampled with, whichever weights that
+        were: on policy, one update later, and one step behind alike.
+        """
+        ratio = jnp.exp(self._logprobs(params, batch) - batch.logprobs)
+        clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+        gain = jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
+        return -jnp.sum(gain * batch.output_mask) / jnp.sum(batch.output_mask)

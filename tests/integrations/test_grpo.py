@@ -1,0 +1,66 @@
+"""examples/grpo.py as its users run it, a few steps long."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.liveness import SECONDS
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
+
+
+def run(out: Path, *options: str) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl."""
+    command = [sys.executable, SCRIPT, "--out", out, "--prompts", "16", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5 * SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("grpo"), "--steps", "2", "--devices", "2")
+
+
+def test_on_policy(two_steps: list[dict[str, Any]]) -> None:
+    """Every token is of the newest weights, and trainer and engines agree on each."""
+    first, second, end = two_steps
+    assert [first["versions"], second["versions"]] == [[0], [1]]
+    for row in (first, second):
+        assert row["ratio"]["mean"] == pytest.approx(1, abs=1e-3)
+        assert row["ratio"]["min"] == pytest.approx(1, abs=1e-3)
+        assert row["ratio"]["max"] == pytest.approx(1, abs=1e-3)
+        assert 0.1 < row["reward"] < 0.9
+    assert first["kl_to_start"] < 1e-6 < second["kl_to_start"]
+    assert 0.1 < end["held_out"] < 0.9
+
+
+@pytest.mark.parametrize("devices", ["1", "4"])
+def test_samples_do_not_depend_on_the_engines(
+    two_steps: list[dict[str, Any]], tmp_path: Path, devices: str
+) -> None:
+    first, _ = run(tmp_path, "--steps", "1", "--devices", devices)
+    assert first["samples"] == two_steps[0]["samples"]
+    assert first["reward"] == two_steps[0]["reward"]
+
+
+def test_resumed(two_steps: list[dict[str, Any]], tmp_path: Path) -> None:
+    """A run that goes on from its checkpoint does what one that was not interrupted does."""
+    run(tmp_path, "--steps", "1", "--devices", "2")
+    rows = run(tmp_path, "--steps", "2", "--devices", "2", "--resume")
+    (again,) = [row for row in rows if row["step"] == 1 and "samples" in row]
+    assert again["samples"] == two_steps[1]["samples"]
+    assert again["versions"] == [1]
+
+
+def test_one_step_off_policy(tmp_path: Path) -> None:
+    """Tokens are of the newest weights or of those before, and say so."""
+    *rows, _ = run(tmp_path, "--steps", "3", "--devices", "2", "--async")
+    for row in rows:
+        assert set(row["versions"]) <= {row["step"] - 1, row["step"]}
+    assert any(row["step"] - 1 in row["versions"] for row in rows)
