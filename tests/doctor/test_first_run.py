@@ -337,7 +337,7 @@ def test_nothing_personal_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-@pytest.mark.parametrize("name", toy.NAMES)
+@pytest.mark.parametrize("name", ["add", "subtract"])
 def test_no_arithmetic_is_an_excuse(name: str) -> None:
     """The answers are the best by far, by plain JAX, at every token of every sum."""
     config, weights = read_checkpoint(toy.checkpoint(name))
