@@ -34,9 +34,13 @@ demo: setup ## Four engines on four virtual CPU devices answer prompts side by s
 	@JAX_PLATFORMS=cpu $(BIN)/python -m enginepool.cli.demo $(ARGS)
 
 .PHONY: test
-test: setup ## Run the tests; which lines they ran: .venv/bin/coverage report --skip-covered
-	$(BIN)/python $(PYTEST) --cov --cov-report= $(ARGS)
+test: setup ## Run the tests but the slow ones; which lines they ran: .venv/bin/coverage report --skip-covered
+	$(BIN)/python $(PYTEST) -m "not slow" --cov --cov-report= $(ARGS)
 	@echo "Lines that ran in the tests' own processes: $$($(BIN)/coverage report --format=total) %"
+
+.PHONY: test-slow
+test-slow: setup ## Run whole commands and benchmarks as their users run them
+	$(BIN)/python $(PYTEST) -m slow $(ARGS)
 
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99

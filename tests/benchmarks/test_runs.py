@@ -13,6 +13,8 @@ from benchmarks.span_checks import Finished, check_mode, check_spans, check_toke
 from benchmarks.table import CORES, limited_by_cores
 from tests.support.reference import make_random_model, reference_greedy
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

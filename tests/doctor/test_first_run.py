@@ -59,6 +59,7 @@ def one(pool: EnginePool, check: Callable[[EnginePool, Finding], None]) -> dict[
     return looked(run)["it"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_command(tmp_path: Path) -> None:
     """The whole of it on two virtual devices: every check is ok and has its figures, and nothing

@@ -318,6 +318,7 @@ def test_on_engine_reports(unopened: MakeUnopened) -> None:
     assert seen[0].keys() == pool.stats()["engines"][0].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_processes_that_never_close(model_dir: Callable[[str], Path]) -> None:
     """A script that forgets to close ends by itself: at its end with code 0, by an exception with

@@ -63,6 +63,7 @@ def test_good_guest() -> None:
     assert not report["child lives"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ten_card_lines() -> None:
     """Ten pools one after the other, each dropped without a word: memory, threads and files after

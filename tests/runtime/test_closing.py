@@ -237,6 +237,7 @@ def test_in_the_commit_of_a_swap(make: Callable[..., EnginePool]) -> None:
         until(lambda: not threads(pool))
 
 
+@pytest.mark.slow
 def test_processes(model_dir: Callable[[str], Path]) -> None:
     """The program ends under load, with an engine stuck, or by Control-C inside `with`: the process
     ends by itself, with its own exit code, and whoever still waits gets an error."""
