@@ -69,8 +69,8 @@ def page_advice(args: Mapping[str, Any]) -> list[Advice]:
     ]
 
 
-def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
-    """What is wrong with settings on a TPU before an engine is built.
+def what_fails(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
+    """Settings with which no engine starts and serves on a TPU.
 
     Args:
         args: What the user gave, without defaults.
@@ -93,7 +93,14 @@ def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
         )
     if not memory.serves:
         found.append(_does_not_fit(memory))
-    elif args.get("mem_fraction_static") is not None and not memory.second_set_fits:
+    return found
+
+
+def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
+    """What is wrong with settings on a TPU before an engine is built; `args` as in `what_fails`."""
+    found = what_fails(memory, args)
+    given = args.get("mem_fraction_static") is not None
+    if given and memory.serves and not memory.second_set_fits:
         found.append(staging_advice(memory))
     return found
 
@@ -137,15 +144,22 @@ def staging_advice(memory: Memory) -> Advice:
 def _does_not_fit(memory: Memory) -> Advice:
     settings, free = memory.settings, memory.free / 1e9
     weights, reserve = memory.weights / 1e9, memory.reserve / 1e9
+    least, most = memory.least_fraction, memory.largest_fraction(sets=1)
     if not memory.requests_at_context:
+        larger = "a larger tp_size, a smaller context_length, or a chip with more HBM"
+        if least is not None and most is not None and least <= most:
+            larger = f"mem_fraction_static={least:g} to {most:g}, or {larger}"
         return Advice(
             f"{memory.kv_tokens} KV tokens at mem_fraction_static={settings.fraction:g} "
             f"({weights:.2f} GB of weights in {free:.2f}) are less than one request of "
             f"context_length={settings.context} needs",
-            "a larger tp_size, a smaller context_length, or a chip with more HBM",
+            larger,
         )
+    smaller = "a smaller mem_fraction_static"
+    if most is not None:
+        smaller += f" (at most {most:g})"
     return Advice(
         f"mem_fraction_static={settings.fraction:g} leaves too little for programs and "
         f"temporaries, about {reserve:.2f} of {free:.2f} GB",
-        "a smaller mem_fraction_static, max_running_requests or chunked_prefill_size",
+        f"{smaller}, max_running_requests or chunked_prefill_size",
     )

@@ -48,8 +48,8 @@ def test_weights_are_those_of_upstreams_classes(family: str, tied: bool, tp_size
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_models(name: str) -> None:
-    """The configurations in docs/configs have the parameters of the checkpoints that they are of,
-    in upstream's classes as well."""
+    """The configurations that ship have the parameters of the checkpoints that they are of, in
+    upstream's classes as well."""
     shape = read_shape(CONFIGS[name])
     assert shape.parameters == PARAMETERS[name]
     leaves = upstreams_leaves(AutoConfig.from_pretrained(CONFIGS[name]), 1, jnp.bfloat16)
