@@ -1,15 +1,19 @@
 """What `make tpu-check` and `plan --compile` refuse, with and without compiling."""
 
 import json
+import shlex
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from enginepool import InvalidConfig
+from enginepool.doctor.ahead_of_time.__main__ import arguments
 from enginepool.doctor.ahead_of_time.models import MODELS, model_config
 from enginepool.doctor.ahead_of_time.programs import Sizes, refuse_what_fails
 from enginepool.doctor.ahead_of_time.record import Record
@@ -20,6 +24,7 @@ from enginepool.sizing.chips import TOPOLOGIES
 from tests.support.published import CONFIGS
 from tests.support.tpu import LIBTPU, check, needs_libtpu, python
 
+ROOT = Path(__file__).parents[2]
 V5E = TOPOLOGIES["v5e-8"]
 
 
@@ -87,6 +92,32 @@ def test_plan_does_not_compile_what_fails() -> None:
     assert make(CONFIGS["0.6B"], "v5e-8", **small)["notes"] == []
 
 
+@pytest.mark.parametrize("topology", ["v4-8", "v5e-8", "v6e-8"])
+def test_the_hosted_run_calls_make_with_arguments_that_there_are(topology: str) -> None:
+    """The workflow runs nothing else; all kinds of models come up, for each host."""
+    text = (ROOT / ".github" / "workflows" / "tpu-check.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    assert topology in jobs["programs"]["strategy"]["matrix"]["topology"]
+    commands = [
+        shlex.split(step["run"].replace("${{ matrix.topology }}", topology))
+        for job in jobs.values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    assert {command[0] for command in commands} == {"make"}
+    assert commands.pop() == ["make", "test-tpu"]
+    models = set()
+    for _, target, variable in commands:
+        name, _, given = variable.partition("=")
+        assert (target, name) == ("tpu-check", "ARGS")
+        options = arguments().parse_args(shlex.split(given))
+        assert options.topology == [topology]
+        assert options.all or not options.layers
+        models |= set(options.model or ["Qwen3-4B"])
+    families = {model_config(model, None)["model_type"] for model in models}
+    assert families == {"llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"}
+
+
 @pytest.mark.skipif(LIBTPU, reason="libtpu is here")
 def test_plan_without_libtpu_says_how_to_get_it() -> None:
     """One line, before anything is built."""
@@ -135,12 +166,12 @@ def test_steps_need_what_the_warm_up_compiles() -> None:
 
 @needs_libtpu
 def test_a_step_that_needs_another_program_is_a_problem() -> None:
-    """Upstream's own warm-up knows no seeds, which every request of a pool has: see
+    """Upstream's own warm-up knows no seeds, and no top-k log-probabilities: see
     `engine/warmup.py`."""
     done = python("-c", _UPSTREAMS_WARM_UP)
     assert done.returncode == 0, done.stderr
     late = json.loads(done.stdout)
-    assert {kind for kind, _ in late} == {"sampler"}
+    assert {kind for kind, _ in late} == {"sampler", "top_logprobs"}
     assert {problem for _, problem in late} == {
         "a step needs it, and the warm-up has not compiled it"
     }
@@ -164,6 +195,51 @@ record = compile_programs(
     kinds=(),
 )
 print(json.dumps([(program.kind, program.problem) for program in record.programs]))
+"""
+
+
+@needs_libtpu
+def test_what_is_broken_is_a_problem() -> None:
+    """A KV cache that decode is not given for good, a checksum and a comparison that make wider
+    copies: each by itself, in an engine that is otherwise as it is."""
+    done = python("-c", _BROKEN)
+    assert done.returncode == 0, done.stderr
+    wrong = dict(json.loads(done.stdout))
+    assert set(wrong) == {"decode", "fingerprint", "tied_head"}
+    assert "bytes of KV cache are not written in place" in wrong["decode"]
+    for kind in ("fingerprint", "tied_head"):
+        assert "bytes of temporaries, 1,048,576 are documented" in wrong[kind]
+
+
+_BROKEN = """
+import json
+import jax
+import jax.numpy as jnp
+from enginepool.doctor.ahead_of_time import stand_ins
+from enginepool.doctor.ahead_of_time.models import model_config
+from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
+from enginepool.sizing.chips import TOPOLOGIES
+from enginepool.weights import fingerprint, tied
+
+def wider(array):
+    return jax.lax.optimization_barrier(array.astype(jnp.float32))
+
+jit = stand_ins._jit
+
+def keep(function, **options):
+    return jit(function, **{k: v for k, v in options.items() if k != "donate_argnames"})
+
+stand_ins._jit = keep
+fingerprint._sum = jit(lambda array: wider(array).sum())
+tied._equal_on_devices = jit(lambda a, b, _: (wider(a) == wider(b)).all(), static_argnums=2)
+record = compile_programs(
+    TOPOLOGIES["v5e-8"],
+    model_config("Qwen3-0.6B", 1),
+    # Two KV caches are to fit.
+    Sizes(batch=8, prefill=256, context=1024, mem_fraction_static=0.3).server_args(),
+    kinds=("decode", "fingerprint", "tied_head"),
+)
+print(json.dumps([(one.kind, one.problem) for one in record.programs if one.problem]))
 """
 
 

@@ -18,7 +18,7 @@ _USUAL = ("decode", "prefill", "sampler")
 
 
 def main() -> None:
-    options = _arguments()
+    options = arguments().parse_args()
     with clear_errors():
         raise SystemExit(1 if _check(options) else 0)
 
@@ -68,7 +68,7 @@ def _check(options: argparse.Namespace) -> bool:
     return refused
 
 
-def _arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make tpu-check", description=__doc__)
     parser.add_argument(
         "--topology", action="append", choices=TOPOLOGIES, help="repeatable (default: v5e-8)"
@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
         "--without", action="append", default=[], metavar="PATCH", help="leave this patch out"
     )
     parser.add_argument("--json", action="store_true", help="a list of reports")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ _STEPS = {
     "zeros": "kv_zeros",
 }
 # Of a change of weights: one for each shape of leaf.
-WEIGHTS = ("fingerprint", "cast", "gather", "convert", "tied_head")
+WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
 FORWARD = ("decode", "prefill")
 STEP = (*FORWARD, "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)

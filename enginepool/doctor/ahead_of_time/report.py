@@ -57,7 +57,7 @@ def _sum(same: Sequence[Compiled]) -> list[Compiled]:
     return [
         replace(
             largest,
-            size=f"{len(same)} shapes, to {largest.size.rpartition(' ')[2]}",
+            size=f"{len({each.size for each in same})} shapes, to {largest.size.split()[-1]}",
             lowering_seconds=sum(program.lowering_seconds for program in same),
             seconds=sum(program.seconds for program in same),
             cpu_seconds=sum(program.cpu_seconds for program in same),
