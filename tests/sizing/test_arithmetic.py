@@ -295,6 +295,19 @@ def test_small_pages_are_advised_against() -> None:
     assert problems("0.6B", V5E.hbm_bytes, context_length=4096, page_size=16) == []
 
 
+def test_smaller_pages_are_offered_where_nobody_chose() -> None:
+    """And where upstream runs as many requests with them; a plan says so, a starting pool not."""
+    (offer,) = rules.page_offer(pool_memory("0.6B", V5E.hbm_bytes, context_length=4096), {})
+    assert offer.problem.startswith("page_size=128: samples of one prompt share none of it below")
+    assert "page_size=32" in offer.remedy
+    # 524,288 // 1,280 pages // 4 = 102 of the 256 that may run
+    long = pool_memory("0.6B", V5E.hbm_bytes, context_length=40_960)
+    assert rules.page_offer(long, {}) == []
+    for page in (16, 128):
+        chosen = pool_memory("0.6B", V5E.hbm_bytes, context_length=4096, page_size=page)
+        assert rules.page_offer(chosen, {"page_size": page}) == []
+
+
 def test_fractions_outside_the_rule_are_advised_against() -> None:
     (room,) = problems("4B", V4.hbm_bytes, context_length=4096, mem_fraction_static=0.97)
     assert "mem_fraction_static=0.97 leaves too little for programs and temporaries" in room

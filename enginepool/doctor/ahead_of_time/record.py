@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -39,6 +40,8 @@ class Compiled:
         temporaries: Beside arguments and results, while it runs.
         donated: Of the arguments, those whose memory the results have to take over: the KV cache.
         aliased: Those whose memory they do take over.
+        page_copies: Of the KV cache, into one block of the attention kernel: instructions that are
+            written out one by one, and issued for every block.
         error: Why there is no such program.
     """
 
@@ -53,6 +56,7 @@ class Compiled:
     code: int = 0
     donated: int = 0
     aliased: int = 0
+    page_copies: int = 0
     error: str | None = None
 
     @property
@@ -137,12 +141,15 @@ class Record:
         if not self.wants(kind):
             return
         # One bucket may have several programs; a program that comes again is not compiled again.
-        key = (kind, size, hash(lowered.as_text()))
+        text = lowered.as_text()
+        key = (kind, size, hash(text))
         if key in self._seen:
             return
         self._seen.add(key)
         donated = self.kv_bytes if kind in FORWARD else 0
-        program = Compiled(kind, size, lowering_seconds, donated=donated)
+        program = Compiled(
+            kind, size, lowering_seconds, donated=donated, page_copies=_page_copies(text)
+        )
         self._measure(program, lowered)
         self._keep(program)
 
@@ -180,6 +187,12 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     # The largest: a sampler has a key of random numbers and its seeds before the logits.
     shape = max(arrays, key=lambda array: array.size).shape if arrays else ()
     return _STEPS.get(function, function), "x".join(map(str, shape))
+
+
+def _page_copies(text: str) -> int:
+    """From the name that upstream gives its kernel, which has the sizes of pages and blocks."""
+    named = re.findall(r"RPA\w*-p_(\d+)-bq_\d+_\d+-bkv_(\d+)_", text)
+    return max((int(block) // int(page) for page, block in named), default=0)
 
 
 def _said(error: Exception) -> str:

@@ -162,7 +162,10 @@ def _memory(memory: Memory, given: Mapping[str, Any]) -> dict[str, Any]:
         "staging": rules.staging(memory),
         "live_swap_mem_fraction_static": memory.live_swap_fraction,
         "kv_tokens_at_upstreams_fraction": memory.tokens_at(FRACTION),
-        "advice": [entry._asdict() for entry in rules.all_advice(memory, given)],
+        "advice": [
+            entry._asdict()
+            for entry in [*rules.all_advice(memory, given), *rules.page_offer(memory, given)]
+        ],
     }
 
 
