@@ -12,7 +12,7 @@ from enginepool import InvalidConfig
 from enginepool.doctor.ahead_of_time import stand_ins
 from enginepool.doctor.ahead_of_time.models import model_config
 from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
-from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
+from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record, page_copies
 from enginepool.doctor.ahead_of_time.report import as_json, overview, table
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray, upstream_without_device
 from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
@@ -64,6 +64,20 @@ def test_more_memory_than_documented_is_a_problem(kind, most):
     wrong = Compiled(kind, "", **sizes, temporaries=most + 2**20 + 1).problem
     assert f"{most + 2**20:,} are documented" in wrong
     assert Compiled("prefill", "", **sizes, temporaries=10**9).problem is None
+
+
+def test_page_copies_are_read_from_the_kernels_name():
+    """The most of a program's kernels; none where there is no such name."""
+
+    def attention(array):
+        with jax.named_scope("RPAp-p_16-bq_32_32-bkv_512_512"):
+            array = array + 1
+        with jax.named_scope("RPAd-p_16-bq_1_1-bkv_2048_2048"):
+            return array * 2
+
+    text = jax.jit(attention).lower(ONE).as_text(debug_info=True)
+    assert page_copies(text) == 128
+    assert page_copies(jax.jit(jnp.sin).lower(ONE).as_text(debug_info=True)) == 0
 
 
 def test_each_program_is_compiled_once():
@@ -200,6 +214,7 @@ def test_v4_compiles_with_its_patch():
     assert (code, decode["problem"]) == (0, None), said
     assert 0 < decode["donated"] <= decode["aliased"] < decode["arguments"]
     assert decode["arguments"] + decode["temporaries"] < report["hbm_bytes"]
+    assert decode["page_copies"] == 8  # a block of the whole context
 
 
 @needs_libtpu

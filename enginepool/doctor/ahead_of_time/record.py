@@ -148,7 +148,7 @@ class Record:
         self._seen.add(key)
         donated = self.kv_bytes if kind in FORWARD else 0
         program = Compiled(
-            kind, size, lowering_seconds, donated=donated, page_copies=_page_copies(text)
+            kind, size, lowering_seconds, donated=donated, page_copies=page_copies(text)
         )
         self._measure(program, lowered)
         self._keep(program)
@@ -189,7 +189,7 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     return _STEPS.get(function, function), "x".join(map(str, shape))
 
 
-def _page_copies(text: str) -> int:
+def page_copies(text: str) -> int:
     """From the name that upstream gives its kernel, which has the sizes of pages and blocks."""
     named = re.findall(r"RPA\w*-p_(\d+)-bq_\d+_\d+-bkv_(\d+)_", text)
     return max((int(block) // int(page) for page, block in named), default=0)
