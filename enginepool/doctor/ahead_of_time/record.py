@@ -40,8 +40,8 @@ class Compiled:
         temporaries: Beside arguments and results, while it runs.
         donated: Of the arguments, those whose memory the results have to take over: the KV cache.
         aliased: Those whose memory they do take over.
-        page_copies: Of the KV cache, into one block of the attention kernel: instructions that are
-            written out one by one, and issued for every block.
+        page_copies: Of the KV cache, into one block of an attention kernel: instructions that are
+            written out one by one, and issued for every block. The most of its kernels.
         error: Why there is no such program.
     """
 
