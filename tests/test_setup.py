@@ -81,3 +81,5 @@ def test_the_wheel_has_the_toy_and_not_its_training(tmp_path):
         shipped = {path.name for path in (ROOT / "enginepool/toy" / checkpoint).iterdir()}
         assert {n.partition("/")[2] for n in toy if n.startswith(f"{checkpoint}/")} == shipped
     assert {"enginepool/py.typed", "enginepool/serve/page.html"} <= files
+    models = (ROOT / "enginepool/doctor/models").iterdir()
+    assert {f"enginepool/doctor/models/{path.name}" for path in models} <= files

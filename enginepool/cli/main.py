@@ -115,21 +115,34 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Requests in flight on the host.")] = 64,
     tp_size: TpSize = 1,
     dtype: Dtype = None,
+    by_compiler: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile an engine's programs for it too, with libtpu, in minutes."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     server_arg: ServerArg = None,
 ) -> None:
     """Say whether a model fits a TPU host, with what room, and how fast it can be at best.
 
     By arithmetic from its configuration, without a TPU: memory of weights and KV, requests, a
-    second weight set, and one engine a chip beside engines of several chips. Exits with 1 where
-    it does not fit.
+    second weight set, and one engine a chip beside engines of several chips. With --compile, what
+    programs need and what compiling them takes is the compiler's word. Exits with 1 where it does
+    not fit.
     """
     arguments = parse_server_args(server_arg or []) | ({} if dtype is None else {"dtype": dtype})
     from enginepool.doctor.plan.plan import make
     from enginepool.doctor.plan.report import show
 
     found = make(
-        model, topology, context=context, batch=batch, tp_size=tp_size, server_args=arguments
+        model,
+        topology,
+        context=context,
+        batch=batch,
+        tp_size=tp_size,
+        server_args=arguments,
+        by_compiler=by_compiler,
     )
     print(json.dumps(found, indent=2, ensure_ascii=False)) if as_json else show(found)
     raise typer.Exit(0 if found["fits"] else 1)

@@ -106,16 +106,35 @@ def running_requests_cap(context: int, page_size: int) -> int:
 
 
 @dataclass(frozen=True)
+class StepPrograms:
+    """A step's programs as the compiler describes them, on one chip; in bytes.
+
+    Attributes:
+        count: Of the forward programs.
+        code: Of all programs of a step.
+        logits: What the sampler is given and gives, at its largest.
+    """
+
+    count: int
+    code: int
+    prefill_temporaries: int
+    sampler_temporaries: int
+    logits: int
+
+
+@dataclass(frozen=True)
 class Memory:
     """One chip of an engine. Everything in bytes, unless it says tokens or requests.
 
     Attributes:
         free: What the engine finds: the chip's HBM, less what others hold of it.
+        compiled: In the place of what is otherwise estimated of programs.
     """
 
     shape: Shape
     settings: Settings
     free: int
+    compiled: StepPrograms | None = None
 
     @cached_property
     def weights(self) -> int:
@@ -171,21 +190,29 @@ class Memory:
 
     @property
     def logits(self) -> int:
+        if self.compiled is not None:
+            return self.compiled.logits
         return self.largest_batch * self.shape.vocab * 4
 
     @property
     def prefill_temporaries(self) -> int:
+        if self.compiled is not None:
+            return self.compiled.prefill_temporaries
         mlp = 2 * self.shape.mlp_width // self.settings.tp_size
         a_token = (_HIDDEN_STATES * self.shape.hidden + mlp) * self.shape.itemsize
         return self.settings.chunk * a_token
 
     @property
     def sampler_temporaries(self) -> int:
+        if self.compiled is not None:
+            return self.compiled.sampler_temporaries
         return _SAMPLER_COPIES * self.logits
 
     @property
     def program_count(self) -> int:
         """Forward programs: one a bucket of prefill's tokens, and one of decode's requests."""
+        if self.compiled is not None:
+            return self.compiled.count
         paddings, most = self.settings.token_paddings, self.settings.chunk
         tokens = {n for n in paddings if self.largest_batch <= n < most} | {most}
         paddings, most = self.settings.batch_paddings, self.largest_batch
@@ -193,6 +220,8 @@ class Memory:
 
     @property
     def programs(self) -> int:
+        if self.compiled is not None:
+            return self.compiled.code
         return self.program_count * _PROGRAM_BYTES
 
     @property
@@ -231,6 +260,14 @@ class Memory:
             if self._fits(sets, fraction):
                 return fraction if self.tokens_at(fraction) else None
         return None
+
+    @property
+    def least_fraction(self) -> float | None:
+        """The smallest `mem_fraction_static`, in hundredths, with KV for a request of the whole
+        context; None where there is none."""
+        wanted = self.settings.tokens_per_request
+        each = (hundredths / 100 for hundredths in range(1, 100))
+        return next((one for one in each if self.tokens_at(one) >= wanted), None)
 
     def _fits(self, sets: int, fraction: float) -> bool:
         return sets * self.weights + self.kv_at(fraction) + self.reserve <= self.free

@@ -161,6 +161,8 @@ def test_command_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for part in ("104,320 in 815 pages", "mem_fraction_static=0.71", "never been run", "no faster"):
         assert part in shown
+    assert "if prompts are short: page_size=32" in shown
+    assert "By the compiler" not in shown
 
 
 def test_a_mistake_is_one_line() -> None:

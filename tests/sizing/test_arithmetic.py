@@ -48,8 +48,8 @@ def test_weights_are_those_of_upstreams_classes(family: str, tied: bool, tp_size
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_models(name: str) -> None:
-    """The configurations in docs/configs have the parameters of the checkpoints that they are of,
-    in upstream's classes as well."""
+    """The configurations that ship have the parameters of the checkpoints that they are of, in
+    upstream's classes as well."""
     shape = read_shape(CONFIGS[name])
     assert shape.parameters == PARAMETERS[name]
     leaves = upstreams_leaves(AutoConfig.from_pretrained(CONFIGS[name]), 1, jnp.bfloat16)
@@ -293,6 +293,19 @@ def test_small_pages_are_advised_against() -> None:
     assert "runs at most 32 at context_length=4096 and page_size=1 (524,288 // 4096" in cap
     assert "page_size=128 allows 4096" in cap
     assert problems("0.6B", V5E.hbm_bytes, context_length=4096, page_size=16) == []
+
+
+def test_smaller_pages_are_offered_where_nobody_chose() -> None:
+    """And where upstream runs as many requests with them; a plan says so, a starting pool not."""
+    (offer,) = rules.page_offer(pool_memory("0.6B", V5E.hbm_bytes, context_length=4096), {})
+    assert offer.problem.startswith("page_size=128: samples of one prompt share none of it below")
+    assert "page_size=32" in offer.remedy
+    # 524,288 // 1,280 pages // 4 = 102 of the 256 that may run
+    long = pool_memory("0.6B", V5E.hbm_bytes, context_length=40_960)
+    assert rules.page_offer(long, {}) == []
+    for page in (16, 128):
+        chosen = pool_memory("0.6B", V5E.hbm_bytes, context_length=4096, page_size=page)
+        assert rules.page_offer(chosen, {"page_size": page}) == []
 
 
 def test_fractions_outside_the_rule_are_advised_against() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {
-    name: str(ROOT / "docs" / "configs" / f"Qwen3-{name}.json")
+    name: str(ROOT / "enginepool" / "doctor" / "models" / f"Qwen3-{name}.json")
     for name in ("0.6B", "4B", "8B", "30B-A3B")
 }
 # As listings of the published checkpoints have them, a tied head counted once.

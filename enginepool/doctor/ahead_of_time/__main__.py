@@ -9,56 +9,66 @@ from typing import Any
 
 from enginepool.console.complaints import clear_errors
 from enginepool.doctor.ahead_of_time.models import MODELS, model_config
-from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
-from enginepool.doctor.ahead_of_time.record import KINDS, Compiled
-from enginepool.doctor.ahead_of_time.report import as_json, table
-from enginepool.doctor.ahead_of_time.topology import TOPOLOGIES
+from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs, refuse_what_fails
+from enginepool.doctor.ahead_of_time.record import KINDS
+from enginepool.doctor.ahead_of_time.report import as_json, overview, table
+from enginepool.sizing.chips import TOPOLOGIES, topology
 
 _USUAL = ("decode", "prefill", "sampler")
 
 
 def main() -> None:
-    options = _arguments()
+    options = arguments().parse_args()
+    with clear_errors():
+        raise SystemExit(1 if _check(options) else 0)
+
+
+def _check(options: argparse.Namespace) -> bool:
+    """Compile what is asked for and say what came of it; whether a TPU would refuse any."""
     kinds = None if options.all else options.kinds or _USUAL
     sizes = Sizes(
         options.batch, options.prefill, options.context, options.page_size, options.mem_fraction
     )
+    asked = [
+        (model, model_config(model, options.layers or None), topology(name))
+        for model in options.model or ["Qwen3-4B"]
+        for name in options.topology or ["v5e-8"]
+    ]
+    for _, config, host in asked:
+        refuse_what_fails(host, config, sizes)
     reports, refused = [], False
-    with clear_errors():
-        for model in options.model or ["Qwen3-4B"]:
-            config = model_config(model, options.layers or None)
-            for name in options.topology or ["v5e-8"]:
-                heading = f"{model}, {config['num_hidden_layers']} layers, one chip of a {name}"
-                programs = compile_programs(
-                    TOPOLOGIES[name],
-                    config,
-                    sizes,
-                    kinds=kinds,
-                    without=options.without,
-                    said=lambda program: print(_progress(program), file=sys.stderr, flush=True),
-                )
-                refused |= not programs or any(program.problem for program in programs)
-                about: dict[str, Any] = {
-                    "model": model,
-                    "layers": config["num_hidden_layers"],
-                    "topology": name,
-                    "hbm_bytes": TOPOLOGIES[name].hbm_bytes,
-                }
-                reports.append(as_json(programs, **about))
-                if not options.json:
-                    print(f"{heading}\n\n{table(programs)}\n", flush=True)
+    for model, config, host in asked:
+        layers = config["num_hidden_layers"]
+        record = compile_programs(
+            host,
+            config,
+            sizes.server_args(),
+            kinds=kinds,
+            without=options.without,
+            said=lambda program: print(program.line(), file=sys.stderr, flush=True),
+        )
+        programs = record.programs
+        refused |= not record.steps or any(program.problem for program in programs)
+        about: dict[str, Any] = {
+            "model": model,
+            "layers": layers,
+            "topology": host.name,
+            "hbm_bytes": host.chip.hbm_bytes,
+            "steps": record.steps,
+        }
+        reports.append(as_json(programs, **about))
+        if not options.json:
+            heading = f"{model}, {layers} layers, one chip of a {host.name}"
+            steps = f"Steps of requests of every shape, with these programs: {record.steps:,}"
+            print(f"{heading}\n\n{table(programs)}\n\n{steps}\n", flush=True)
     if options.json:
         print(json.dumps(reports))
-    raise SystemExit(1 if refused else 0)
+    elif len(reports) > 1:
+        print(overview(reports))
+    return refused
 
 
-def _progress(program: Compiled) -> str:
-    return (
-        f"{program.kind} {program.size}: {program.seconds:.1f} s, {program.problem or 'compiles'}"
-    )
-
-
-def _arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make tpu-check", description=__doc__)
     parser.add_argument(
         "--topology", action="append", choices=TOPOLOGIES, help="repeatable (default: v5e-8)"
@@ -82,12 +92,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=usual.prefill, help="tokens")
     parser.add_argument("--context", type=int, default=usual.context)
     parser.add_argument("--page-size", type=int, default=usual.page_size)
-    parser.add_argument("--mem-fraction", type=float, help="mem_fraction_static")
+    parser.add_argument(
+        "--mem-fraction", type=float, help="mem_fraction_static (default: the pool's)"
+    )
     parser.add_argument(
         "--without", action="append", default=[], metavar="PATCH", help="leave this patch out"
     )
     parser.add_argument("--json", action="store_true", help="a list of reports")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

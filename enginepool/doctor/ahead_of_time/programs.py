@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any
 import patches
 from enginepool.config import PoolConfig
 from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
-from enginepool.doctor.ahead_of_time.topology import Topology, libtpu_environment
+from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
 from enginepool.engine.channel import Channel
 from enginepool.engine.condition import EngineCondition
 from enginepool.engine.gil_limiter import process_limiter
 from enginepool.errors import InvalidConfig
 from enginepool.requests.queue import RequestQueue
+from enginepool.sizing.chips import Topology
+from enginepool.sizing.rules import page_advice, what_fails
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,6 @@ class Sizes:
     def server_args(self) -> dict[str, Any]:
         fraction = self.mem_fraction_static
         return {
-            "load_format": "dummy",
             "page_size": self.page_size,
             "context_length": self.context,
             "max_running_requests": self.batch,
@@ -47,20 +48,23 @@ class Sizes:
 
 
 def compile_programs(
-    topology: Topology,
+    host: Topology,
     config: dict[str, Any],
-    sizes: Sizes,
+    server_args: Mapping[str, Any],
     *,
+    tp_size: int = 1,
     kinds: Collection[str] | None = None,
     without: Collection[str] = (),
     said: Callable[[Compiled], None] = lambda _: None,
-) -> list[Compiled]:
-    """Compile what one engine on one chip of this host runs; nothing is run.
+) -> Record:
+    """Compile what one engine of a pool on this host runs, and see that it runs nothing else;
+    nothing is run.
 
     Takes the process for itself meanwhile.
 
     Args:
         config: The model's, as in its config.json.
+        server_args: As a pool is given them.
         kinds: Which programs; all of them, if None.
         without: Names of patches to leave out, to see what they are good for.
         said: Called with each program when it is done.
@@ -68,34 +72,64 @@ def compile_programs(
     from enginepool.doctor.ahead_of_time.stand_ins import upstream_without_device
 
     record = Record(kinds, said)
-    with libtpu_environment(), _patched(without), tempfile.TemporaryDirectory() as folder:
-        chips = topology.devices()
+    hbm_bytes = host.chip.hbm_bytes
+    with libtpu_environment(), _patched(without), _pool(config, tp_size, server_args) as pool:
+        chips = chips_of(host)
+        args = pool.for_engine("tpu", list(range(tp_size)), hbm_bytes)
+        # The pool's own tokenizer is no part of the programs, and the folder has no weights.
+        args |= {"skip_tokenizer_init": True, "load_format": "dummy"}
+        with upstream_without_device(chips, hbm_bytes, record), suppress(NotLowered):
+            _compile(args, chips, record)
+    return record
+
+
+def refuse_what_fails(host: Topology, config: dict[str, Any], sizes: Sizes) -> None:
+    """Without compiling: by the rules of docs/plan.md.
+
+    Raises:
+        InvalidConfig: With such a page size, memory fraction or batch no engine serves there.
+    """
+    with _pool(config, 1, sizes.server_args()) as pool:
+        hbm_bytes = host.chip.hbm_bytes
+        memory = pool.tpu_memory(pool.for_engine("tpu", [0], hbm_bytes), hbm_bytes)
+        given = pool.server_args
+        found = page_advice(given) if memory is None else what_fails(memory, given)
+    if found:
+        said = "; ".join(f"{entry.problem}: {entry.remedy}" for entry in found)
+        raise InvalidConfig(f"{host.name}, not compiled: {said}")
+
+
+@contextmanager
+def _pool(
+    config: dict[str, Any], tp_size: int, server_args: Mapping[str, Any]
+) -> Iterator[PoolConfig]:
+    """A pool of the model in a folder, which has nothing else, while it lasts."""
+    with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        pool = PoolConfig(model=folder, server_args=sizes.server_args())
-        # The pool's own tokenizer is no part of the programs, and the folder has none.
-        server_args = {**pool.for_engine("tpu", [0]), "skip_tokenizer_init": True}
-        with upstream_without_device(chips, topology.hbm_bytes, record), suppress(NotLowered):
-            _compile(server_args, chips, record)
-    return record.programs
+        yield PoolConfig(folder, tp_size=tp_size, server_args=server_args)
 
 
 def _compile(server_args: dict[str, Any], chips: list[Any], record: Record) -> None:
     # Not at the top: importing sgl_jax has side effects that the patches must precede.
+    from enginepool.doctor.ahead_of_time.steps import take_steps
     from enginepool.doctor.ahead_of_time.weight_programs import weight_programs
     from enginepool.engine.build import build_engine, dismantle
     from enginepool.engine.warmup import warm_up
 
     channel = Channel(0, RequestQueue(), process_limiter(), EngineCondition())
     try:
-        engine: Any = build_engine(server_args, chips[:1], channel)
+        engine: Any = build_engine(server_args, chips[: server_args["tp_size"]], channel)
     except (AssertionError, ValueError) as error:  # how upstream refuses sizes
         raise InvalidConfig(f"no engine can be built of this: {error}") from error
     try:
         scheduler = engine.scheduler_info["scheduler"]
         record.listening = True
-        record.kv_bytes = scheduler.kv_cache.describe()["fused_bytes_total"]
+        # Of all chips together.
+        kv_bytes = scheduler.kv_cache.describe()["fused_bytes_total"]
+        record.kv_bytes = kv_bytes // server_args["tp_size"]
         warm_up(scheduler)
         weight_programs(scheduler, chips, record)
+        take_steps(scheduler, channel, record)
     finally:
         dismantle(engine)
 

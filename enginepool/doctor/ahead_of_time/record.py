@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -18,9 +19,10 @@ _STEPS = {
     "zeros": "kv_zeros",
 }
 # Of a change of weights: one for each shape of leaf.
-WEIGHTS = ("fingerprint", "cast", "gather", "convert", "tied_head")
-_FORWARD = ("decode", "prefill")
-KINDS = (*_FORWARD, *_STEPS.values(), *WEIGHTS)
+WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
+FORWARD = ("decode", "prefill")
+STEP = (*FORWARD, "sampler", "logprobs", "top_logprobs")
+KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 
 _MIB = 2**20
 
@@ -32,16 +34,20 @@ class Compiled:
     Attributes:
         kind: What it does: decode, prefill, sampler, …
         size: Its bucket, or the shape of what it works on.
-        seconds: On the clock; other work of the machine makes them more.
-        cpu_seconds: Of this process.
+        lowering_seconds: Tracing it and writing it down for the compiler, in CPU seconds.
+        seconds: Compiling it, on the clock; other work of the machine makes them more.
+        cpu_seconds: The same, of this process.
         temporaries: Beside arguments and results, while it runs.
         donated: Of the arguments, those whose memory the results have to take over: the KV cache.
         aliased: Those whose memory they do take over.
+        page_copies: Of the KV cache, into one block of an attention kernel: instructions that are
+            written out one by one, and issued for every block. The most of its kernels.
         error: Why there is no such program.
     """
 
     kind: str
     size: str
+    lowering_seconds: float = 0.0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     arguments: int = 0
@@ -50,6 +56,7 @@ class Compiled:
     code: int = 0
     donated: int = 0
     aliased: int = 0
+    page_copies: int = 0
     error: str | None = None
 
     @property
@@ -75,6 +82,10 @@ class Compiled:
             return _MIB
         return math.inf
 
+    def line(self) -> str:
+        """For who waits."""
+        return f"{self.kind} {self.size}: {self.seconds:.1f} s, {self.problem or 'compiles'}"
+
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "problem": self.problem}
 
@@ -93,6 +104,8 @@ class Record:
     Attributes:
         listening: Set once an engine is built: programs that make its arrays are of no interest.
         kv_bytes: Of its KV cache, on the chip.
+        warm: Set once the warm-up is over: from here on a program is a mistake.
+        steps: How many were taken since.
     """
 
     def __init__(
@@ -101,6 +114,8 @@ class Record:
         self.programs: list[Compiled] = []
         self.listening = False
         self.kv_bytes = 0
+        self.warm = False
+        self.steps = 0
         self._kinds = kinds
         self._tell = said
         self._seen: set[tuple[str, str, int]] = set()
@@ -108,28 +123,38 @@ class Record:
     def wants(self, kind: str) -> bool:
         return self._kinds is None or kind in self._kinds
 
-    def compile(self, function: str, lowered: Any, args: tuple[Any, ...]) -> None:
-        """Compile a program of a warm-up."""
-        if self.listening:
-            self.add(*_described(function, args), lowered)
+    def compile(
+        self, function: str, lowered: Any, args: tuple[Any, ...], lowering_seconds: float
+    ) -> None:
+        """Compile a program of a warm-up. One of a step after it is not compiled, but wrong."""
+        if self.warm:
+            late = "a step needs it, and the warm-up has not compiled it"
+            self._keep(Compiled(*_described(function, args), lowering_seconds, error=late))
+        elif self.listening:
+            self.add(*_described(function, args), lowered, lowering_seconds)
 
     def not_lowered(self, function: str, args: tuple[Any, ...], error: Exception) -> None:
-        program = Compiled(*_described(function, args), error=_said(error))
-        self.programs.append(program)
-        self._tell(program)
+        self._keep(Compiled(*_described(function, args), error=_said(error)))
         raise NotLowered from error
 
-    def add(self, kind: str, size: str, lowered: Any) -> None:
+    def add(self, kind: str, size: str, lowered: Any, lowering_seconds: float = 0.0) -> None:
         if not self.wants(kind):
             return
         # One bucket may have several programs; a program that comes again is not compiled again.
-        key = (kind, size, hash(lowered.as_text()))
+        text = lowered.as_text()
+        key = (kind, size, hash(text))
         if key in self._seen:
             return
         self._seen.add(key)
-        program = Compiled(kind, size, donated=self.kv_bytes if kind in _FORWARD else 0)
-        self.programs.append(program)
+        donated = self.kv_bytes if kind in FORWARD else 0
+        program = Compiled(
+            kind, size, lowering_seconds, donated=donated, page_copies=page_copies(text)
+        )
         self._measure(program, lowered)
+        self._keep(program)
+
+    def _keep(self, program: Compiled) -> None:
+        self.programs.append(program)
         self._tell(program)
 
     def _measure(self, program: Compiled, lowered: Any) -> None:
@@ -162,6 +187,12 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     # The largest: a sampler has a key of random numbers and its seeds before the logits.
     shape = max(arrays, key=lambda array: array.size).shape if arrays else ()
     return _STEPS.get(function, function), "x".join(map(str, shape))
+
+
+def page_copies(text: str) -> int:
+    """From the name that upstream gives its kernel, which has the sizes of pages and blocks."""
+    named = re.findall(r"RPA\w*-p_(\d+)-bq_\d+_\d+-bkv_(\d+)_", text)
+    return max((int(block) // int(page) for page, block in named), default=0)
 
 
 def _said(error: Exception) -> str:

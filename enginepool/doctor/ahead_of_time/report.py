@@ -8,13 +8,30 @@ from typing import Any
 
 from enginepool.doctor.ahead_of_time.record import WEIGHTS, Compiled
 
-_HEAD = ("program", "for", "seconds", "CPU s", "arguments", "temporaries", "donated", "verdict")
+_HEAD = (
+    *("program", "for", "lowering s", "seconds", "CPU s"),
+    *("arguments", "temporaries", "donated", "verdict"),
+)
+
+
+_OVERVIEW = (
+    *("model", "layers", "host", "programs", "prefill, CPU s", "temporaries"),
+    *("decode, CPU s", "temporaries", "sampler, CPU s", "temporaries", "KV in place", "verdict"),
+)
 
 
 def table(programs: Sequence[Compiled]) -> str:
     """One line a program; those of weights, of which there is one a shape, one line a kind."""
-    rows = [_row(program) for program in _summed(programs)]
-    lines = [_HEAD, tuple("---" for _ in _HEAD), *rows]
+    return _markdown(_HEAD, [_row(program) for program in _summed(programs)])
+
+
+def overview(reports: Sequence[dict[str, Any]]) -> str:
+    """One line a model on a host: the largest of each kind."""
+    return _markdown(_OVERVIEW, [_line(report) for report in reports])
+
+
+def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
@@ -40,7 +57,8 @@ def _sum(same: Sequence[Compiled]) -> list[Compiled]:
     return [
         replace(
             largest,
-            size=f"{len(same)} shapes, to {largest.size.rpartition(' ')[2]}",
+            size=f"{len({each.size for each in same})} shapes, to {largest.size.split()[-1]}",
+            lowering_seconds=sum(program.lowering_seconds for program in same),
             seconds=sum(program.seconds for program in same),
             cpu_seconds=sum(program.cpu_seconds for program in same),
         )
@@ -54,12 +72,32 @@ def _row(program: Compiled) -> tuple[str, ...]:
     return (
         program.kind,
         program.size or "-",
+        f"{program.lowering_seconds:.1f}",
         f"{program.seconds:.1f}",
         f"{program.cpu_seconds:.1f}",
         _bytes(program.arguments),
         _bytes(program.temporaries),
         donated,
         program.problem or "compiles",
+    )
+
+
+def _line(report: dict[str, Any]) -> tuple[str, ...]:
+    programs = report["programs"]
+    cells: list[str] = []
+    for kind in ("prefill", "decode", "sampler"):
+        same = [program for program in programs if program["kind"] == kind]
+        seconds = max((program["cpu_seconds"] for program in same), default=0.0)
+        temporaries = max((program["temporaries"] for program in same), default=0)
+        cells += [f"{seconds:.1f}", _bytes(temporaries)] if same else ["-", "-"]
+    written = [program for program in programs if program["donated"]]
+    in_place = all(program["aliased"] >= program["donated"] for program in written)
+    problems = sum(program["problem"] is not None for program in programs)
+    return (
+        *(report["model"], str(report["layers"]), report["topology"], str(len(programs))),
+        *cells,
+        ("yes" if in_place else "no") if written else "-",
+        f"problems: {problems}" if problems else "compiles",
     )
 
 

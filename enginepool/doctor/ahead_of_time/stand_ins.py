@@ -19,6 +19,7 @@ and stay as they are.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -105,26 +106,33 @@ class _Program:
         self._jitted = _jit(function, **options)
         self._out_shardings = options.get("out_shardings")
         self._record = record
+        self._made: dict[Any, tuple[list[Any], Any]] = {}
         named = getattr(function, "func", function)  # of a partial
         self._name = getattr(named, "__name__", type(named).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _traced((args, kwargs)):
             return self._jitted(*args, **kwargs)
-        lowered = self.lower(*args, **kwargs)
-        lowered.compile()
-        return jax.tree.map(
-            lambda out: AbstractArray(out.shape, out.dtype, self._out_shardings or out.sharding),
-            lowered.program.out_info,
+        signature = _signature((args, kwargs))
+        if signature not in self._made:
+            lowered = self.lower(*args, **kwargs)
+            lowered.compile()
+            self._made[signature] = jax.tree.flatten(lowered.program.out_info)
+        outs, form = self._made[signature]
+        results = (
+            AbstractArray(out.shape, out.dtype, self._out_shardings or out.sharding) for out in outs
         )
+        return jax.tree.unflatten(form, results)
 
     def lower(self, *args: Any, **kwargs: Any) -> _Lowered:
+        started = time.process_time()
         try:
             lowered = self._jitted.lower(*args, **kwargs)
         except Exception as error:
             self._record.not_lowered(self._name, args, error)
             raise
-        return _Lowered(lowered, lambda: self._record.compile(self._name, lowered, args))
+        seconds = time.process_time() - started
+        return _Lowered(lowered, lambda: self._record.compile(self._name, lowered, args, seconds))
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,20 @@ _on_device = (AbstractArray, jax.ShapeDtypeStruct)
 def _traced(tree: Any) -> bool:
     """Whether this is inside another program."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _signature(tree: Any) -> Any:
+    """What JAX tells programs of one function apart by."""
+    leaves, form = jax.tree.flatten(tree)
+    return form, tuple(map(_kind, leaves))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, (int, float)):
+        return type(leaf)  # of no static argument that differs between steps
+    if hasattr(leaf, "dtype"):
+        return tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None)
+    return leaf
 
 
 def _put(value: Any, device: Any = None, **options: Any) -> Any:

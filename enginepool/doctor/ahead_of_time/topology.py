@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from enginepool.errors import InvalidConfig
+from enginepool.sizing.chips import Topology
 
-GIB = 2**30
 # libtpu asks a metadata server which machine it is on, wants a name for it (any, for a program that
 # is only compiled), and lets one process of a host load it.
 _LIBTPU = {
@@ -21,51 +21,45 @@ _LIBTPU = {
 }
 
 
-@dataclass(frozen=True)
-class Topology:
-    """A host as people name it.
-
-    Attributes:
-        description: What JAX calls it, and what else libtpu has to be told.
-        hbm_bytes: What the compiler lets one program have on a chip: less than the data sheet's.
-    """
-
-    name: str
-    hbm_bytes: int
-    description: Mapping[str, Any] = field(hash=False)
-
-    def devices(self) -> list[Any]:
-        """Its chips, as devices that can be compiled for and nothing else.
-
-        Raises:
-            InvalidConfig: libtpu is not installed, or knows no such host.
-        """
-        from jax.experimental import topologies
-
-        try:
-            described = topologies.get_topology_desc(platform="tpu", **self.description)
-        except Exception as error:
-            raise InvalidConfig(
-                f"cannot compile for {self.name}: {error}; libtpu comes with "
-                "pip install 'enginepool[tpu]', or with make tpu-check"
-            ) from error
-        return list(described.devices)
-
-
 # One chip of a v4 is two cores that work as one, which libtpu has to be told.
 _V4 = {
     "topology_name": "v4:2x2x1",
     "chip_config_name": "megacore",
     "chips_per_host_bounds": (2, 2, 1),
 }
-TOPOLOGIES = {
-    topology.name: topology
-    for topology in (
-        Topology("v4-8", int(30.75 * GIB), _V4),
-        Topology("v5e-8", int(15.75 * GIB), {"topology_name": "v5e:2x4"}),
-        Topology("v6e-8", int(31.25 * GIB), {"topology_name": "v6e:2x4"}),
-    )
+# By the slice as people name it: what JAX calls it, and what else libtpu has to be told.
+_DESCRIPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "v4-8": _V4,
+    **{
+        f"{chip}-{chips}": {"topology_name": f"{chip}:{grid}", "chips_per_host_bounds": bounds}
+        for chip in ("v5e", "v6e")
+        for chips, grid, bounds in (
+            (1, "1x1", (1, 1, 1)),
+            (4, "2x2", (2, 2, 1)),
+            (8, "2x4", (2, 4, 1)),
+        )
+    },
 }
+
+
+def chips_of(host: Topology) -> list[Any]:
+    """Its chips, as devices that can be compiled for and nothing else.
+
+    Raises:
+        InvalidConfig: libtpu is not installed, or knows no such host.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise InvalidConfig(
+            f"compiling for {host.name} needs libtpu, which is not installed: "
+            "pip install 'enginepool[tpu]' (no TPU is needed for it)"
+        )
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(platform="tpu", **_DESCRIPTIONS[host.name])
+    except Exception as error:
+        raise InvalidConfig(f"libtpu cannot compile for {host.name}: {error}") from error
+    return list(described.devices)
 
 
 @contextmanager

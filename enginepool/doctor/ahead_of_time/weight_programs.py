@@ -46,15 +46,24 @@ def _of_shape(spec: Any, chips: list[Any], size: str, record: Record) -> None:
     if record.wants("cast"):
         cast: Any = jax.jit(lambda array: array.astype(spec.dtype))
         record.add("cast", size, cast.lower(wide).program)
+    if record.wants("copy"):
+        copy: Any = jax.jit(lambda array: jnp.array(array, copy=True))
+        record.add("copy", size, copy.lower(leaf).program)
     if record.wants("gather") and any(n % len(chips) == 0 for n in spec.shape):
-        axis = next(i for i, n in enumerate(spec.shape) if n % len(chips) == 0)
-        mesh = Mesh(np.array(chips), ("all",))
-        cut = NamedSharding(mesh, PartitionSpec(*[None] * axis, "all"))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        gather = placement._gather.__wrapped__(everywhere, np.dtype(spec.dtype))
-        with jax.set_mesh(mesh):
-            lowered = gather.lower(AbstractArray(spec.shape, spec.dtype, cut))
-        record.add("gather", size, lowered.program)
+        _gathered(spec, chips, spec.dtype, size, record)
+        _gathered(spec, chips, jnp.float32, size, record)
+
+
+def _gathered(spec: Any, chips: list[Any], dtype: Any, size: str, record: Record) -> None:
+    """From a trainer that has the leaf in parts, in this dtype, on all chips."""
+    axis = next(i for i, n in enumerate(spec.shape) if n % len(chips) == 0)
+    mesh = Mesh(np.array(chips), ("all",))
+    cut = NamedSharding(mesh, PartitionSpec(*[None] * axis, "all"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    gather = placement._gather.__wrapped__(everywhere, np.dtype(spec.dtype))
+    with jax.set_mesh(mesh):
+        lowered = gather.lower(AbstractArray(spec.shape, dtype, cut))
+    record.add("gather", size, lowered.program)
 
 
 def _conversion(mapping: Any, path: str, spec: Any, size: str, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def make(
     batch: int = 64,
     tp_size: int = 1,
     server_args: Mapping[str, Any] | None = None,
+    by_compiler: bool = False,
 ) -> dict[str, Any]:
     """The plan of a pool on a host, as one flat dict; bytes are those of one chip.
 
@@ -33,9 +35,11 @@ def make(
         context: Tokens of a request, prompt and output; the checkpoint's own if left out.
         batch: Requests in flight on the host.
         tp_size: Chips of one engine of the pool.
+        by_compiler: Compile the engine's programs, and take what they need from the compiler
+            instead of estimating it. Takes minutes, and the process for itself.
 
     Raises:
-        InvalidConfig: An unknown topology or option, or a model that cannot be counted.
+        InvalidConfig: An unknown topology or option, a model that cannot be counted, or no libtpu.
     """
     given = dict(server_args or {})
     if context is not None:
@@ -45,20 +49,44 @@ def make(
     if not is_int(batch) or batch < 1:
         raise InvalidConfig(f"batch={shown(batch)}: expected a count of requests, 1 or more")
     where = topology(host)
-    shape = read_shape(str(Path(model).expanduser()), given)
+    path = str(Path(model).expanduser())
+    shape = read_shape(path, given)
     _check_tp(tp_size, where, shape)
     sizes = [k for k in _divisors(where.chips) if not _why_not(k, shape) or k == tp_size]
     layouts = {k: _layout(model, where, shape, batch, k, given) for k in sizes}
+    notes = [where.chip.note] if where.chip.note else []
+    compiled, failing = None, []
+    if by_compiler:
+        failing = rules.what_fails(layouts[tp_size].memory, given)
+        if failing:
+            notes.append(f"not compiled: {failing[0].problem}")
+        else:
+            layouts[tp_size], compiled = _compiled(path, where, layouts[tp_size], given)
+            failing = compiled["problems"]
     mine = layouts[tp_size]
-    return {
+    plan = {
         "model": model,
         "topology": host,
         **_inputs(mine, where),
         **_memory(mine.memory, given),
         **_decode(mine),
         **_verdict(mine, list(layouts.values())),
-        "notes": [where.chip.note] if where.chip.note else [],
+        "notes": notes,
+        "compiled": compiled,
     }
+    return plan | ({"fits": False} if failing else {})
+
+
+def _compiled(
+    model: str, where: Topology, layout: Layout, given: Mapping[str, Any]
+) -> tuple[Layout, dict[str, Any]]:
+    """The layout with the compiler's figures, and those beside the arithmetic's."""
+    from enginepool.doctor.plan.compiled import by_the_compiler, compile_steps, step_programs
+
+    programs = compile_steps(model, where, layout, given)
+    memory = replace(layout.memory, compiled=step_programs(programs))
+    figures = by_the_compiler(programs, layout.memory, memory, layout.engines)
+    return replace(layout, memory=memory), figures
 
 
 def _layout(
@@ -134,7 +162,10 @@ def _memory(memory: Memory, given: Mapping[str, Any]) -> dict[str, Any]:
         "staging": rules.staging(memory),
         "live_swap_mem_fraction_static": memory.live_swap_fraction,
         "kv_tokens_at_upstreams_fraction": memory.tokens_at(FRACTION),
-        "advice": [entry._asdict() for entry in rules.all_advice(memory, given)],
+        "advice": [
+            entry._asdict()
+            for entry in [*rules.all_advice(memory, given), *rules.page_offer(memory, given)]
+        ],
     }
 
 

@@ -14,6 +14,7 @@ def show(plan: dict[str, Any]) -> None:
     for title, lines in (
         ("Inputs", _inputs(plan)),
         ("HBM of one chip", _memory(plan)),
+        *([("By the compiler", _compiled(plan))] if plan["compiled"] else []),
         ("New weights", _swap(plan)),
         ("A decode step", _decode(plan)),
     ):
@@ -95,7 +96,10 @@ def _memory(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "programs",
-            f"{_bytes(plan['program_bytes'])}: {plan['program_count']} of 23 MB at most each",
+            (
+                f"{_bytes(plan['program_bytes'])}: {plan['program_count']} forward programs"
+                + ("" if plan["compiled"] else " of 23 MB at most each")
+            ),
         ),
         ("logits", _bytes(plan["logits_bytes"])),
         (
@@ -113,6 +117,29 @@ def _memory(plan: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ),
     ]
+
+
+def _compiled(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    found = plan["compiled"]
+
+    def beside(name: str) -> str:
+        return f"{_bytes(found[name])}; by arithmetic {_bytes(found[f'{name}_by_arithmetic'])}"
+
+    lines = [
+        ("arguments", f"{beside('argument_bytes')}: weights, KV and a batch's numbers"),
+        ("beside them", f"{beside('reserve_bytes')}: programs, logits, temporaries"),
+        ("in all", beside("memory_bytes")),
+        ("decode's temporaries", _bytes(found["decode_temporary_bytes"])),
+        (
+            "start-up",
+            (
+                f"{found['startup_cpu_seconds']:,.0f} CPU seconds: {found['programs']} programs of "
+                f"a step in {found['cpu_seconds_of_an_engine']:,.0f} here, × {plan['engines']} "
+                "engines, which share none"
+            ),
+        ),
+    ]
+    return lines + [("problem", text) for text in found["problems"]]
 
 
 def _swap(plan: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,0 +1,102 @@
+"""Whether a step ever needs a program that the warm-up has not compiled.
+
+The engine that was built and warmed up for a chip that is not here serves requests, through its own
+queue, channel and loop. What a program would have given back is zeros; which program each step asks
+for is what it would be on the chip. Once warm, the record takes any other one for a mistake.
+
+A step's shape is upstream's bucket of how many requests it decodes, or of how many tokens it
+prefills: all counts of requests come up, and of tokens both ends of every bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+from enginepool.doctor.ahead_of_time.record import Record
+from enginepool.engine.channel import Channel
+from enginepool.engine.jobs import StopEngine
+from enginepool.requests.request import Call, Request
+from enginepool.requests.sampling import make_sampling
+
+# What a caller may ask of the sampler: alone, and then all in one batch.
+_SAMPLING: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"frequency_penalty": 1.0},
+    {"presence_penalty": -1.0},
+    {"min_new_tokens": 2},
+)
+
+
+def take_steps(scheduler: Any, channel: Channel, record: Record) -> None:
+    """Serve requests of every shape; programs that were not there before are problems."""
+    # All that upstream's penalties ask a tokenizer for; none was built.
+    scheduler.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
+    channel.attach(scheduler)
+    channel.queue.attach(channel.engine_index, channel.load, channel.wake)
+    record.warm = True
+    for requests in _waves(scheduler):
+        _serve(scheduler, channel, requests)
+    record.steps = channel.steps
+
+
+def _serve(scheduler: Any, channel: Channel, requests: list[Request]) -> None:
+    call = requests[0].call
+    call.on_finish = lambda _: channel.stop() if call.done else None
+    channel.queue.put(requests)
+    with suppress(StopEngine):
+        scheduler.event_loop_normal()
+
+
+def _waves(scheduler: Any) -> Iterator[list[Request]]:
+    """Requests that are there at the same time."""
+    manager = scheduler.tp_worker.worker.compilation_manager
+    vocabulary = scheduler.model_config.vocab_size
+    longest = scheduler.max_req_input_len
+    batch, chunk = manager.max_padded_batch_size, manager.max_padded_num_tokens
+    starts = iter(range(2, 1 << 30))  # no two prompts share a prefix
+
+    def make(*wanted: tuple[int, int, Mapping[str, Any]]) -> list[Request]:
+        call = Call()
+        for length, tokens, params in wanted:
+            start = next(starts) % vocabulary
+            sampling = make_sampling(
+                # Every request of a pool has a seed.
+                {"max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": start, **params},
+                vocab_size=vocabulary,
+                tokenizer=None,
+            )
+            call.add(Request(call, [start] + [0] * (length - 1), sampling.params))
+        return call.requests
+
+    # They end one after the other, so that every smaller batch comes up.
+    yield make(*((1, min(1 + n, longest), {}) for n in range(batch)))
+    for least, most in zip([0, *manager.token_buckets], manager.token_buckets, strict=False):
+        for length in {least + 1, most}:
+            if length <= longest:
+                yield make((length, 1, {}))
+    if chunk < longest:
+        yield make((chunk + 1, 2, {}), (min(2 * chunk, longest), 2, {}), (1, 4, {}))
+    for params in _SAMPLING:
+        yield make((3, 3, params), (5, 2, params))
+    yield make(*((3, 3, params) for params in _SAMPLING[:batch]))
+    again = make((min(2 * manager.page_size + 1, longest), 4, {}))
+    for request in again:
+        request.top_logprobs_num = 5
+    yield again
+    yield _resumed(again[0])
+
+
+def _resumed(done: Request) -> list[Request]:
+    """The same prompt, of which the prefix cache has pages, with outputs that it already has."""
+    call = Call()
+    request = Request(call, done.input_ids, done.sampling)
+    request.output_ids, request.logprobs = [0, 0], [0.0, 0.0]
+    call.add(request)
+    return call.requests

@@ -1,0 +1,296 @@
+"""What `make tpu-check` and `plan --compile` refuse, with and without compiling."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from enginepool import InvalidConfig
+from enginepool.doctor.ahead_of_time.__main__ import arguments
+from enginepool.doctor.ahead_of_time.models import MODELS, model_config
+from enginepool.doctor.ahead_of_time.programs import Sizes, refuse_what_fails
+from enginepool.doctor.ahead_of_time.record import Record
+from enginepool.doctor.ahead_of_time.stand_ins import upstream_without_device
+from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
+from enginepool.doctor.plan.plan import make
+from enginepool.sizing.chips import TOPOLOGIES
+from tests.support.published import CONFIGS
+from tests.support.tpu import LIBTPU, check, needs_libtpu, python
+
+ROOT = Path(__file__).parents[2]
+V5E = TOPOLOGIES["v5e-8"]
+
+
+def refused(model: str = "Qwen3-0.6B", **sizes: Any) -> str:
+    with pytest.raises(InvalidConfig) as said:
+        refuse_what_fails(V5E, model_config(model, None), Sizes(**sizes))
+    assert "\n" not in str(said.value)
+    return str(said.value)
+
+
+def test_pages_outside_the_rule_are_refused() -> None:
+    """The value, the limit and what to do."""
+    said = refused(page_size=8)
+    assert "v5e-8, not compiled: page_size=8: below 16" in said
+    assert "leave page_size out (128 on a TPU), or give 16 or more" in said
+    both = refused(page_size=1)
+    assert "page_size=1: below 16" in both
+    assert "runs at most 32 at context_length=4096 and page_size=1" in both
+
+
+def test_fractions_outside_the_rule_are_refused() -> None:
+    """Too much leaves programs no room, too little no KV; the limits are those that fit."""
+    most = refused(mem_fraction_static=0.99)
+    assert "mem_fraction_static=0.99 leaves too little for programs and temporaries" in most
+    limit = float(most.partition("at most ")[2].partition(")")[0])
+    config = model_config("Qwen3-0.6B", None)
+    refuse_what_fails(V5E, config, Sizes(mem_fraction_static=limit))
+    refused(mem_fraction_static=limit + 0.01)
+    least = refused(mem_fraction_static=0.05)
+    assert "0 KV tokens at mem_fraction_static=0.05 (1.19 GB of weights in 16.91)" in least
+    low, high = least.partition(": mem_fraction_static=")[2].split(", or")[0].split(" to ")
+    assert float(high) == limit
+    refuse_what_fails(V5E, config, Sizes(mem_fraction_static=float(low)))
+    refused(mem_fraction_static=float(low) - 0.01)
+
+
+def test_a_model_that_fits_at_no_fraction_is_refused_without_one() -> None:
+    said = refused("Qwen3-8B", mem_fraction_static=0.5)
+    assert "0 KV tokens at mem_fraction_static=0.5 (16.38 GB of weights in 16.91)" in said
+    assert ": a larger tp_size, a smaller context_length, or a chip with more HBM" in said
+
+
+@pytest.mark.parametrize("page", [16, 32, 128])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_documented_is_not_refused(model: str, page: int) -> None:
+    """Two layers of each model that ships, and no fraction, as the pool has it."""
+    for host in TOPOLOGIES.values():
+        refuse_what_fails(host, model_config(model, 2), Sizes(page_size=page))
+
+
+def test_the_command_refuses_without_compiling() -> None:
+    """Exit code 2 and one line, also without libtpu."""
+    code, report, said = check("--page-size", "1")
+    assert (code, report) == (2, {})
+    (line,) = said.splitlines()
+    assert line.startswith("enginepool: v5e-8, not compiled: page_size=1: below 16")
+
+
+def test_plan_does_not_compile_what_fails() -> None:
+    """The rest of the plan is there; it does not fit."""
+    small = {"context": 4096, "server_args": {"page_size": 1}}
+    plan = make(CONFIGS["0.6B"], "v5e-8", **small, by_compiler=True)
+    assert (plan["fits"], plan["compiled"]) == (False, None)
+    assert plan["notes"][-1].startswith("not compiled: page_size=1: below 16")
+    assert make(CONFIGS["0.6B"], "v5e-8", **small)["notes"] == []
+
+
+@pytest.mark.parametrize("topology", ["v4-8", "v5e-8", "v6e-8"])
+def test_the_hosted_run_calls_make_with_arguments_that_there_are(topology: str) -> None:
+    """The workflow runs nothing else; all kinds of models come up, for each host."""
+    text = (ROOT / ".github" / "workflows" / "tpu-check.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    assert topology in jobs["programs"]["strategy"]["matrix"]["topology"]
+    commands = [
+        shlex.split(step["run"].replace("${{ matrix.topology }}", topology))
+        for job in jobs.values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    assert {command[0] for command in commands} == {"make"}
+    assert commands.pop() == ["make", "test-tpu"]
+    models = set()
+    for _, target, variable in commands:
+        name, _, given = variable.partition("=")
+        assert (target, name) == ("tpu-check", "ARGS")
+        options = arguments().parse_args(shlex.split(given))
+        assert options.topology == [topology]
+        assert options.all or not options.layers
+        models |= set(options.model or ["Qwen3-4B"])
+    families = {model_config(model, None)["model_type"] for model in models}
+    assert families == {"llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"}
+
+
+@pytest.mark.skipif(LIBTPU, reason="libtpu is here")
+def test_plan_without_libtpu_says_how_to_get_it() -> None:
+    """One line, before anything is built."""
+    arguments = ["--model", CONFIGS["0.6B"], "--topology", "v5e-8", "--compile"]
+    done = python("-m", "enginepool.cli.main", "plan", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "compiling for v5e-8 needs libtpu, which is not installed" in line
+    assert "pip install 'enginepool[tpu]'" in line
+
+
+@needs_libtpu
+def test_plan_by_arithmetic_is_the_compilers_within_5_percent() -> None:
+    """Memory of Qwen3-0.6B at its full depth on a v5e, with one bucket each. What programs need is
+    estimated from above, and never from below."""
+    args = [
+        *("max_running_requests=8", "precompile_bs_paddings=[8]", "max_prefill_tokens=256"),
+        *("chunked_prefill_size=256", "precompile_token_paddings=[256]"),
+    ]
+    given = [part for arg in args for part in ("--server-arg", arg)]
+    asked = ["--model", CONFIGS["0.6B"], "--topology", "v5e-8", "--context", "1024", *given]
+    done = python("-m", "enginepool.cli.main", "plan", *asked, "--compile", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    compiled = plan["compiled"]
+    by_arithmetic = compiled["memory_bytes_by_arithmetic"]
+    assert compiled["memory_bytes"] == pytest.approx(by_arithmetic, rel=0.05)
+    arguments = compiled["argument_bytes_by_arithmetic"]
+    assert arguments == plan["weight_bytes"] + plan["kv_bytes"]
+    assert compiled["argument_bytes"] == pytest.approx(arguments, rel=0.001)
+    assert 0 < compiled["reserve_bytes"] <= compiled["reserve_bytes_by_arithmetic"]
+    assert compiled["reserve_bytes"] == plan["reserve_bytes"]
+    assert plan["program_count"] == 2
+    assert compiled["startup_cpu_seconds"] == 8 * compiled["cpu_seconds_of_an_engine"] > 0
+    assert compiled["problems"] == []
+    assert plan["fits"]
+
+
+@needs_libtpu
+def test_steps_need_what_the_warm_up_compiles() -> None:
+    """Requests of every shape, served on a chip that is not there."""
+    code, report, said = check("--kind", "kv_zeros")
+    assert (code, [program["kind"] for program in report["programs"]]) == (0, ["kv_zeros"]), said
+    assert report["steps"] > 50
+
+
+@needs_libtpu
+def test_a_step_that_needs_another_program_is_a_problem() -> None:
+    """Upstream's own warm-up knows no seeds, and no top-k log-probabilities: see
+    `engine/warmup.py`."""
+    done = python("-c", _UPSTREAMS_WARM_UP)
+    assert done.returncode == 0, done.stderr
+    late = json.loads(done.stdout)
+    assert {kind for kind, _ in late} == {"sampler", "top_logprobs"}
+    assert {problem for _, problem in late} == {
+        "a step needs it, and the warm-up has not compiled it"
+    }
+
+
+_UPSTREAMS_WARM_UP = """
+import json
+from enginepool.doctor.ahead_of_time.models import model_config
+from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
+from enginepool.engine import warmup
+from enginepool.sizing.chips import TOPOLOGIES
+
+def upstreams(scheduler):
+    scheduler.tp_worker.worker.run_precompile()
+
+warmup.warm_up = upstreams
+record = compile_programs(
+    TOPOLOGIES["v5e-8"],
+    model_config("Qwen3-0.6B", 1),
+    Sizes(batch=8, prefill=256, context=1024).server_args(),
+    kinds=(),
+)
+print(json.dumps([(program.kind, program.problem) for program in record.programs]))
+"""
+
+
+@needs_libtpu
+def test_what_is_broken_is_a_problem() -> None:
+    """A KV cache that decode is not given for good, a checksum and a comparison that make wider
+    copies: each by itself, in an engine that is otherwise as it is."""
+    done = python("-c", _BROKEN)
+    assert done.returncode == 0, done.stderr
+    wrong = dict(json.loads(done.stdout))
+    assert set(wrong) == {"decode", "fingerprint", "tied_head"}
+    assert "bytes of KV cache are not written in place" in wrong["decode"]
+    for kind in ("fingerprint", "tied_head"):
+        assert "bytes of temporaries, 1,048,576 are documented" in wrong[kind]
+
+
+_BROKEN = """
+import json
+import jax
+import jax.numpy as jnp
+from enginepool.doctor.ahead_of_time import stand_ins
+from enginepool.doctor.ahead_of_time.models import model_config
+from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
+from enginepool.sizing.chips import TOPOLOGIES
+from enginepool.weights import fingerprint, tied
+
+def wider(array):
+    return jax.lax.optimization_barrier(array.astype(jnp.float32))
+
+jit = stand_ins._jit
+
+def keep(function, **options):
+    return jit(function, **{k: v for k, v in options.items() if k != "donate_argnames"})
+
+stand_ins._jit = keep
+fingerprint._sum = jit(lambda array: wider(array).sum())
+tied._equal_on_devices = jit(lambda a, b, _: (wider(a) == wider(b)).all(), static_argnums=2)
+record = compile_programs(
+    TOPOLOGIES["v5e-8"],
+    model_config("Qwen3-0.6B", 1),
+    # Two KV caches are to fit.
+    Sizes(batch=8, prefill=256, context=1024, mem_fraction_static=0.3).server_args(),
+    kinds=("decode", "fingerprint", "tied_head"),
+)
+print(json.dumps([(one.kind, one.problem) for one in record.programs if one.problem]))
+"""
+
+
+@needs_libtpu
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize(("page", "fits"), [(1, False), (128, True)])
+def test_why_pages_of_one_token_are_refused(page: int, fits: bool) -> None:
+    """The page numbers of 64 requests of 4,096 tokens fill a v5e's scalar memory. The attention
+    kernel by itself, in small blocks: upstream's own blocks of such pages take minutes to lower."""
+    attention = _attention(page, batch=64, context=4096)
+    if fits:
+        attention.compile()
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"memory space smem.*of 1\.00M smem"):
+        attention.compile()
+
+
+def _attention(page: int, batch: int, context: int) -> Any:
+    """Upstream's kernel with the heads of Qwen3-0.6B, lowered for a v5e."""
+    with libtpu_environment():
+        chips = chips_of(V5E)
+        with upstream_without_device(chips, V5E.chip.hbm_bytes, Record(None)):
+            from sgl_jax.srt.kernels.ragged_paged_attention import ragged_paged_attention_v3 as rpa
+
+            mesh = Mesh(
+                np.array(chips[:1]).reshape(1, 1),
+                ("data", "tensor"),
+                axis_types=(AxisType.Explicit,) * 2,
+            )
+            place = NamedSharding(mesh, PartitionSpec())
+
+            def array(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
+                return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+            def integers(count: int) -> Any:
+                return array((count,), jnp.int32)
+
+            pages = context // page
+            block = max(page, 64)
+            cache = rpa.get_kv_cache_shape(16 * pages, page, 8, 128, jnp.bfloat16)
+            with jax.set_mesh(mesh):
+                return rpa.ragged_paged_attention.lower(
+                    array((batch, 16, 128)),
+                    *(array((batch, 8, 128)),) * 2,
+                    array(cache),
+                    integers(batch),
+                    integers(batch * pages),
+                    *(integers(batch + 1),) * 2,
+                    integers(3),
+                    None,
+                    d_block_sizes=(1, block, 1, block),
+                    p_block_sizes=(8, block, 8, block),
+                    m_block_sizes=(8, block, 8, block),
+                )
