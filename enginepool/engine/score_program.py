@@ -1,0 +1,307 @@
+"""The program that computes the log-probabilities of given tokens, apart from any sampling batch.
+
+Reaches into upstream's model runner and compilation manager: the model's own forward pass runs over
+an extend batch of upstream's making, with a head of ours in the place of its logits processor.
+
+What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions,
+which a long prompt has no memory for, compile anew while it serves, and cannot be mixed with
+requests that do not ask for them.
+Why: They are part of the batch that samples.
+Remove when: Upstream computes them a slice at a time, whatever else is in the batch. A model
+without a logits processor is not scored, and says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from enginepool.process.upstream import expect
+from enginepool.requests.request import MAX_TOP_LOGPROBS
+
+# The most bytes of logits (float32, all of the vocabulary) that there are at a time; never fewer
+# than one slice of `_LEAST_ROWS` positions.
+LOGITS_BYTES = 128 * 2**20
+_LEAST_ROWS = 8
+# Each bucket is one more program to compile at warm-up.
+MAX_BUCKETS = 3
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens of a prompt, computed after `prefix` of them that are in the KV cache already.
+
+    Attributes:
+        slots: Of the KV cache, for prefix and piece: whole pages.
+        targets: What follows each of the last so many tokens of the piece.
+    """
+
+    ids: list[int]
+    prefix: int
+    slots: np.ndarray
+    targets: list[int]
+
+
+@dataclass(frozen=True)
+class Values:
+    """Of one piece, one row a target. The most probable tokens only where they were asked for."""
+
+    logprobs: np.ndarray
+    top_values: np.ndarray | None
+    top_ids: np.ndarray | None
+
+
+class ScoreProgram:
+    """One program a bucket of tokens, for the engine's own model and KV cache.
+
+    Attributes:
+        refusal: Why this model cannot be scored, if so.
+        tokens, sequences, slots: The most that fit one run; slots count whole pages.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        expect(worker, "model_runner", "compilation_manager")
+        runner, manager = worker.model_runner, worker.compilation_manager
+        expect(manager, "_make_dummy_batch", "token_buckets", "cache_loc_buckets", "page_size")
+        expect(runner, "jitted_run_model", "attn_backend", "forward", "model_state_leaves")
+        self.page_size: int = manager.page_size
+        self.buckets = _some(manager.token_buckets)
+        self.tokens: int = self.buckets[-1]
+        self.sequences: int = manager.max_padded_batch_size
+        self.slots: int = manager.cache_loc_buckets[-1]
+        self.refusal = _refusal(runner, manager)
+        self._runner, self._manager = runner, manager
+        self._templates: dict[int, Any] = {}
+        self._definition, state = nnx.split(runner.model)
+        self._structure = jax.tree.structure(state)
+        self._program = _program(runner.mesh, runner.model_config.vocab_size)
+
+    def compile(self) -> None:
+        """Compile every program. Nothing of the KV cache that is in use is written."""
+        if self.refusal is not None:
+            return
+        for bucket in self.buckets:
+            self._run(bucket, [], top=False)
+
+    def run(self, pieces: Sequence[Piece], *, top: bool) -> jax.Array | Any:
+        """Compute pieces, together; `fetch` gets what came of it. Their KV cache is filled.
+
+        Args:
+            top: Whether any of them wants the most probable tokens.
+        """
+        tokens = sum(len(piece.ids) for piece in pieces)
+        bucket = next(bucket for bucket in self.buckets if bucket >= tokens)
+        return self._run(bucket, pieces, top=top)
+
+    @staticmethod
+    def fetch(pieces: Sequence[Piece], results: Any, *, top: bool) -> list[Values]:
+        """What `run` has computed for each piece."""
+        logprobs, *most_probable = jax.device_get(results if top else results[:1])
+        ends = list(itertools.accumulate(len(piece.targets) for piece in pieces))
+        parts = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        values, ids = most_probable or (None, None)
+        return [
+            Values(
+                logprobs[part],
+                None if values is None else values[part],
+                None if ids is None else ids[part],
+            )
+            for part in parts
+        ]
+
+    def _run(self, bucket: int, pieces: Sequence[Piece], *, top: bool) -> Any:
+        runner = self._runner
+        batch = self._batch(bucket, pieces)
+        forward_batch = ForwardBatch.init_new(batch, runner)
+        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
+        metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
+        wanted = _wanted(bucket, pieces, top, runner.mesh)
+        upstreams = runner.jitted_run_model
+        runner.jitted_run_model = partial(self._instead, wanted)
+        try:
+            return runner.forward(forward_batch, metadata)[0]
+        finally:
+            runner.jitted_run_model = upstreams
+
+    def _instead(self, wanted: Any, forward_batch: Any, metadata: Any) -> Any:
+        """In the place of upstream's program, which `ModelRunner.forward` runs."""
+        runner = self._runner
+        return self._program(
+            self._definition,
+            self._structure,
+            runner.model_state_leaves,
+            forward_batch,
+            runner.memory_pools,
+            metadata,
+            wanted,
+        )
+
+    def _batch(self, bucket: int, pieces: Sequence[Piece]) -> Any:
+        """An extend batch of upstream's, padded as upstream pads."""
+        if bucket not in self._templates:
+            self._templates[bucket] = self._manager._make_dummy_batch(
+                self.sequences,
+                bucket,
+                ForwardMode.EXTEND,
+                self.slots,
+                dp_size=1,
+                per_dp_bs_size=self.sequences,
+            )
+        batch = copy.copy(self._templates[bucket])
+        lengths = [len(piece.ids) for piece in pieces]
+        prefixes = [piece.prefix for piece in pieces]
+        ends = list(map(sum, zip(prefixes, lengths, strict=True)))
+        batch.real_bs, batch.real_input_ids_len = len(pieces), sum(lengths)
+        batch.input_ids = _padded(bucket, [piece.ids for piece in pieces])
+        batch.positions = _padded(bucket, list(map(range, prefixes, ends)))
+        written = [piece.slots[piece.prefix :][: len(piece.ids)] for piece in pieces]
+        batch.out_cache_loc = _padded(bucket, written, fill=-1)
+        batch.cache_loc = _padded(self.slots, [piece.slots for piece in pieces])
+        batch.seq_lens = _padded(self.sequences, [ends])
+        batch.extend_seq_lens = _padded(self.sequences, [lengths])
+        batch.extend_prefix_lens = _padded(self.sequences, [prefixes])
+        batch.logits_indices = np.zeros(self.sequences, np.int32)
+        return batch
+
+
+class _Head:
+    """In the place of a model's logits processor: takes the log-probabilities of given tokens from
+    the hidden states, a slice of positions at a time."""
+
+    def __init__(self, processor: Any, wanted: Any, rows: int, width: int) -> None:
+        self._processor, self._wanted = processor, wanted
+        self._rows, self._width = rows, width
+
+    def __call__(self, hidden_states: jax.Array, lm_head: Any, *_: Any, **__: Any) -> Any:
+        wanted, rows = self._wanted, self._rows
+        picked = self._processor._select_hidden_states(hidden_states, wanted["rows"])
+        picked = jax.sharding.reshard(picked, PartitionSpec(None, None))
+        slices = -(-len(picked) // rows)
+        padding = slices * rows - len(picked)
+        picked = jnp.pad(picked, ((0, padding), (0, 0)))
+        targets = jnp.pad(wanted["targets"], (0, padding))
+        compute = partial(self._slice, lm_head)
+        each = (
+            picked.reshape(slices, rows, -1),
+            targets.reshape(slices, rows),
+            jnp.arange(slices) * rows < wanted["count"],
+        )
+
+        def one(part: Any) -> Any:
+            hidden, ids, needed = part
+            return jax.lax.cond(needed, compute, self._nothing, hidden, ids)
+
+        return jax.tree.map(
+            lambda array: array.reshape(slices * rows, *array.shape[2:]), jax.lax.map(one, each)
+        )
+
+    def _slice(self, lm_head: Any, hidden: jax.Array, ids: jax.Array) -> Any:
+        replicated = PartitionSpec(None)
+        hidden = jax.sharding.reshard(hidden, PartitionSpec("data", None))
+        logits = self._processor._get_logits(hidden, lm_head).astype(jnp.float32)
+        total = jax.sharding.reshard(jax.nn.logsumexp(logits, axis=-1), replicated)
+        own = logits.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
+
+        def top(logits: jax.Array) -> Any:
+            whole = jax.sharding.reshard(logits, PartitionSpec(None, None))
+            values, best = jax.lax.top_k(whole, self._width)
+            return values - total[:, None], best
+
+        def none(_: jax.Array) -> Any:
+            return self._nothing(hidden, ids)[1:]
+
+        return own - total, *jax.lax.cond(self._wanted["top"], top, none, logits)
+
+    def _nothing(self, _: jax.Array, ids: jax.Array) -> Any:
+        count, width = len(ids), self._width
+        return (
+            jnp.zeros(count, jnp.float32),
+            jnp.zeros((count, width), jnp.float32),
+            jnp.zeros((count, width), jnp.int32),
+        )
+
+
+def _program(mesh: Any, vocab_size: int) -> Any:
+    rows = max(_LEAST_ROWS, _power_of_two(LOGITS_BYTES // (4 * vocab_size)))
+    width = min(MAX_TOP_LOGPROBS, vocab_size)
+
+    # Without the runner: in a cycle its arrays would outlive a closed engine.
+    @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["structure"])
+    def score(
+        definition: Any,
+        structure: Any,
+        leaves: Any,
+        forward_batch: Any,
+        memory_pools: Any,
+        logits_metadata: Any,
+        wanted: Any,
+    ) -> Any:
+        model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
+        # The module itself counts its arrays; this is none of them.
+        vars(model)["logits_processor"] = _Head(
+            model.logits_processor, wanted, min(rows, len(wanted["targets"])), width
+        )
+        return model(forward_batch, memory_pools, logits_metadata)
+
+    return score
+
+
+def _wanted(bucket: int, pieces: Sequence[Piece], top: bool, mesh: Any) -> dict[str, jax.Array]:
+    """Which rows of the hidden states are looked at, first those that count, and for which ids."""
+    starts = itertools.accumulate((len(piece.ids) for piece in pieces), initial=0)
+    rows = [
+        range(start + len(piece.ids) - len(piece.targets), start + len(piece.ids))
+        for start, piece in zip(starts, pieces, strict=False)
+    ]
+    host = {
+        "rows": _padded(bucket, rows),
+        "targets": _padded(bucket, [piece.targets for piece in pieces]),
+        "count": np.int32(sum(map(len, rows))),
+        "top": np.bool_(top),
+    }
+    whole = NamedSharding(mesh, PartitionSpec())
+    shardings = dict.fromkeys(host, whole) | {"rows": NamedSharding(mesh, PartitionSpec("data"))}
+    return jax.device_put(host, shardings)
+
+
+def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
+    """The parts, one after the other."""
+    array = np.full(length, fill, np.int32)
+    end = 0
+    for part in parts:
+        array[end : end + len(part)] = part
+        end += len(part)
+    return array
+
+
+def _some(buckets: Sequence[int]) -> list[int]:
+    """The smallest, the largest and what is half-way between them."""
+    last = len(buckets) - 1
+    return [buckets[i] for i in sorted({0, (last + 1) // 2, last})][-MAX_BUCKETS:]
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is no larger."""
+    return 1 << max(0, number.bit_length() - 1) if number else 0
+
+
+def _refusal(runner: Any, manager: Any) -> str | None:
+    name = type(runner.model).__name__
+    if getattr(manager, "has_recurrent_state", False):
+        return f"{name} keeps recurrent state beside its KV cache"
+    processor = getattr(runner.model, "logits_processor", None)
+    if not all(hasattr(processor, part) for part in ("_get_logits", "_select_hidden_states")):
+        return f"{name} has no logits processor that the pool knows"
+    return None
