@@ -31,8 +31,8 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardM
 from enginepool.process.upstream import expect
 from enginepool.requests.request import MAX_TOP_LOGPROBS
 
-# The most bytes of logits (float32, all of the vocabulary) that there are at a time; never fewer
-# than one slice of `_LEAST_ROWS` positions.
+# Logits (float32, of the whole vocabulary) are made for a slice of positions at a time: no more of
+# them than this, nor than a full sampling batch has, for which there is room; 8 positions at least.
 LOGITS_BYTES = 128 * 2**20
 _LEAST_ROWS = 8
 # Each bucket is one more program to compile at warm-up.
@@ -86,7 +86,7 @@ class ScoreProgram:
         self._templates: dict[int, Any] = {}
         self._definition, state = nnx.split(runner.model)
         self._structure = jax.tree.structure(state)
-        self._program = _program(runner.mesh, runner.model_config.vocab_size)
+        self._program = _program(runner.model_config.vocab_size, self.sequences)
 
     def compile(self) -> None:
         """Compile every program. Nothing of the KV cache that is in use is written."""
@@ -233,8 +233,8 @@ class _Head:
         )
 
 
-def _program(mesh: Any, vocab_size: int) -> Any:
-    rows = max(_LEAST_ROWS, _power_of_two(LOGITS_BYTES // (4 * vocab_size)))
+def _program(vocab_size: int, batch: int) -> Any:
+    rows = max(_LEAST_ROWS, _power_of_two(min(LOGITS_BYTES // (4 * vocab_size), batch)))
     width = min(MAX_TOP_LOGPROBS, vocab_size)
 
     # Without the runner: in a cycle its arrays would outlive a closed engine.

@@ -133,7 +133,8 @@ def test_logits_are_made_a_slice_at_a_time(
             noting(*args, **options) if args else (lambda f: noting(f, **options))
         ),
     )
-    with EnginePool(str(model_dir("qwen3")), devices=1, **SMALL) as pool:
+    options = SMALL | {"max_running_requests": 32, "precompile_bs_paddings": [32]}
+    with EnginePool(str(model_dir("qwen3")), devices=1, **options) as pool:
         assert pool._runtime().input_processor.limits.vocab_size == vocabulary
         prompts, continuations = [ids(1), ids(200)], [ids(150, 1), ids(1, 1)]
         results = pool.score(input_ids=prompts, continuation_ids=continuations, top_logprobs_num=2)
