@@ -1,4 +1,4 @@
-"""A pool as a model of lm_eval (EleutherAI's harness): its tasks run on the engines of this process.
+"""A pool as a model of lm_eval, EleutherAI's harness: tasks run on the engines of this process.
 
     results = lm_eval.simple_evaluate(model=PoolLM(pool), tasks=["arc_easy"])
 

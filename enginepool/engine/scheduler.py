@@ -193,7 +193,7 @@ class PinnedScheduler(Scheduler):
 
         Every request asks for output-only log-probabilities, wanted or not: it is one program,
         and a batch that mixes both forms ends upstream's loop. None for a request whose prompt is
-        scored first; `scored` admits it, if anything is to be generated.
+        scored first; `_scored` admits it, if anything is to be generated.
         """
         if self.scorer.takes(request):
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from sgl_jax.srt.mem_cache.common import evict_from_tree_cache
@@ -20,8 +20,24 @@ from enginepool.engine.score_program import Piece, ScoreProgram, Values
 from enginepool.requests.request import Request
 from enginepool.requests.scoring import Scored, Scoring
 
-if TYPE_CHECKING:
-    from enginepool.engine.scheduler import PinnedScheduler
+
+class KVScheduler(Protocol):
+    """What a scorer needs of the scheduler whose KV cache it shares."""
+
+    tp_worker: Any
+    tree_cache: Any
+    token_to_kv_pool_allocator: Any
+
+    def running_count(self) -> int:
+        """How many requests take KV cache at the next step."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        ...
+
+    def cannot_hold(self, request: Request) -> None:
+        """End a request for whose prompt an empty KV cache has no room."""
 
 
 _Complete = tuple[list[Request], Scored]
@@ -81,12 +97,14 @@ class _Prompt:
 class Scorer:
     """Everything on the engine's thread.
 
+    A request that it takes comes back by `step`, `drop` or `forget`, or ends by `cannot_hold`.
+
     Attributes:
         program: What computes.
         waits_for_room: The next prompt waits until running requests give back KV cache.
     """
 
-    def __init__(self, scheduler: PinnedScheduler, weights: WeightsCondition) -> None:
+    def __init__(self, scheduler: KVScheduler, weights: WeightsCondition) -> None:
         self.program = ScoreProgram(scheduler.tp_worker.worker)
         self.waits_for_room = False
         self._scheduler, self._weights = scheduler, weights
@@ -98,8 +116,7 @@ class Scorer:
         return bool(self._begun)
 
     def takes(self, request: Request) -> bool:
-        """Whether the request's prompt is to be scored first; the scheduler gets it back through
-        `PinnedScheduler.scored`."""
+        """Whether the request's prompt is to be scored first."""
         scoring = request.scoring
         if scoring is None or request.scored is not None:
             return False
@@ -227,7 +244,7 @@ class Scorer:
             prompt.slots = None
 
     def _free(self) -> int:
-        scheduler: Any = self._scheduler
+        scheduler = self._scheduler
         evictable = scheduler.tree_cache.evictable_size(dp_rank=0)
         return scheduler.token_to_kv_pool_allocator.available_size(0) + evictable
 
