@@ -67,7 +67,7 @@ class ScoreProgram:
     """One program a bucket of tokens, for the engine's own model and KV cache.
 
     Attributes:
-        refusal: Why this model cannot be scored, if so.
+        refusal: Why this engine cannot score, if so.
         tokens, sequences, slots: The most that fit one run; slots count whole pages.
     """
 
@@ -89,13 +89,14 @@ class ScoreProgram:
         self._program = _program(runner.model_config.vocab_size, self.sequences)
 
     def compile(self) -> None:
-        """Compile every program. Nothing of the KV cache that is in use is written."""
-        if self.refusal is not None:
-            return
-        for bucket in self.buckets:
-            self._run(bucket, [], top=False)
+        """Compile every program, by a token that goes into the KV cache's first page: before the
+        engine serves."""
+        page = self.page_size
+        token = Piece([0], 0, np.arange(page, 2 * page), [0])
+        for bucket in self.buckets if self.refusal is None else ():
+            self._run(bucket, [token], top=False)
 
-    def run(self, pieces: Sequence[Piece], *, top: bool) -> jax.Array | Any:
+    def run(self, pieces: Sequence[Piece], *, top: bool) -> Any:
         """Compute pieces, together; `fetch` gets what came of it. Their KV cache is filled.
 
         Args:
@@ -301,6 +302,8 @@ def _refusal(runner: Any, manager: Any) -> str | None:
     name = type(runner.model).__name__
     if getattr(manager, "has_recurrent_state", False):
         return f"{name} keeps recurrent state beside its KV cache"
+    if manager.token_buckets[-1] < manager.page_size:  # pieces are whole pages
+        return f"a prefill of {manager.token_buckets[-1]} tokens is less than a page of KV cache"
     processor = getattr(runner.model, "logits_processor", None)
     if not all(hasattr(processor, part) for part in ("_get_logits", "_select_hidden_states")):
         return f"{name} has no logits processor that the pool knows"

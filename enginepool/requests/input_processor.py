@@ -24,7 +24,7 @@ class Limits:
         total: The longest prompt plus output.
         origin: Where the limits come from, in words.
         scored: The longest prompt plus continuation that can be scored.
-        score_refusal: Why the model cannot be scored, if so.
+        score_refusal: Why nothing can be scored, if so.
     """
 
     prompt: int
@@ -199,7 +199,8 @@ class InputProcessor:
                 )
             return [None] * len(token_ids)
         if self.limits.score_refusal is not None:
-            raise InvalidRequest(f"return_prompt_logprob: {self.limits.score_refusal}")
+            refusal = self.limits.score_refusal
+            raise InvalidRequest(f"return_prompt_logprob: this pool cannot: {refusal}")
         if not isinstance(starts, list | tuple):
             starts = [starts or 0] * len(token_ids)
         if len(starts) != len(token_ids):

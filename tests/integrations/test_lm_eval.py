@@ -1,4 +1,7 @@
-"""The harness scores through a pool what a plain JAX forward pass scores. Skipped without lm_eval."""
+"""The harness scores through a pool what a plain JAX forward pass scores.
+
+Skipped where lm_eval is not installed.
+"""
 
 import json
 from collections.abc import Iterator
@@ -111,7 +114,7 @@ def test_perplexity(lm: Any, model: Path, tmp_path: Path) -> None:
         tokens = [lm.prefix_token_id, *ids(lm, document["text"])]
         total, done, width = 0.0, 1, lm.max_length - 1
         while done < len(tokens):
-            end = min(done + width, len(tokens)) if done == 1 else min(done + width, len(tokens))
+            end = min(done + width, len(tokens))
             begin = max(0, end - 1 - width)
             rows = reference(model, [tokens[begin:done]], [tokens[done:end]])[0]
             total += chosen(rows, tokens[done:end]).sum()
