@@ -140,10 +140,16 @@ class Scorer:
         """Whether `step` would compute something."""
         self.waits_for_room = False
         while self._waiting and self._has_room():
-            if not self._begin(self._waiting[0]):
-                self.waits_for_room = bool(self._waiting)
+            prompt = self._waiting[0]
+            if self._begin(prompt):
+                self._begun.append(self._waiting.popleft())
+            elif self._begun or self._scheduler.has_work():
+                self.waits_for_room = True
                 break
-            self._begun.append(self._waiting.popleft())
+            else:  # all is free and it is not enough: a pool for a sliding window is smaller
+                self._waiting.popleft()
+                for request in prompt.requests:
+                    self._scheduler.cannot_hold(request)
         return bool(self._begun)
 
     def step(self, wait: Callable[[Any], None]) -> tuple[list[_Complete], list[Request]]:
@@ -217,17 +223,11 @@ class Scorer:
         """Take its KV cache, if running requests keep enough for their next step."""
         scheduler, page = self._scheduler, self.program.page_size
         needed = _whole_pages(prompt.length, page)
-        if self._free() >= needed + scheduler.running_count() * page:
-            evict_from_tree_cache(scheduler.tree_cache, needed)
-            prompt.slots = scheduler.token_to_kv_pool_allocator.alloc(needed)
-            if prompt.slots is not None:
-                return True
-        if not (self._begun or scheduler.has_work()):
-            # Everything is free and it is not enough: a pool for a sliding window is smaller.
-            self._waiting.remove(prompt)
-            for request in prompt.requests:
-                scheduler.cannot_hold(request)
-        return False
+        if self._free() < needed + scheduler.running_count() * page:
+            return False
+        evict_from_tree_cache(scheduler.tree_cache, needed)
+        prompt.slots = scheduler.token_to_kv_pool_allocator.alloc(needed)
+        return prompt.slots is not None
 
     def _finish(self, prompt: _Prompt) -> _Complete:
         self._remove(prompt)

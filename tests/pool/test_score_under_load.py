@@ -150,6 +150,26 @@ def test_a_prompt_makes_way(one: EnginePool, versions: list[Path]) -> None:
     assert held
 
 
+def test_a_prompt_that_never_fits(
+    one: EnginePool, versions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the KV cache of a sliding window is smaller: it ends, and the next ones do not wait
+    for it."""
+    allocator = faults.scheduler_of(one, 0).token_to_kv_pool_allocator
+    alloc = allocator.alloc
+
+    def small(size: int, *args: Any, **options: Any) -> Any:
+        return None if size > 300 else alloc(size, *args, **options)
+
+    monkeypatch.setattr(allocator, "alloc", small)
+    prompts, continuations = [ids(400), ids(20)], [ids(9), ids(8)]
+    long, short = score(one, (prompts, continuations))
+    assert long["meta_info"]["finish_reason"]["err_type"] == "out_of_memory"
+    assert long["logprobs"] == []
+    short["meta_info"]["prompt_index"] = 0
+    assert_scores(versions[0], prompts[1:], continuations[1:], [short])
+
+
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place"])
 def test_a_swap_in_the_middle_of_a_prompt(one: EnginePool, versions: list[Path], mode: Any) -> None:
     """All values of a result are of the weights that it names: what has begun ends first when an
