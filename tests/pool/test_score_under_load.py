@@ -32,7 +32,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @contextmanager
 def pool_of(devices: int, versions: list[Path]) -> Iterator[EnginePool]:
-    options = SMALL | {"step_timeout": 20.0, "max_restarts": 1000}
+    options = SMALL | {"max_restarts": 1000}
     with EnginePool(str(versions[0]), devices=devices, **options) as pool:
         yield pool
 
@@ -267,7 +267,7 @@ def test_weights_of_one_engine_that_are_not_finite(two: EnginePool, versions: li
 
 
 def test_a_piece_that_does_not_return(versions: list[Path]) -> None:
-    options = SMALL | {"step_timeout": 3.0}
+    options = SMALL | {"step_timeout": 5.0}
     with EnginePool(str(versions[0]), devices=2, **options) as pool:
         let_go = faults.hang_in_score(pool, 0)
         try:
