@@ -8,7 +8,8 @@ which a long prompt has no memory for, compile anew while it serves, and cannot 
 requests that do not ask for them.
 Why: They are part of the batch that samples.
 Remove when: Upstream computes them a slice at a time, whatever else is in the batch. A model
-without a logits processor is not scored, and says so.
+without a logits processor is not scored, nor one where upstream makes no such batch: the call says
+which.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ScoreProgram:
     def __init__(self, worker: Any) -> None:
         expect(worker, "model_runner", "compilation_manager")
         runner, manager = worker.model_runner, worker.compilation_manager
-        expect(manager, "_make_dummy_batch", "token_buckets", "cache_loc_buckets", "page_size")
+        expect(manager, "token_buckets", "cache_loc_buckets", "page_size")
         expect(runner, "jitted_run_model", "attn_backend", "forward", "model_state_leaves")
         self.page_size: int = manager.page_size
         self.buckets = _some(manager.token_buckets)
@@ -300,6 +301,8 @@ def _power_of_two(number: int) -> int:
 
 def _refusal(runner: Any, manager: Any) -> str | None:
     name = type(runner.model).__name__
+    if not hasattr(manager, "_make_dummy_batch"):
+        return "this sglang-jax has no CompilationManager._make_dummy_batch, which it is made of"
     if getattr(manager, "has_recurrent_state", False):
         return f"{name} keeps recurrent state beside its KV cache"
     if manager.token_buckets[-1] < manager.page_size:  # pieces are whole pages
