@@ -79,18 +79,20 @@ class PoolLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """Of each continuation, its log-probability and whether greedy decoding would say it."""
-        contexts = []
-        for _key, context, continuation in requests:
+        keys, contexts, continuations = [], [], []
+        for key, context, continuation in requests:
             room = max(1, self.max_length - len(continuation))
+            keys.append(key)
             contexts.append(context[-room:])
+            continuations.append(continuation)
         results: Any = self.pool.score(
             input_ids=contexts,
-            continuation_ids=[continuation for *_, continuation in requests],
+            continuation_ids=continuations,
             top_logprobs_num=1,
             raise_on_error=True,
         )
         answers = []
-        for (key, *_), result in zip(requests, results, strict=True):
+        for key, result in zip(keys, results, strict=True):
             best = [top[0][1] for top in result["top_logprobs"]]
             answer = sum(result["logprobs"]), best == result["continuation_ids"]
             answers.append(answer)
