@@ -36,8 +36,6 @@ from enginepool.requests.request import MAX_TOP_LOGPROBS
 # them than this, nor than a full sampling batch has, for which there is room; 8 positions at least.
 LOGITS_BYTES = 128 * 2**20
 _LEAST_ROWS = 8
-# Each bucket is one more program to compile at warm-up.
-MAX_BUCKETS = 3
 
 
 @dataclass(frozen=True)
@@ -289,9 +287,10 @@ def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
 
 
 def _some(buckets: Sequence[int]) -> list[int]:
-    """The smallest, the largest and what is half-way between them."""
+    """The smallest, the largest and what is half-way between them: each is one more program to
+    compile at warm-up."""
     last = len(buckets) - 1
-    return [buckets[i] for i in sorted({0, (last + 1) // 2, last})][-MAX_BUCKETS:]
+    return [buckets[i] for i in sorted({0, (last + 1) // 2, last})]
 
 
 def _power_of_two(number: int) -> int:
