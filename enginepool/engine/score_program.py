@@ -22,20 +22,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from enginepool.engine.score_head import ScoreHead
 from enginepool.process.upstream import expect
-from enginepool.requests.request import MAX_TOP_LOGPROBS
-
-# Logits (float32, of the whole vocabulary) are made for a slice of positions at a time: no more of
-# them than this, nor than a full sampling batch has, for which there is room; 8 positions at least.
-LOGITS_BYTES = 128 * 2**20
-_LEAST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -176,66 +170,8 @@ class ScoreProgram:
         return batch
 
 
-class _Head:
-    """In the place of a model's logits processor: takes the log-probabilities of given tokens from
-    the hidden states, a slice of positions at a time."""
-
-    def __init__(self, processor: Any, wanted: Any, rows: int, width: int) -> None:
-        self._processor, self._wanted = processor, wanted
-        self._rows, self._width = rows, width
-
-    def __call__(self, hidden_states: jax.Array, lm_head: Any, *_: Any, **__: Any) -> Any:
-        wanted, rows = self._wanted, self._rows
-        picked = self._processor._select_hidden_states(hidden_states, wanted["rows"])
-        picked = jax.sharding.reshard(picked, PartitionSpec(None, None))
-        slices = -(-len(picked) // rows)
-        padding = slices * rows - len(picked)
-        picked = jnp.pad(picked, ((0, padding), (0, 0)))
-        targets = jnp.pad(wanted["targets"], (0, padding))
-        compute = partial(self._slice, lm_head)
-        each = (
-            picked.reshape(slices, rows, -1),
-            targets.reshape(slices, rows),
-            jnp.arange(slices) * rows < wanted["count"],
-        )
-
-        def one(part: Any) -> Any:
-            hidden, ids, needed = part
-            return jax.lax.cond(needed, compute, self._nothing, hidden, ids)
-
-        return jax.tree.map(
-            lambda array: array.reshape(slices * rows, *array.shape[2:]), jax.lax.map(one, each)
-        )
-
-    def _slice(self, lm_head: Any, hidden: jax.Array, ids: jax.Array) -> Any:
-        replicated = PartitionSpec(None)
-        hidden = jax.sharding.reshard(hidden, PartitionSpec("data", None))
-        logits = self._processor._get_logits(hidden, lm_head).astype(jnp.float32)
-        total = jax.sharding.reshard(jax.nn.logsumexp(logits, axis=-1), replicated)
-        own = logits.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
-
-        def top(logits: jax.Array) -> Any:
-            whole = jax.sharding.reshard(logits, PartitionSpec(None, None))
-            values, best = jax.lax.top_k(whole, self._width)
-            return values - total[:, None], best
-
-        def none(_: jax.Array) -> Any:
-            return self._nothing(hidden, ids)[1:]
-
-        return own - total, *jax.lax.cond(self._wanted["top"], top, none, logits)
-
-    def _nothing(self, _: jax.Array, ids: jax.Array) -> Any:
-        count, width = len(ids), self._width
-        return (
-            jnp.zeros(count, jnp.float32),
-            jnp.zeros((count, width), jnp.float32),
-            jnp.zeros((count, width), jnp.int32),
-        )
-
-
 def _program(vocab_size: int, batch: int) -> Any:
-    rows = max(_LEAST_ROWS, _power_of_two(min(LOGITS_BYTES // (4 * vocab_size), batch)))
-    width = min(MAX_TOP_LOGPROBS, vocab_size)
+    head = partial(ScoreHead, vocab_size=vocab_size, batch=batch)
 
     # Without the runner: in a cycle its arrays would outlive a closed engine.
     @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["structure"])
@@ -250,9 +186,7 @@ def _program(vocab_size: int, batch: int) -> Any:
     ) -> Any:
         model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
         # The module itself counts its arrays; this is none of them.
-        vars(model)["logits_processor"] = _Head(
-            model.logits_processor, wanted, min(rows, len(wanted["targets"])), width
-        )
+        vars(model)["logits_processor"] = head(model.logits_processor, wanted)
         return model(forward_batch, memory_pools, logits_metadata)
 
     return score
@@ -291,11 +225,6 @@ def _some(buckets: Sequence[int]) -> list[int]:
     compile at warm-up."""
     last = len(buckets) - 1
     return [buckets[i] for i in sorted({0, (last + 1) // 2, last})]
-
-
-def _power_of_two(number: int) -> int:
-    """The largest that is no larger."""
-    return 1 << max(0, number.bit_length() - 1) if number else 0
 
 
 def _refusal(runner: Any, manager: Any) -> str | None:

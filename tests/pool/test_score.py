@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from enginepool import EnginePool, toy
-from enginepool.engine import score_program
+from enginepool.engine import score_head
 from tests.pool.test_bad_input import refused
 from tests.support.forced import LOGPROB_TOLERANCE
 from tests.support.liveness import at_rest
@@ -111,7 +111,7 @@ def test_logits_are_made_a_slice_at_a_time(
     """Never more than the bound; the values do not depend on it. Slices that nobody asked for are
     passed over."""
     rows, vocabulary = 16, 272
-    monkeypatch.setattr(score_program, "LOGITS_BYTES", 4 * rows * vocabulary)
+    monkeypatch.setattr(score_head, "LOGITS_BYTES", 4 * rows * vocabulary)
     lowered: list[str] = []
     jit = jax.jit
 
