@@ -159,7 +159,7 @@ class FrontEnd:
         """Upstream ends a request when its client is gone; a cancelled task does that here."""
 
     async def score_request(self, **_: Any) -> NoReturn:
-        raise EnginePoolError("an engine's own score() is not supported in a pool: use pool.score()")
+        raise EnginePoolError("an engine's own score() is not supported: use pool.score()")
 
     def _workers(self) -> Iterable[Any]:
         workers = self.runtime.workers
