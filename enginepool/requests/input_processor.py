@@ -202,7 +202,7 @@ class InputProcessor:
             refusal = self.limits.score_refusal
             raise InvalidRequest(f"return_prompt_logprob: this pool cannot: {refusal}")
         if not isinstance(starts, list | tuple):
-            starts = [starts or 0] * len(token_ids)
+            starts = [0 if starts is None else starts] * len(token_ids)
         if len(starts) != len(token_ids):
             raise InvalidRequest(
                 f"logprob_start_len has {len(starts)} entries for {len(token_ids)} prompts: give "
