@@ -199,15 +199,15 @@ def _wanted(bucket: int, pieces: Sequence[Piece], top: bool, mesh: Any) -> dict[
         range(start + len(piece.ids) - len(piece.targets), start + len(piece.ids))
         for start, piece in zip(starts, pieces, strict=False)
     ]
-    host = {
-        "rows": _padded(bucket, rows),
+    whole = {
         "targets": _padded(bucket, [piece.targets for piece in pieces]),
         "count": np.int32(sum(map(len, rows))),
         "top": np.bool_(top),
     }
-    whole = NamedSharding(mesh, PartitionSpec())
-    shardings = dict.fromkeys(host, whole) | {"rows": NamedSharding(mesh, PartitionSpec("data"))}
-    return jax.device_put(host, shardings)
+    return {
+        "rows": jax.device_put(_padded(bucket, rows), NamedSharding(mesh, PartitionSpec("data"))),
+        **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())),
+    }
 
 
 def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
