@@ -96,6 +96,21 @@ def hang_in_step(pool: EnginePool, engine_index: int, at: int = 1) -> threading.
     return _hang(scheduler_of(pool, engine_index).tp_worker, "forward_batch_generation", at)
 
 
+def raise_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> None:
+    """A piece of prompts that are scored has been computed; its result is lost."""
+
+    def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs)
+        raise Fault(f"the scores of device {engine_index} are lost")
+
+    _once(scheduler_of(pool, engine_index).scorer.program, "run", at, wrong)
+
+
+def hang_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> threading.Event:
+    """A piece of prompts that are scored is not computed until the event is set."""
+    return _hang(scheduler_of(pool, engine_index).scorer.program, "run", at)
+
+
 def hang_in_reset(pool: EnginePool, engine_index: int) -> threading.Event:
     """The next time the KV cache is to be made anew, that takes until the event is set."""
     return _hang(scheduler_of(pool, engine_index).kv_cache, "renew")

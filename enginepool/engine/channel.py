@@ -43,7 +43,15 @@ class StepScheduler(Protocol):
         ...
 
     def admit(self, request: Request) -> Any:
-        """Make upstream's request of it, with the outputs that it has in place."""
+        """Make upstream's request of it, with the outputs that it has in place; None if its prompt
+        is scored first."""
+
+    def has_scores(self) -> bool:
+        """Whether `score` would do something."""
+        ...
+
+    def score(self) -> None:
+        """Compute log-probabilities of prompts, for about as long as a prefill takes."""
 
     def abort(self, internal_rid: str) -> None:
         """End one request; the channel hears of it at once or after one more step."""
@@ -157,12 +165,8 @@ class Channel:
     def recv_requests(self) -> list[Any]:
         """The step boundary. Always returns an empty list: requests are admitted right here,
         because only here can a resumed one get its outputs put in place."""
-        self.limiter.release()
+        self._end_step()
         condition = self.condition
-        with self.running.lock:
-            condition.stepping_since = None
-            if condition.abandoned:
-                raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
         scheduler = self._attached()
         waited = self.steps == 0
         while True:
@@ -176,11 +180,26 @@ class Channel:
                     if waited:
                         scheduler.look_at_weights()
                     self._pull(scheduler)
+                    if scheduler.has_scores():
+                        self._begin_step(waited)
+                        scheduler.score()
+                        self._end_step()
+                        waited = False
+                        if not scheduler.has_work():
+                            continue
                 if scheduler.has_work():
                     self._begin_step(waited)
                     return []
             self._wake.wait()
             waited = True
+
+    def _end_step(self) -> None:
+        self.limiter.release()
+        condition = self.condition
+        with self.running.lock:
+            condition.stepping_since = None
+            if condition.abandoned:
+                raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
 
     def _begin_step(self, waited: bool) -> None:
         self.limiter.acquire()

@@ -37,10 +37,7 @@ class RunningRequests:
 
     def progressed(self) -> bool:
         """Whether every request here has gained a token since it was last retracted."""
-        return all(
-            request.req is not None and len(request.req.output_ids) > request.retracted_at
-            for request in self.held.values()
-        )
+        return all(map(_has_progressed, self.held.values()))
 
     def cache_key(self, request: Request) -> str | None:
         """The prefix cache's namespace: entries of other weights are never found.
@@ -90,6 +87,16 @@ class RunningRequests:
         reason = req.finished_reason.to_json()
         if reason.get("type") == "abort" and request.abort_reason is not None:
             reason = request.abort_reason
+        request.call.finish(request, reason)
+
+    def deliver_scored(self, request: Request) -> None:
+        """Hand a request that was only to be scored to its caller."""
+        assert request.scored is not None
+        self.last_output = time.perf_counter()
+        self._weights.finite_under = self._weights.update
+        self.held.pop(request.internal_rid, None)
+        request.prompt_weight_versions = [request.scored.version]
+        reason = {"type": "length", "length": len(request.scored.logprobs)}
         request.call.finish(request, reason)
 
     def end(self, internal_rid: str, reason: dict[str, Any]) -> None:
@@ -148,3 +155,10 @@ class RunningRequests:
         )
         if not keep:
             request.req = None
+
+
+def _has_progressed(request: Request) -> bool:
+    if request.req is not None:
+        return len(request.req.output_ids) > request.retracted_at
+    # Its prompt is being scored, anew if it was retracted: then it ends first.
+    return request.scoring is not None and request.scored is None and not request.retracted

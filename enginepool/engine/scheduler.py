@@ -29,8 +29,11 @@ except ImportError:
     MatchPrefixParams = None
 
 from enginepool.engine.kv_cache import KVCache
+from enginepool.engine.scoring import Scorer
 from enginepool.engine.top_logprobs import TopLogprobs
 from enginepool.process.upstream import expect
+from enginepool.requests.request import aborted
+from enginepool.requests.scoring import Scored
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from enginepool.requests.request import Request
 
 
-_OVERRIDDEN = ("watchdog_thread", "stream_output", "get_new_batch_prefill")
+_OVERRIDDEN = ("watchdog_thread", "stream_output", "get_new_batch_prefill", "check_memory")
 _USED = (
     *("waiting_queue", "chunked_reqs", "running_batch", "last_batch", "cur_batch"),
     *("tree_cache", "token_to_kv_pool_allocator", "max_running_requests", "stream_interval"),
@@ -65,6 +68,7 @@ class PinnedScheduler(Scheduler):
         model_runner.compute_logprobs = self._compute_logprobs_and_wait
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
+        self.scorer = Scorer(self, channel.condition.weights)
 
     # What upstream calls
 
@@ -122,6 +126,7 @@ class PinnedScheduler(Scheduler):
         Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
         weights of this moment have computed, whichever they were when it came here.
         """
+        self.scorer.make_way(self.running_count())
         held = self.running.held
         waiting = list(self.waiting_queue)
         for req in waiting:
@@ -132,6 +137,11 @@ class PinnedScheduler(Scheduler):
         if batch is not None:
             self._note_prefilled(batch, waiting, in_chunks)
         return batch
+
+    def check_memory(self) -> None:
+        """Upstream's look for lost pages; it knows nothing of those of scored prompts."""
+        if not self.scorer.holds_kv:
+            super().check_memory()
 
     def _note_prefilled(self, batch: Any, waiting: list[Any], in_chunks: list[Any]) -> None:
         running = self.running
@@ -162,7 +172,8 @@ class PinnedScheduler(Scheduler):
 
     def room(self, load: int) -> int:
         """How many more requests can start. None while one still waits for KV space."""
-        return 0 if self.waiting_queue else self.max_running_requests - load
+        waits = self.waiting_queue or self.scorer.waits_for_room
+        return 0 if waits else self.max_running_requests - load
 
     def cached_prefix(self, request: Request) -> int:
         """How many tokens of the prompt this engine's prefix cache has."""
@@ -181,8 +192,11 @@ class PinnedScheduler(Scheduler):
         """Create upstream's request, with the outputs that it already has in place.
 
         Every request asks for output-only log-probabilities, wanted or not: it is one program,
-        and a batch that mixes both forms ends upstream's loop.
+        and a batch that mixes both forms ends upstream's loop. None for a request whose prompt is
+        scored first; `_scored` admits it, if anything is to be generated.
         """
+        if self.scorer.takes(request):
+            return None
         self.handle_generate_request(
             TokenizedGenerateReqInput(
                 rid=request.internal_rid,
@@ -210,7 +224,46 @@ class PinnedScheduler(Scheduler):
 
     def abort(self, internal_rid: str) -> None:
         """End one request; the channel hears of it at once or after one more step."""
-        self.abort_request(AbortReq(rid=internal_rid))
+        if self.scorer.drop(internal_rid):
+            self.running.end(internal_rid, aborted("it was aborted", "cancelled"))
+        else:
+            self.abort_request(AbortReq(rid=internal_rid))
+
+    # Scoring, between steps
+
+    def has_scores(self) -> bool:
+        """Whether `score` would compute something; prompts take KV cache here."""
+        return self.scorer.ready()
+
+    def score(self) -> None:
+        """Compute a piece of the prompts that are to be scored."""
+        complete, broken = self.scorer.step(self.wait_for_device)
+        running = self.running
+        with running.lock:  # the step may have been abandoned: then it holds nothing any more
+            for requests, scored in complete:
+                for request in requests:
+                    if request.internal_rid in running.held:
+                        self._scored(request, scored)
+            broken = [request for request in broken if request.internal_rid in running.held]
+            if broken:
+                running.end_not_finite(broken)
+                self.condition.kv_not_finite = True
+
+    def _scored(self, request: Request, scored: Scored) -> None:
+        request.scored = scored
+        if request.scoring is not None and request.scoring.alone:
+            self.running.deliver_scored(request)
+        else:
+            request.req = self.admit(request)
+
+    def cannot_hold(self, request: Request) -> None:
+        """End a request for whose prompt an empty KV cache has no room."""
+        reason = aborted("the engine's KV cache cannot hold this prompt", "out_of_memory")
+        self.running.end(request.internal_rid, reason)
+
+    def running_count(self) -> int:
+        """How many requests take KV cache at the next step."""
+        return sum(len(info.reqs or ()) for info in self.running_batch.reqs_info)
 
     @cached_property
     def hugging_face(self) -> HuggingFaceMapping:
@@ -227,6 +280,7 @@ class PinnedScheduler(Scheduler):
         left things. Upstream's own pause loses what was prefilled but has not joined the running
         batch; here nothing depends on that.
         """
+        self.scorer.forget()
         self.waiting_queue = []
         self.chunked_reqs = [None] * len(self.chunked_reqs)
         self.last_batch = self.cur_batch = None

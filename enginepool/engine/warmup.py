@@ -47,6 +47,7 @@ def warm_up(scheduler: PinnedScheduler) -> None:
     try:
         with no_progress_bars():
             worker.run_precompile()
+        scheduler.scorer.program.compile()
         scheduler.kv_cache.compile()
     finally:
         scheduler.want_top_logprobs(False)

@@ -7,18 +7,14 @@ from typing import Any, Unpack
 
 import anyio.to_thread
 
+from enginepool.pool.calls import async_run_call, run_call
 from enginepool.pool.opening import Opening
 from enginepool.requests.call_options import CallOptions, Params, Prompts, check_options
-from enginepool.requests.output_processor import (
-    call_results,
-    make_chunk,
-    make_result,
-    raise_failure,
-)
+from enginepool.requests.output_processor import make_chunk, make_result, raise_failure
 from enginepool.requests.progress_bar import show_progress
 from enginepool.requests.request import Call
 from enginepool.requests.submission import submitted
-from enginepool.requests.wait import async_chunks, async_wait_all, chunks, wait_all
+from enginepool.requests.wait import async_chunks, chunks
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag
 
@@ -198,6 +194,8 @@ def _make_call(
         checked.get("input_ids"),
         return_logprob=checked.get("return_logprob"),
         top_logprobs_num=checked.get("top_logprobs_num"),
+        return_prompt_logprob=checked.get("return_prompt_logprob"),
+        logprob_start_len=checked.get("logprob_start_len"),
         stream=stream,
         weight_version=runtime.desired.weight_version,
     )
@@ -213,10 +211,8 @@ def run(
 ) -> tuple[Call, list[dict[str, Any]]]:
     """Submit, wait, and hand back the call with its results."""
     call = _make_call(runtime, prompts, sampling_params, checked)
-    dispatch = runtime.dispatch
-    with show_progress(call, progress) as tick, submitted(dispatch, call):
-        wait_all(dispatch, call, checked.get("timeout"), tick)
-    return call, call_results(call, runtime.input_processor.tokenizer, raise_on_error)
+    with show_progress(call, progress) as tick:
+        return call, run_call(runtime, call, checked.get("timeout"), raise_on_error, tick)
 
 
 async def async_run(
@@ -228,12 +224,7 @@ async def async_run(
 ) -> tuple[Call, list[dict[str, Any]]]:
     """`run` on an event loop."""
     call = await anyio.to_thread.run_sync(_make_call, runtime, prompts, sampling_params, checked)
-    with submitted(runtime.dispatch, call):
-        await async_wait_all(runtime.dispatch, call, checked.get("timeout"))
-    results = await anyio.to_thread.run_sync(
-        call_results, call, runtime.input_processor.tokenizer, raise_on_error
-    )
-    return call, results
+    return call, await async_run_call(runtime, call, checked.get("timeout"), raise_on_error)
 
 
 def single(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:

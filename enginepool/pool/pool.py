@@ -21,6 +21,7 @@ from enginepool.engine.worker import on_engine_thread
 from enginepool.errors import PoolClosed
 from enginepool.pool.chat import Chat
 from enginepool.pool.generate import Generation
+from enginepool.pool.score import ScoreCalls
 from enginepool.pool.steering import Steering
 from enginepool.pool.training import WeightCalls
 from enginepool.process.forks import Home, python_ends
@@ -48,7 +49,7 @@ def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
     return close
 
 
-class EnginePool(Generation, Chat, Steering, WeightCalls):
+class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
     """Engines on all devices of a host behind one object.
 
     The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or

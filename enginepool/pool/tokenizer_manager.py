@@ -112,8 +112,9 @@ class FrontEnd:
         starts = _as_list(plain(obj.logprob_start_len))
         if any(start is not None and not (is_int(start) and start < 0) for start in starts):
             raise InvalidRequest(
-                f"logprob_start_len={shown(obj.logprob_start_len)}: a pool gives log-probabilities "
-                "of output tokens only; leave it out"
+                f"logprob_start_len={shown(obj.logprob_start_len)}: log-probabilities of a prompt "
+                "are had from the pool's own calls, by return_prompt_logprob=True or score(), and "
+                "not here; leave it out"
             )
         return self.runtime.input_processor.make_call(
             obj.text,
@@ -158,7 +159,7 @@ class FrontEnd:
         """Upstream ends a request when its client is gone; a cancelled task does that here."""
 
     async def score_request(self, **_: Any) -> NoReturn:
-        raise EnginePoolError("score() is not supported in a pool")
+        raise EnginePoolError("an engine's own score() is not supported: use pool.score()")
 
     def _workers(self) -> Iterable[Any]:
         workers = self.runtime.workers

@@ -22,6 +22,13 @@ class CallOptions(TypedDict, total=False):
             They are those of softmax(logits / temperature) before top-k, top-p and min-p, at
             temperature 0 of softmax(logits); of logits after the penalties and `min_new_tokens`.
         top_logprobs_num: Give the most probable ids of each step as well; at most 20.
+        return_prompt_logprob: Give `meta_info["input_token_logprobs"]`, one (logprob, id, None) a
+            token of the prompt, at temperature 1; the first token's is None. They are computed
+            apart from the sampling, before it, by the weights that
+            `meta_info["input_logprobs_weight_version"]` names; once for the samples of a prompt.
+            With `top_logprobs_num` also `meta_info["input_top_logprobs"]`. A stream has them in
+            its last chunk.
+        logprob_start_len: From which token of the prompt on; one for all prompts, or one a prompt.
         timeout: Seconds for the whole call. What is not finished then keeps its place, with what
             it has and `finish_reason {"type": "abort", "err_type": "timeout"}`.
     """
@@ -29,6 +36,8 @@ class CallOptions(TypedDict, total=False):
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None
     return_logprob: bool
     top_logprobs_num: int
+    return_prompt_logprob: bool
+    logprob_start_len: int | Sequence[int]
     timeout: float | None
 
 

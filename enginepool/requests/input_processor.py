@@ -10,6 +10,7 @@ from typing import Any
 from enginepool.errors import InvalidRequest
 from enginepool.requests.request import MAX_TOP_LOGPROBS, Call, Request
 from enginepool.requests.sampling import Sampling, Seeds, make_sampling
+from enginepool.requests.scoring import Scoring
 from enginepool.requests.tokenizer import Tokenizer
 from enginepool.values import flag, is_int, plain, shown
 
@@ -22,12 +23,16 @@ class Limits:
         prompt: The longest prompt.
         total: The longest prompt plus output.
         origin: Where the limits come from, in words.
+        scored: The longest prompt plus continuation that can be scored.
+        score_refusal: Why nothing can be scored, if so.
     """
 
     prompt: int
     total: int
     vocab_size: int
     origin: str
+    scored: int
+    score_refusal: str | None
 
 
 class InputProcessor:
@@ -47,6 +52,8 @@ class InputProcessor:
         *,
         return_logprob: bool | None = None,
         top_logprobs_num: int | None = None,
+        return_prompt_logprob: bool | None = None,
+        logprob_start_len: int | Sequence[int] | None = None,
         stream: bool = False,
         pinned_to: int | None = None,
         extra_key: str | None = None,
@@ -60,16 +67,19 @@ class InputProcessor:
         Raises:
             InvalidRequest: With the prompt's index, the value, the limit and the remedy.
         """
-        texts, token_ids, lone = self._prompts(prompts, input_ids)
+        texts, token_ids, lone = self.prompts(prompts, input_ids)
         sampling = self._sampling(sampling_params, len(token_ids))
-        top_logprobs_num = _check_top_logprobs(top_logprobs_num)
+        top_logprobs_num = check_top_logprobs(top_logprobs_num)
         return_logprob = flag("return_logprob", return_logprob) or top_logprobs_num > 0
         if rids is not None and len(rids) != len(token_ids):
             raise InvalidRequest(f"{len(rids)} request ids for {len(token_ids)} prompts")
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             self._check_prompt(index, prompt, one)
+        starts = self._starts(return_prompt_logprob, logprob_start_len, token_ids)
         call = Call(weight_version, lone=lone)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
+            start = starts[index]
+            scoring = None if start is None else Scoring(start, top_logprobs_num)
             for sample_index in range(one.n):
                 call.add(
                     Request(
@@ -85,34 +95,46 @@ class InputProcessor:
                         stream=stream,
                         pinned_to=pinned_to,
                         extra_key=extra_key,
+                        scoring=scoring,
                     )
                 )
         return call
 
-    def _prompts(
-        self, prompts: Any, input_ids: Any
+    def prompts(
+        self,
+        prompts: Any,
+        input_ids: Any,
+        *,
+        names: tuple[str, str] = ("prompts", "input_ids"),
+        special_tokens: bool = True,
     ) -> tuple[Sequence[str | None], list[list[int]], bool]:
         """Texts, ids, and whether it is one prompt and not a list; an empty list is one of no
-        prompts."""
+        prompts.
+
+        Args:
+            names: Of the two arguments, for errors.
+            special_tokens: Whether texts get those that the tokenizer adds.
+        """
+        of_texts, of_ids = names
         if (prompts is None) == (input_ids is None):
-            raise InvalidRequest("give either prompts or input_ids, and not both")
+            raise InvalidRequest(f"give either {of_texts} or {of_ids}, and not both")
         if input_ids is not None:
-            rows = _as_list("input_ids", input_ids)
+            rows = _as_list(of_ids, input_ids)
             lone = bool(rows) and _is_scalar(rows[0])
             rows = [rows] if lone else rows
-            token_ids = [_plain_ids(index, prompt) for index, prompt in enumerate(rows)]
+            token_ids = [_plain_ids(of_ids, index, prompt) for index, prompt in enumerate(rows)]
             return [None] * len(token_ids), token_ids, lone
         prompts = plain(prompts)
         lone = isinstance(prompts, str)
-        texts = [prompts] if lone else _as_list("prompts", prompts)
+        texts = [prompts] if lone else _as_list(of_texts, prompts)
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise InvalidRequest(
                     f"expected a string, got {type(text).__name__} {shown(text)}; token ids go to "
-                    "input_ids=, messages to chat()",
+                    f"{of_ids}=, messages to chat()",
                     prompt_index=index,
                 )
-        return texts, self.tokenizer.encode(texts), lone
+        return texts, self.tokenizer.encode(texts, special_tokens=special_tokens), lone
 
     def _sampling(self, params: Any, count: int) -> list[Sampling]:
         if params is None:
@@ -149,16 +171,7 @@ class InputProcessor:
 
     def _check_prompt(self, index: int, ids: list[int], sampling: Sampling) -> None:
         limits = self.limits
-        if not ids:
-            raise InvalidRequest("the prompt is empty: give at least one token", prompt_index=index)
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= limits.vocab_size:
-            bad = low if low < 0 else high
-            raise InvalidRequest(
-                f"token id {bad} is outside the vocabulary of {limits.vocab_size} tokens "
-                f"(0 to {limits.vocab_size - 1})",
-                prompt_index=index,
-            )
+        check_ids(ids, "the prompt", index, limits)
         if len(ids) > limits.prompt:
             raise InvalidRequest(
                 f"{len(ids)} tokens are too long: at most {limits.prompt} fit one engine "
@@ -172,6 +185,37 @@ class InputProcessor:
                 f"room for {room} ({limits.origin}); ask for at most {room} or raise that limit",
                 prompt_index=index,
             )
+
+    def _starts(
+        self, wanted: Any, starts: Any, token_ids: Sequence[Sequence[int]]
+    ) -> Sequence[int | None]:
+        """Of each prompt, the first token whose log-probability is wanted."""
+        starts = plain(starts)
+        if not flag("return_prompt_logprob", wanted):
+            if starts is not None:
+                raise InvalidRequest(
+                    f"logprob_start_len={shown(starts)} says from where on a prompt's "
+                    "log-probabilities are wanted: give return_prompt_logprob=True with it"
+                )
+            return [None] * len(token_ids)
+        if self.limits.score_refusal is not None:
+            refusal = self.limits.score_refusal
+            raise InvalidRequest(f"return_prompt_logprob: this pool cannot: {refusal}")
+        if not isinstance(starts, list | tuple):
+            starts = [0 if starts is None else starts] * len(token_ids)
+        if len(starts) != len(token_ids):
+            raise InvalidRequest(
+                f"logprob_start_len has {len(starts)} entries for {len(token_ids)} prompts: give "
+                "one for all of them, or one a prompt"
+            )
+        for index, (start, ids) in enumerate(zip(starts, token_ids, strict=True)):
+            if not (is_int(start) and 0 <= start < len(ids)):
+                raise InvalidRequest(
+                    f"logprob_start_len={shown(start)}: expected an integer from 0 to "
+                    f"{len(ids) - 1}, the prompt's last token",
+                    prompt_index=index,
+                )
+        return starts
 
     def _one_sample(self, sampling: Sampling, prompt: int, index: int, sample_index: int) -> Any:
         """Upstream's object for one sample: its own stream of random numbers, one output."""
@@ -198,25 +242,40 @@ def _as_list(name: str, value: Any) -> list[Any]:
     return list(value)
 
 
-def _plain_ids(index: int, prompt: Any) -> list[int]:
+def check_ids(ids: Sequence[int], what: str, index: int, limits: Limits) -> None:
+    """
+    Raises:
+        InvalidRequest: There are none, or one is outside the vocabulary.
+    """
+    if not ids:
+        raise InvalidRequest(f"{what} is empty: give at least one token", prompt_index=index)
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequest(
+            f"token id {bad} is outside the vocabulary of {limits.vocab_size} tokens "
+            f"(0 to {limits.vocab_size - 1})",
+            prompt_index=index,
+        )
+
+
+def _plain_ids(name: str, index: int, prompt: Any) -> list[int]:
     """Python integers: upstream compares, concatenates and hashes them as such."""
     try:
-        ids = _as_list("input_ids", prompt)
+        ids = _as_list(name, prompt)
     except InvalidRequest:
         raise InvalidRequest(
-            f"input_ids: expected a list of token ids, got {shown(prompt)}", prompt_index=index
+            f"{name}: expected a list of token ids, got {shown(prompt)}", prompt_index=index
         ) from None
     if not set(map(type, ids)) <= {int}:
         ids = [plain(token_id) for token_id in ids]
     for token_id in ids:
         if not is_int(token_id):
-            raise InvalidRequest(
-                f"input_ids: {shown(token_id)} is not an integer", prompt_index=index
-            )
+            raise InvalidRequest(f"{name}: {shown(token_id)} is not an integer", prompt_index=index)
     return ids
 
 
-def _check_top_logprobs(number: Any) -> int:
+def check_top_logprobs(number: Any) -> int:
     number = plain(number)
     if number is None:
         return 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
 from enginepool.requests.request import Call, Request, aborted
+from enginepool.requests.score_input import prompt_entries, score_result
 from enginepool.requests.tokenizer import Tokenizer
 from enginepool.requests.wait import Chunk
 
@@ -15,8 +16,11 @@ def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     """The result of a request that has ended.
 
     `output_ids` are all sampled ids, the stop token included; one log-probability an id. An
-    output that the tokenizer cannot decode ends as "tokenizer", without text.
+    output that the tokenizer cannot decode ends as "tokenizer", without text. A request that was
+    only to be scored has the result of `score`.
     """
+    if request.scoring is not None and request.scoring.alone:
+        return score_result(request)
     try:
         text = tokenizer.text(request, request.output_ids)
     except Exception as error:  # whatever it is, it must not take the other results along
@@ -65,6 +69,8 @@ def _as_dict(
     }
     if final:
         meta["e2e_latency"] = request.finished_at - request.created
+        if request.scoring is not None:
+            meta |= prompt_entries(request)
     if request.return_logprob:
         meta["output_token_logprobs"] = [
             (float(logprob), token_id, None)

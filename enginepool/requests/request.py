@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from enginepool.requests.fault_history import FaultHistory
 from enginepool.requests.routing import MIN_SHARED_PREFIX, Candidate
+from enginepool.requests.scoring import Scored, Scoring
 
 # The widest `top_logprobs_num`: OpenAI's limit. Engines compute one width for all.
 MAX_TOP_LOGPROBS = 20
@@ -69,6 +70,7 @@ class Request:
     stream: bool = False
     extra_key: str | None = None
     pinned_to: int | None = None  # the only engine that may run it
+    scoring: Scoring | None = None  # what is asked of the prompt itself
     internal_rid: str = field(default_factory=new_internal_rid)  # what engines know it by
     candidate: Candidate = field(init=False)
 
@@ -78,6 +80,7 @@ class Request:
     weight_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
+    scored: Scored | None = None  # what came of `scoring`
     req: Any = None  # upstream's request, while an engine has it
     engine_index: int | None = None
     faults: FaultHistory = field(default_factory=FaultHistory)

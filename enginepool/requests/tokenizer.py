@@ -56,25 +56,25 @@ class Tokenizer:
             options["tokenizer_backend"] = server_args.tokenizer_backend
         return cls(get_tokenizer(server_args.tokenizer_path, **options))
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, special tokens added as the tokenizer is configured."""
+    def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text; with the special tokens that the tokenizer adds, if wanted."""
         try:
-            return self._encode(list(texts)) if texts else []
+            return self._encode(list(texts), special_tokens) if texts else []
         except Exception:  # half a surrogate pair, for one: its error names no prompt
             for index, text in enumerate(texts):
                 try:
-                    self._encode([text])
+                    self._encode([text], special_tokens)
                 except Exception as error:
                     raise InvalidRequest(
                         f"the tokenizer does not take {shown(text)}: {error}", prompt_index=index
                     ) from error
             raise
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
         ids: list[list[int]] = []
         for group in _groups(texts):
             with self.lock:
-                ids += self.hf(group)["input_ids"]
+                ids += self.hf(group, add_special_tokens=special_tokens)["input_ids"]
         return ids
 
     def apply_chat_template(

@@ -126,16 +126,19 @@ def make_input_processor(workers: Sequence[EngineWorker]) -> InputProcessor:
         (engine.scheduler_info["scheduler"] for engine in engines),
         key=lambda scheduler: scheduler.max_req_len,
     )
+    model, program = scheduler.model_config, scheduler.scorer.program
     limits = Limits(
         # Upstream's own arithmetic: it refuses a prompt of `max_req_input_len`, and cuts an
         # output at `max_req_len` - prompt - 1.
         prompt=scheduler.max_req_input_len - 1,
         total=scheduler.max_req_len - 1,
-        vocab_size=scheduler.model_config.vocab_size,
+        vocab_size=model.vocab_size,
         origin=(
-            f"context_length={scheduler.model_config.context_len}, "
-            f"max_total_tokens={scheduler.max_total_num_tokens}"
+            f"context_length={model.context_len}, max_total_tokens={scheduler.max_total_num_tokens}"
         ),
+        # Nothing follows the last token, so it takes no KV cache.
+        scored=min(model.context_len, scheduler.max_total_num_tokens + 1, program.slots + 1),
+        score_refusal=program.refusal,
     )
     return InputProcessor(Tokenizer.load(args), limits, generation_defaults(args))
 

@@ -26,6 +26,7 @@ REACHES = {
     "engine/executable_cache.py",
     "engine/kv_cache.py",
     "engine/scheduler.py",
+    "engine/score_program.py",
     "engine/top_logprobs.py",
     "engine/warmup.py",
     "serve/openai_api.py",

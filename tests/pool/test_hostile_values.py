@@ -86,7 +86,7 @@ def test_sampling_parameters(pool: EnginePool, ask: Asked, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["prompts", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "timeout",
-     "raise_on_error", "progress"],
+     "raise_on_error", "progress", "return_prompt_logprob", "logprob_start_len"],
 )  # fmt: skip
 def test_arguments(pool: EnginePool, ask: Asked, name: str) -> None:
     """The arguments of a call itself."""
@@ -94,11 +94,28 @@ def test_arguments(pool: EnginePool, ask: Asked, name: str) -> None:
         given: dict[str, Any] = {"sampling_params": GREEDY, name: value}
         if name != "prompts":
             given.setdefault("input_ids", [IDS])
+        if name == "logprob_start_len":
+            given["return_prompt_logprob"] = True
         ask(lambda given=given: pool.generate_all(**given))
         if name not in ("prompts", "progress"):
             ask(lambda given=given: pool.generate(**given))
             if name != "raise_on_error":
                 ask(lambda given=given: list(pool.as_completed(**given)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prompts", "continuations", "input_ids", "continuation_ids", "top_logprobs_num", "timeout",
+     "raise_on_error"],
+)  # fmt: skip
+def test_score(pool: EnginePool, ask: Asked, name: str) -> None:
+    for value in hostile():
+        given: dict[str, Any] = {name: value}
+        if name != "prompts":
+            given.setdefault("input_ids", [IDS])
+        if name != "continuations":
+            given.setdefault("continuation_ids", [IDS])
+        ask(lambda given=given: pool.score(**given))
 
 
 @pytest.mark.parametrize("name", ["messages", "chat_template_kwargs", "content"])

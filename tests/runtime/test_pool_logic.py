@@ -157,6 +157,10 @@ class ScriptedScheduler:
     def has_work(self) -> bool:
         return bool(self.reqs)
 
+    def has_scores(self) -> bool:
+        """Nobody asks for any."""
+        return False
+
     def look_at_weights(self) -> None:
         """They are there: `disturb` unloads an engine by itself."""
 

@@ -1,0 +1,87 @@
+"""From hidden states to log-probabilities of given tokens, with bounded memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from enginepool.requests.request import MAX_TOP_LOGPROBS
+
+# Logits (float32, of the whole vocabulary) are made for a slice of positions at a time: no more of
+# them than this, nor than a full sampling batch has, for which there is room; 8 positions at least.
+LOGITS_BYTES = 128 * 2**20
+_LEAST_ROWS = 8
+
+
+class ScoreHead:
+    """In the place of a model's logits processor: takes the log-probabilities of given tokens from
+    the hidden states, a slice of positions at a time.
+
+    Args:
+        wanted: `rows` of the hidden states, of which the first `count` count, the ids after them
+            as `targets`, and whether `top` is wanted: the most probable ids.
+        batch: Of the largest sampling batch.
+    """
+
+    def __init__(self, processor: Any, wanted: Any, *, vocab_size: int, batch: int) -> None:
+        self._processor, self._wanted = processor, wanted
+        rows = max(_LEAST_ROWS, _power_of_two(min(LOGITS_BYTES // (4 * vocab_size), batch)))
+        self._rows = min(rows, len(wanted["targets"]))
+        self._width = min(MAX_TOP_LOGPROBS, vocab_size)
+
+    def __call__(self, hidden_states: jax.Array, lm_head: Any, *_: Any, **__: Any) -> Any:
+        wanted, rows = self._wanted, self._rows
+        picked = self._processor._select_hidden_states(hidden_states, wanted["rows"])
+        picked = jax.sharding.reshard(picked, PartitionSpec(None, None))
+        slices = -(-len(picked) // rows)
+        padding = slices * rows - len(picked)
+        picked = jnp.pad(picked, ((0, padding), (0, 0)))
+        targets = jnp.pad(wanted["targets"], (0, padding))
+        compute = partial(self._slice, lm_head)
+        each = (
+            picked.reshape(slices, rows, -1),
+            targets.reshape(slices, rows),
+            jnp.arange(slices) * rows < wanted["count"],
+        )
+
+        def one(part: Any) -> Any:
+            hidden, ids, needed = part
+            return jax.lax.cond(needed, compute, self._nothing, hidden, ids)
+
+        return jax.tree.map(
+            lambda array: array.reshape(slices * rows, *array.shape[2:]), jax.lax.map(one, each)
+        )
+
+    def _slice(self, lm_head: Any, hidden: jax.Array, ids: jax.Array) -> Any:
+        replicated = PartitionSpec(None)
+        hidden = jax.sharding.reshard(hidden, PartitionSpec("data", None))
+        logits = self._processor._get_logits(hidden, lm_head).astype(jnp.float32)
+        total = jax.sharding.reshard(jax.nn.logsumexp(logits, axis=-1), replicated)
+        own = logits.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
+
+        def top(logits: jax.Array) -> Any:
+            whole = jax.sharding.reshard(logits, PartitionSpec(None, None))
+            values, best = jax.lax.top_k(whole, self._width)
+            return values - total[:, None], best
+
+        def none(_: jax.Array) -> Any:
+            return self._nothing(hidden, ids)[1:]
+
+        return own - total, *jax.lax.cond(self._wanted["top"], top, none, logits)
+
+    def _nothing(self, _: jax.Array, ids: jax.Array) -> Any:
+        count, width = len(ids), self._width
+        return (
+            jnp.zeros(count, jnp.float32),
+            jnp.zeros((count, width), jnp.float32),
+            jnp.zeros((count, width), jnp.int32),
+        )
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is no larger."""
+    return 1 << max(0, number.bit_length() - 1) if number else 0

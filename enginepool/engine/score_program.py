@@ -1,0 +1,241 @@
+"""The program that computes the log-probabilities of given tokens, apart from any sampling batch.
+
+Reaches into upstream's model runner and compilation manager: the model's own forward pass runs over
+an extend batch of upstream's making, with a head of ours in the place of its logits processor.
+
+What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions,
+which a long prompt has no memory for, compile anew while it serves, and cannot be mixed with
+requests that do not ask for them.
+Why: They are part of the batch that samples.
+Remove when: Upstream computes them a slice at a time, whatever else is in the batch. A model
+without a logits processor is not scored, nor one where upstream makes no such batch: the call says
+which.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from enginepool.engine.score_head import ScoreHead
+from enginepool.process.upstream import expect
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens of a prompt, computed after `prefix` of them that are in the KV cache already.
+
+    Attributes:
+        slots: Of the KV cache, for prefix and piece: whole pages.
+        targets: What follows each of the last so many tokens of the piece.
+    """
+
+    ids: list[int]
+    prefix: int
+    slots: np.ndarray
+    targets: list[int]
+
+
+@dataclass(frozen=True)
+class Values:
+    """Of one piece, one row a target. The most probable tokens only where they were asked for."""
+
+    logprobs: np.ndarray
+    top_values: np.ndarray | None
+    top_ids: np.ndarray | None
+
+
+class ScoreProgram:
+    """One program a bucket of tokens, for the engine's own model and KV cache.
+
+    Attributes:
+        refusal: Why this engine cannot score, if so.
+        tokens, sequences, slots: The most that fit one run; slots count whole pages.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        expect(worker, "model_runner", "compilation_manager")
+        runner, manager = worker.model_runner, worker.compilation_manager
+        expect(manager, "token_buckets", "cache_loc_buckets", "page_size")
+        expect(runner, "jitted_run_model", "attn_backend", "forward", "model_state_leaves")
+        self.page_size: int = manager.page_size
+        self.buckets = _some(manager.token_buckets)
+        self.tokens: int = self.buckets[-1]
+        self.sequences: int = manager.max_padded_batch_size
+        self.slots: int = manager.cache_loc_buckets[-1]
+        self.refusal = _refusal(runner, manager)
+        self._runner, self._manager = runner, manager
+        self._templates: dict[int, Any] = {}
+        self._definition, state = nnx.split(runner.model)
+        self._structure = jax.tree.structure(state)
+        self._program = _program(runner.model_config.vocab_size, self.sequences)
+
+    def compile(self) -> None:
+        """Compile every program, by a token that goes into the KV cache's first page: before the
+        engine serves."""
+        page = self.page_size
+        token = Piece([0], 0, np.arange(page, 2 * page), [0])
+        for bucket in self.buckets if self.refusal is None else ():
+            self._run(bucket, [token], top=False)
+
+    def run(self, pieces: Sequence[Piece], *, top: bool) -> Any:
+        """Compute pieces, together; `fetch` gets what came of it. Their KV cache is filled.
+
+        Args:
+            top: Whether any of them wants the most probable tokens.
+        """
+        tokens = sum(len(piece.ids) for piece in pieces)
+        bucket = next(bucket for bucket in self.buckets if bucket >= tokens)
+        return self._run(bucket, pieces, top=top)
+
+    @staticmethod
+    def fetch(pieces: Sequence[Piece], results: Any, *, top: bool) -> list[Values]:
+        """What `run` has computed for each piece."""
+        logprobs, *most_probable = jax.device_get(results if top else results[:1])
+        ends = list(itertools.accumulate(len(piece.targets) for piece in pieces))
+        parts = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        values, ids = most_probable or (None, None)
+        return [
+            Values(
+                logprobs[part],
+                None if values is None else values[part],
+                None if ids is None else ids[part],
+            )
+            for part in parts
+        ]
+
+    def _run(self, bucket: int, pieces: Sequence[Piece], *, top: bool) -> Any:
+        runner = self._runner
+        batch = self._batch(bucket, pieces)
+        forward_batch = ForwardBatch.init_new(batch, runner)
+        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
+        metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
+        wanted = _wanted(bucket, pieces, top, runner.mesh)
+        upstreams = runner.jitted_run_model
+        runner.jitted_run_model = partial(self._instead, wanted)
+        try:
+            return runner.forward(forward_batch, metadata)[0]
+        finally:
+            runner.jitted_run_model = upstreams
+
+    def _instead(self, wanted: Any, forward_batch: Any, metadata: Any) -> Any:
+        """In the place of upstream's program, which `ModelRunner.forward` runs."""
+        runner = self._runner
+        return self._program(
+            self._definition,
+            self._structure,
+            runner.model_state_leaves,
+            forward_batch,
+            runner.memory_pools,
+            metadata,
+            wanted,
+        )
+
+    def _batch(self, bucket: int, pieces: Sequence[Piece]) -> Any:
+        """An extend batch of upstream's, padded as upstream pads."""
+        if bucket not in self._templates:
+            self._templates[bucket] = self._manager._make_dummy_batch(
+                self.sequences,
+                bucket,
+                ForwardMode.EXTEND,
+                self.slots,
+                dp_size=1,
+                per_dp_bs_size=self.sequences,
+            )
+        batch = copy.copy(self._templates[bucket])
+        lengths = [len(piece.ids) for piece in pieces]
+        prefixes = [piece.prefix for piece in pieces]
+        ends = list(map(sum, zip(prefixes, lengths, strict=True)))
+        batch.real_bs, batch.real_input_ids_len = len(pieces), sum(lengths)
+        batch.input_ids = _padded(bucket, [piece.ids for piece in pieces])
+        batch.positions = _padded(bucket, list(map(range, prefixes, ends)))
+        written = [piece.slots[piece.prefix :][: len(piece.ids)] for piece in pieces]
+        batch.out_cache_loc = _padded(bucket, written, fill=-1)
+        batch.cache_loc = _padded(self.slots, [piece.slots for piece in pieces])
+        batch.seq_lens = _padded(self.sequences, [ends])
+        batch.extend_seq_lens = _padded(self.sequences, [lengths])
+        batch.extend_prefix_lens = _padded(self.sequences, [prefixes])
+        batch.logits_indices = np.zeros(self.sequences, np.int32)
+        return batch
+
+
+def _program(vocab_size: int, batch: int) -> Any:
+    head = partial(ScoreHead, vocab_size=vocab_size, batch=batch)
+
+    # Without the runner: in a cycle its arrays would outlive a closed engine.
+    @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["structure"])
+    def score(
+        definition: Any,
+        structure: Any,
+        leaves: Any,
+        forward_batch: Any,
+        memory_pools: Any,
+        logits_metadata: Any,
+        wanted: Any,
+    ) -> Any:
+        model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
+        # The module itself counts its arrays; this is none of them.
+        vars(model)["logits_processor"] = head(model.logits_processor, wanted)
+        return model(forward_batch, memory_pools, logits_metadata)
+
+    return score
+
+
+def _wanted(bucket: int, pieces: Sequence[Piece], top: bool, mesh: Any) -> dict[str, jax.Array]:
+    """Which rows of the hidden states are looked at, first those that count, and for which ids."""
+    starts = itertools.accumulate((len(piece.ids) for piece in pieces), initial=0)
+    rows = [
+        range(start + len(piece.ids) - len(piece.targets), start + len(piece.ids))
+        for start, piece in zip(starts, pieces, strict=False)
+    ]
+    whole = {
+        "targets": _padded(bucket, [piece.targets for piece in pieces]),
+        "count": np.int32(sum(map(len, rows))),
+        "top": np.bool_(top),
+    }
+    return {
+        "rows": jax.device_put(_padded(bucket, rows), NamedSharding(mesh, PartitionSpec("data"))),
+        **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())),
+    }
+
+
+def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
+    """The parts, one after the other."""
+    array = np.full(length, fill, np.int32)
+    end = 0
+    for part in parts:
+        array[end : end + len(part)] = part
+        end += len(part)
+    return array
+
+
+def _some(buckets: Sequence[int]) -> list[int]:
+    """The smallest, the largest and what is half-way between them: each is one more program to
+    compile at warm-up."""
+    last = len(buckets) - 1
+    return [buckets[i] for i in sorted({0, (last + 1) // 2, last})]
+
+
+def _refusal(runner: Any, manager: Any) -> str | None:
+    name = type(runner.model).__name__
+    if not hasattr(manager, "_make_dummy_batch"):
+        return "this sglang-jax has no CompilationManager._make_dummy_batch, which it is made of"
+    if getattr(manager, "has_recurrent_state", False):
+        return f"{name} keeps recurrent state beside its KV cache"
+    if manager.token_buckets[-1] < manager.page_size:  # pieces are whole pages
+        return f"a prefill of {manager.token_buckets[-1]} tokens is less than a page of KV cache"
+    processor = getattr(runner.model, "logits_processor", None)
+    if not all(hasattr(processor, part) for part in ("_get_logits", "_select_hidden_states")):
+        return f"{name} has no logits processor that the pool knows"
+    return None

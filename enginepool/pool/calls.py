@@ -1,0 +1,38 @@
+"""Running a call to its end, for a caller that waits in a thread or on an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio.to_thread
+
+from enginepool.requests.output_processor import call_results
+from enginepool.requests.request import Call
+from enginepool.requests.submission import submitted
+from enginepool.requests.wait import async_wait_all, wait_all
+from enginepool.runtime.runtime import Runtime
+
+
+def run_call(
+    runtime: Runtime,
+    call: Call,
+    timeout: float | None,
+    raise_on_error: bool,
+    tick: Callable[[], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Submit a call and wait for its results, in order; see `wait_all` and `call_results`."""
+    with submitted(runtime.dispatch, call):
+        wait_all(runtime.dispatch, call, timeout, tick)
+    return call_results(call, runtime.input_processor.tokenizer, raise_on_error)
+
+
+async def async_run_call(
+    runtime: Runtime, call: Call, timeout: float | None, raise_on_error: bool
+) -> list[dict[str, Any]]:
+    """`run_call` for a task."""
+    with submitted(runtime.dispatch, call):
+        await async_wait_all(runtime.dispatch, call, timeout)
+    return await anyio.to_thread.run_sync(
+        call_results, call, runtime.input_processor.tokenizer, raise_on_error
+    )

@@ -1,0 +1,419 @@
+"""Scoring beside everything else: sampling, swaps, pauses, faults, callers that leave."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from benchmarks import faults
+from enginepool import EnginePool, InvalidRequest, PoolClosed, RequestsFailed
+from tests.support.liveness import SECONDS, at_rest, callers, paused, until
+from tests.support.pools import SMALL, MakePool, compilations, same
+from tests.support.reference import make_random_model
+from tests.support.scores import assert_prompt_logprobs, assert_scores, ids
+
+# Eight pieces of 64 tokens, and seven.
+LONG = [ids(300), ids(400)], [ids(200, 1), ids(40, 1)]
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [
+        make_random_model(tmp_path_factory.mktemp("version"), "qwen3", seed, num_layers=1, std=0.1)
+        for seed in (1, 2, 3)
+    ]
+
+
+@contextmanager
+def pool_of(devices: int, versions: list[Path]) -> Iterator[EnginePool]:
+    options = SMALL | {"max_restarts": 1000}
+    with EnginePool(str(versions[0]), devices=devices, **options) as pool:
+        yield pool
+
+
+@contextmanager
+def left_as_it_was(pool: EnginePool, versions: list[Path]) -> Iterator[EnginePool]:
+    """On version 0; nothing stays behind."""
+    pool.update_weights(versions[0], weight_version=0)
+    yield pool
+    until(lambda: {engine["state"] for engine in pool.stats()["engines"]} == {"serving"})
+    until(lambda: at_rest(pool))
+
+
+@pytest.fixture(scope="module")
+def opened_one(versions: list[Path]) -> Iterator[EnginePool]:
+    with pool_of(1, versions) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def opened_two(versions: list[Path]) -> Iterator[EnginePool]:
+    with pool_of(2, versions) as pool:
+        yield pool
+
+
+@pytest.fixture
+def one(opened_one: EnginePool, versions: list[Path]) -> Iterator[EnginePool]:
+    """One engine."""
+    with left_as_it_was(opened_one, versions) as pool:
+        yield pool
+
+
+@pytest.fixture
+def two(opened_two: EnginePool, versions: list[Path]) -> Iterator[EnginePool]:
+    """Two engines."""
+    with left_as_it_was(opened_two, versions) as pool:
+        yield pool
+
+
+def scorer(pool: EnginePool) -> Any:
+    return faults.scheduler_of(pool, 0).scorer
+
+
+@contextmanager
+def under_way(
+    pool: EnginePool, call: Callable[[], Any], pieces: int = 3
+) -> Iterator[tuple[Any, threading.Event]]:
+    """The block runs while the first engine is in the so-manieth piece of what `call` scores."""
+    let_go = faults.hang_in_score(pool, 0, at=pieces)
+    condition = pool._runtime().workers[0].condition
+    with callers(1) as executor:
+        try:
+            answer = executor.submit(call)
+            until(lambda: "run" not in vars(scorer(pool).program) and condition.stepping_since)
+            yield answer, let_go
+        finally:
+            let_go.set()
+
+
+def score(pool: EnginePool, which: tuple[Any, Any] = LONG, **options: Any) -> Any:
+    return pool.score(input_ids=which[0], continuation_ids=which[1], **options)
+
+
+def jobs(pool: EnginePool) -> Any:
+    return pool._runtime().workers[0].channel._jobs._jobs
+
+
+def test_beside_sampling(two: EnginePool, versions: list[Path]) -> None:
+    """Outputs are as without, scores are right, nothing is compiled, and both get on."""
+    rng = random.Random(3)
+    prompts = [ids(rng.choice([3, 60, 150]), n) for n in range(16)]
+    pairs = [(ids(rng.randint(1, 250), n), ids(rng.randint(1, 250), n + 50)) for n in range(24)]
+    options: Any = {"input_ids": prompts, "return_logprob": True}
+    expected = two.generate_all(None, GREEDY, **options)
+    with compilations() as seen, callers(3) as executor:
+        generated = [
+            executor.submit(two.generate_all, None, GREEDY, **options),
+            executor.submit(two.generate_all, None, GREEDY, return_prompt_logprob=True, **options),
+        ]
+        scored = executor.submit(score, two, tuple(zip(*pairs, strict=True)), top_logprobs_num=2)
+        for answer in generated:
+            same(answer.result(SECONDS), expected)
+        results = scored.result(SECONDS)
+    assert seen == []
+    assert_scores(versions[0], *map(list, zip(*pairs, strict=True)), results)
+    assert {result["meta_info"]["engine_index"] for result in results} == {0, 1}
+    for prompt, result in zip(prompts, generated[1].result(), strict=True):
+        assert_prompt_logprobs(versions[0], prompt, result["meta_info"])
+
+
+def test_outputs_that_fill_the_kv_cache(one: EnginePool, versions: list[Path]) -> None:
+    """Prompts wait for room that running outputs hold, or give back what they hold; everything
+    ends, and is right."""
+    prompts = [ids(200, n) for n in range(5)]
+    params = GREEDY
+    options: Any = {"input_ids": prompts, "return_logprob": True}
+    expected = one.generate_all(None, params, **options)
+    with callers(4) as executor:
+        generated = [executor.submit(one.generate_all, None, params, **options) for _ in range(2)]
+        scored = [executor.submit(score, one) for _ in range(2)]
+        for answer in generated:
+            same(answer.result(SECONDS), expected)
+        for answer in scored:
+            assert_scores(versions[0], *LONG, answer.result(SECONDS))
+
+
+def test_a_prompt_makes_way(one: EnginePool, versions: list[Path]) -> None:
+    """It gives back its KV cache in the middle, and begins anew."""
+    with under_way(one, lambda: score(one)) as (answer, let_go):
+        held = scorer(one).holds_kv
+        job = one._runtime().workers[0].channel.run(lambda: scorer(one).make_way(1024))
+        let_go.set()
+        job.result(SECONDS)
+        assert_scores(versions[0], *LONG, answer.result(SECONDS))
+    assert held
+
+
+def test_a_prompt_that_never_fits(
+    one: EnginePool, versions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the KV cache of a sliding window is smaller: it ends, and the next ones do not wait
+    for it."""
+    allocator = faults.scheduler_of(one, 0).token_to_kv_pool_allocator
+    alloc = allocator.alloc
+
+    def small(size: int, *args: Any, **options: Any) -> Any:
+        return None if size > 300 else alloc(size, *args, **options)
+
+    monkeypatch.setattr(allocator, "alloc", small)
+    prompts, continuations = [ids(400), ids(20)], [ids(9), ids(8)]
+    long, short = score(one, (prompts, continuations))
+    assert long["meta_info"]["finish_reason"]["err_type"] == "out_of_memory"
+    assert long["logprobs"] == []
+    short["meta_info"]["prompt_index"] = 0
+    assert_scores(versions[0], prompts[1:], continuations[1:], [short])
+
+
+@pytest.mark.parametrize("mode", ["drain", "retract", "in_place"])
+def test_a_swap_in_the_middle_of_a_prompt(one: EnginePool, versions: list[Path], mode: Any) -> None:
+    """All values of a result are of the weights that it names: what has begun ends first when an
+    update drains, and begins anew otherwise."""
+    with under_way(one, lambda: score(one)) as (answer, let_go), callers(1) as executor:
+        swap = executor.submit(one.update_weights, versions[1], mode=mode, weight_version=1)
+        until(lambda: jobs(one) or mode == "drain")
+        let_go.set()
+        swap.result(SECONDS)
+        results = answer.result(SECONDS)
+    found = [result["meta_info"]["weight_version"] for result in results]
+    assert found[0] == (0 if mode == "drain" else 1)
+    for index, (result, version) in enumerate(zip(results, found, strict=True)):
+        part = [LONG[0][index]], [LONG[1][index]]
+        result["meta_info"]["prompt_index"] = 0
+        assert_scores(versions[version], *part, [result])
+
+
+def test_a_swap_that_aborts(one: EnginePool, versions: list[Path]) -> None:
+    with under_way(one, lambda: score(one)) as (answer, let_go), callers(1) as executor:
+        swap = executor.submit(one.update_weights, versions[1], mode="abort", weight_version=1)
+        until(lambda: jobs(one))
+        let_go.set()
+        swap.result(SECONDS)
+        for result in answer.result(SECONDS):
+            assert result["meta_info"]["finish_reason"]["err_type"] == "cancelled"
+            assert result["logprobs"] == []
+
+
+def test_swaps_do_not_starve_a_prompt(one: EnginePool, versions: list[Path]) -> None:
+    """What one of them sends back to the queue ends before the next."""
+    with under_way(one, lambda: score(one)) as (answer, let_go), callers(2) as executor:
+
+        def swap(version: int) -> Any:
+            return executor.submit(
+                one.update_weights, versions[version], mode="retract", weight_version=version
+            )
+
+        first = swap(1)
+        until(lambda: jobs(one))
+        again = faults.hang_in_score(one, 0, at=2)
+        let_go.set()
+        first.result(SECONDS)
+        until(lambda: "run" not in vars(scorer(one).program))
+        second = swap(2)
+        until(lambda: jobs(one))
+        again.set()
+        results = answer.result(SECONDS)
+        second.result(SECONDS)
+    assert [result["meta_info"]["weight_version"] for result in results] == [1, 1]
+    assert_scores(versions[1], *LONG, results)
+
+
+def test_an_output_over_a_swap(one: EnginePool, versions: list[Path]) -> None:
+    """Its prompt's values stay those of the weights that they name."""
+    prompt = ids(100)
+    channel = one._runtime().workers[0].channel
+    with callers(1) as executor:
+        steps = channel.steps
+        let_go = faults.hang_in_step(one, 0, at=5)
+        answer = executor.submit(
+            one.generate, input_ids=prompt, sampling_params=GREEDY, return_prompt_logprob=True
+        )
+        until(lambda: channel.steps > steps + 4)
+        with callers(1) as swapper:
+            swap = swapper.submit(one.update_weights, versions[1], mode="retract", weight_version=1)
+            until(lambda: jobs(one))
+            let_go.set()
+            swap.result(SECONDS)
+        meta = answer.result(SECONDS)["meta_info"]
+    assert [version for *_, version in meta["weight_versions"]] == [0, 1]
+    assert meta["input_logprobs_weight_version"] == 0
+    assert_prompt_logprobs(versions[0], prompt, meta)
+
+
+# Engines that fail
+
+
+def test_a_failed_piece(two: EnginePool, versions: list[Path]) -> None:
+    """Its prompts are scored elsewhere, and the engine comes back."""
+    prompts, continuations = [ids(100, n) for n in range(12)], [ids(60, n) for n in range(12)]
+    before = len(two.events())
+    faults.raise_in_score(two, 0, at=2)
+    results = score(two, (prompts, continuations))
+    assert_scores(versions[0], prompts, continuations, results)
+    until(lambda: "engine_recovered" in [entry["event"] for entry in two.events()[before:]])
+
+
+def test_weights_of_one_engine_that_are_not_finite(two: EnginePool, versions: list[Path]) -> None:
+    """No result has a value that is not finite; the engine gets its sibling's weights."""
+    engine = two.engines[0]
+    faults.spoil_leaf(two, 0)
+    while two.engines[0] is engine:
+        assert_scores(versions[0], *LONG, score(two))
+
+
+def test_a_piece_that_does_not_return(versions: list[Path]) -> None:
+    options = SMALL | {"step_timeout": 5.0}
+    with EnginePool(str(versions[0]), devices=2, **options) as pool:
+        let_go = faults.hang_in_score(pool, 0)
+        try:
+            prompts, continuations = [ids(9, n) for n in range(12)], [ids(9, n) for n in range(12)]
+            results = score(pool, (prompts, continuations))
+            assert_scores(versions[0], prompts, continuations, results)
+            assert pool.stats()["engines"][0]["state"] == "abandoned"
+        finally:
+            let_go.set()
+        until(lambda: pool.stats()["engines"][0]["state"] == "serving")
+        assert_scores(versions[0], *LONG, score(pool))
+        until(lambda: at_rest(pool))
+
+
+# Callers that leave, pools that pause or close
+
+
+def test_timeout(one: EnginePool) -> None:
+    """Results keep their places, without values; what is finished has them."""
+    held = one._runtime().workers[0].channel.running.held
+    call = lambda: score(one, timeout=0.5)  # noqa: E731
+    with under_way(one, call) as (answer, let_go):
+        until(lambda: all(request.abort_reason for request in held.values()))
+        let_go.set()
+        results = answer.result(SECONDS)
+    for result in results:
+        assert result["meta_info"]["finish_reason"]["err_type"] == "timeout"
+        assert result["logprobs"] == []
+        assert result["meta_info"]["weight_version"] == 0
+
+
+def test_raise_on_error(one: EnginePool) -> None:
+    with paused(one), pytest.raises(RequestsFailed) as caught:
+        score(one, timeout=0.1, raise_on_error=True)
+    assert [result["logprobs"] for result in caught.value.results] == [[], []]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_cancel(one: EnginePool, backend: str) -> None:
+    """The prompts end inside the engine."""
+    held = one._runtime().workers[0].channel.running.held
+    let_go = faults.hang_in_score(one, 0, at=2)
+
+    async def ask() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: one.async_score(input_ids=LONG[0], continuation_ids=LONG[1]))
+            while "run" in vars(scorer(one).program):
+                await anyio.sleep(0.01)
+            group.cancel_scope.cancel()
+
+    anyio.run(ask, backend=backend)
+    assert all(request.abort_reason for request in held.values())
+    let_go.set()
+    until(lambda: not held)
+    assert not scorer(one).holds_kv
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_pause(one: EnginePool, versions: list[Path], mode: Any) -> None:
+    """No piece is computed while the pool is paused; afterwards it goes on."""
+    with under_way(one, lambda: score(one)) as (answer, let_go), callers(1) as executor:
+        pause = executor.submit(one.pause_generation, mode)
+        until(lambda: jobs(one))
+        let_go.set()
+        pause.result(SECONDS)
+        steps = one._runtime().workers[0].channel.steps
+        assert not answer.done()
+        assert one._runtime().workers[0].channel.steps == steps
+        one.continue_generation()
+        assert_scores(versions[0], *LONG, answer.result(SECONDS))
+
+
+def test_flush_in_the_middle(one: EnginePool, versions: list[Path]) -> None:
+    """Flushing the prefix cache takes nothing from a prompt that is being scored."""
+    with under_way(one, lambda: score(one)) as (answer, let_go), callers(1) as executor:
+        flush = executor.submit(one.flush_cache)
+        until(lambda: jobs(one))
+        let_go.set()
+        flush.result(SECONDS)
+        assert_scores(versions[0], *LONG, answer.result(SECONDS))
+
+
+def test_memory_given_back_in_the_middle(one: EnginePool, versions: list[Path]) -> None:
+    with under_way(one, lambda: score(one)) as (answer, let_go), callers(1) as executor:
+        given = executor.submit(one.release_memory_occupation)
+        until(lambda: jobs(one))
+        let_go.set()
+        given.result(SECONDS)
+        one.resume_memory_occupation()
+        assert_scores(versions[0], *LONG, answer.result(SECONDS))
+
+
+def test_inside_an_update(two: EnginePool, versions: list[Path]) -> None:
+    """Where no engine takes a step, the call would wait for ever."""
+
+    def tensors() -> Iterator[Any]:
+        with pytest.raises(InvalidRequest, match="would wait for ever"):
+            score(two)
+        yield from ()
+
+    with paused(two), pytest.raises(Exception, match="missing"):
+        two.update_weights(tensors())
+
+
+def test_close(versions: list[Path]) -> None:
+    pool = EnginePool(str(versions[0]), devices=1, **SMALL).open()
+    with under_way(pool, lambda: score(pool)) as (answer, let_go), callers(1) as executor:
+        closing = executor.submit(pool.close)
+        until(lambda: pool.closed)
+        let_go.set()
+        with pytest.raises(PoolClosed) as caught:
+            answer.result(SECONDS)
+        closing.result(SECONDS)
+    assert [result["logprobs"] for result in caught.value.results] == [[], []]
+    with pytest.raises(PoolClosed):
+        score(pool)
+
+
+def test_many_random_calls(make_pool: MakePool, model_dir: Callable[[str], Path]) -> None:
+    """Zero compilations in a mixture of everything, four engines, and all scores right."""
+    pool = make_pool("toy", 4)
+    rng = random.Random(8)
+
+    def sample() -> None:
+        for _ in range(3):
+            prompts = [ids(rng.randint(1, 150), rng.randint(0, 9)) for _ in range(8)]
+            pool.generate_all(
+                None,
+                {"max_new_tokens": rng.randint(1, 30), "n": rng.randint(1, 2)},
+                input_ids=prompts,
+                return_prompt_logprob=rng.random() < 0.5,
+                top_logprobs_num=rng.choice([0, 3]),
+            )
+
+    made = []
+    with compilations() as seen, callers(3) as executor:
+        others = [executor.submit(sample) for _ in range(2)]
+        for number in range(6):
+            pairs = [(ids(rng.randint(1, 250), n), ids(rng.randint(1, 250), n)) for n in range(6)]
+            split = tuple(map(list, zip(*pairs, strict=True)))
+            made.append((split, score(pool, split, top_logprobs_num=rng.choice([0, 1, 20]))))
+            if number % 3 == 2:
+                pool.flush_cache()
+        for other in others:
+            other.result(SECONDS)
+    assert seen == []
+    for split, results in made:
+        assert_scores(model_dir("toy"), *split, results)
+    until(lambda: at_rest(pool))
