@@ -117,7 +117,7 @@ def figures(accelerator: Accelerator | None, tokens: int) -> dict[str, Any]:
     slept = steps * accelerator.step_seconds if accelerator is not None else 0.0
     return {
         "steps": steps,
-        "tokens_per_simulated_second": round(tokens / slept, 1) if slept else 0.0,
+        "tokens_per_simulated_second": tokens / slept if slept else 0.0,
     }
 
 

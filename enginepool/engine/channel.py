@@ -161,8 +161,7 @@ class Channel:
         condition = self.condition
         with self.running.lock:
             condition.stepping_since = None
-            if condition.abandoned:
-                raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
+            self._look_whether_abandoned()
         scheduler = self._attached()
         waited = self.steps == 0
         while True:
@@ -188,6 +187,35 @@ class Channel:
         if waited:
             self.busy_since = now
         self.steps += 1
+
+    # In flight, between two steps that have no boundary between them: see `steady/flight.py`
+
+    def between_steps(self, take_over: Callable[[], Any]) -> Any:
+        """A step has come back: call this for what it brought, and the next one runs.
+
+        Raises:
+            StepTimeout: The requests were taken away.
+        """
+        with self.running.lock:
+            self._look_whether_abandoned()
+            taken = take_over()
+            self.condition.stepping_since = time.perf_counter()
+        return taken
+
+    def queued(self) -> int:
+        """How many requests wait in the pool's queue that this engine has room for."""
+        running = self.running
+        room = self._attached().room(len(running)) > 0 and not running.has_one_alone
+        return len(self.queue) if room else 0
+
+    def wants_boundary(self, queued_before: int) -> bool:
+        """Whether there is a job to do, or more to take than there was."""
+        return self._jobs.due() or self.queued() > queued_before
+
+    def _look_whether_abandoned(self) -> None:
+        condition = self.condition
+        if condition.abandoned:
+            raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
 
     def send_pyobj(self, message: Any) -> None:
         """Upstream's notice that it dropped a request which was not running (abort, or no KV)."""

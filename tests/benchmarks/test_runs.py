@@ -65,7 +65,7 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
     ]
     for row in rows:
         assert 0 < row["busy_share"] <= 1
-        assert row["tokens_per_simulated_second"] <= 2 / 0.003
+        assert row["tokens_per_simulated_second"] < 2 / 0.003 + 1
         if row["name"] != "ceiling" and row["workload"] != "arrivals":
             assert row["tokens"] == 2 * 2 * 12
 
