@@ -68,6 +68,8 @@ class Channel:
         limiter: Shared with other engines; this one has a slot from a step's begin to its end,
             but for the wait for its device.
         steps: How many began.
+        steady_steps: How many of them were decode steps that stayed on the device (`steady/`).
+        fallback_steps: How many were decode steps that were upstream's own.
         busy_since: When the first step after the last idling began, in `time.perf_counter`.
     """
 
@@ -83,7 +85,7 @@ class Channel:
         self.limiter = limiter
         self.condition = condition
         self.running = RunningRequests(condition.weights)
-        self.steps = 0
+        self.steps = self.steady_steps = self.fallback_steps = 0
         self.busy_since = 0.0
         self._scheduler: StepScheduler | None = None
         self._wake = threading.Event()
@@ -208,9 +210,13 @@ class Channel:
         room = self._attached().room(len(running)) > 0 and not running.has_one_alone
         return len(self.queue) if room else 0
 
-    def wants_boundary(self, queued_before: int) -> bool:
-        """Whether there is a job to do, or more to take than there was."""
-        return self._jobs.due() or self.queued() > queued_before
+    def has_jobs(self) -> bool:
+        """Whether there is something to do at a step boundary."""
+        return self._jobs.due()
+
+    def pull(self, at_most: int) -> None:
+        """Take requests from the pool's queue, as at a step boundary."""
+        self._pull(self._attached(), at_most)
 
     def _look_whether_abandoned(self) -> None:
         condition = self.condition
@@ -271,14 +277,15 @@ class Channel:
         assert self._scheduler is not None, "the engine does no jobs"
         return self._scheduler
 
-    def _pull(self, scheduler: StepScheduler) -> None:
+    def _pull(self, scheduler: StepScheduler, at_most: int | None = None) -> None:
         running = self.running
         if running.has_one_alone:
             return
+        room = scheduler.room(len(running))
         taken = self.queue.take(
             self.engine_index,
             load=len(running),
-            room=scheduler.room(len(running)),
+            room=room if at_most is None else min(room, at_most),
             cached=scheduler.cached_prefix,
             begun=self.condition.draining,
         )

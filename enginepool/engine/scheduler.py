@@ -126,6 +126,7 @@ class PinnedScheduler(Scheduler):
     def _compute_logprobs_and_wait(self, *args: Any) -> Any:
         """Upstream's last program of a step; it would get the result right after this."""
         logprobs = self._compute_logprobs(*args)
+        self.steady.before_waiting()
         self.wait_for_device(logprobs)
         return logprobs
 

@@ -48,7 +48,7 @@ def warm_up(scheduler: PinnedScheduler) -> None:
         with no_progress_bars():
             worker.run_precompile()
         scheduler.kv_cache.compile()
-        scheduler.steady.compile(seeded)
+        scheduler.steady.compile()
     finally:
         scheduler.want_top_logprobs(False)
         del manager._make_dummy_batch

@@ -20,48 +20,53 @@ class Pages:
     """Of the rows of one flight.
 
     Attributes:
-        table: By row: its pages, 0 where it has none.
+        table: By row: its pages; what follows them is not looked at.
     """
 
-    def __init__(self, scheduler: Any, rows: int, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """
-        Args:
-            slots: Where upstream keeps these requests' slots, as indices into its table.
-            lengths: Their tokens, for all of which upstream has allocated slots.
-        """
+    def __init__(self, scheduler: Any, rows: int) -> None:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._tree_cache = scheduler.tree_cache
         self._req_to_token = scheduler.req_to_token_pool.req_to_token
-        self._size = size = scheduler.page_size
-        self._slots = slots
-        self._settled = lengths.copy()
-        self._counts = -(-lengths // size)
+        self._size = scheduler.page_size
         self.table = np.zeros((rows, self.width(scheduler)), np.int32)
-        used = int(self._counts.max())
-        pages = self._req_to_token[slots, : used * size : size] // size
-        owned = np.arange(used) < self._counts[:, None]
-        self.table[: len(slots), :used] = np.where(owned, pages, 0)
+        # By row: where upstream keeps its slots, tokens of which upstream knows them, its pages.
+        self._slots = np.zeros(rows, np.int64)
+        self._settled = np.zeros(rows, np.int64)
+        self._counts = np.zeros(rows, np.int64)
 
     @staticmethod
     def width(scheduler: Any) -> int:
         """Pages of the longest request that an engine takes."""
         return -(-scheduler.max_req_len // scheduler.page_size)
 
-    def cover(self, rows: np.ndarray, lengths: np.ndarray, *, evict: bool) -> bool:
-        """Let these rows have pages for so many tokens; False if there are not enough.
+    def seat(self, rows: list[int], reqs: list[Any]) -> None:
+        """These rows have the pages that upstream has allocated for their requests."""
+        size = self._size
+        lengths = np.array([req.kv_allocated_len for req in reqs])
+        slots = np.array([req.req_pool_idx for req in reqs])
+        counts = -(-lengths // size)
+        used = int(counts.max(initial=0))
+        self.table[rows, :used] = self._req_to_token[slots, : used * size : size] // size
+        self._slots[rows], self._settled[rows], self._counts[rows] = slots, lengths, counts
+
+    def cover(self, rows: np.ndarray, lengths: np.ndarray, *, evict: bool) -> bool | None:
+        """Let these rows have pages for so many tokens.
 
         Args:
             evict: The prefix cache gives up what is missing.
+
+        Returns:
+            Whether the table has changed; None, with nothing done, if there are not enough pages.
         """
         wanted = np.maximum(-(-lengths // self._size) - self._counts[rows], 0)
         total = int(wanted.sum())
         if total == 0:
-            return True
+            return False
         if evict:
             evict_from_tree_cache(self._tree_cache, total * self._size)
         slots = self._allocator.alloc(total * self._size)
         if slots is None:
-            return False
+            return None
         nth = np.arange(total) - np.repeat(np.cumsum(wanted) - wanted, wanted)
         row = np.repeat(rows, wanted)
         self.table[row, self._counts[row] + nth] = slots[:: self._size] // self._size
@@ -71,7 +76,7 @@ class Pages:
     def settle(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         """These rows have so many tokens and get no more from here: upstream finds their slots
         where it looks for them, and the pages beyond are free again."""
-        size, new = self._size, lengths - self._settled[rows]
+        size, new = self._size, np.maximum(lengths - self._settled[rows], 0)
         row = np.repeat(rows, new)
         nth = np.arange(len(row)) - np.repeat(np.cumsum(new) - new, new)
         places = self._settled[row] + nth

@@ -15,16 +15,18 @@ Remove when: A batch that stays the same stays on its device upstream, log-proba
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from sgl_jax.srt.layers.attention.native_backend import NativeAttention
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+from sgl_jax.srt.managers.schedule_batch import ModelWorkerSamplingInfo
 from sgl_jax.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -33,8 +35,45 @@ from sgl_jax.srt.model_executor.forward_batch_info import (
 from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 
+# Backends that look at a step's lengths, slots and pages, and at nothing else.
+_ATTENTION = ("NativeAttention", "FlashAttention")
 # Stop ids of a row that the device looks for; the host looks for those of a row that has more.
 STOP_IDS = 8
+
+
+@dataclass
+class Sampling:
+    """How every row samples, padded as upstream pads.
+
+    Attributes:
+        arrays: Upstream's own names, by row.
+    """
+
+    arrays: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, rows: int) -> Self:
+        """Of rows that are all empty."""
+        return cls(
+            {
+                "temperatures": np.ones((rows, 1), np.float32),
+                "top_ps": np.ones(rows, np.float32),
+                "top_ks": np.ones(rows, np.int32),
+                "min_ps": np.zeros(rows, np.float32),
+                "sampling_seeds": np.zeros(rows, np.int32),
+            }
+        )
+
+    def put(self, row: int, params: Any) -> None:
+        """The row samples by a request's parameters."""
+        arrays = self.arrays
+        arrays["temperatures"][row] = params.temperature
+        arrays["top_ps"][row] = params.top_p
+        arrays["top_ks"][row] = params.top_k
+        arrays["min_ps"][row] = params.min_p
+        # As patches/request_seed.py has it: modulo 2**32.
+        seed = np.uint32(int(params.sampling_seed) & 0xFFFFFFFF)
+        arrays["sampling_seeds"][row] = seed.view(np.int32)
 
 
 class Batch(NamedTuple):
@@ -67,30 +106,60 @@ class StepProgram:
         manager = worker.compilation_manager
         self.buckets = dict(zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True))
         self._step = _build(self._runner, self.buckets)
+        self._seat = _build_seat(self._runner.mesh)
 
     def bucket(self, requests: int) -> int:
         """Rows of a batch of so many requests."""
         return next(size for size in self.buckets if size >= requests)
 
-    def no_batch(self, rows: int, pages: int, sampling: SamplingMetadata) -> Batch:
-        """A batch of so many rows that are all empty."""
-        limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
-        return Batch(self.place(limits), self.place(np.zeros((rows, pages), np.int32)), sampling)
+    def compile(self, pages: int) -> None:
+        """Compile everything, for tables of so many pages a row; nothing of the engine changes."""
+        for rows in self.buckets:
+            limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
+            table = np.zeros((rows, pages), np.int32)
+            batch = self.place_batch(limits, table, Sampling.of(rows))
+            nobody = np.zeros((2, rows), np.int32)
+            state, _ = self.step(self.place(nobody), batch)
+            state, sampled = self.step(self.seat(state, [], nobody), batch)
+            sampled.block_until_ready()
 
     def place(self, array: np.ndarray) -> jax.Array:
         everywhere = PartitionSpec(*[None] * array.ndim)
         return jax.device_put(array, NamedSharding(self._runner.mesh, everywhere))
 
-    def place_sampling(self, worker_batch: Any) -> SamplingMetadata:
-        """What upstream sends for its sampler, with flags that are on the device, too."""
+    def place_batch(self, limits: np.ndarray, table: np.ndarray, sampling: Sampling) -> Batch:
+        """Send a batch to the device; the arrays may be changed afterwards."""
+        # Copied: on CPU an array on a device may be the very memory.
+        limits, table = limits.copy(), table.copy()
+        arrays = {name: array.copy() for name, array in sampling.arrays.items()}
         runner = self._runner
-        metadata = SamplingMetadata.from_model_worker_batch(
-            worker_batch, 0, runner.mesh, runner.model_config.vocab_size
+        vocab_size = runner.model_config.vocab_size
+        greedy = bool((arrays["top_ks"] <= 1).all())
+        info = ModelWorkerSamplingInfo(**arrays, vocab_size=vocab_size, is_all_greedy=greedy)
+        worker_batch: Any = SimpleNamespace(
+            sampling_info=info,
+            forward_mode=ForwardMode.DECODE,
+            positions=np.zeros(len(limits), np.int32),
+            seq_lens=None,
+            return_logprob=False,
+            top_logprobs_nums=None,
+            token_ids_logprobs=None,
         )
-        return jax.tree.map(
+        metadata = SamplingMetadata.from_model_worker_batch(
+            worker_batch, 0, runner.mesh, vocab_size
+        )
+        # Upstream's flags are Python's, and would be sent with every step.
+        metadata = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else self.place(np.asarray(leaf)),
             metadata,
         )
+        return Batch(self.place(limits), self.place(table), metadata)
+
+    def seat(self, state: jax.Array, rows: list[int], seated: np.ndarray) -> jax.Array:
+        """Put into these rows of a state, which is given away, what another has there."""
+        new = np.zeros(state.shape[1], bool)
+        new[rows] = True
+        return self._seat(state, self.place(new), self.place(seated.copy()))
 
     def step(self, state: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Dispatch a step.
@@ -138,7 +207,8 @@ def supported(scheduler: Any) -> bool:
     return (
         one_pool
         and len(jax.tree.leaves(model_state)) == len(runner.model_state_leaves)
-        and type(runner.attn_backend) is NativeAttention
+        and type(runner.attn_backend).__name__ in _ATTENTION
+        and not hasattr(runner.attn_backend, "swa_index_mapping")
         and not getattr(runner, "is_hybrid", False)
     )
 
@@ -150,7 +220,9 @@ def _build(runner: Any, places: dict[int, int]) -> Callable[..., Any]:
     sampler_def, sampler_state = nnx.split(runner.sampler)
     model_tree, sampler_tree = map(jax.tree.structure, (model_state, sampler_state))
     pools_tree = jax.tree.structure(runner.memory_pools)
-    backend, by_sorting = runner.attn_backend, runner.use_sort_for_toppk_minp
+    backend_tree = jax.tree.structure(runner.attn_backend)
+    kernel = type(runner.attn_backend).__name__ == "FlashAttention"
+    by_sorting = runner.use_sort_for_toppk_minp
     unused_rng = np.asarray(runner._sampler_base_rng)  # every row has a seed
 
     def put(array: jax.Array, *spec: Any) -> jax.Array:
@@ -162,6 +234,12 @@ def _build(runner: Any, places: dict[int, int]) -> Callable[..., Any]:
         positions = jnp.where(live, lengths - 1, 0)
         page = jnp.take_along_axis(table, (positions // page_size)[:, None], axis=1)[:, 0]
         slots = jnp.where(live, page * page_size + positions % page_size, -1)
+        # A backend of the trace's own: upstream's would keep what is traced.
+        backend: Any = jax.tree.unflatten(backend_tree, [None] * backend_tree.num_leaves)
+        if kernel:
+            metadata = _kernel_metadata(lengths, table, page_size, places[rows])
+            metadata = jax.tree.map(lambda array: put(array, "data"), metadata)
+            object.__setattr__(backend, "forward_metadata", metadata)
         pools = jax.tree.unflatten(pools_tree, kv)
         forward_batch = ForwardBatch(
             bid=0,
@@ -177,12 +255,12 @@ def _build(runner: Any, places: dict[int, int]) -> Callable[..., Any]:
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        metadata = LogitsMetadata(
+        wanted = LogitsMetadata(
             forward_mode=ForwardMode.DECODE, capture_hidden_mode=CaptureHiddenMode.NULL
         )
         model = nnx.merge(model_def, jax.tree.unflatten(model_tree, leaves))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            output, updates, *_ = model(forward_batch, pools, metadata)
+            output, updates, *_ = model(forward_batch, pools, wanted)
         pools.replace_all(updates)
         if output.next_token_logits.dtype == jnp.bfloat16:
             # Within one program XLA may go on with what was not rounded yet.
@@ -220,13 +298,49 @@ def _build(runner: Any, places: dict[int, int]) -> Callable[..., Any]:
     return step
 
 
-def _slots_of(lengths: jax.Array, table: jax.Array, page_size: int, places: int) -> jax.Array:
-    """The KV slots of all rows, row after row, each from the beginning of a page; then zeros."""
+def _build_seat(mesh: Any) -> Callable[..., Any]:
+    everywhere = NamedSharding(mesh, PartitionSpec(None, None))
+
+    @partial(jax.jit, donate_argnames="state")
+    def seat(state: jax.Array, new: jax.Array, seated: jax.Array) -> jax.Array:
+        return jax.sharding.reshard(jnp.where(new, seated, state), everywhere)
+
+    return seat
+
+
+def _pages_of(lengths: jax.Array, table: jax.Array, page_size: int, places: int) -> jax.Array:
+    """The KV pages of all rows, row after row; then zeros."""
     pages = (lengths + page_size - 1) // page_size
     ends = jnp.cumsum(pages)
     place = jnp.arange(places // page_size)
     row = jnp.clip(jnp.searchsorted(ends, place, side="right"), 0, len(lengths) - 1)
     within = jnp.clip(place - (ends - pages)[row], 0, table.shape[1] - 1)
-    page = jnp.where(place < ends[-1], table[row, within], 0)
-    slots = page[:, None] * page_size + jnp.arange(page_size)
-    return slots.reshape(-1).astype(jnp.int32)
+    return jnp.where(place < ends[-1], table[row, within], 0).astype(jnp.int32)
+
+
+def _slots_of(lengths: jax.Array, table: jax.Array, page_size: int, places: int) -> jax.Array:
+    """Their slots, each row's from the beginning of a page."""
+    pages = _pages_of(lengths, table, page_size, places)
+    slots = pages[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    return slots.reshape(-1)
+
+
+def _kernel_metadata(lengths: jax.Array, table: jax.Array, page_size: int, places: int) -> Any:
+    """What upstream's attention kernel is told of a decode step.
+
+    It takes the rows that there are to be the first ones. Here they lie between others that have
+    ended: such a row is one token long, on the page that nobody is given.
+    """
+    from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
+
+    rows = len(lengths)
+    table = jnp.where(lengths[:, None] > 0, table, 0)
+    lengths = jnp.maximum(lengths, 1)
+    aligned = (lengths + page_size - 1) // page_size * page_size
+    return FlashAttentionMetadata(
+        cu_q_lens=jnp.arange(rows + 1, dtype=jnp.int32),
+        cu_kv_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(aligned)]),
+        page_indices=_pages_of(lengths, table, page_size, places),
+        seq_lens=lengths,
+        distribution=jnp.full(3, rows, jnp.int32),
+    )
