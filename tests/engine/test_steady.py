@@ -15,7 +15,7 @@ import pytest
 from benchmarks import faults
 from enginepool import EnginePool
 from tests.support.forced import LINE, assert_greedy
-from tests.support.liveness import SECONDS, at_rest, callers, running, until
+from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
 from tests.support.pools import SMALL, MakePool, same
 from tests.support.spans import assert_spans
 from tests.support.steady import steps, upstreams_own
@@ -52,9 +52,8 @@ def ask(pool: EnginePool, params: Any, prompts: list[list[int]] = PROMPTS) -> li
 
 @pytest.fixture(scope="module", params=["page_size=1", "page_size=8", "tp_size=2"])
 def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> EnginePool:
-    devices: Any = {"tp_size=2": 4}.get(request.param, 2)
     name, value = request.param.split("=")
-    return make_pool("qwen3", devices, **BUCKETS | {name: int(value)})
+    return make_pool("qwen3", 2, **BUCKETS | {name: int(value)})
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -206,19 +205,28 @@ def test_a_flushing_and_a_pause_land(pool: EnginePool) -> None:
     """Nothing is in flight at a step boundary: what upstream keeps of a request is all there is."""
     expected = ask(pool, LONG, PROMPTS[:4])
     pool.flush_cache()
+    found: dict[str, int] = {}
     with callers() as executor:
         call = executor.submit(ask, pool, LONG, PROMPTS[:4])
         for mode in ("in_place", "retract"):
-            until(lambda: running(pool) == 4 or call.done())
-            pool.pause_generation(mode)
-            for index in range(2):
-                scheduler = faults.scheduler_of(pool, index)
-                for info in scheduler.running_batch.reqs_info if scheduler.running_batch else ():
-                    for req, length in zip(info.reqs or (), info.seq_lens or (), strict=False):
-                        assert length == len(req.origin_input_ids) + len(req.output_ids) - 1
-                        assert length == req.kv_committed_len == req.kv_allocated_len
-            pool.continue_generation()
+            flying(pool, 4)
+            with paused(pool, mode):
+                for index in range(2):
+                    batch = faults.scheduler_of(pool, index).running_batch
+                    found.update((req.rid, length) for req, length in of_batch(batch))
         same(call.result(SECONDS), expected)
+    assert found
+
+
+def of_batch(batch: Any) -> Iterator[tuple[Any, int]]:
+    """Upstream's requests in a batch, and their lengths by its account, of which all agree."""
+    info = batch.reqs_info[0]
+    if not info.reqs:
+        return
+    for req, length in zip(info.reqs, info.seq_lens.tolist(), strict=True):
+        assert length == len(req.origin_input_ids) + len(req.output_ids) - 1
+        assert length == req.kv_committed_len == req.kv_allocated_len
+        yield req, length
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "drain", "abort"])

@@ -134,7 +134,7 @@ class StepProgram:
         arrays = {name: array.copy() for name, array in sampling.arrays.items()}
         runner = self._runner
         vocab_size = runner.model_config.vocab_size
-        # Upstream's greedy way knows no temperature: for top_k=1 with one its values would be others.
+        # Upstream's greedy way knows no temperature: with top_k=1 and one, its values are others.
         greedy = bool(((arrays["top_ks"] <= 1) & (arrays["temperatures"][:, 0] == 1)).all())
         info = ModelWorkerSamplingInfo(**arrays, vocab_size=vocab_size, is_all_greedy=greedy)
         worker_batch: Any = SimpleNamespace(
