@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.simulated import SimulatedDevice
+from benchmarks import simulated
 from benchmarks.table import CORES, limited_by_cores, show
 from enginepool import EnginePool
 from enginepool.cli.arguments import parse_devices, parse_server_args
@@ -74,11 +74,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     server_args = {name: value for name, value in given.items() if value is not None}
     server_args |= parse_server_args(args.server_arg)
     warmup = "sequential" if args.warmup_sequential else "none"
+    accelerator = simulated.install() if args.step_ms else None
     with EnginePool(args.model, devices=args.devices, warmup=warmup, **server_args) as pool:
         print(f"JAX: {_jax()}")
         for engine in pool.stats()["engines"]:
             print(f"[engine {engine['engine_index']}] init device_indexes={engine['devices']}")
-        rows = _measure(pool, args)
+        rows = _measure(pool, accelerator, args)
         config = pool.config
     if not args.no_upstream:
         rows.append(_upstream(config, args))
@@ -94,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             json.dump(figures, file, indent=2)
 
 
-def _measure(pool: EnginePool, args: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(
+    pool: EnginePool, accelerator: simulated.Accelerator | None, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """All engines at once, then the same work through one of them."""
     each = [args.prompt] * args.requests_per_engine
     params = sampling_params(args.max_new_tokens)
@@ -103,8 +106,9 @@ def _measure(pool: EnginePool, args: argparse.Namespace) -> list[dict[str, Any]]
         print("Warmup: sequential generate")
         for engine in pool.engines:
             engine.generate(each, params)
-    engines = pool.engines if args.step_ms else []
-    devices = [SimulatedDevice(engine, args.step_ms / 1000) for engine in engines]
+
+    def run(work: Callable[[], list[dict[str, Any]]], report: bool = False) -> dict[str, Any]:
+        return _run(pool, accelerator, args.step_ms, work, report)
 
     def at_once() -> list[dict[str, Any]]:
         if args.concurrency >= args.num_engines:
@@ -114,26 +118,25 @@ def _measure(pool: EnginePool, args: argparse.Namespace) -> list[dict[str, Any]]
             return [result for results in answers for result in results]
 
     print(f"Running concurrent generate: concurrency={args.concurrency}")
-    runs = [_run(pool, devices, at_once, report=True) for _ in range(args.repeats)]
+    runs = [run(at_once, report=True) for _ in range(args.repeats)]
     cold = "" if args.warmup_sequential else ", first run compiling"
     rows = [_row(f"pool, {args.num_engines} engines{cold}", args.num_engines, runs, args)]
     one = pool.engines[0]
-    alone = [
-        _run(pool, devices, lambda: one.generate(everything, params)) for _ in range(args.repeats)
-    ]
+    alone = [run(lambda: one.generate(everything, params)) for _ in range(args.repeats)]
     rows.append(_row("the same work, one engine", 1, alone, args))
     return rows
 
 
 def _run(
     pool: EnginePool,
-    devices: Sequence[SimulatedDevice],
+    accelerator: simulated.Accelerator | None,
+    step_ms: float,
     work: Callable[[], list[dict[str, Any]]],
-    report: bool = False,
+    report: bool,
 ) -> dict[str, Any]:
     pool.flush_cache()  # no run profits from the one before; also a step boundary of every engine
-    for device in devices:
-        device.reset()
+    if accelerator is not None:
+        accelerator.reset(step_ms / 1000)
     cpu, started = time.process_time(), time.perf_counter()
     results = work()
     wall, cpu = time.perf_counter() - started, time.process_time() - cpu
@@ -144,15 +147,13 @@ def _run(
         for index, value in seconds.items():
             print(f"[engine {index}] generate_sec={value:.3f} text={texts[index][:60]!r}")
         print(f"DONE: engines={len(seconds)} wall_sec={wall:.3f}")
+    tokens = sum(result["meta_info"]["completion_tokens"] for result in results)
     return {
         "wall_sec": wall,
         "generate_sec": list(seconds.values()),
-        "tokens": sum(result["meta_info"]["completion_tokens"] for result in results),
+        "tokens": tokens,
         "cpu_sec": cpu,
-        "steps": sum(device.steps for device in devices),
-        "tokens_per_simulated_second": [
-            round(device.tokens_per_simulated_second, 1) for device in devices if device.steps
-        ],
+        **simulated.figures(accelerator, tokens),
     }
 
 

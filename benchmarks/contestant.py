@@ -28,10 +28,17 @@ class Contestant:
         model: Path,
         server_args: dict[str, Any],
         cache: Path,
+        *,
+        hollow: bool = False,
     ) -> None:
+        """
+        Args:
+            kind: "pool", or "upstream" in its default, or "upstream, overlap off".
+            hollow: See `simulated.install`.
+        """
         self.name = name
         env = dict(os.environ)
-        if kind == "upstream":
+        if kind != "pool":
             env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         setup = {
@@ -39,6 +46,7 @@ class Contestant:
             "engines": engines,
             "model": str(model),
             "server_args": server_args,
+            "hollow": hollow,
         }
         self._processes = []
         for _ in range(processes):
@@ -61,8 +69,9 @@ class Contestant:
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
         started = time.perf_counter()
+        lists = [name for name in ("prompts", "params") if name in job]
         for index, process in enumerate(self._processes):
-            parts = {name: job[name][index::share] for name in ("prompts", "params")}
+            parts = {name: job[name][index::share] for name in lists}
             _write(process, job | parts)
         answers = [json.loads(_read(process)) for process in self._processes]
         wall = time.perf_counter() - started
@@ -70,13 +79,14 @@ class Contestant:
             process.send_signal(signal.SIGSTOP)
         return {
             "wall_sec": wall,
+            "tokens": sum(answer["tokens"] for answer in answers),
             "grown_mb": sum(answer["grown_mb"] for answer in answers),
             "tokens_per_sec": sum(answer["tokens"] for answer in answers) / wall,
             "cpu_ms_per_step": statistics.mean(a["cpu_ms_per_step"] for a in answers),
             "host_rounds_per_sec": sum(answer["host_rounds_per_sec"] for answer in answers),
-            "tokens_per_simulated_second": max(
-                (max(answer["tokens_per_simulated_second"]) for answer in answers), default=0.0
-            ),
+            "tokens_per_simulated_second": max(a["tokens_per_simulated_second"] for a in answers),
+            "busy_share": statistics.mean(answer["busy_share"] for answer in answers),
+            "thread_ms_per_step": max(answer["thread_ms_per_step"] for answer in answers),
         }
 
     def close(self) -> None:

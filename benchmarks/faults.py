@@ -22,23 +22,50 @@ def scheduler_of(pool: EnginePool, engine_index: int) -> Any:
     return pool.engines[engine_index].scheduler_info["scheduler"]
 
 
-def _once(owner: Any, name: str, at: int, wrong: Callable[..., Any]) -> None:
-    """Let the so-manieth call of a method from now be `wrong(original, *args)`."""
-    original, calls = getattr(owner, name), 0
-    before = vars(owner).get(name)  # what someone else put in its place
+def every_step(scheduler: Any, change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Put `change(what begins a step)` in its place, for upstream's own and for those in flight.
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls < at:
-            return original(*args, **kwargs)
-        if before is None:
-            vars(owner).pop(name, None)
-        else:
-            setattr(owner, name, before)
-        return wrong(original, *args, **kwargs)
+    Returns:
+        Puts back what was there.
+    """
+    return _everywhere(_steps(scheduler), change)
 
-    setattr(owner, name, counting)
+
+def _steps(scheduler: Any) -> list[tuple[Any, str]]:
+    return [(scheduler.tp_worker, "forward_batch_generation"), (scheduler.steady, "dispatch")]
+
+
+def _everywhere(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> Callable[[], None]:
+    before = [vars(owner).get(name) for owner, name in places]  # what someone else put there
+    for owner, name in places:
+        setattr(owner, name, change(getattr(owner, name)))
+
+    def undo() -> None:
+        for (owner, name), original in zip(places, before, strict=True):
+            if original is None:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, original)
+
+    return undo
+
+
+def _once(places: list[tuple[Any, str]], at: int, wrong: Callable[..., Any]) -> None:
+    """Let the so-manieth call of one of these methods from now be `wrong(original, *args)`."""
+    calls = 0
+
+    def change(original: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls < at:
+                return original(*args, **kwargs)
+            undo()
+            return wrong(original, *args, **kwargs)
+
+        return counting
+
+    undo = _everywhere(places, change)
 
 
 def raise_in_step(
@@ -49,7 +76,7 @@ def raise_in_step(
     def wrong(*_: Any, **__: Any) -> Any:
         raise error or Fault(f"device {engine_index} is gone")
 
-    _once(scheduler_of(pool, engine_index).tp_worker, "forward_batch_generation", at, wrong)
+    _once(_steps(scheduler_of(pool, engine_index)), at, wrong)
 
 
 def raise_after_step(pool: EnginePool, engine_index: int, at: int = 1) -> None:
@@ -59,7 +86,7 @@ def raise_after_step(pool: EnginePool, engine_index: int, at: int = 1) -> None:
         original(*args, **kwargs)
         raise Fault(f"the result of device {engine_index} is lost")
 
-    _once(scheduler_of(pool, engine_index).tp_worker, "forward_batch_generation", at, wrong)
+    _once(_steps(scheduler_of(pool, engine_index)), at, wrong)
 
 
 def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) -> None:
@@ -69,7 +96,7 @@ def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) ->
         original(*args, **kwargs)
         raise Fault(f"the requests of engine {engine_index} are wrong")
 
-    _once(scheduler_of(pool, engine_index), "process_batch_result", at, wrong)
+    _once([(scheduler_of(pool, engine_index), "process_batch_result")], at, wrong)
 
 
 def delete_kv_cache(pool: EnginePool, engine_index: int) -> None:
@@ -93,7 +120,7 @@ def spoil_leaf(pool: EnginePool, engine_index: int, leaf: int = 3) -> None:
 
 def hang_in_step(pool: EnginePool, engine_index: int, at: int = 1) -> threading.Event:
     """The forward does not return until the event is set."""
-    return _hang(scheduler_of(pool, engine_index).tp_worker, "forward_batch_generation", at)
+    return _hang(_steps(scheduler_of(pool, engine_index)), at)
 
 
 def raise_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> None:
@@ -103,32 +130,32 @@ def raise_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> None:
         original(*args, **kwargs)
         raise Fault(f"the scores of device {engine_index} are lost")
 
-    _once(scheduler_of(pool, engine_index).scorer.program, "run", at, wrong)
+    _once([(scheduler_of(pool, engine_index).scorer.program, "run")], at, wrong)
 
 
 def hang_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> threading.Event:
     """A piece of prompts that are scored is not computed until the event is set."""
-    return _hang(scheduler_of(pool, engine_index).scorer.program, "run", at)
+    return _hang([(scheduler_of(pool, engine_index).scorer.program, "run")], at)
 
 
 def hang_in_reset(pool: EnginePool, engine_index: int) -> threading.Event:
     """The next time the KV cache is to be made anew, that takes until the event is set."""
-    return _hang(scheduler_of(pool, engine_index).kv_cache, "renew")
+    return _hang([(scheduler_of(pool, engine_index).kv_cache, "renew")])
 
 
 def hang_in_commit(pool: EnginePool, engine_index: int) -> threading.Event:
     """The next time new weights are put in place, that takes until the event is set."""
-    return _hang(scheduler_of(pool, engine_index).leaves, "replace")
+    return _hang([(scheduler_of(pool, engine_index).leaves, "replace")])
 
 
-def _hang(owner: Any, name: str, at: int = 1) -> threading.Event:
+def _hang(places: list[tuple[Any, str]], at: int = 1) -> threading.Event:
     let_go = threading.Event()
 
     def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
         let_go.wait()
         return original(*args, **kwargs)
 
-    _once(owner, name, at, wrong)
+    _once(places, at, wrong)
     return let_go
 
 
@@ -138,7 +165,7 @@ def raise_in_reset(pool: EnginePool, engine_index: int) -> None:
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault(f"device {engine_index} gives no memory")
 
-    _once(scheduler_of(pool, engine_index).kv_cache, "renew", 1, wrong)
+    _once([(scheduler_of(pool, engine_index).kv_cache, "renew")], 1, wrong)
 
 
 def raise_in_commit(pool: EnginePool, engine_index: int) -> None:
@@ -147,7 +174,7 @@ def raise_in_commit(pool: EnginePool, engine_index: int) -> None:
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault(f"device {engine_index} does not take weights")
 
-    _once(scheduler_of(pool, engine_index).leaves, "replace", 1, wrong)
+    _once([(scheduler_of(pool, engine_index).leaves, "replace")], 1, wrong)
 
 
 def raise_in_decode(pool: EnginePool) -> None:
@@ -156,7 +183,7 @@ def raise_in_decode(pool: EnginePool) -> None:
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault("the tokenizer is broken")
 
-    _once(pool.engines[0].tokenizer_manager.tokenizer, "decode", 1, wrong)
+    _once([(pool.engines[0].tokenizer_manager.tokenizer, "decode")], 1, wrong)
 
 
 @contextmanager

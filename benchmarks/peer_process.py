@@ -2,7 +2,7 @@
 
 The first line of standard input is a JSON object that says what to build; it answers "ready".
 Every further line is a job, and is answered with a JSON object: what the run took. Prompts are
-texts, or lists of token ids.
+texts, or lists of token ids. A job of "ceiling" steps is the device alone (`ceiling.py`).
 """
 
 from __future__ import annotations
@@ -13,108 +13,135 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
-from benchmarks.simulated import SimulatedDevice
+from benchmarks import simulated
+from benchmarks.ceiling import back_to_back
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
 
 # How long an idle engine of upstream's sleeps; by itself it would spin and starve its siblings.
 _PARKED_SECONDS = 0.001
 
-Generate = Callable[[list[Any], list[dict[str, Any]]], int]
-
 
 def main() -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr  # whatever else is printed is no answer
     setup = json.loads(sys.stdin.readline())
-    build = _pool if setup["kind"] == "pool" else _upstream
-    engines, generate, flush = build(setup)
-    devices = [SimulatedDevice(engine, 0.0) for engine in engines]
+    accelerator = simulated.install(hollow=setup["hollow"])
+    engines: _Engines = _Pool(setup) if setup["kind"] == "pool" else _Upstream(setup)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        flush()
-        for device in devices:
-            device.reset()
-            device.step_seconds = job["step_ms"] / 1000
+        engines.flush()
+        accelerator.reset(job["step_ms"] / 1000)
         with _host(job.get("host")) as rounds:
-            before = _peak_mb()
+            before, thread = _peak_mb(), engines.thread_seconds()
             cpu, started = time.process_time(), time.perf_counter()
-            tokens = generate(job["prompts"], job["params"])
+            tokens = engines.generate(job)
             wall, cpu = time.perf_counter() - started, time.process_time() - cpu
-            done = rounds()
-        steps = sum(device.steps for device in devices)
+            done, thread = rounds(), engines.thread_seconds() - thread
         answer = {
             "tokens": tokens,
             "grown_mb": _peak_mb() - before,
-            "cpu_ms_per_step": 1000 * cpu / steps,
+            "cpu_ms_per_step": 1000 * cpu / accelerator.steps,
+            "thread_ms_per_step": 1000 * thread / accelerator.steps,
             "host_rounds_per_sec": done / wall,
-            "tokens_per_simulated_second": [d.tokens_per_simulated_second for d in devices],
+            "busy_share": accelerator.busy_share(setup["engines"]),
+            **simulated.figures(accelerator, tokens),
         }
         print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # upstream's threads cannot be stopped
 
 
-def _pool(setup: dict[str, Any]) -> tuple[Sequence[Any], Generate, Callable[[], Any]]:
-    from enginepool import EnginePool
+class _Engines(Protocol):
+    def generate(self, job: dict[str, Any]) -> int:
+        """Do the job; returns how many tokens came."""
+        ...
 
-    pool = EnginePool(setup["model"], devices=setup["engines"], **setup["server_args"]).open()
+    def flush(self) -> None: ...
 
-    def generate(prompts: list[Any], params: list[dict[str, Any]]) -> int:
-        texts, ids = _texts_or_ids(prompts)
-        results = pool.generate_all(texts, params, input_ids=ids)
+    def thread_seconds(self) -> float:
+        """Processor time of the engines' own threads; 0 where they cannot be asked."""
+        ...
+
+
+class _Pool:
+    def __init__(self, setup: dict[str, Any]) -> None:
+        from enginepool import EnginePool
+
+        options = setup["server_args"]
+        self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
+        self._workers = self._pool._runtime().workers
+
+    def generate(self, job: dict[str, Any]) -> int:
+        if steps := job.get("ceiling"):
+            worker = self._workers[0]
+            worker.channel.run(lambda: back_to_back(worker.scheduler, steps)).result()
+            return steps
+        texts, ids = _texts_or_ids(job["prompts"])
+        if job.get("streams"):
+            chunks = self._pool.stream(texts, job["params"], input_ids=ids)
+            ends = [chunk for chunk in chunks if chunk["meta_info"]["finish_reason"]]
+            return sum(end["meta_info"]["completion_tokens"] for end in ends)
+        results = self._pool.generate_all(texts, job["params"], input_ids=ids)
         return sum(result["meta_info"]["completion_tokens"] for result in results)
 
-    return pool.engines, generate, pool.flush_cache
+    def flush(self) -> None:
+        self._pool.flush_cache()
+
+    def thread_seconds(self) -> float:
+        times = [worker.channel.run(time.thread_time) for worker in self._workers]
+        return sum(future.result() for future in times)
 
 
-def _upstream(setup: dict[str, Any]) -> tuple[Sequence[Any], Generate, Callable[[], Any]]:
-    import patches
+class _Upstream:
+    def __init__(self, setup: dict[str, Any]) -> None:
+        # What engines cannot run without has been repaired; what makes ours faster is ours.
+        config = PoolConfig(setup["model"], server_args=setup["server_args"])
+        groups = resolve_devices(setup["engines"], 1)
+        # An engine's event loop belongs to the thread that built it, so each has its thread.
+        self._threads = [ThreadPoolExecutor(1) for _ in groups]
+        overlap = setup["kind"] == "upstream"
+        self._engines = [
+            thread.submit(_engine, config, index, group[0].platform, overlap).result()
+            for index, (thread, group) in enumerate(zip(self._threads, groups, strict=True))
+        ]
 
-    # Without repairs engines cannot be built off the main thread; what makes ours faster is ours.
-    patches.apply([patch for patch in patches.ALL if not patch.optimisation])
-    config = PoolConfig(setup["model"], server_args=setup["server_args"])
-    groups = resolve_devices(setup["engines"], 1)
-    # An engine's event loop belongs to the thread that built it, so each engine has its thread.
-    threads = [ThreadPoolExecutor(1) for _ in groups]
-    engines = [
-        thread.submit(_engine, config, index, group[0].platform).result()
-        for index, (thread, group) in enumerate(zip(threads, groups, strict=True))
-    ]
-
-    def generate(prompts: list[Any], params: list[dict[str, Any]]) -> int:
-        texts, ids = _texts_or_ids(prompts)
+    def generate(self, job: dict[str, Any]) -> int:
+        texts, ids = _texts_or_ids(job["prompts"])
+        count = len(self._engines)
         futures = [
             thread.submit(
                 engine.generate,
-                texts and texts[index :: len(engines)],
-                params[index :: len(engines)],
-                input_ids=ids and ids[index :: len(engines)],
+                texts and texts[index::count],
+                job["params"][index::count],
+                input_ids=ids and ids[index::count],
             )
-            for index, (thread, engine) in enumerate(zip(threads, engines, strict=True))
+            for index, (thread, engine) in enumerate(zip(self._threads, self._engines, strict=True))
         ]
         results = [result for future in futures for result in future.result()]
         return sum(result["meta_info"]["completion_tokens"] for result in results)
 
-    def flush() -> None:
-        for thread, engine in zip(threads, engines, strict=True):
+    def flush(self) -> None:
+        for thread, engine in zip(self._threads, self._engines, strict=True):
             thread.submit(engine.flush_cache).result()
 
-    return engines, generate, flush
+    def thread_seconds(self) -> float:
+        return 0.0
 
 
-def _engine(config: PoolConfig, index: int, platform: str) -> Any:
+def _engine(config: PoolConfig, index: int, platform: str, overlap: bool) -> Any:
     from sgl_jax.srt.entrypoints.engine import Engine
 
-    # The very options that the pool gives its engines, save who compiles.
-    engine = Engine(**config.for_engine(platform, [index]) | {"disable_precompile": False})
+    # The very options that the pool gives its engines, save who compiles and, by default, overlap.
+    args = config.for_engine(platform, [index]) | {"disable_precompile": False}
+    engine = Engine(**args | {"disable_overlap_schedule": not overlap})
     scheduler: Any = engine.scheduler_info["scheduler"]
     scheduler.on_idle = lambda: time.sleep(_PARKED_SECONDS)
     return engine

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import faults
+from benchmarks import faults, simulated
 from benchmarks.load import Load
-from benchmarks.simulated import SERVER_ARGS, SimulatedDevice
 from benchmarks.synthetic import micro_config, write_model
 from benchmarks.table import plain
 from enginepool import EnginePool
@@ -87,11 +86,12 @@ def throughput(args: argparse.Namespace) -> list[float]:
     """Tokens per second while one engine is out, over those with all, by round."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         model = write_model(Path(folder, "model"), micro_config())
+        accelerator = simulated.install()
+        options = simulated.SERVER_ARGS
         with EnginePool(
-            str(model), devices=args.engines, step_timeout=_STEP_TIMEOUT, **SERVER_ARGS
+            str(model), devices=args.engines, step_timeout=_STEP_TIMEOUT, **options
         ) as pool:
-            for engine in pool.engines:
-                SimulatedDevice(engine, args.step_ms / 1000)
+            accelerator.reset(args.step_ms / 1000)
             with Load(pool) as load:
                 load.wait_for_steps(20)
                 return [_share(pool, load, i % args.engines, args) for i in range(args.rounds)]

@@ -35,7 +35,7 @@ _SERVER_ARGS: dict[str, Any] = {
     "precompile_token_paddings": [1024],
     "precompile_bs_paddings": [128],
 }
-_KINDS = {"one upstream Engine": "upstream", "pool of one": "pool"}
+_KINDS = {"one upstream Engine": "upstream, overlap off", "pool of one": "pool"}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -83,12 +83,16 @@ def _contestants(engines: int, model: Path) -> Iterator[list[Contestant]]:
             stack.callback(contestant.close)
             return contestant
 
-        those = [start("one upstream Engine", "upstream", 1, 1), start("pool of one", "pool", 1, 1)]
+        upstream = "upstream, overlap off"
+        those = [
+            start("one upstream Engine", upstream, 1, 1),
+            start("pool of one", "pool", 1, 1),
+        ]
         if engines > 1:
             those += [
                 start("pool", "pool", 1, engines),
-                start("processes", "upstream", engines, 1),
-                start("threads", "upstream", 1, engines),
+                start("processes", upstream, engines, 1),
+                start("threads", upstream, 1, engines),
             ]
         yield those
 

@@ -1,16 +1,32 @@
-"""The simulated device: a micro model's step takes a fixed time, with the GIL released.
+"""A simulated accelerator on CPU: a step takes a fixed time within XLA, as if a device computed.
 
-On a TPU the host waits while the device computes. On CPU the same cores do both, so a pool's
-scaling cannot be seen with real steps. Here an engine waits for its result and then sleeps.
+On a TPU the host goes on while the device computes. On CPU the same cores do both, so what an
+engine costs its host cannot be seen with real steps. Here an instruction inside the model's forward
+(`accelerator.cc`) sleeps, without the GIL and without a core: dispatch is asynchronous as on a
+TPU, and a step that is dispatched early begins when the one before it ends.
+
+    accelerator = simulated.install()   # before an engine is built
+    ...                                 # build engines, warm them up
+    accelerator.reset(step_seconds=0.01)
+    ...                                 # generate
+    accelerator.busy_share(engines=1)
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import time
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+import patches
 
 # An engine for it: four requests at a time, and a KV cache that costs the CPU little.
 SERVER_ARGS: dict[str, Any] = {
@@ -24,61 +40,128 @@ SERVER_ARGS: dict[str, Any] = {
     "precompile_bs_paddings": [4],
 }
 
+_SOURCE = Path(__file__).with_name("accelerator.cc")
+_TARGET = "enginepool_simulated_step"
 
-class SimulatedDevice:
-    """What an engine's device was made to do: steps, and tokens that they advanced."""
 
-    def __init__(self, engine: Any, step_seconds: float) -> None:
-        """Slow a live engine down, from outside; it must be idle, and stays slow.
+class Accelerator:
+    """All devices of this process; what they did is counted together.
 
-        Args:
-            engine: Upstream's Engine, of a pool or not, without overlap scheduling.
-            step_seconds: What a step costs on top of its own time. A step advances every request
-                of its batch by one token. May be changed later, while the engine is idle.
-        """
+    Attributes:
+        step_seconds: What a step costs beside its own time; 0 until `reset` says otherwise.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.step_seconds = 0.0
+
+    def reset(self, step_seconds: float) -> None:
+        """From here on steps take so long and are counted. With engines idle."""
         self.step_seconds = step_seconds
-        self.steps = self.tokens = 0
-        scheduler = engine.scheduler_info["scheduler"]
-        if hasattr(scheduler, "wait_for_device"):
-            self._slow_down_pinned(scheduler)
-        else:
-            self._slow_down_upstream(scheduler.tp_worker)
-
-    def _slow_down_pinned(self, scheduler: Any) -> None:
-        """Where an engine of a pool waits for its device, it waits longer."""
-        wait, limiter = scheduler.wait_for_device, scheduler.limiter
-
-        @functools.wraps(wait)
-        def slow(result: Any) -> None:
-            with limiter.released():
-                wait(result)
-                self._sleep(scheduler.cur_batch.batch_size())
-
-        scheduler.wait_for_device = slow
-
-    def _slow_down_upstream(self, worker: Any) -> None:
-        """Upstream waits within its worker, and after it."""
-        forward = worker.forward_batch_generation
-
-        @functools.wraps(forward)
-        def slow(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            result = jax.block_until_ready(forward(batch, *args, **kwargs))
-            self._sleep(batch.real_bs)
-            return result
-
-        worker.forward_batch_generation = slow
-
-    def _sleep(self, requests: int) -> None:
-        time.sleep(self.step_seconds)
-        self.steps += 1
-        self.tokens += requests
-
-    def reset(self) -> None:
-        self.steps = self.tokens = 0
+        self._library.accelerator_reset(ctypes.c_int64(round(1e9 * step_seconds)))
 
     @property
-    def tokens_per_simulated_second(self) -> float:
-        """At most the requests of a batch over the step time, or the sleep was skipped; 0 without a
-        sleep."""
-        slept = self.steps * self.step_seconds
-        return self.tokens / slept if slept else 0.0
+    def steps(self) -> int:
+        return self._read()[0]
+
+    def busy_share(self, engines: int) -> float:
+        """The steps' own time over that from the first's begin to the last's end, of so many
+        engines at once. What a sleep takes longer than it was told counts as idle."""
+        steps, nanoseconds = self._read()
+        return steps * self.step_seconds / (engines * 1e-9 * nanoseconds) if steps else 0.0
+
+    def _read(self) -> tuple[int, int]:
+        out = (ctypes.c_int64 * 2)()
+        self._library.accelerator_read(out)
+        return out[0], out[1]
+
+
+def install(*, hollow: bool = False) -> Accelerator:
+    """Give every step of engines that are built from now on its time. Once in a process.
+
+    Args:
+        hollow: Layers and attention leave the CPU alone, while every weight and KV buffer stays an
+            argument and a result of the step. Ids are then meaningless. For Qwen3.
+
+    Raises:
+        SystemExit: The host has no C++ compiler, or it fails.
+    """
+    library = _build()
+    capsule = jax.ffi.pycapsule(library.AcceleratorStep)
+    jax.ffi.register_ffi_target(_TARGET, capsule, platform="cpu")
+    patches.apply([patch for patch in patches.ALL if not patch.optimisation])
+    from sgl_jax.srt.layers.logits_processor import LogitsProcessor
+
+    logits_of: Any = LogitsProcessor._get_logits
+
+    @functools.wraps(logits_of)
+    def slow(self: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        logits = logits_of(self, *args, **kwargs)
+        spec = jax.typeof(logits).sharding.spec
+        return jax.shard_map(_step, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(
+            logits
+        )
+
+    LogitsProcessor._get_logits = slow
+    if hollow:
+        _hollow_out()
+    return Accelerator(library)
+
+
+def figures(accelerator: Accelerator | None, tokens: int) -> dict[str, Any]:
+    """Of a run that gave so many tokens; without an accelerator no steps are known.
+
+    `tokens_per_simulated_second` is at most the requests of a batch over the step time.
+    """
+    steps = accelerator.steps if accelerator is not None else 0
+    slept = steps * accelerator.step_seconds if accelerator is not None else 0.0
+    return {
+        "steps": steps,
+        "tokens_per_simulated_second": tokens / slept if slept else 0.0,
+    }
+
+
+def _step(operand: jax.Array) -> Any:
+    like = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+    return jax.ffi.ffi_call(_TARGET, like)(operand)
+
+
+def _build() -> ctypes.CDLL:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise SystemExit(
+            "the simulated accelerator is a few lines of C++, and this host has no compiler "
+            "(c++, g++ or clang++ in PATH): install one, for example with `apt install g++`"
+        )
+    with tempfile.TemporaryDirectory(prefix="accelerator-") as folder:
+        file = Path(folder, "accelerator.so")
+        command = [compiler, "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
+        command += [f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+        return ctypes.CDLL(str(file))  # stays loaded without its file
+
+
+def _hollow_out() -> None:
+    """Every layer hands on what it gets, and touches each of its weights."""
+    from flax import nnx
+    from sgl_jax.srt.models.qwen3 import QWen3DecoderLayer
+
+    def hollow(
+        self: Any,
+        positions: jax.Array,
+        hidden_states: jax.Array,
+        forward_batch: Any,
+        token_to_kv_pool: Any,
+        residual: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
+        touched = jnp.float32(0)
+        for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)):
+            everywhere = jax.sharding.reshard(leaf, PartitionSpec(*[None] * leaf.ndim))
+            touched += everywhere[(0,) * leaf.ndim].astype(jnp.float32)
+        hidden_states += (0 * touched).astype(hidden_states.dtype)
+        kv_buffer = token_to_kv_pool.get_fused_kv_buffer(self.self_attn.attn.layer_id)
+        return hidden_states, residual, kv_buffer, []
+
+    QWen3DecoderLayer.__call__ = hollow

@@ -48,7 +48,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             simulated = row["runs"][-1]["tokens_per_simulated_second"]
             _console().print(
                 f"{row['name']}: {row['cpu_ms_per_step']:.1f} ms of CPU a step; tokens advanced "
-                f"per simulated second, by engine: {simulated}"
+                f"per simulated second: {simulated}"
             )
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import patches
-from benchmarks.simulated import SimulatedDevice
+from benchmarks import simulated
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
 
@@ -24,6 +24,7 @@ def main() -> None:
     devices = [group[0] for group in resolve_devices(job["devices"], 1)]
     # Without repairs engines cannot be built off the main thread; what makes ours faster is ours.
     patches.apply([patch for patch in patches.ALL if not patch.optimisation])
+    accelerator = simulated.install() if job["step_ms"] else None
     config = PoolConfig(job["model"], server_args=job["server_args"])
     first = min(device.id for device in devices)
     # An engine's event loop belongs to the thread that built it, so each engine has its thread.
@@ -35,9 +36,7 @@ def main() -> None:
     if job["warmup"]:
         for thread, engine in zip(threads, engines, strict=True):
             thread.submit(_generate, engine, job).result()
-    slowed = engines if job["step_ms"] else []
-    simulated = [SimulatedDevice(engine, job["step_ms"] / 1000) for engine in slowed]
-    runs = [_run(threads, engines, simulated, job) for _ in range(job["repeats"])]
+    runs = [_run(threads, engines, accelerator, job) for _ in range(job["repeats"])]
     print(json.dumps(runs), flush=True)
     os._exit(0)
 
@@ -62,13 +61,13 @@ def _generate(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
 def _run(
     threads: list[ThreadPoolExecutor],
     engines: list[Any],
-    simulated: list[SimulatedDevice],
+    accelerator: simulated.Accelerator | None,
     job: dict[str, Any],
 ) -> dict[str, Any]:
     for thread, engine in zip(threads, engines, strict=True):
         thread.submit(engine.flush_cache).result()
-    for device in simulated:
-        device.reset()
+    if accelerator is not None:
+        accelerator.reset(job["step_ms"] / 1000)
     cpu, started = time.process_time(), time.perf_counter()
     answers = []
     for begin in range(0, len(engines), job["concurrency"]):
@@ -79,15 +78,13 @@ def _run(
         ]
         answers += [future.result() for future in futures]
     wall, cpu = time.perf_counter() - started, time.process_time() - cpu
+    tokens = sum(answer["tokens"] for answer in answers)
     return {
         "wall_sec": wall,
         "generate_sec": [answer["seconds"] for answer in answers],
-        "tokens": sum(answer["tokens"] for answer in answers),
+        "tokens": tokens,
         "cpu_sec": cpu,
-        "steps": sum(device.steps for device in simulated),
-        "tokens_per_simulated_second": [
-            round(device.tokens_per_simulated_second, 1) for device in simulated
-        ],
+        **simulated.figures(accelerator, tokens),
     }
 
 

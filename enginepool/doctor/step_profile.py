@@ -24,6 +24,9 @@ _SCHEDULER = {
     "wait_for_device": "device",
 }
 _WORKER = {"forward_batch_generation": "transfers"}
+# Of decode steps that stay on the device; they begin with what is dispatched.
+_STEADY = {"dispatch": "dispatch", "take_over": "bookkeeping"}
+_BEGINS = ("forward_batch_generation", "dispatch")
 _RUNNER = {"forward": "dispatch", "sample": "sampling", "compute_logprobs": "sampling"}
 SECTIONS = (
     *("scheduling", "batch", "transfers", "dispatch", "sampling"),
@@ -71,13 +74,17 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
         tp_worker: Any = scheduler.tp_worker
         for owner, sections in (
             (scheduler, _SCHEDULER),
+            (scheduler.steady, _STEADY),
             (tp_worker, _WORKER),
             (tp_worker.worker.model_runner, _RUNNER),
         ):
             for name, section in sections.items():
                 if hasattr(owner, name):
                     found.append((owner, name, vars(owner).get(name)))
-                    setattr(owner, name, clock.timed(section, getattr(owner, name)))
+                    method = getattr(owner, name)
+                    if name in _BEGINS:
+                        method = clock.beginning(scheduler, method)
+                    setattr(owner, name, clock.timed(section, method))
 
     def end() -> None:
         for owner, name, before in found:
@@ -99,12 +106,18 @@ class _Clock:
         # Of sections that are open: what inner ones took so far, wall and processor.
         self._inner: list[list[float]] = []
 
+    def beginning(self, scheduler: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.profile.steps += 1
+            self.profile.tokens += scheduler.cur_batch.batch_size()
+            return method(*args, **kwargs)
+
+        return counting
+
     def timed(self, section: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def timing(*args: Any, **kwargs: Any) -> Any:
-            if section == "transfers":  # once a step, with its batch
-                self.profile.steps += 1
-                self.profile.tokens += args[0].real_bs
             self._inner.append([0.0, 0.0])
             wall, cpu = time.perf_counter(), time.thread_time()
             try:

@@ -76,6 +76,8 @@ class Channel:
         limiter: Shared with other engines; this one has a slot from a step's begin to its end,
             but for the wait for its device.
         steps: How many began.
+        steady_steps: How many of them were decode steps that stayed on the device (`steady/`).
+        fallback_steps: How many were decode steps that were upstream's own.
         busy_since: When the first step after the last idling began, in `time.perf_counter`.
     """
 
@@ -91,7 +93,7 @@ class Channel:
         self.limiter = limiter
         self.condition = condition
         self.running = RunningRequests(condition.weights)
-        self.steps = 0
+        self.steps = self.steady_steps = self.fallback_steps = 0
         self.busy_since = 0.0
         self._scheduler: StepScheduler | None = None
         self._wake = threading.Event()
@@ -195,11 +197,9 @@ class Channel:
 
     def _end_step(self) -> None:
         self.limiter.release()
-        condition = self.condition
         with self.running.lock:
-            condition.stepping_since = None
-            if condition.abandoned:
-                raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
+            self.condition.stepping_since = None
+            self._look_whether_abandoned()
 
     def _begin_step(self, waited: bool) -> None:
         self.limiter.acquire()
@@ -207,6 +207,39 @@ class Channel:
         if waited:
             self.busy_since = now
         self.steps += 1
+
+    # In flight, between two steps that have no boundary between them: see `steady/flight.py`
+
+    def between_steps(self, take_over: Callable[[], Any]) -> Any:
+        """A step has come back: call this for what it brought, and the next one runs.
+
+        Raises:
+            StepTimeout: The requests were taken away.
+        """
+        with self.running.lock:
+            self._look_whether_abandoned()
+            taken = take_over()
+            self.condition.stepping_since = time.perf_counter()
+        return taken
+
+    def queued(self) -> int:
+        """How many requests wait in the pool's queue that this engine has room for."""
+        running = self.running
+        room = self._attached().room(len(running)) > 0 and not running.has_one_alone
+        return len(self.queue) if room else 0
+
+    def has_jobs(self) -> bool:
+        """Whether there is something to do at a step boundary."""
+        return self._jobs.due()
+
+    def pull(self, at_most: int) -> None:
+        """Take requests from the pool's queue, as at a step boundary."""
+        self._pull(self._attached(), at_most)
+
+    def _look_whether_abandoned(self) -> None:
+        condition = self.condition
+        if condition.abandoned:
+            raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
 
     def send_pyobj(self, message: Any) -> None:
         """Upstream's notice that it dropped a request which was not running (abort, or no KV)."""
@@ -262,14 +295,15 @@ class Channel:
         assert self._scheduler is not None, "the engine does no jobs"
         return self._scheduler
 
-    def _pull(self, scheduler: StepScheduler) -> None:
+    def _pull(self, scheduler: StepScheduler, at_most: int | None = None) -> None:
         running = self.running
         if running.has_one_alone:
             return
+        room = scheduler.room(len(running))
         taken = self.queue.take(
             self.engine_index,
             load=len(running),
-            room=scheduler.room(len(running)),
+            room=room if at_most is None else min(room, at_most),
             cached=scheduler.cached_prefix,
             begun=self.condition.draining,
         )

@@ -80,6 +80,12 @@ class Jobs:
 
     # The engine's thread
 
+    def due(self) -> bool:
+        """Whether `run_due` would run something."""
+        return bool(self._jobs) or any(
+            future.cancelled() or condition() for condition, _, future in self._waiting
+        )
+
     def run_due(self) -> None:
         """Run everything that is due, also what becomes due by it.
 

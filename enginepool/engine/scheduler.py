@@ -30,6 +30,7 @@ except ImportError:
 
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.scoring import Scorer
+from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.top_logprobs import TopLogprobs
 from enginepool.process.upstream import expect
 from enginepool.requests.request import aborted
@@ -42,12 +43,19 @@ if TYPE_CHECKING:
     from enginepool.requests.request import Request
 
 
-_OVERRIDDEN = ("watchdog_thread", "stream_output", "get_new_batch_prefill", "check_memory")
+_OVERRIDDEN = (
+    *("watchdog_thread", "stream_output", "get_new_batch_prefill", "check_memory"),
+    *("run_batch", "process_batch_result"),
+)
 _USED = (
     *("waiting_queue", "chunked_reqs", "running_batch", "last_batch", "cur_batch"),
     *("tree_cache", "token_to_kv_pool_allocator", "max_running_requests", "stream_interval"),
     *("handle_generate_request", "abort_request", "flush_cache", "event_loop_normal", "tp_worker"),
 )
+
+
+# In place of a step's result: of steps that are booked.
+_FLOWN: Any = object()
 
 
 class PinnedScheduler(Scheduler):
@@ -69,6 +77,7 @@ class PinnedScheduler(Scheduler):
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
         self.scorer = Scorer(self, channel.condition.weights)
+        self.steady = SteadyDecode(self, channel)
 
     # What upstream calls
 
@@ -80,6 +89,15 @@ class PinnedScheduler(Scheduler):
         Why: Upstream's watchdog takes its process for a child of its own launcher.
         Remove when: It can be switched off. The pool has one of its own.
         """
+
+    def run_batch(self, batch: Any) -> Any:
+        """A step; of decode as many as there are until something wants the step boundary."""
+        return _FLOWN if self.steady.run(batch) else super().run_batch(batch)
+
+    def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> None:
+        """Book a step; a flight has booked its own."""
+        if result is not _FLOWN:
+            super().process_batch_result(batch, result, *args, **kwargs)
 
     def stream_output(self, reqs: list[Any], *_: Any, **__: Any) -> None:
         """Take the outputs from the requests themselves, after every step.
@@ -112,6 +130,7 @@ class PinnedScheduler(Scheduler):
     def _compute_logprobs_and_wait(self, *args: Any) -> Any:
         """Upstream's last program of a step; it would get the result right after this."""
         logprobs = self._compute_logprobs(*args)
+        self.steady.before_waiting()
         self.wait_for_device(logprobs)
         return logprobs
 
@@ -269,6 +288,11 @@ class PinnedScheduler(Scheduler):
     def hugging_face(self) -> HuggingFaceMapping:
         """Which Hugging Face tensors make this engine's leaves. Any thread."""
         return HuggingFaceMapping(self.tp_worker.worker.model_runner, self.leaves.specs)
+
+    @property
+    def wants_top_logprobs(self) -> bool:
+        """Whether a request here asked for the most probable tokens."""
+        return self._top_logprobs.wanted
 
     def want_top_logprobs(self, wanted: bool) -> None:
         self._top_logprobs.wanted = wanted

@@ -115,6 +115,11 @@ class Scorer:
     def holds_kv(self) -> bool:
         return bool(self._begun)
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether any is here, begun or not."""
+        return bool(self._begun or self._waiting)
+
     def takes(self, request: Request) -> bool:
         """Whether the request's prompt is to be scored first."""
         scoring = request.scoring

@@ -49,6 +49,7 @@ def warm_up(scheduler: PinnedScheduler) -> None:
             worker.run_precompile()
         scheduler.scorer.program.compile()
         scheduler.kv_cache.compile()
+        scheduler.steady.compile()
     finally:
         scheduler.want_top_logprobs(False)
         del manager._make_dummy_batch

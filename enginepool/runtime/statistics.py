@@ -46,6 +46,8 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         "reason": worker.condition.reason,
         "since": worker.condition.since,
         "steps": worker.channel.steps,
+        "steady_steps": worker.channel.steady_steps,
+        "fallback_steps": worker.channel.fallback_steps,
         # From the first step after idling to the last output: of the work at hand, or of the last.
         "busy_seconds": max(0.0, worker.channel.last_output - worker.channel.busy_since),
         "build_seconds": worker.assembly.build_seconds,

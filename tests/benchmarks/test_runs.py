@@ -47,10 +47,43 @@ def test_concurrency_benchmark_prints_its_lines_and_writes_json(tmp_path):
         assert row["runs"][0]["tokens"] == 2 * 2 * 8
         assert row["wall_over_slowest"] >= 1.0
         # A step advances the two requests of a batch at most; less would mean skipped sleeps.
-        for advanced in row["runs"][0]["tokens_per_simulated_second"]:
-            assert 0 < advanced <= 2 / 0.002
+        assert row["runs"][0]["steps"] >= 8
+        assert 0 < row["runs"][0]["tokens_per_simulated_second"] <= 2 / 0.002
     assert len(pool["runs"][0]["generate_sec"]) == 2
     assert len(one["runs"][0]["generate_sec"]) == 1
+
+
+def test_busy_benchmark_counts_the_devices_steps(tmp_path):
+    """On a device that is only simulated, nobody is busier than always."""
+    file = tmp_path / "figures.json"
+    options = ["--engines", 2, "--step-ms", 3, "--batch", 2, "--tokens", 12, "--rounds", 1]
+    workloads = ["decode", "arrivals", "streams"]
+    printed = run("benchmarks.busy", *options, "--workload", *workloads, "--json", file)
+    assert "arrivals, batches of 2" in printed
+    rows = json.loads(file.read_text())["rows"]
+    names = ("pool", "ceiling", "processes")
+    assert [(row["workload"], row["name"]) for row in rows] == [
+        (workload, name) for workload in workloads for name in names
+    ]
+    for row in rows:
+        assert 0 < row["busy_share"] <= 1
+        assert row["tokens_per_simulated_second"] < 2 / 0.003 + 1
+        if row["name"] != "ceiling" and row["workload"] != "arrivals":
+            assert row["tokens"] == 2 * 2 * 12
+
+
+def test_an_accelerator_is_not_simulated_without_a_compiler(tmp_path):
+    script = "from benchmarks import simulated; simulated.install()"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert "this host has no compiler (c++, g++ or clang++ in PATH): install one" in done.stderr
 
 
 @pytest.mark.parametrize(("engines", "limited"), [(1, False), (100, True)])

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import faults
 from enginepool import EnginePool, InvalidRequest, PoolClosed, RequestsFailed
-from tests.support.liveness import SECONDS, at_rest, callers, paused, until
+from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
 from tests.support.pools import SMALL, MakePool, compilations, same
 from tests.support.reference import make_random_model
 from tests.support.scores import assert_prompt_logprobs, assert_scores, ids
@@ -121,6 +121,17 @@ def test_beside_sampling(two: EnginePool, versions: list[Path]) -> None:
     assert {result["meta_info"]["engine_index"] for result in results} == {0, 1}
     for prompt, result in zip(prompts, generated[1].result(), strict=True):
         assert_prompt_logprobs(versions[0], prompt, result["meta_info"])
+
+
+def test_beside_a_long_output(one: EnginePool, versions: list[Path]) -> None:
+    """A prompt does not wait for the end of an output, in whose steps nothing changes."""
+    params = GREEDY | {"max_new_tokens": 500}
+    with callers(1) as executor:
+        answer = executor.submit(one.generate, None, params, input_ids=[5])
+        until(lambda: running(one) == 1)
+        assert_scores(versions[0], *LONG, score(one))
+        assert running(one) == 1
+        assert len(answer.result(SECONDS)["output_ids"]) == 500
 
 
 def test_outputs_that_fill_the_kv_cache(one: EnginePool, versions: list[Path]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import faults
 from enginepool import EnginePool, PoolFailed
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
 from tests.support.pools import SMALL, same
@@ -72,17 +73,19 @@ class Broken(RuntimeError):
 
 def break_at(pool: EnginePool, engine: int, step: int, error: BaseException | None = None) -> None:
     """Let an engine's forward raise at its so-manieth step from now."""
-    worker = pool.engines[engine].scheduler_info["scheduler"].tp_worker
-    forward, steps = worker.forward_batch_generation, 0
+    steps = 0
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps >= step:
-            raise error or Broken(f"device {engine} is gone")
-        return forward(*args, **kwargs)
+    def change(forward: Any) -> Any:
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps >= step:
+                raise error or Broken(f"device {engine} is gone")
+            return forward(*args, **kwargs)
 
-    worker.forward_batch_generation = failing
+        return failing
+
+    faults.every_step(faults.scheduler_of(pool, engine), change)
 
 
 def handlers() -> dict[int, Any]:

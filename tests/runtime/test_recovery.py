@@ -176,12 +176,11 @@ def test_failures_in_a_row(pool: EnginePool, expected: list[dict[str, Any]]) -> 
     """The third failure without a finished request in between leads to a rebuild: a new engine
     object that works like the old one."""
     before, engine = len(pool.events()), pool.engines[1]
-    scheduler = faults.scheduler_of(pool, 1)
 
     def always(*_: Any, **__: Any) -> Any:
         raise faults.Fault("again")
 
-    scheduler.tp_worker.forward_batch_generation = always
+    faults.every_step(faults.scheduler_of(pool, 1), lambda _: always)
     while pool.engines[1] is engine:
         same(ask(pool), expected)
     until(lambda: len(news(pool, before, "engine_recovered")) == 3)
@@ -260,23 +259,26 @@ def test_failure_while_a_swap_waits(
 
     old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
     begun, waiting, updated = threading.Event(), threading.Event(), threading.Event()
-    workers = [faults.scheduler_of(pool, engine).tp_worker for engine in range(3)]
+    undo: list[Callable[[], None]] = []
 
-    def fail_at_the_fifth_step(worker: Any) -> None:
-        forward, steps = worker.forward_batch_generation, 0
+    def fail_at_the_fifth_step(engine: int) -> None:
+        steps = 0
 
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            nonlocal steps
-            steps += 1
-            if steps < 5:
-                return forward(*args, **kwargs)
-            begun.set()
-            assert waiting.wait(SECONDS)
-            for other in workers:
-                vars(other).pop("forward_batch_generation", None)
-            raise faults.Fault("while it waits")
+        def change(forward: Any) -> Any:
+            def failing(*args: Any, **kwargs: Any) -> Any:
+                nonlocal steps
+                steps += 1
+                if steps < 5:
+                    return forward(*args, **kwargs)
+                begun.set()
+                assert waiting.wait(SECONDS)
+                for put_back in undo:
+                    put_back()
+                raise faults.Fault("while it waits")
 
-        worker.forward_batch_generation = failing
+            return failing
+
+        undo.append(faults.every_step(faults.scheduler_of(pool, engine), change))
 
     dispatch = pool._runtime().dispatch
     resume = dispatch.resume
@@ -287,8 +289,8 @@ def test_failure_while_a_swap_waits(
         resume(requests)
 
     monkeypatch.setattr(dispatch, "resume", slow)
-    for worker in workers:
-        fail_at_the_fifth_step(worker)
+    for engine in range(3):
+        fail_at_the_fifth_step(engine)
     with callers(2) as executor:
         answer = executor.submit(pool.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
         assert begun.wait(SECONDS)

@@ -1,0 +1,181 @@
+"""How busy the device is kept: a pool beside upstream's Engine as its users run it.
+
+    python -m benchmarks.busy --engines 1 4 8 --step-ms 5 10
+
+A Qwen3 of 36 layers on a simulated accelerator (`simulated.py`): layers and attention leave the
+CPU alone, every weight and KV buffer is an argument and a result of the step. Contestants, in
+processes of their own that are stopped while another one runs: a pool; N processes with one
+upstream Engine each, in its default, overlap scheduling on. Rounds go turn about; the table has
+medians. "Busy" is steps times step time over wall time, from the first step's begin to the last's
+end. "Ceiling" is a decode program that is dispatched back to back: more is not to be had on this
+machine. A point is "limited by cores", and proves nothing, where N engines need more than 60 % of
+the cores for their steps.
+
+Workloads: "decode" has full batches that begin and end together; "arrivals" three times as many
+requests as the batches hold, of uneven prompts and outputs; "streams" is "decode" with every
+output streamed to one caller (upstream's are not streamed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contestant import Contestant
+from benchmarks.synthetic import nano_config, write_model
+from benchmarks.table import CORES, limited_by_cores, plain
+
+_LAYERS = 36  # as Qwen3-4B: 400 leaves
+_CONTESTANTS = {"pool": "pool", "processes": "upstream"}
+_WORKLOADS = ("decode", "arrivals", "streams")
+# Tokens of a prompt and of an output, at least and at most; "decode" outputs have --tokens.
+_PROMPT, _SHORT_PROMPT, _OUTPUT = (3, 60), (3, 3), (20, 199)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.busy", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--engines", type=int, nargs="+", default=[1, 4, 8])
+    add("--step-ms", type=float, nargs="+", default=[5.0, 10.0, 20.0])
+    add("--batch", type=int, nargs="+", default=[64], help="requests of an engine at a time")
+    add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
+    add("--contestants", nargs="+", choices=list(_CONTESTANTS), default=list(_CONTESTANTS))
+    add("--tokens", type=int, default=200, help="of a request of decode; default: 200")
+    add("--temperature", type=float, default=0.0)
+    add("--rounds", type=int, default=3)
+    add("--json", metavar="FILE", help="write all figures there")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="busy-") as folder:
+        model = write_model(Path(folder, "model"), nano_config() | {"num_hidden_layers": _LAYERS})
+        for engines in args.engines:
+            for batch in args.batch:
+                rows += _contest(engines, batch, model, args)
+    if args.json:
+        figures = {"cores": CORES, "arguments": vars(args), "rows": rows}
+        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    return 0
+
+
+def _contest(
+    engines: int, batch: int, model: Path, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    rows = []
+    options, cache = _server_args(batch), model.parent / "compiled"
+    with ExitStack() as stack:
+        contestants = []
+        for name in args.contestants:
+            kind = _CONTESTANTS[name]
+            processes, each = (1, engines) if kind == "pool" else (engines, 1)
+            contestant = Contestant(name, kind, processes, each, model, options, cache, hollow=True)
+            stack.callback(contestant.close)
+            contestants.append(contestant)
+        for workload in args.workload:
+            for step_ms in args.step_ms:
+                found = _measure(contestants, engines, batch, workload, step_ms, args)
+                _show(f"{workload}, batches of {batch}", found)
+                rows += found
+    return rows
+
+
+def _server_args(batch: int) -> dict[str, Any]:
+    """Engines that hold every batch at full length."""
+    return {
+        "dtype": "float32",
+        "context_length": 512,
+        "max_total_tokens": 512 * batch,
+        "max_running_requests": batch,
+        "max_prefill_tokens": 256,
+        "chunked_prefill_size": 256,
+        "precompile_token_paddings": [256],
+        "precompile_bs_paddings": [batch],
+    }
+
+
+def _measure(
+    contestants: Sequence[Contestant],
+    engines: int,
+    batch: int,
+    workload: str,
+    step_ms: float,
+    args: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    runs: dict[str, list[dict[str, float]]] = {}
+    for number in range(args.rounds + 1):
+        for contestant in contestants:
+            done = contestant.run(_job(workload, engines * batch, step_ms, args, seed=number))
+            if number:  # the first round warms up
+                runs.setdefault(contestant.name, []).append(done)
+            if contestant.name == "pool" and number:
+                alone = contestant.run({"step_ms": step_ms, "ceiling": args.tokens})
+                alone["busy_share"] *= engines  # it is one engine's
+                runs.setdefault("ceiling", []).append(alone)
+    rows = []
+    for name, those in runs.items():
+        row: dict[str, Any] = {"name": name, "workload": workload, "step_ms": step_ms}
+        row |= {key: statistics.median(run[key] for run in those) for key in those[0]}
+        row |= {"engines": 1 if name == "ceiling" else engines, "batch": batch}
+        row["spread"] = [run["busy_share"] for run in those]
+        row["limited_by_cores"] = limited_by_cores(row["engines"], row["cpu_ms_per_step"], step_ms)
+        rows.append(row)
+    return rows
+
+
+def _job(
+    workload: str, running: int, step_ms: float, args: argparse.Namespace, seed: int
+) -> dict[str, Any]:
+    rng = random.Random(seed)
+    arriving = workload == "arrivals"
+    count, lengths = (3 * running, _PROMPT) if arriving else (running, _SHORT_PROMPT)
+    outputs = _OUTPUT if arriving else (args.tokens, args.tokens)
+    return {
+        "step_ms": step_ms,
+        "streams": workload == "streams",
+        "prompts": [
+            [rng.randrange(256) for _ in range(rng.randint(*lengths))] for _ in range(count)
+        ],
+        "params": [
+            {
+                "temperature": args.temperature,
+                "max_new_tokens": rng.randint(*outputs),
+                "ignore_eos": True,
+            }
+            for _ in range(count)
+        ],
+    }
+
+
+def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    print(f"{title}, on {CORES} cores:", flush=True)
+    plain(
+        ["engines", "step ms", "", "busy", "of each round", "thread ms a step", "CPU ms a step"],
+        [
+            [
+                row["engines"],
+                f"{row['step_ms']:g}",
+                row["name"] + (" (limited by cores)" if row["limited_by_cores"] else ""),
+                f"{100 * row['busy_share']:.1f} %",
+                " ".join(f"{100 * share:.1f}" for share in row["spread"]),
+                f"{row['thread_ms_per_step']:.2f}" if row["thread_ms_per_step"] else "",
+                f"{row['cpu_ms_per_step']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Which decode steps are flown, who joins a flight, and what flights share with upstream's steps.
+
+Reaches into upstream's scheduler and its batches.
+
+What breaks: Upstream's scheduler runs one step at a time, and whoever is to be prefilled makes all
+others wait until the host has looked at what was sampled.
+Why: Between two steps anything may have changed.
+Remove when: With `program.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+from sgl_jax.srt.mem_cache.common import release_kv_cache
+
+import patches
+from enginepool.engine.steady import rows as booking
+from enginepool.engine.steady.flight import Flight
+from enginepool.engine.steady.pages import Pages
+from enginepool.engine.steady.program import Batch, StepProgram, supported
+from enginepool.engine.steady.rows import Rows
+
+if TYPE_CHECKING:
+    from enginepool.engine.channel import Channel
+
+# Steps after which a flight lands while requests wait that could not start when it took off.
+_STEPS_WHILE_WAITING = 16
+
+
+class SteadyDecode:
+    """The flights of one engine; on its thread."""
+
+    def __init__(self, scheduler: Any, channel: Channel) -> None:
+        self._scheduler, self._channel = scheduler, channel
+        able = patches.optimising() and supported(scheduler)
+        self._program = StepProgram(scheduler) if able else None
+        self._queued = 0  # requests in the pool's queue that were left there
+        self._freed = False  # a request has ended since upstream last looked for room
+        self._letting_in: Flight | None = None
+
+    def compile(self) -> None:
+        """Compile every program that a flight may run."""
+        if self._program is not None:
+            self._program.compile(Pages.width(self._scheduler))
+
+    def run(self, batch: Any) -> bool:
+        """Fly a batch that is prepared for a decode step, and what comes after it; False if the
+        step is upstream's own."""
+        if not batch.forward_mode.is_decode():
+            return False
+        taken_off = self._program is not None and self._fly(batch, self._program)
+        self._channel.fallback_steps += not taken_off
+        return taken_off
+
+    def before_waiting(self) -> None:
+        """Upstream's own step is dispatched and is waited for next: if it is for requests that join
+        a flight, the flight's next step goes behind it."""
+        if self._letting_in is not None:
+            self._letting_in.dispatch()
+
+    def _fly(self, batch: Any, program: StepProgram) -> bool:
+        scheduler, channel = self._scheduler, self._channel
+        if not booking.flies(batch) or scheduler.wants_top_logprobs:
+            return False
+        if any(req is not None for req in scheduler.chunked_reqs) or scheduler.scorer.holds_kv:
+            return False
+        reqs = batch.reqs_info[0].reqs
+        size = program.bucket(len(reqs))
+        rows, pages = Rows(size), Pages(scheduler, size)
+        flight = Flight(self, program, rows, pages)
+        self._queued, self._freed = channel.queued(), False
+        waiting = self._queued or scheduler.waiting_queue or scheduler.scorer.has_prompts
+        if not flight.take_off(reqs, _STEPS_WHILE_WAITING if waiting else None):
+            return False
+        booking.settle(batch)
+        self._filter(batch)
+        channel.steady_steps += rows.steps
+        scheduler.forward_ct += rows.steps
+        scheduler.new_token_ratio = max(
+            scheduler.new_token_ratio - (rows.steps - 1) * scheduler.new_token_ratio_decay,
+            scheduler.min_new_token_ratio,
+        )
+        return True
+
+    # What a flight asks for
+
+    def dispatch(self, state: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        assert self._program is not None
+        return self._program.step(state, batch)
+
+    def step_begins(self) -> None:
+        self._channel.steps += 1
+
+    def wait_for_device(self, result: Any) -> None:
+        self._scheduler.wait_for_device(result)
+
+    def take_over(self, give: Callable[[], list[int]]) -> list[int]:
+        return self._channel.between_steps(give)
+
+    def release(self, req: Any) -> None:
+        release_kv_cache(req, self._scheduler.tree_cache)
+        self._freed = True
+
+    def hand_over(self, reqs: list[Any]) -> None:
+        self._scheduler.stream_output(reqs)
+
+    def wants_boundary(self, flight: Flight) -> bool:
+        channel = self._channel
+        if channel.has_jobs():
+            return True
+        queued = channel.queued()
+        more = queued > self._queued or (self._freed and bool(self._scheduler.waiting_queue))
+        self._queued = min(queued, self._queued)
+        return (more and not self._let_in(flight)) or self._may_score()
+
+    def _may_score(self) -> bool:
+        """Whether prompts wait for a step boundary, where they are scored, and may find room."""
+        scorer = self._scheduler.scorer
+        return scorer.has_prompts and (self._freed or not scorer.waits_for_room)
+
+    def _let_in(self, flight: Flight) -> bool:
+        """Prefill who waits, behind a step that is on its way, and let them join; False if that
+        needs a step boundary."""
+        scheduler, channel = self._scheduler, self._channel
+        if not flight.room:
+            return False
+        channel.pull(at_most=flight.room)
+        self._queued = channel.queued()
+        waiting = scheduler.waiting_queue
+        if not waiting:
+            return True
+        running = scheduler.running_batch
+        self._filter(running)
+        if running.is_empty() or len(waiting) > flight.room or not self._may_join(waiting):
+            return False
+        batch = scheduler.get_new_batch_prefill()
+        if batch is None:  # for want of KV cache, of which the flight may have taken some ahead
+            return False
+        self._prefill(batch, flight)
+        batch.filter_batch()
+        if not batch.is_empty():
+            reqs = list(batch.reqs_info[0].reqs)
+            running.merge_batch(batch)
+            if not booking.flies(running):
+                return False
+            flight.join(reqs)
+        return True
+
+    def _prefill(self, batch: Any, flight: Flight) -> None:
+        scheduler = self._scheduler
+        flown, scheduler.cur_batch = scheduler.cur_batch, batch
+        self._channel.steps += 1
+        self._letting_in = flight
+        try:
+            result = scheduler.run_batch(batch)
+        finally:
+            self._letting_in = None
+        scheduler.process_batch_result(batch, result)
+        scheduler.cur_batch = flown
+        self._freed = bool(scheduler.waiting_queue)  # what is left is tried again after a step
+
+    def _filter(self, batch: Any) -> None:
+        """Requests that have ended leave upstream's batch, so that others find room in it."""
+        before = batch.batch_size()
+        batch.filter_batch()
+        if batch.batch_size() < before:
+            batch.reqs_info[0].batch_is_full = False
+
+    def _may_join(self, reqs: list[Any]) -> bool:
+        """Whether these are prefilled in one step, as a whole, and need no other decode step."""
+        if self._scheduler.wants_top_logprobs:
+            return False
+        args = self._scheduler.server_args
+        tokens = sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
+        limits = [args.max_prefill_tokens, args.chunked_prefill_size]
+        plain = all(
+            not (params.frequency_penalty or params.presence_penalty or params.min_new_tokens)
+            for params in (req.sampling_params for req in reqs)
+        )
+        return plain and tokens <= min(limit for limit in limits if limit and limit > 0)
