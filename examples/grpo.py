@@ -51,8 +51,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=10.0, help="stop before --steps once they have passed")
     add("--prompts", type=int, default=64, help="a step")
     add("--samples", type=int, default=8, help="a prompt")
-    add("--updates", type=int, default=2, help="gradient steps on each step's samples")
-    add("--learning-rate", type=float, default=3e-4)
+    add("--updates", type=int, default=1, help="gradient steps on each step's samples")
+    add("--learning-rate", type=float, default=2e-4)
     add("--evaluate-every", type=int, default=20, help="steps")
     add("--async", dest="one_step_off", action="store_true", help="generate one step ahead")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
@@ -152,9 +152,7 @@ def train(
             generated = time.perf_counter()
             metrics["versions"] = check_versions(batch, step, lag=lag)
             metrics["samples"] = hashlib.sha256(batch.output_ids.tobytes()).hexdigest()[:16]
-            advantages = rl.group_advantages(
-                rewards, batch.prompt_index, valid=~batch.aborted, divide_by_std=False
-            )
+            advantages = rl.group_advantages(rewards, batch.prompt_index, valid=~batch.aborted)
             state, seen = trainer.step(state, batch, advantages)
             metrics |= seen | {"reward": float(rewards.mean())}
             trained = time.perf_counter()

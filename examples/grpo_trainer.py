@@ -18,6 +18,7 @@ from enginepool.toy.files import read_checkpoint
 from enginepool.toy.model import forward
 
 CLIP = 0.2
+WARMUP_STEPS = 10
 
 
 class State(NamedTuple):
@@ -50,7 +51,8 @@ class Trainer:
             for name, value in stored.items()
         }
         self._optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adam(learning_rate, b2=0.98)
+            optax.clip_by_global_norm(1.0),
+            optax.adam(optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS), b2=0.98),
         )
         self._updates = updates
 
