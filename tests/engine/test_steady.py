@@ -273,7 +273,7 @@ def test_a_failed_step_loses_nothing(
     expected = ask(pool, LONG, PROMPTS[:6])
     before = len(pool.events())
     pool.flush_cache()
-    fault(pool, 1, 1 if fault is faults.raise_after_bookkeeping else at)
+    fault(pool, 1, at)
     same(pool.generate_all(None, LONG, input_ids=PROMPTS[:6], return_logprob=True), expected)
     until(lambda: len(pool.events()) == before + 2)
     same(ask(pool, LONG, PROMPTS[:6]), expected)
