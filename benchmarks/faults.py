@@ -96,7 +96,9 @@ def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) ->
         original(*args, **kwargs)
         raise Fault(f"the requests of engine {engine_index} are wrong")
 
-    _once([(scheduler_of(pool, engine_index), "process_batch_result")], at, wrong)
+    scheduler = scheduler_of(pool, engine_index)
+    places = [(scheduler, "process_batch_result"), (scheduler.steady, "take_over")]
+    _once(places, at, wrong)
 
 
 def delete_kv_cache(pool: EnginePool, engine_index: int) -> None:

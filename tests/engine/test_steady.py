@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -126,13 +127,18 @@ def pool(make_pool: MakePool) -> Iterator[EnginePool]:
 
 
 LONG = GREEDY | {"max_new_tokens": 200}
+LONGER = GREEDY | {"max_new_tokens": 440}
 
 
 def flying(pool: EnginePool, requests: int) -> None:
-    """Return when so many run and steps stay on the device."""
-    until(lambda: running(pool) == requests)
-    before = steps(pool)[0]
-    until(lambda: steps(pool)[0] > before or running(pool) < requests)
+    """Return when so many run, and a prefill at least is over."""
+    before = sum(engine["steps"] for engine in pool.stats()["engines"])
+    until(
+        lambda: (
+            running(pool) == requests
+            and sum(engine["steps"] for engine in pool.stats()["engines"]) > before + 8
+        )
+    )
 
 
 @pytest.fixture
@@ -203,13 +209,13 @@ def test_a_request_joins(pool: EnginePool) -> None:
 
 def test_a_flushing_and_a_pause_land(pool: EnginePool) -> None:
     """Nothing is in flight at a step boundary: what upstream keeps of a request is all there is."""
-    expected = ask(pool, LONG, PROMPTS[:4])
+    expected = ask(pool, LONGER, PROMPTS[:4])
     pool.flush_cache()
     found: dict[str, int] = {}
     with callers() as executor:
-        call = executor.submit(ask, pool, LONG, PROMPTS[:4])
+        call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
+        flying(pool, 4)
         for mode in ("in_place", "retract"):
-            flying(pool, 4)
             with paused(pool, mode):
                 for index in range(2):
                     batch = faults.scheduler_of(pool, index).running_batch
@@ -230,19 +236,16 @@ def of_batch(batch: Any) -> Iterator[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "drain", "abort"])
-def test_spans_are_exact(
-    make_pool: MakePool,
-    model_dir: Callable[[str], Path],
-    target: Callable[[str], Path],
-    mode: Any,
-) -> None:
+def test_spans_are_exact(make_pool: MakePool, model_dir: Callable[[str], Path], mode: Any) -> None:
     """A swap in the middle of a flight: every token is booked on the weights that it came from."""
     pool = make_pool("qwen3", 2, **BUCKETS)
     pool.flush_cache()
+    old = faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves
+    flipped = [jax.numpy.flip(leaf) for leaf in old]
     with callers() as executor:
-        call = executor.submit(ask, pool, LONG, PROMPTS[:4])
+        call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
         flying(pool, 4)
-        pool.update_weights(target("qwen3"), mode=mode, weight_version=1)
+        pool.update_weights(flipped, mode=mode, weight_version=1)
         results = call.result(SECONDS)
     pool.update_weights(model_dir("qwen3"), weight_version=0)
     assert_spans(results)
@@ -270,7 +273,7 @@ def test_a_failed_step_loses_nothing(
     expected = ask(pool, LONG, PROMPTS[:6])
     before = len(pool.events())
     pool.flush_cache()
-    fault(pool, 1, 1 if fault is faults.raise_after_bookkeeping else at)
+    fault(pool, 1, at)
     same(pool.generate_all(None, LONG, input_ids=PROMPTS[:6], return_logprob=True), expected)
     until(lambda: len(pool.events()) == before + 2)
     same(ask(pool, LONG, PROMPTS[:6]), expected)
@@ -312,15 +315,15 @@ def ask_without_flush(pool: EnginePool, params: Any, prompts: list[list[int]]) -
 def test_numbers_that_are_not_finite(model_dir: Callable[[str], Path]) -> None:
     """Are seen in flight: the engine is reset or rebuilt, and no such token is given to anybody."""
     with EnginePool(str(model_dir("qwen3")), devices=2, **SMALL | BUCKETS) as pool:
-        expected = ask(pool, LONG, PROMPTS[:4])
+        expected = ask(pool, LONGER, PROMPTS[:4])
         pool.flush_cache()
         with callers() as executor:
-            call = executor.submit(ask_without_flush, pool, LONG, PROMPTS[:4])
+            call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
             flying(pool, 4)
             faults.spoil_leaf(pool, 1)
             same(call.result(SECONDS), expected)
         until(lambda: any(entry["event"] == "engine_recovered" for entry in pool.events()))
-        assert "not finite" in str(pool.events()[0]).lower() or "NotFinite" in str(pool.events())
+        assert "NotFinite" in str(pool.events()[0])
 
 
 def test_kv_cache_runs_out_in_the_middle(make_pool: MakePool) -> None:

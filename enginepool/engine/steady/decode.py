@@ -77,7 +77,6 @@ class SteadyDecode:
             return False
         booking.settle(batch)
         self._filter(batch)
-        channel.steady_steps += rows.steps
         scheduler.forward_ct += rows.steps
         scheduler.new_token_ratio = max(
             scheduler.new_token_ratio - (rows.steps - 1) * scheduler.new_token_ratio_decay,
@@ -98,7 +97,9 @@ class SteadyDecode:
         self._scheduler.wait_for_device(result)
 
     def take_over(self, give: Callable[[], list[int]]) -> list[int]:
-        return self._channel.between_steps(give)
+        ended = self._channel.between_steps(give)
+        self._channel.steady_steps += 1
+        return ended
 
     def release(self, req: Any) -> None:
         release_kv_cache(req, self._scheduler.tree_cache)

@@ -8,7 +8,8 @@ wants a step boundary makes it land; requests that are prefilled meanwhile may j
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import jax
@@ -91,14 +92,26 @@ class Flight:
         self._most = most
         self._state = self._program.place(self._rows.state.copy())
         while True:
-            while len(self._on_their_way) < _DEPTH and self.dispatch():
-                pass
+            with self._keeping_what_is_dispatched():
+                while len(self._on_their_way) < _DEPTH and self.dispatch():
+                    pass
             if not self._on_their_way or not len(self._rows.seated):
                 break
             self._take(self._on_their_way.popleft())
-            self._landing = self._landing or self._home.wants_boundary(self)
+            with self._keeping_what_is_dispatched():
+                self._landing = self._landing or self._home.wants_boundary(self)
         self._land()
         return True
+
+    @contextmanager
+    def _keeping_what_is_dispatched(self) -> Iterator[None]:
+        """An error does not concern the steps before: what they bring is booked first."""
+        try:
+            yield
+        except BaseException:
+            while self._on_their_way:
+                self._take(self._on_their_way.popleft())
+            raise
 
     def join(self, reqs: list[Any]) -> None:
         """Requests that are prefilled take part from the next step that is dispatched."""
