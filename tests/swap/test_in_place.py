@@ -41,6 +41,8 @@ def swap_between_chunks(
     before its last chunk."""
     worker = pool._runtime().workers[0]
     channel = worker.channel
+    # Of what the engine did before, also the iteration in which it finds nothing to do is over.
+    until(lambda: worker.condition.stepping_since is None and not channel.has_work())
     steps = channel.steps
     first_step = hang_in_step(pool, 0)
     with callers(3) as executor:

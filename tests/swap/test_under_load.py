@@ -113,13 +113,13 @@ def test_modes(micro: EnginePool, versions: list[Path], mode: str) -> None:
 def test_retract_lets_every_request_gain_a_token(micro: EnginePool, versions: list[Path]) -> None:
     """Swaps follow each other faster than the engines can prefill what they took back; still no
     output misses a version."""
-    prompts = [[i + 1] * 70 for i in range(16)]
+    prompts = [[i + 1] * 70 for i in range(8)]
     trees = [placed(leaves(path), PartitionSpec()) for path in versions]
     with callers(1) as executor:
         call = executor.submit(
-            micro.generate_all, input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": 45}
+            micro.generate_all, input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": 170}
         )
-        until(lambda: running(micro) == 16)
+        until(lambda: running(micro) == 8)
         for number in range(1, 6):
             micro.update_weights(trees[number % 2], mode="retract", weight_version=number)
         results = call.result(SECONDS)
