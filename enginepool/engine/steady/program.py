@@ -136,7 +136,12 @@ class StepProgram:
         vocab_size = runner.model_config.vocab_size
         # Upstream's greedy way knows no temperature: with top_k=1 and one, its values are others.
         greedy = bool(((arrays["top_ks"] <= 1) & (arrays["temperatures"][:, 0] == 1)).all())
-        info = ModelWorkerSamplingInfo(**arrays, vocab_size=vocab_size, is_all_greedy=greedy)
+        info = ModelWorkerSamplingInfo(
+            **arrays,
+            vocab_size=vocab_size,
+            is_all_greedy=greedy,
+            need_min_p_sampling=bool((arrays["min_ps"] > 0).any()),
+        )
         worker_batch: Any = SimpleNamespace(
             sampling_info=info,
             forward_mode=ForwardMode.DECODE,
