@@ -6,7 +6,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -20,11 +19,6 @@ from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.forced import write_scripted_model
 from tests.support.pools import SMALL, MakePool
 from tests.support.reference import make_random_model
-
-# For the programs that tests start; JAX here has read its environment already, so that pools in the
-# tests' own processes compile as they do for a user without such a cache.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / "enginepool-tests-jax")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 @pytest.fixture(scope="session", autouse=True)
