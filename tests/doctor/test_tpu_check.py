@@ -150,7 +150,7 @@ def test_plan_by_arithmetic_is_the_compilers_within_5_percent() -> None:
     assert compiled["argument_bytes"] == pytest.approx(arguments, rel=0.001)
     assert 0 < compiled["reserve_bytes"] <= compiled["reserve_bytes_by_arithmetic"]
     assert compiled["reserve_bytes"] == plan["reserve_bytes"]
-    assert plan["program_count"] == 2
+    assert plan["program_count"] == 3
     assert compiled["startup_cpu_seconds"] == 8 * compiled["cpu_seconds_of_an_engine"] > 0
     assert compiled["problems"] == []
     assert plan["fits"]
