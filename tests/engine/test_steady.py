@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import faults
 from enginepool import EnginePool
-from patches._patch import module
+from patches._lookup import module
 from tests.support.forced import LINE, assert_greedy
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
 from tests.support.pools import SMALL, MakePool, same
