@@ -47,7 +47,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/grpo"))
     add("--devices", type=int, default=4, help="engines; default: 4")
     add("--seed", type=int, default=0)
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=350, help="over which the learning rate falls")
     add("--minutes", type=float, default=10.0, help="stop before --steps once they have passed")
     add("--prompts", type=int, default=64, help="a step")
     add("--samples", type=int, default=8, help="a prompt")
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         trainer = Trainer(
             jax.devices()[: options.devices], toy.checkpoint("half"), options.learning_rate,
-            options.updates,
+            options.steps, options.updates,
         )  # fmt: skip
         checkpoints = stack.enter_context(
             ocp.CheckpointManager(
@@ -196,6 +196,7 @@ def main(argv: list[str] | None = None) -> None:
             first = latest
         pool.update_weights(begin.params, weight_version=first)
         log = stack.enter_context(grpo_report.Log(options, append=options.resume))
+        step = first - 1
         for step, state, metrics in train(pool, trainer, options, begin, first):
             log.write(metrics | {"minutes": (time.monotonic() - began) / 60})
             over = time.monotonic() - began > 60 * options.minutes

@@ -32,6 +32,8 @@ class Trainer:
     """Data-parallel: weights on every device, a batch cut into as many parts.
 
     Args:
+        steps: At the last of these the learning rate has fallen to a tenth: what late steps of the
+            full rate learn and unlearn is the noise of their few groups.
         updates: Gradient steps on one batch.
     """
 
@@ -40,6 +42,7 @@ class Trainer:
         devices: Sequence[jax.Device],
         checkpoint: Path,
         learning_rate: float,
+        steps: int,
         updates: int,
     ) -> None:
         mesh = Mesh(np.array(devices), ("data",))
@@ -50,10 +53,14 @@ class Trainer:
             name: jax.device_put(jnp.asarray(value, jnp.float32), self._everywhere)
             for name, value in stored.items()
         }
-        self._optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adam(optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS), b2=0.98),
+        rate = optax.warmup_cosine_decay_schedule(
+            init_value=learning_rate / 10,
+            peak_value=learning_rate,
+            warmup_steps=WARMUP_STEPS,
+            decay_steps=max(steps * updates, WARMUP_STEPS + 1),
+            end_value=learning_rate / 10,
         )
+        self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
         self._updates = updates
 
     def start(self) -> State:
