@@ -154,6 +154,7 @@ def train(
             metrics["samples"] = hashlib.sha256(batch.output_ids.tobytes()).hexdigest()[:16]
             advantages = rl.group_advantages(rewards, batch.prompt_index, valid=~batch.aborted)
             state, seen = trainer.step(state, batch, advantages)
+            jax.block_until_ready(state)  # or its time would be the update's
             metrics |= seen | {"reward": float(rewards.mean())}
             trained = time.perf_counter()
             mode = "in_place" if options.one_step_off else "drain"

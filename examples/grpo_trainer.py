@@ -64,7 +64,9 @@ class Trainer:
         self._updates = updates
 
     def start(self) -> State:
-        return State(self._start, self._optimizer.init(self._start))
+        return State(
+            self._start, jax.device_put(self._optimizer.init(self._start), self._everywhere)
+        )
 
     def step(
         self, state: State, batch: rl.RolloutBatch, advantages: np.ndarray
