@@ -18,6 +18,7 @@ from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, r
 from enginepool.cli.result_lines import ResultLines
 from enginepool.errors import InvalidConfig, InvalidRequest
 from enginepool.requests.progress_bar import progress_bar
+from tests.support.marks import slow
 
 # One program of each kind: the smallest engine that answers the toy's sums.
 TINY = [
@@ -323,6 +324,7 @@ def test_generate_answers_every_kind_of_line(tmp_path):
         assert len(result["meta_info"]["output_token_logprobs"]) == len(result["output_ids"])
 
 
+@pytest.mark.slow
 def test_sampling_defaults_are_pythons_and_json_comes_as_it_ends(tmp_path, make_pool):
     """The toy's generation_config.json is greedy and ends after 16 tokens; whoever gives a
     parameter, if it is only one, has upstream's defaults instead, which end after 128."""
@@ -367,7 +369,7 @@ def start_many(output):
     return process
 
 
-@pytest.mark.parametrize("output", ["text", "jsonl"])
+@pytest.mark.parametrize("output", ["jsonl", *slow("text")])
 def test_interrupt_leaves_what_has_ended(output):
     """Ctrl-C after the third result."""
     process = start_many(output)
@@ -385,6 +387,7 @@ def test_interrupt_leaves_what_has_ended(output):
     )
 
 
+@pytest.mark.slow
 def test_reader_that_leaves_ends_the_command_quietly():
     """As `head -1` does; the code is that of a program which SIGPIPE ended."""
     process = start_many("jsonl")

@@ -1,7 +1,6 @@
 """`enginepool doctor --first-run`: the report of this machine, and what becomes of faults."""
 
 import getpass
-import inspect
 import json
 import os
 import re
@@ -25,15 +24,12 @@ from enginepool.doctor.first_run.run import first_run
 from enginepool.doctor.first_run.scrub import scrub
 from enginepool.toy.files import PAD_ID, read_checkpoint
 from enginepool.toy.model import forward
-from patches._lookup import module
+from tests.support.pools import NATIVE_PAGES
 
 # Options that no pool takes.
 NOTHING = {"page_sise": "bfloat16"}
 VARIANTS = ("page_size_1", "page_size_16", "bfloat16")
-NATIVE = "sgl_jax.srt.layers.attention.native_backend"
 ALL = ["host", *pools.NAMES, *VARIANTS, "persistent_cache"]
-
-PAGES = "page_size" in inspect.signature(module(NATIVE).forward_attention).parameters
 
 Outcomes = dict[str, dict[str, Any]]
 
@@ -97,7 +93,7 @@ def test_command(tmp_path: Path) -> None:
     memory = seen["kv_cycle"]["bytes_in_use"]
     released = seen["kv_cycle"]["released_bytes"]
     assert memory["before"] == memory["resumed"] == memory["released"] + released
-    for size in (1, 16) if PAGES else (1,):
+    for size in (1, 16) if NATIVE_PAGES else (1,):
         assert seen[f"page_size_{size}"]["taken"]
         assert seen[f"page_size_{size}"]["server_args"]["page_size"] == size
     assert seen["bfloat16"]["server_args"]["dtype"] == "bfloat16"
@@ -109,6 +105,7 @@ def test_command(tmp_path: Path) -> None:
     assert not re.search(rf"\b({re.escape(socket.gethostname())}|{getpass.getuser()})\b", text)
 
 
+@pytest.mark.slow
 def test_broken_engine(pool: EnginePool) -> None:
     """An engine whose step fails is named by the checks that need all; the others go on."""
     faults.raise_in_step(pool, 1)
@@ -130,6 +127,7 @@ def test_broken_engine(pool: EnginePool) -> None:
     assert str(Path(faults.__file__).parent) not in event["exception"]
 
 
+@pytest.mark.slow
 def test_a_swap_that_fails(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What raises is an error with its calls, and the rest goes on."""
     faults.raise_in_commit(pool, 0)
@@ -146,6 +144,7 @@ def test_a_swap_that_fails(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) ->
     assert found["swap"]["trace"]
 
 
+@pytest.mark.slow
 def test_wrong_answers_are_seen(pool: EnginePool) -> None:
     """Of engines that subtract."""
     pool.update_weights(toy.checkpoint("subtract"))
@@ -187,7 +186,7 @@ def test_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {found[name]["status"] for name in pools.NAMES[1:]} == {"skipped"}
 
 
-@pytest.mark.skipif(PAGES, reason="this upstream's native attention knows pages")
+@pytest.mark.skipif(NATIVE_PAGES, reason="this upstream's native attention knows pages")
 def test_page_size_that_is_refused() -> None:
     """Is no failure: the pool says so before anything is built."""
     options = {"page_size": 16}

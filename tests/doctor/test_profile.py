@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from enginepool.cli.main import app
@@ -32,6 +33,7 @@ def test_profile(make_pool: MakePool) -> None:
     assert report["compilations"] == 0
 
 
+@pytest.mark.slow
 def test_command() -> None:
     """As JSON, for the toy."""
     done = CliRunner().invoke(app, ["doctor", "--profile", "--json", "--devices", "1"])

@@ -1,8 +1,11 @@
 """An open pool that has nothing to do costs nothing, paused or not."""
 
+import pytest
+
 from tests.support.programs import Program
 
 
+@pytest.mark.slow
 def test_idle_is_free() -> None:
     """Four engines take less than 1 % of one core: open and at rest, and paused with
     requests that run and requests that wait. In a process that has nothing else alive."""

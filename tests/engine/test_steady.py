@@ -1,6 +1,5 @@
 """Decode that stays on its device gives what upstream's own steps give, and lets anything in."""
 
-import inspect
 import random
 import subprocess
 import sys
@@ -16,10 +15,9 @@ import pytest
 
 from benchmarks import faults
 from enginepool import EnginePool
-from patches._lookup import module
 from tests.support.forced import LINE, assert_greedy
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
-from tests.support.pools import SMALL, MakePool, same
+from tests.support.pools import NATIVE_PAGES, SMALL, MakePool, same
 from tests.support.spans import assert_spans
 from tests.support.steady import steps, upstreams_own
 
@@ -56,8 +54,7 @@ def ask(pool: EnginePool, params: Any, prompts: list[list[int]] = PROMPTS) -> li
 @pytest.fixture(scope="module", params=["page_size=1", "page_size=8", "tp_size=2"])
 def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> EnginePool:
     name, value = request.param.split("=")
-    native = module("sgl_jax.srt.layers.attention.native_backend").forward_attention
-    if request.param == "page_size=8" and "page_size" not in inspect.signature(native).parameters:
+    if request.param == "page_size=8" and not NATIVE_PAGES:
         pytest.skip("this upstream's native attention knows no pages")
     return make_pool("qwen3", 2, **BUCKETS | {name: int(value)})
 

@@ -11,6 +11,7 @@ import pytest
 
 from enginepool import EnginePool, PoolClosed
 from tests.support.liveness import SECONDS, callers, running, until
+from tests.support.marks import slow
 from tests.support.pools import SMALL
 
 SCRIPT = Path(__file__).parents[1] / "support" / "exit_script.py"
@@ -30,7 +31,7 @@ def run(name: str, model: Path, *options: str) -> tuple[str, str]:
     return process.stdout, process.stderr
 
 
-@pytest.mark.parametrize("name", ["module", "cycle", "traceback", "function", "daemons"])
+@pytest.mark.parametrize("name", ["function", *slow("module", "cycle", "traceback", "daemons")])
 def test_forgotten(model_dir: Callable[[str], Path], name: str) -> None:
     """Nothing is printed when Python ends, wherever the pool is kept and whatever runs; where
     Python is asked for such warnings, one ResourceWarning."""

@@ -14,7 +14,8 @@ from enginepool.engine import score_head
 from tests.pool.test_bad_input import refused
 from tests.support.forced import LOGPROB_TOLERANCE
 from tests.support.liveness import at_rest
-from tests.support.pools import SMALL, MakePool, compilations
+from tests.support.marks import slow
+from tests.support.pools import NATIVE_PAGES, SMALL, MakePool, compilations
 from tests.support.reference import make_random_model
 from tests.support.scores import assert_prompt_logprobs, assert_scores, chosen, ids, reference
 
@@ -26,7 +27,7 @@ LENGTHS += [(1, 200), (200, 1), (1, CONTEXT - 1), (CONTEXT - 1, 1), (300, CONTEX
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", *slow("qwen2", "qwen3", "qwen3_moe")])
 def test_families(tmp_path: Path, family: str) -> None:
     """Within 1e-4 of the plain forward pass, together and alone, and nothing is compiled.
 
@@ -64,6 +65,7 @@ def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> 
     assert_top(model_dir("llama"), prompts, continuations, results, 3)
 
 
+@pytest.mark.skipif(not NATIVE_PAGES, reason="this upstream's native attention knows no pages")
 def test_pages(make_pool: MakePool, model_dir: ModelDir) -> None:
     pool = make_pool("qwen3", 1, page_size=16)
     prompts, continuations = ([ids(pair[i], seed=i) for pair in LENGTHS] for i in (0, 1))

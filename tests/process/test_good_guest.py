@@ -21,6 +21,7 @@ def at_exit(difference: dict[str, Any]) -> set[str]:
     return {module.split(".")[0] for module in difference.get("atexit", [[], []])[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_good_guest() -> None:
     """After a pool's life the process is as before, in everything that a library could disturb,

@@ -18,6 +18,9 @@ from enginepool.process.alone import alone
 from tests.support.forced import assert_greedy
 from tests.support.liveness import SECONDS, callers, until
 
+# Two processes, each with a pool.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 OUTPUTS = ("out", "err")
 

@@ -171,6 +171,7 @@ def hashed(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_swap(ended: Callable[[str], Ended]) -> None:
     """Dummy engines of a model that adds subtract once the other checkpoint is in, at the same
     number of leaves and bytes."""
@@ -188,6 +189,7 @@ def test_swap(ended: Callable[[str], Ended]) -> None:
     assert (result["prompt_sha256"], result["text_sha256"]) == (hashed(PROMPT), hashed(DIFFERENCE))
 
 
+@pytest.mark.slow
 def test_swap_from_flax_tree(ended: Callable[[str], Ended]) -> None:
     """Engines use the buffers of a parameter dict on their devices: while it lives and when it
     is gone, memory is that of one set on each device."""
@@ -273,6 +275,7 @@ def test_weights_that_do_not_fit(ended: Callable[[str], Ended]) -> None:
     assert run.stderr.startswith("enginepool: ")
 
 
+@pytest.mark.slow
 def test_failed_checks(ended: Callable[[str], Ended]) -> None:
     """Weights that are copied, KV caches that are kept and an output that changes are each named
     on standard error; the run goes to its end and fails."""

@@ -1,6 +1,7 @@
 """What the tests share: options, types, a comparison, a look at compilations and memory."""
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 from enginepool import EnginePool
+from patches._lookup import module
 
 # Few shapes and little KV: a pool opens in seconds. A prompt past 64 tokens is prefilled in chunks,
 # and four long requests do not fit one engine's KV cache at the same time.
@@ -22,6 +24,10 @@ SMALL: dict[str, Any] = {
     "precompile_token_paddings": [64],
     "precompile_bs_paddings": [4],
 }
+
+# Older ones serve with pages of one token only, on CPU.
+_NATIVE = module("sgl_jax.srt.layers.attention.native_backend").forward_attention
+NATIVE_PAGES = "page_size" in inspect.signature(_NATIVE).parameters
 
 MakePool = Callable[..., EnginePool]
 
@@ -58,6 +64,9 @@ def compilations() -> Iterator[list[float]]:
 
 
 def in_use(pool: EnginePool) -> int:
-    """Bytes of live arrays, without those that other tests left to the garbage collector."""
+    """Bytes of live arrays, without those that other tests left to the garbage collector, and once
+    the engines have dropped what their last step left: a result is there before that."""
+    pool.pause_generation("in_place")
+    pool.continue_generation()
     gc.collect()
     return pool.stats()["memory"]["sum"]["bytes_in_use"]

@@ -14,6 +14,7 @@ from enginepool import EnginePool
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.forced import assert_greedy
 from tests.support.layouts import PROMPTS, answers, leaves, placed, tensors
+from tests.support.marks import slow
 from tests.support.pools import SMALL, in_use
 
 
@@ -83,7 +84,7 @@ def from_iterator(model: Path) -> Any:
     return ((name, jax.numpy.array(with_names.pop(name))) for name in list(with_names))
 
 
-@pytest.mark.parametrize("source", [from_directory, from_iterator])
+@pytest.mark.parametrize("source", [from_directory, *slow(from_iterator)])
 def test_streaming_takes_one_set_and_a_leaf(
     llama: EnginePool,
     model_dir: Callable[[str], Path],
@@ -108,7 +109,7 @@ def test_streaming_takes_one_set_and_a_leaf(
 
 
 @pytest.mark.parametrize("layout", [leaves, tensors], ids=["model's layout", "Hugging Face's"])
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [4, *slow(2)])
 def test_gathering_takes_a_leaf(
     llama: EnginePool,
     target: Callable[[str], Path],
