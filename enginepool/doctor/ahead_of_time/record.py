@@ -200,9 +200,9 @@ def _of_a_flight(kind: str, lowered: Any) -> tuple[Any, Any]:
 
 def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     """The kind of a program and its bucket."""
-    if function == "step":
-        return "steady", f"batch {args[-1].limits.shape[0]}"
     for arg in args:
+        if hasattr(arg, "limits"):
+            return "steady", f"batch {arg.limits.shape[0]}"
         mode = getattr(arg, "forward_mode", None)
         if mode is not None:
             tokens = arg.input_ids.shape[0]
