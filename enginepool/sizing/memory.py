@@ -28,6 +28,8 @@ _HIDDEN_STATES = 9
 _SAMPLER_COPIES = 6
 # The largest program of a full-depth model; as the compiler gave it.
 _PROGRAM_BYTES = 23 * 10**6
+# See engine/score_program.py.
+_SCORE_BUCKETS = 3
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Settings:
 
     Attributes:
         max_running_requests, max_total_tokens: None where upstream chooses.
+        hybrid_swa: Whether layers with a sliding window have a KV pool of their own, with which
+            decode is not steady.
     """
 
     context: int
@@ -48,6 +52,7 @@ class Settings:
     kv_itemsize: int | None = None
     token_paddings: tuple[int, ...] = TOKEN_PADDINGS
     batch_paddings: tuple[int, ...] = BATCH_PADDINGS
+    hybrid_swa: bool = True
 
     @classmethod
     def of(cls, args: Mapping[str, Any], shape: Shape) -> Settings:
@@ -78,6 +83,7 @@ class Settings:
             kv_itemsize=2 if given.get("kv_cache_dtype", "auto") == "bf16" else None,
             token_paddings=tuple(given.get("precompile_token_paddings", TOKEN_PADDINGS)),
             batch_paddings=tuple(given.get("precompile_bs_paddings", BATCH_PADDINGS)),
+            hybrid_swa=not given.get("disable_hybrid_swa_memory"),
         )
 
     @property
@@ -94,6 +100,11 @@ _COUNTS = {
     *("context_length", "page_size", "tp_size", "max_prefill_tokens", "chunked_prefill_size"),
     *("max_running_requests", "max_total_tokens"),
 }
+
+
+def _buckets(paddings: tuple[int, ...], least: int, most: int) -> set[int]:
+    """What a batch is padded to."""
+    return {size for size in paddings if least <= size < most} | {most}
 
 
 def running_requests_cap(context: int, page_size: int) -> int:
@@ -210,13 +221,17 @@ class Memory:
 
     @property
     def program_count(self) -> int:
-        """Forward programs: one a bucket of prefill's tokens, and one of decode's requests."""
+        """Forward programs: two a bucket of decode's requests (upstream's, and the steady one where
+        there is one), one a bucket of prefill's tokens, and what scores tokens in three of these at
+        most."""
         if self.compiled is not None:
             return self.compiled.count
-        paddings, most = self.settings.token_paddings, self.settings.chunk
-        tokens = {n for n in paddings if self.largest_batch <= n < most} | {most}
-        paddings, most = self.settings.batch_paddings, self.largest_batch
-        return len(tokens) + len({n for n in paddings if n < most} | {most})
+        decode = len(_buckets(self.settings.batch_paddings, 1, self.largest_batch))
+        most = self.settings.chunk
+        prefill = len(_buckets(self.settings.token_paddings, self.largest_batch, most))
+        score = min(prefill, _SCORE_BUCKETS) if most >= self.settings.page_size else 0
+        steady = 0 if self.shape.window and self.settings.hybrid_swa else decode
+        return decode + steady + prefill + score
 
     @property
     def programs(self) -> int:

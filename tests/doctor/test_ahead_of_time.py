@@ -45,6 +45,31 @@ def test_a_kv_cache_that_is_there_twice_is_a_problem(options):
     assert program.problem == f"{ONE.nbytes:,} bytes of KV cache are not written in place"
 
 
+def steady(step, **options):
+    """A steady step as a record has it, with a KV cache, a state and a batch of one array each."""
+    record = Record(None)
+    record.kv_bytes = ONE.nbytes
+    record.add("steady", "", jax.jit(step, **options).lower(ONE, ONE, ONE, ONE, ONE))
+    return record.programs[0]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_a_steady_step_takes_kv_cache_and_state_over():
+    """And nothing else: weights and tables are there for the next step."""
+
+    def step(weights, sampler, kv, state, batch):
+        return kv + weights, state + sampler + batch
+
+    good = steady(step, donate_argnums=(2, 3))
+    assert (good.donated, good.aliased, good.problem) == (2 * ONE.nbytes,) * 2 + (None,)
+    assert steady(step, donate_argnums=2).problem == (
+        f"{ONE.nbytes:,} bytes of KV cache and state are not written in place"
+    )
+    for kept in (0, 1, 4):
+        wrong = steady(step, donate_argnums=(2, 3, kept)).problem
+        assert wrong == "it is given for good what the next step needs as well"
+
+
 @pytest.mark.parametrize(
     ("kind", "most"),
     [
@@ -153,9 +178,9 @@ def test_several_reports_are_one_line_each():
     about = {"model": "m", "layers": 2, "topology": "v5e-8"}
     text = overview([as_json(programs, **about) for programs in (good, bad)])
     rows = [[cell.strip() for cell in line.split("|")][1:-1] for line in text.splitlines()]
-    measured = ["3.0", "4.00 kB", "1.0", "0", "-", "-"]
+    measured = ["3.0", "4.00 kB", "1.0", "0", "-", "-", "-", "-"]
     assert rows[2] == ["m", "2", "v5e-8", "3", *measured, "yes", "compiles"]
-    assert rows[3][3:] == ["1", "-", "-", "0.0", "0", "-", "-", "no", "problems: 1"]
+    assert rows[3][3:] == ["1", "-", "-", "0.0", "0", *"----", "no", "problems: 1"]
 
 
 def test_a_model_is_named_or_a_folder(tmp_path):

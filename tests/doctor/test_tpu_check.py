@@ -150,10 +150,43 @@ def test_plan_by_arithmetic_is_the_compilers_within_5_percent() -> None:
     assert compiled["argument_bytes"] == pytest.approx(arguments, rel=0.001)
     assert 0 < compiled["reserve_bytes"] <= compiled["reserve_bytes_by_arithmetic"]
     assert compiled["reserve_bytes"] == plan["reserve_bytes"]
-    assert plan["program_count"] == 3
+    assert plan["program_count"] == 4
     assert compiled["startup_cpu_seconds"] == 8 * compiled["cpu_seconds_of_an_engine"] > 0
     assert compiled["problems"] == []
     assert plan["fits"]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Gemma-2-2B"])
+def test_programs_by_arithmetic_are_those_of_an_engine(model: str, tmp_path: Path) -> None:
+    """Forward programs of several buckets, some of which are asked for in vain."""
+    config = model_config(model, 2) | {"vocab_size": 2048}  # quick to compile
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = Sizes(batch=8, prefill=512, context=1024).server_args() | {
+        "precompile_bs_paddings": [1, 4, 8, 16],
+        "precompile_token_paddings": [4, 64, 128, 256, 1024],
+    }
+    done = python("-c", _FORWARD_PROGRAMS, json.dumps([config, args]))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    steady = {} if config["model_type"] == "gemma2" else {"steady": 3}
+    assert found == {"decode": 3, "prefill": 4, "score": 3} | steady
+    plan = make(str(tmp_path), "v5e-8", server_args=args)
+    assert plan["program_count"] == sum(found.values())
+
+
+_FORWARD_PROGRAMS = """
+import json
+import sys
+from collections import Counter
+from enginepool.doctor.ahead_of_time.programs import compile_programs
+from enginepool.doctor.ahead_of_time.record import FORWARD
+from enginepool.sizing.chips import TOPOLOGIES
+
+programs = compile_programs(TOPOLOGIES["v5e-8"], *json.loads(sys.argv[1]), kinds=FORWARD).programs
+assert not any(program.problem for program in programs)
+print(json.dumps(Counter(program.kind for program in programs)))
+"""
 
 
 @needs_libtpu
@@ -162,6 +195,7 @@ def test_steps_need_what_the_warm_up_compiles() -> None:
     code, report, said = check("--kind", "kv_zeros")
     assert (code, [program["kind"] for program in report["programs"]]) == (0, ["kv_zeros"]), said
     assert report["steps"] > 50
+    assert report["steady_steps"] > 20
 
 
 @needs_libtpu

@@ -19,7 +19,7 @@ from tests.support.forced import LINE, assert_greedy
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
 from tests.support.pools import NATIVE_PAGES, SMALL, MakePool, same
 from tests.support.spans import assert_spans
-from tests.support.steady import steps, upstreams_own
+from tests.support.steady import joins, steps, upstreams_own
 
 BUCKETS: dict[str, Any] = {"max_running_requests": 8, "precompile_bs_paddings": [1, 4, 8]}
 PROMPTS = [[5 + i, *range(9, 9 + 7 * (i % 5))] for i in range(20)]
@@ -144,19 +144,10 @@ def flying(pool: EnginePool, requests: int) -> None:
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def joined() -> Iterator[list[int]]:
     """How many requests joined a flight, each time."""
-    from enginepool.engine.steady.flight import Flight
-
-    counts: list[int] = []
-    join = Flight.join
-
-    def counting(self: Any, reqs: list[Any]) -> None:
-        counts.append(len(reqs))
-        join(self, reqs)
-
-    monkeypatch.setattr(Flight, "join", counting)
-    return counts
+    with joins() as counts:
+        yield counts
 
 
 def test_requests_join(kind: EnginePool, joined: list[int]) -> None:

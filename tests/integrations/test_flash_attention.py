@@ -14,6 +14,7 @@ from tests.support.forced import LOGPROB_TOLERANCE, assert_greedy, logprobs, out
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
 from tests.support.pools import SMALL, compilations, same
 from tests.support.reference import make_random_model
+from tests.support.steady import joins, steps
 
 # A step takes one page at least, and a prompt past it takes several steps.
 CHUNKS = {16: 64, 128: 128}
@@ -81,10 +82,41 @@ def test_prompts_around_a_page(pool: EnginePool, model: Path, page: int):
     """Prompts that end before, at and after the end of a page, more of them than fit a batch, and
     outputs that go over one. Warm-up has compiled all programs."""
     prompts = [ids(n) for n in (1, 2, page - 1, page, page + 1, 3, page - 2, 2 * page)]
+    steady, fallback = steps(pool)
     with compilations() as compiled:
         results = ask(pool, prompts, 6)
     assert not compiled
+    assert steps(pool)[0] >= steady + 5
+    assert steps(pool)[1] == fallback
     assert assert_greedy(model, prompts, results) > 40
+
+
+def test_requests_join_and_leave(pool: EnginePool, model: Path, page: int):
+    """Rows of a batch that stays on its device end one by one, in the middle of it, and others are
+    prefilled and take them."""
+    lengths = [9, 4, 14, 6, 8, 3, 11, 5]
+    prompts = [ids(n, 2) for n in (page - 3, 5, page + 1, 2, page - 1, 7, page, 1)]
+    with joins() as joined:
+        results = ask(pool, prompts, *lengths)
+    assert sum(joined) > 2
+    assert assert_greedy(model, prompts, results) > 50
+
+
+def test_stop_ids_end_a_row(pool: EnginePool, model: Path):
+    """On the device, while the others go on."""
+    prompts = [ids(n, 3) for n in (6, 12, 3, 20)]
+    whole = ask(pool, prompts, 12)
+    pool.flush_cache()
+    stop = whole[1]["output_ids"][4]
+    params = [GREEDY | {"max_new_tokens": 12} for _ in prompts]
+    params[1] |= {"ignore_eos": False, "stop_token_ids": [stop]}
+    steady = steps(pool)[0]
+    results = pool.generate_all(None, params, input_ids=prompts, return_logprob=True)
+    assert steps(pool)[0] >= steady + 11
+    assert results[1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    outputs = whole[1]["output_ids"]
+    assert results[1]["output_ids"] == outputs[: outputs.index(stop) + 1]
+    assert assert_greedy(model, prompts, results) > 30
 
 
 def test_prefill_beside_decode(pool: EnginePool, model: Path):
@@ -121,6 +153,15 @@ def test_prefixes_are_found_again(pool: EnginePool, model: Path, page: int):
     cached = [result["meta_info"]["cached_tokens"] for result in results]
     assert cached == [0, page, page, 0]
     assert assert_greedy(model, prompts, results) == 16
+
+
+def test_what_steady_steps_wrote_is_found_again(pool: EnginePool, model: Path, page: int):
+    """A page of KV cache that begins with a prompt and ends with its outputs."""
+    (first,) = ask(pool, [ids(page - 4, 4)], 8)
+    prompts = [ids(page - 4, 4), [*ids(page - 4, 4), *first["output_ids"], *ids(3)]]
+    (second,) = ask(pool, prompts[1:], 5)
+    assert second["meta_info"]["cached_tokens"] == page
+    assert assert_greedy(model, prompts, [first, second]) == 13
 
 
 def test_samples_are_those_of_native_attention(pool: EnginePool, native: EnginePool, model: Path):

@@ -187,16 +187,22 @@ def _one_step_at_a_time(patch: pytest.MonkeyPatch) -> None:
     """The interpreter has one memory a process, and the kernel that ends first takes it away.
 
     Two engines' steps at once end with `assert _shared_memory is not None`, or with a semaphore's
-    KeyError. So a forward begins when the one before has its results; everything else of two
-    engines goes on at once.
+    KeyError. So a program with kernels begins when the one before has its results; everything else
+    of two engines goes on at once.
     """
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
-    forward, turn = ModelRunner.forward, threading.Lock()
+    from enginepool.engine.steady.program import StepProgram
 
-    @functools.wraps(forward)
-    def alone(*args: Any, **options: Any) -> Any:
-        with turn:
-            return jax.block_until_ready(forward(*args, **options))
+    turn = threading.Lock()
 
-    patch.setattr(ModelRunner, "forward", alone)
+    def alone(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def in_turn(*args: Any, **options: Any) -> Any:
+            with turn:
+                return jax.block_until_ready(step(*args, **options))
+
+        return in_turn
+
+    patch.setattr(ModelRunner, "forward", alone(ModelRunner.forward))
+    patch.setattr(StepProgram, "step", alone(StepProgram.step))

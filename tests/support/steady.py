@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import pytest
 
 from benchmarks.faults import scheduler_of
 from enginepool import EnginePool
@@ -25,3 +28,20 @@ def upstreams_own(pool: EnginePool) -> Iterator[None]:
     finally:
         for one, program in zip(steady, programs, strict=True):
             one._program = program
+
+
+@contextmanager
+def joins() -> Iterator[list[int]]:
+    """How many requests join a flight meanwhile, each time."""
+    from enginepool.engine.steady.flight import Flight
+
+    counts: list[int] = []
+    join = Flight.join
+
+    def counting(self: Any, reqs: list[Any]) -> None:
+        counts.append(len(reqs))
+        join(self, reqs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flight, "join", counting)
+        yield counts

@@ -14,7 +14,7 @@ from enginepool.doctor.ahead_of_time.record import KINDS
 from enginepool.doctor.ahead_of_time.report import as_json, overview, table
 from enginepool.sizing.chips import TOPOLOGIES, topology
 
-_USUAL = ("decode", "prefill", "sampler")
+_USUAL = ("decode", "steady", "prefill", "sampler")
 
 
 def main() -> None:
@@ -55,11 +55,15 @@ def _check(options: argparse.Namespace) -> bool:
             "topology": host.name,
             "hbm_bytes": host.chip.hbm_bytes,
             "steps": record.steps,
+            "steady_steps": record.steady_steps,
         }
         reports.append(as_json(programs, **about))
         if not options.json:
             heading = f"{model}, {layers} layers, one chip of a {host.name}"
-            steps = f"Steps of requests of every shape, with these programs: {record.steps:,}"
+            steps = (
+                f"Steps of requests of every shape, with these programs: {record.steps:,}, "
+                f"{record.steady_steps:,} of them steady"
+            )
             print(f"{heading}\n\n{table(programs)}\n\n{steps}\n", flush=True)
     if options.json:
         print(json.dumps(reports))

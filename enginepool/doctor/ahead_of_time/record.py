@@ -20,11 +20,14 @@ _STEPS = {
 }
 # Of a change of weights: one for each shape of leaf.
 WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
-FORWARD = ("decode", "prefill", "score")
-STEP = (*FORWARD, "sampler", "logprobs", "top_logprobs")
+FORWARD = ("decode", "steady", "prefill", "score")
+STEP = (*FORWARD, "seat", "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 
 _MIB = 2**20
+
+# What is donated, where it is not the KV cache alone.
+_IN_PLACE = {"steady": "KV cache and state", "seat": "state"}
 
 
 @dataclass
@@ -38,7 +41,8 @@ class Compiled:
         seconds: Compiling it, on the clock; other work of the machine makes them more.
         cpu_seconds: The same, of this process.
         temporaries: Beside arguments and results, while it runs.
-        donated: Of the arguments, those whose memory the results have to take over: the KV cache.
+        donated: Of the arguments, those whose memory the results have to take over: the KV cache,
+            and what of a batch a steady step leaves to the next one.
         aliased: Those whose memory they do take over.
         page_copies: Of the KV cache, into one block of an attention kernel: instructions that are
             written out one by one, and issued for every block. The most of its kernels.
@@ -65,7 +69,8 @@ class Compiled:
         if self.error is not None:
             return self.error
         if self.aliased < self.donated:
-            return f"{self.donated - self.aliased:,} bytes of KV cache are not written in place"
+            what = _IN_PLACE.get(self.kind, "KV cache")
+            return f"{self.donated - self.aliased:,} bytes of {what} are not written in place"
         if self.temporaries > self.allowed:
             return f"{self.temporaries:,} bytes of temporaries, {self.allowed:,} are documented"
         return None
@@ -106,6 +111,7 @@ class Record:
         kv_bytes: Of its KV cache, on the chip.
         warm: Set once the warm-up is over: from here on a program is a mistake.
         steps: How many were taken since.
+        steady_steps: Of these, those that stayed on their device.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class Record:
         self.kv_bytes = 0
         self.warm = False
         self.steps = 0
+        self.steady_steps = 0
         self._kinds = kinds
         self._tell = said
         self._seen: set[tuple[str, str, int]] = set()
@@ -146,10 +153,15 @@ class Record:
         if key in self._seen:
             return
         self._seen.add(key)
-        donated = self.kv_bytes if kind in FORWARD else 0
+        state, kept = map(jax.tree.leaves, _of_a_flight(kind, lowered))
+        donated = sum(math.prod(array.shape) * array.dtype.itemsize for array in state)
+        if kind in FORWARD:
+            donated += self.kv_bytes
         program = Compiled(
             kind, size, lowering_seconds, donated=donated, page_copies=page_copies(text)
         )
+        if any(array.donated for array in kept):
+            program.error = "it is given for good what the next step needs as well"
         self._measure(program, lowered)
         self._keep(program)
 
@@ -174,9 +186,23 @@ class Record:
         program.aliased = memory.alias_size_in_bytes
 
 
+def _of_a_flight(kind: str, lowered: Any) -> tuple[Any, Any]:
+    """Of steady decode's programs (engine/steady/program.py): the arguments, beside the KV cache,
+    that each step takes over from the one before, and those that stay as they are."""
+    if kind == "steady":
+        (leaves, sampler, _, state, batch), _ = lowered.args_info
+        return state, (leaves, sampler, batch)
+    if kind == "seat":
+        (state, *others), _ = lowered.args_info
+        return state, others
+    return (), ()
+
+
 def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     """The kind of a program and its bucket."""
     for arg in args:
+        if hasattr(arg, "limits"):
+            return "steady", f"batch {arg.limits.shape[0]}"
         mode = getattr(arg, "forward_mode", None)
         if mode is not None:
             tokens = arg.input_ids.shape[0]

@@ -16,7 +16,8 @@ _HEAD = (
 
 _OVERVIEW = (
     *("model", "layers", "host", "programs", "prefill, CPU s", "temporaries"),
-    *("decode, CPU s", "temporaries", "sampler, CPU s", "temporaries", "KV in place", "verdict"),
+    *("decode, CPU s", "temporaries", "steady, CPU s", "temporaries"),
+    *("sampler, CPU s", "temporaries", "KV in place", "verdict"),
 )
 
 
@@ -85,7 +86,7 @@ def _row(program: Compiled) -> tuple[str, ...]:
 def _line(report: dict[str, Any]) -> tuple[str, ...]:
     programs = report["programs"]
     cells: list[str] = []
-    for kind in ("prefill", "decode", "sampler"):
+    for kind in ("prefill", "decode", "steady", "sampler"):
         same = [program for program in programs if program["kind"] == kind]
         seconds = max((program["cpu_seconds"] for program in same), default=0.0)
         temporaries = max((program["temporaries"] for program in same), default=0)

@@ -43,7 +43,7 @@ def take_steps(scheduler: Any, channel: Channel, record: Record) -> None:
     record.warm = True
     for requests in _waves(scheduler):
         _serve(scheduler, channel, requests)
-    record.steps = channel.steps
+    record.steps, record.steady_steps = channel.steps, channel.steady_steps
 
 
 def _serve(scheduler: Any, channel: Channel, requests: list[Request]) -> None:
@@ -75,8 +75,9 @@ def _waves(scheduler: Any) -> Iterator[list[Request]]:
             call.add(Request(call, [start] + [0] * (length - 1), sampling.params))
         return call.requests
 
-    # They end one after the other, so that every smaller batch comes up.
-    yield make(*((1, min(1 + n, longest), {}) for n in range(batch)))
+    # They end one after the other, so that every smaller batch comes up; those for which there was
+    # no room join the others meanwhile.
+    yield make(*((1, min(1 + n, longest), {}) for n in range(batch + 3)))
     for least, most in zip([0, *manager.token_buckets], manager.token_buckets, strict=False):
         for length in {least + 1, most}:
             if length <= longest:

@@ -35,10 +35,8 @@ from sgl_jax.srt.model_executor.forward_batch_info import (
 from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 
-# Backends that look at a step's lengths, slots and pages, and at nothing else. So does the TPU's
-# FlashAttention, with which outputs were right in an interpreter; but nobody has compiled this
-# program for a TPU yet, and a default has to be one that a TPU accepts.
-_ATTENTION = ("NativeAttention",)
+# Backends that look at a step's lengths, slots and pages, and at nothing else.
+_ATTENTION = ("NativeAttention", "FlashAttention")
 # Stop ids of a row that the device looks for; the host looks for those of a row that has more.
 STOP_IDS = 8
 
