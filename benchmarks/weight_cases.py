@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.synthetic import tensors
-from benchmarks.weight_peers import Leaves, convert, put
+from benchmarks.weight_peers import Leaves, convert, gather, put
 from enginepool import EnginePool, SwapReport
 
 
@@ -46,7 +46,13 @@ def cases(directory: Path, devices: Sequence[jax.Device], other: jax.Device) -> 
     found = [
         _own_layout_case("own layout, on another device", own, devices, other),
         _own_layout_case("own layout, on an engine's device", own, devices, devices[0]),
-        Case("own layout, on every device", lambda: _replicated(own(devices[0]), devices), 0, None),
+        Case("own layout, on every device", lambda: _over(own(devices[0]), devices), 0, None),
+        Case(
+            "own layout, cut over every device",
+            lambda: _over(own(devices[0]), devices, cut=True),
+            count,
+            functools.partial(gather, devices=devices),
+        ),
         Case(
             "HF names, on an engine's device",
             lambda: {name: jax.device_put(array, devices[0]) for name, array in tensors(directory)},
@@ -67,7 +73,7 @@ def cases(directory: Path, devices: Sequence[jax.Device], other: jax.Device) -> 
         ),
     ]
     # With one engine, or no device to spare, some are the same.
-    return found if other not in devices and count > 1 else [found[0], *found[3:]]
+    return found if other not in devices and count > 1 else [found[0], *found[4:]]
 
 
 def own_layout(directory: Path, device: jax.Device) -> Leaves:
@@ -110,9 +116,19 @@ def _own_layout_case(
     return Case(name, lambda: own(holder), len(receivers), peer)
 
 
-def _replicated(leaves: Leaves, devices: Sequence[jax.Device]) -> Leaves:
-    mesh = Mesh(np.array(devices), ("copies",))
-    return jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
+def _over(leaves: Leaves, devices: Sequence[jax.Device], *, cut: bool = False) -> Leaves:
+    """On all of them: the whole of every leaf, or of the largest axis that can be cut (FSDP) a
+    part."""
+    mesh = Mesh(np.array(devices), ("all",))
+
+    def sharding(leaf: jax.Array) -> NamedSharding:
+        axes = [axis for axis, size in enumerate(leaf.shape) if size % len(devices) == 0]
+        if not cut or not axes:
+            return NamedSharding(mesh, PartitionSpec())
+        largest = max(axes, key=lambda axis: leaf.shape[axis])
+        return NamedSharding(mesh, PartitionSpec(*[None] * largest, "all"))
+
+    return {path: jax.device_put(leaf, sharding(leaf)) for path, leaf in leaves.items()}
 
 
 def _round(pool: EnginePool, case: Case, source: Any, staging: Any, number: int) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.synthetic import leaf
 
@@ -18,6 +21,17 @@ _transpose = jax.jit(lambda array: array.T)
 def put(leaves: Leaves, devices: Sequence[jax.Device]) -> list[Leaves]:
     """The leaves on each of these devices, there when this returns."""
     return jax.block_until_ready([jax.device_put(leaves, device) for device in devices])
+
+
+def gather(leaves: Leaves, devices: Sequence[jax.Device]) -> Leaves:
+    """The whole of leaves that are cut over these devices, in one program: a set on each device."""
+    return jax.block_until_ready(_gather(tuple(devices))(leaves))
+
+
+@functools.cache
+def _gather(devices: tuple[jax.Device, ...]) -> Any:
+    everywhere = NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
+    return jax.jit(lambda leaves: leaves, out_shardings=everywhere)
 
 
 def convert(

@@ -32,7 +32,7 @@ def choose_staging(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> s
         arriving = plan.arriving(worker.leaves.specs, copied=copy)
         for device in worker.devices:
             free = free_bytes(device)
-            if free is not None and arriving // len(worker.devices) > free:
+            if free is not None and arriving > free:
                 return "stream"
     return "double"
 
@@ -63,12 +63,13 @@ def _everywhere(
     plan: Plan, piece: Piece, workers: Sequence[EngineWorker], copy: bool
 ) -> Iterator[tuple[EngineWorker, jax.Array, bool]]:
     first = None
+    specs = [worker.leaves.specs[piece.path] for worker in workers]
     for worker in workers:
         spec = worker.leaves.specs[piece.path]
         assert spec.sharding is not None
         with naming(worker, piece.path):
             if first is None:
-                piece = plan.whole(piece, spec)
+                piece = plan.whole(piece, specs)
             if first is None or lies_there(piece.array, spec.sharding):
                 array, shared = plan.make(piece, spec, copy=copy)
             else:

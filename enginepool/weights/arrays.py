@@ -46,8 +46,8 @@ def as_array(name: str, value: Any) -> Array:
 
     Raises:
         InvalidWeights: None of the three, or without values that can be read: a JAX array that
-            was deleted, donated, is being traced or lies on other processes' devices, a masked
-            array, a tensor that torch refuses.
+            was deleted, donated, is being traced, lies on other processes' devices or has yet to
+            be summed over its own, a masked array, a tensor that torch refuses.
     """
     if isinstance(value, Tracer):
         raise InvalidWeights(
@@ -60,6 +60,12 @@ def as_array(name: str, value: Any) -> Array:
             raise InvalidWeights(
                 f"{name}: this JAX array was deleted or donated before update_weights could "
                 "read it",
+                names=[name],
+            )
+        if getattr(getattr(value.sharding, "spec", None), "unreduced", None):
+            raise InvalidWeights(
+                f"{name}: of this JAX array every device has a summand only ({value.sharding.spec}"
+                "); sum it with jax.sharding.reshard before update_weights",
                 names=[name],
             )
         return addressable(name, value)

@@ -6,8 +6,8 @@ upstream's transposes, reshapes, stacking and head padding on arrays that a call
 Nothing is read from disk by it and nothing is written into the model.
 
 Reaches into upstream's WeightLoader: `_scan_weight_info`, `_create_lazy_tensors`,
-`_create_stacked_moe_lazy_tensor` and `_get_param` are overridden, and probed for; and into its
-models, whose `load_weights` runs with another WeightLoader among its globals.
+`_create_stacked_moe_lazy_tensor`, `_get_param` and `_shard_weight` are overridden, and probed for;
+and into its models, whose `load_weights` runs with another WeightLoader among its globals.
 
 What breaks: What a trainer has by Hugging Face names cannot be made into a model's leaves.
 Why: Upstream converts files only, straight into a model.
@@ -25,12 +25,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from sgl_jax.srt.utils.weight_utils import WeightLoader, WeightMapping
 
 from enginepool.errors import EnginePoolError
 from enginepool.process.guest import no_progress_bars
 from enginepool.process.upstream import expect
+from enginepool.weights.placement import place
 
 # How a tensor gets to where a step of the conversion wants it.
 Put = Callable[[str, Sharding], jax.Array]
@@ -41,6 +43,7 @@ _OVERRIDDEN = (
     "_create_lazy_tensors",
     "_create_stacked_moe_lazy_tensor",
     "_get_param",
+    "_shard_weight",
 )
 _REMEDY = (
     "Hugging Face names cannot be mapped; update_weights takes an nnx.State or a list of leaves"
@@ -83,7 +86,9 @@ class HuggingFaceMapping:
         with jax.set_mesh(self._loader.mesh):
             value = self._feed(path, shapes, put)
         # Upstream's stacked experts lie on a mesh of their own; the leaf's is the truth.
-        return jax.device_put(value, self._specs[path].sharding)
+        sharding = self._specs[path].sharding
+        assert sharding is not None
+        return place(value, sharding, value.dtype)
 
     def _feed(self, path: str, shapes: Mapping[str, Any], put: Put) -> jax.Array:
         with no_progress_bars():
@@ -205,6 +210,13 @@ class _FedLoader(WeightLoader):
 
     def _get_param(self, params: Any, path: str) -> Any:
         return self._slot
+
+    def _shard_weight(self, weight: jax.Array, sharding_spec: Any, mesh: Any = None) -> jax.Array:
+        if isinstance(weight, Tracer):
+            return super()._shard_weight(weight, sharding_spec, mesh)
+        # Upstream's device_put brings what is to be cut for several chips to the host first.
+        target = NamedSharding(mesh or self.mesh, PartitionSpec(*sharding_spec))
+        return place(weight, target, weight.dtype)
 
     def _create_lazy_tensors(
         self,

@@ -3,22 +3,23 @@
 The rules of `jax.device_put` that this rests on were measured (JAX 0.8.1 and 0.10.2): between two
 descriptions of one device it keeps the buffer, on the CPU platform it reads a NumPy array in
 place, so that one who writes to it changes weights, and an array whose parts are not those that
-are wanted goes through host memory. Such an array is gathered first, by a program of its devices.
+are wanted goes through host memory. Such an array is put together from its parts, or, where all of
+its devices want the whole of it, gathered by one program of theirs.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from enginepool.weights.addressable import bounds
 from enginepool.weights.arrays import Array, for_jax, outside_meshes
+from enginepool.weights.parts import holders, nearest, resharded, wanted
 
 # Two programs of several devices that two threads start at once may wait for each other for ever.
 _gathering = threading.Lock()
@@ -42,23 +43,25 @@ def _place(array: Array, sharding: Sharding, dtype: Any, private: bool) -> jax.A
         if on_host and not private and native is array and array.dtype == dtype:
             native = np.array(array)
         placed = jax.device_put(native, sharding)
+    elif (shards := _shards(array, sharding)) is not None:
+        placed = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
     else:
-        placed = _own_shards(array, sharding)
-        if placed is None:
-            placed = jax.device_put(array, sharding)
+        return resharded(array, sharding, dtype)
     if placed.dtype == dtype:
         return placed
     return jax.device_put(placed.astype(dtype), sharding)
 
 
-def in_parts(array: Array, sharding: Sharding) -> bool:
-    """Whether an engine of one device wants what is cut over several, so that only `gathered`
-    brings it there without the host."""
-    return (
-        isinstance(array, jax.Array)
-        and len(sharding.device_set) == 1
-        and not array.sharding.is_fully_replicated
-    )
+def in_parts(array: Array, shardings: Sequence[Sharding]) -> bool:
+    """Whether these, of engines of one device each, all want the whole of what is cut over some of
+    their devices: one program gathers it for all of them."""
+    if not isinstance(array, jax.Array) or array.is_fully_replicated:
+        return False
+    if array.sharding.memory_kind != shardings[0].memory_kind:
+        return False
+    theirs = {device for sharding in shardings for device in sharding.device_set}
+    alone = all(len(sharding.device_set) == 1 for sharding in shardings)
+    return alone and array.sharding.device_set <= theirs
 
 
 def gathered(array: jax.Array, dtype: Any) -> jax.Array:
@@ -78,22 +81,26 @@ def _gather(everywhere: NamedSharding, dtype: np.dtype) -> Any:
 
 def lies_there(array: Any, sharding: Sharding) -> bool:
     """Whether `place` would start from the array's own buffers, and use them if no cast is due."""
-    return isinstance(array, jax.Array) and _own_shards(array, sharding) is not None
+    if not isinstance(array, jax.Array) or array.sharding.memory_kind != sharding.memory_kind:
+        return False
+    have = holders(array)
+    places = wanted(array.shape, sharding).items()
+    return all(device in have.get(box, ()) for device, box in places)
 
 
-def _own_shards(array: jax.Array, sharding: Sharding) -> jax.Array | None:
-    """The array made of the shards that lie on the right devices, if all do."""
-    wanted = sharding.addressable_devices_indices_map(array.shape)
-    if not wanted.keys() <= array.sharding.device_set:
+def _shards(array: jax.Array, sharding: Sharding) -> list[jax.Array] | None:
+    """For each device just what it wants of the array, from itself if it has that, or a copy; None
+    where the array is cut otherwise."""
+    have, places = holders(array), wanted(array.shape, sharding)
+    if not have.keys() >= set(places.values()):
         return None
-    have = {shard.device: shard for shard in array.addressable_shards}
-    shards = []
-    for device, index in wanted.items():
-        shard = have[device]
-        if bounds(shard.index, array.shape) != bounds(index, array.shape):
-            return None
-        shards.append(shard.data)
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+    return [
+        jax.device_put(
+            nearest(have[box], device),
+            SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
+        )
+        for device, box in places.items()
+    ]
 
 
 def free_bytes(device: jax.Device) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -86,17 +87,21 @@ class Plan:
         return sum(self._specs[p].size * self._specs[p].dtype.itemsize for p in self.paths)
 
     def arriving(self, specs: Specs, *, copied: bool) -> int:
-        """Bytes that an engine needs beside the set that it has, the largest tensor's copy for a
-        conversion among them; what its device has already, in the right layout, needs none."""
-        sizes = [0]
+        """Bytes that each of an engine's devices needs beside the set that it has, the largest
+        tensor's copy for a conversion among them; what it has already, in the right layout, needs
+        none."""
+        parts, beside = [0], [0]
         for path in self.paths:
             spec = specs[path]
             assert spec.sharding is not None
             source = self._as_it_is(path)
             shared = lies_there(source, spec.sharding) and source.dtype == spec.dtype
             if copied or not shared:
-                sizes.append(spec.size * spec.dtype.itemsize)
-        return sum(sizes) + max(sizes)
+                part = math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+                parts.append(part)
+                # What is converted is whole first, on each of them.
+                beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
+        return sum(parts) + max(beside)
 
     def again(self, made: Mapping[str, jax.Array], specs: Specs) -> Plan:
         """The same update for another engine, of these leaves: from what the first one made, and
@@ -126,13 +131,13 @@ class Plan:
         for path in self.paths:
             yield self._piece(path, {name: load(name) for name in self._parts[path]})
 
-    def whole(self, piece: Piece, spec: jax.ShapeDtypeStruct) -> Piece:
-        """The piece with an array that is cut over devices gathered: once, for all engines that
-        have one of these devices."""
-        assert spec.sharding is not None
-        if not isinstance(piece.array, jax.Array) or not in_parts(piece.array, spec.sharding):
+    def whole(self, piece: Piece, specs: Sequence[jax.ShapeDtypeStruct]) -> Piece:
+        """The piece with an array that is cut over these engines' devices gathered, at once for
+        all of them."""
+        shardings = [spec.sharding for spec in specs if spec.sharding is not None]
+        if not isinstance(piece.array, jax.Array) or not in_parts(piece.array, shardings):
             return piece
-        return replace(piece, array=gathered(piece.array, spec.dtype))
+        return replace(piece, array=gathered(piece.array, specs[0].dtype))
 
     def make(
         self, piece: Piece, spec: jax.ShapeDtypeStruct, *, copy: bool
@@ -145,8 +150,7 @@ class Plan:
         private = self._source.private
         assert spec.sharding is not None
         if piece.array is not None:
-            whole: Any = self.whole(piece, spec).array
-            made = place(whole, spec.sharding, spec.dtype, private=private)
+            made = place(piece.array, spec.sharding, spec.dtype, private=private)
         else:
             made = self._convert(piece)
         shared = any(same_buffer(made, tensor) for tensor in piece.tensors.values())
@@ -164,10 +168,7 @@ class Plan:
 
         def put(name: str, sharding: Sharding) -> jax.Array:
             tensor = piece.tensors[name]
-            dtype = jax_dtype(tensor.dtype)
-            if isinstance(tensor, jax.Array) and in_parts(tensor, sharding):
-                tensor = gathered(tensor, dtype)
-            return place(tensor, sharding, dtype, private=private or lasting)
+            return place(tensor, sharding, jax_dtype(tensor.dtype), private=private or lasting)
 
         made = self._mapping.convert(piece.path, piece.tensors, put)
         host = [x for x in piece.tensors.values() if isinstance(x, np.ndarray)]

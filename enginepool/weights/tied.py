@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from enginepool.errors import InvalidWeights
-from enginepool.weights.arrays import Array, convertible, for_jax, outside_meshes
-from enginepool.weights.placement import gathered
+from enginepool.weights.arrays import Array, convertible, jax_dtype, outside_meshes
+from enginepool.weights.placement import place
 
 HEAD = "lm_head.weight"
 _ROWS = 4096
@@ -78,21 +78,17 @@ def _same(a: Array, b: Array, dtype: Any) -> bool:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         parts = (slice(start, start + _ROWS) for start in range(0, len(a), _ROWS))
         return all(bool(_equal(a[part].astype(dtype), b[part].astype(dtype))) for part in parts)
-    with outside_meshes():
-        return bool(_equal_on_devices(*_together(a, b), dtype))
-
-
-def _together(a: Array, b: Array) -> tuple[jax.Array, jax.Array]:
-    """On the same devices, in one order, as a program wants its arrays."""
     if isinstance(a, np.ndarray):
         a, b = b, a
     assert isinstance(a, jax.Array)
-    if isinstance(b, np.ndarray):
-        return a, jax.device_put(for_jax(b), a.sharding)
-    if _devices(a) == _devices(b):
-        return a, b
-    a = _on_one(a)
-    return a, jax.device_put(_on_one(b), a.sharding)
+    if a.is_fully_replicated:  # one of its copies will do
+        a = a.addressable_shards[0].data
+    there = place(b, a.sharding, jax_dtype(b.dtype), private=True)
+    # Part by part: a program of several devices might wait for an engine's.
+    parts = zip(a.addressable_shards, there.addressable_shards, strict=True)
+    with outside_meshes():
+        equal = [_equal_on_devices(x.data, y.data, dtype) for x, y in parts]
+    return all(jax.device_get(equal))
 
 
 def _equal(a: Any, b: Any) -> Any:
@@ -103,14 +99,3 @@ def _equal(a: Any, b: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=2)
 def _equal_on_devices(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
     return _equal(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
-
-
-def _devices(array: jax.Array) -> list[jax.Device]:
-    return list(array.sharding.devices_indices_map(array.shape))
-
-
-def _on_one(array: jax.Array) -> jax.Array:
-    if len(array.sharding.device_set) == 1:
-        return array
-    whole = array if array.is_fully_replicated else gathered(array, array.dtype)
-    return whole.addressable_shards[0].data

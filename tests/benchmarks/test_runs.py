@@ -116,7 +116,7 @@ def test_weight_update_benchmark_moves_what_it_says(tmp_path):
 
     figures = json.loads(file.read_text())
     rows = figures["rows"]
-    sets = [2, 1, 0, 2, 2, 2]
+    sets = [2, 1, 0, 2, 2, 2, 2]
     assert [row["gb"] * 1e9 for row in rows] == pytest.approx([n * figures["nbytes"] for n in sets])
     assert len({row["fingerprint"] for row in rows}) == 1
     leaves = rows[0]["copied"]

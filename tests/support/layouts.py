@@ -78,16 +78,23 @@ def pointers(pool: EnginePool, index: int) -> set[int]:
 
 
 @contextmanager
+def no_host() -> Iterator[None]:
+    """On this thread nothing may be brought to the host, nor from there."""
+    # What is merely "disallowed" may still be asked for, as `device_put` does.
+    with (
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+    ):
+        yield
+
+
+@contextmanager
 def devices_only() -> Iterator[None]:
     """Placing new weights fails where it brings an array to the host, or one from there."""
 
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any) -> Any:
-            # What is merely "disallowed" may still be asked for, as `device_put` does.
-            with (
-                jax.transfer_guard_device_to_host("disallow_explicit"),
-                jax.transfer_guard_host_to_device("disallow_explicit"),
-            ):
+            with no_host():
                 return function(*args)
 
         return wrapper

@@ -1,6 +1,7 @@
 """How much memory new weights take, counted from live buffers."""
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from enginepool import EnginePool
+from enginepool.runtime.statistics import memory
+from enginepool.weights import parts
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.forced import assert_greedy
 from tests.support.layouts import PROMPTS, answers, leaves, placed, tensors
 from tests.support.marks import slow
-from tests.support.pools import SMALL, in_use
+from tests.support.pools import SMALL, MakePool, in_use
 
 
 def test_a_shared_source_costs_nothing(
@@ -44,19 +47,23 @@ def test_a_shared_source_costs_nothing(
     assert assert_greedy(target("qwen3"), PROMPTS, results) > len(PROMPTS)
 
 
-def device_bytes(pool: EnginePool) -> dict[int, int]:
-    return {entry["device"]: entry["bytes_in_use"] for entry in pool.stats()["memory"]["devices"]}
+def devices_of(pool: EnginePool) -> list[jax.Device]:
+    return [device for worker in pool._runtime().workers for device in worker.devices]
+
+
+def device_bytes(devices: list[jax.Device]) -> dict[int, int]:
+    return {each["device"]: each["bytes_in_use"] for each in memory(devices)["devices"]}
 
 
 @contextmanager
-def peaks(pool: EnginePool) -> Iterator[dict[int, int]]:
-    """The most that was in use on each of the pool's devices, looked at after every placement or
-    gathering and at every exchange of leaves."""
+def peaks(devices: list[jax.Device]) -> Iterator[dict[int, int]]:
+    """The most that was in use on each of these devices, looked at after every placement, joining
+    or gathering and at every exchange of leaves."""
     gc.collect()
-    most = device_bytes(pool)
+    most = device_bytes(devices)
 
     def look() -> None:
-        for device, size in device_bytes(pool).items():
+        for device, size in device_bytes(devices).items():
             most[device] = max(most[device], size)
 
     def looking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +77,8 @@ def peaks(pool: EnginePool) -> Iterator[dict[int, int]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("device_put", "make_array_from_single_device_arrays"):
             patch.setattr(jax, name, looking(getattr(jax, name)))
+        for name in ("_cut", "_join"):
+            patch.setattr(parts, name, looking(getattr(parts, name)))
         patch.setattr(EngineLeaves, "replace", looking(EngineLeaves.replace))
         yield most
 
@@ -96,14 +105,14 @@ def test_streaming_takes_one_set_and_a_leaf(
     largest = max(tensor.nbytes for tensor in tensors(target("llama")).values())
     for model in (model_dir("llama"), target("llama")):
         gc.collect()
-        before = device_bytes(llama)
-        with peaks(llama) as most:
+        before = device_bytes(devices_of(llama))
+        with peaks(devices_of(llama)) as most:
             report = llama.update_weights(source(model), staging="stream")
         assert report.staging == "stream"
         assert max(most[device] - before[device] for device in before) == largest
         gc.collect()
-        assert device_bytes(llama) == before
-    with peaks(llama) as most:
+        assert device_bytes(devices_of(llama)) == before
+    with peaks(devices_of(llama)) as most:
         report = llama.update_weights(source(model_dir("llama")), staging="double")
     assert all(most[device] - before[device] >= report.nbytes for device in before)
 
@@ -124,13 +133,54 @@ def test_gathering_takes_a_leaf(
     tree = placed(params, PartitionSpec("fsdp"), devices=devices)
     llama.update_weights(tree, copy=True)
     gc.collect()
-    before = device_bytes(llama)
+    before = device_bytes(devices_of(llama))
     for staging, sets in (("stream", 0), ("double", 1)):
-        with peaks(llama) as most:
+        with peaks(devices_of(llama)) as most:
             report = llama.update_weights(tree, staging=staging, copy=True)
         assert report.staging == staging
         more = [most[device] - before[device] for device in before]
         assert sets * report.nbytes <= max(more) <= sets * report.nbytes + largest
         assert max(more) > 0  # it was looked at while a gathered leaf was there
         gc.collect()
-        assert device_bytes(llama) == before
+        assert device_bytes(devices_of(llama)) == before
+
+
+WHERE = {
+    "4-device mesh, 2 engines": ({"devices": 2}, 4),
+    "2-device mesh, 4 engines": ({"devices": 4}, 2),
+    "4-device mesh, 2 engines of 2": ({"devices": 2, "tp_size": 2}, 4),
+    "1 device, 2 engines of 2": ({"devices": 2, "tp_size": 2}, 1),
+}
+
+
+@pytest.mark.parametrize("where", [*slow(*list(WHERE)[:2]), *list(WHERE)[2:]])
+def test_every_layout_takes_a_leaf(
+    make_pool: MakePool,
+    model_dir: Callable[[str], Path],
+    target: Callable[[str], Path],
+    where: str,
+) -> None:
+    """However many devices a trainer has cut its weights over: beside its own part an engine's
+    device has never more than its part of a set and of a leaf (of two sets and a leaf, where it
+    does not stream), and a device that is no engine's never more than a leaf."""
+    options, count = WHERE[where]
+    pool = make_pool("llama", **options)
+    tree = placed(leaves(target("llama")), PartitionSpec("fsdp"), devices=count)
+    specs = pool._runtime().workers[0].leaves.specs.values()
+    sizes = [math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in specs]
+    engines = {device.id for device in devices_of(pool)}
+    pool.update_weights(tree, copy=True)
+    try:
+        for staging, sets in (("stream", 0), ("double", 1)):
+            gc.collect()
+            before = device_bytes(jax.devices())
+            with peaks(jax.devices()) as most:
+                report = pool.update_weights(tree, staging=staging, copy=True)
+            assert report.staging == staging
+            for device, size in most.items():
+                a_set = sets * sum(sizes) if device in engines else 0
+                assert a_set <= size - before[device] <= a_set + max(sizes)
+            gc.collect()
+            assert device_bytes(jax.devices()) == before
+    finally:
+        pool.update_weights(model_dir("llama"), weight_version=0)

@@ -1,0 +1,214 @@
+"""Every layout that a trainer may have its weights in, over any of the host's devices."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from enginepool import EnginePool, InvalidWeights
+from enginepool.weights.placement import place
+from tests.support.layouts import devices_only, leaves, no_host, on_host, serves, tensors
+from tests.support.pools import SMALL, MakePool, compilations
+from tests.support.reference import make_random_model
+
+
+class Layout(NamedTuple):
+    """Attributes: devices by id, the mesh that they make, how matrices are cut over it."""
+
+    devices: list[int]
+    shape: tuple[int, ...]
+    spec: tuple[Any, ...]
+
+    def of(self, params: dict[str, np.ndarray], dtype: Any = np.float32) -> dict[str, jax.Array]:
+        """What has one axis is cut as the first of two."""
+        devices = np.array(jax.devices())[self.devices]
+        mesh = Mesh(devices.reshape(self.shape), ("x", "y")[: len(self.shape)])
+        return {
+            name: jax.device_put(
+                np.array(value, dtype),
+                NamedSharding(mesh, PartitionSpec(*self.spec[: value.ndim])),
+            )
+            for name, value in params.items()
+        }
+
+
+ALL = [0, 1, 2, 3]
+LAYOUTS = {
+    "replicated": Layout(ALL, (4,), ()),
+    "FSDP": Layout(ALL, (4,), ("x",)),
+    "tensor-sharded": Layout(ALL, (4,), (None, "x")),
+    "in another order": Layout([3, 1, 0, 2], (4,), (None, "x")),
+    "2-D": Layout(ALL, (2, 2), ("x", "y")),
+    "2-D turned": Layout(ALL, (2, 2), ("y", "x")),
+    "2-D, one axis replicates": Layout(ALL, (2, 2), (None, "y")),
+    "2-D, both on one axis": Layout(ALL, (2, 2), (("y", "x"),)),
+    "first two": Layout([0, 1], (2,), ("x",)),
+    "last two": Layout([2, 3], (2,), ("x",)),
+    "replicated on the last two": Layout([2, 3], (2,), ()),
+    "three of which one is no engine's": Layout([1, 3], (2,), (None, "x")),
+    "first": Layout([0], (1,), ()),
+    "last": Layout([3], (1,), ()),
+}
+POOLS: dict[str, dict[str, Any]] = {
+    "4 engines": {},
+    "2 engines": {"devices": 2},
+    "2 engines of 2": {"devices": 2, "tp_size": 2},
+}
+
+
+@pytest.fixture(params=POOLS)
+def engines(
+    request: pytest.FixtureRequest, make_pool: MakePool, model_dir: Callable[[str], Path]
+) -> Iterator[EnginePool]:
+    pool = make_pool("qwen3", **POOLS[request.param])
+    yield pool
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
+
+
+def assert_have(pool: EnginePool, expected: dict[str, np.ndarray]) -> None:
+    for worker in pool._runtime().workers:
+        assert set(worker.leaves) == set(expected)
+        for path, value in expected.items():
+            leaf = worker.leaves[path]
+            assert leaf.sharding == worker.leaves.specs[path].sharding
+            np.testing.assert_array_equal(np.asarray(leaf), value, err_msg=path)
+
+
+@pytest.mark.parametrize("staging", ["double", "stream"])
+@pytest.mark.parametrize("form", [leaves, tensors], ids=["model's layout", "Hugging Face's"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(
+    engines: EnginePool,
+    target: Callable[[str], Path],
+    form: Callable[[Path], dict[str, np.ndarray]],
+    layout: str,
+    staging: Any,
+) -> None:
+    """Every engine has the checkpoint's own values afterwards, each leaf in its own sharding, and
+    nothing of the trainer's has passed through the host."""
+    tree = LAYOUTS[layout].of(form(target("qwen3")))
+    with devices_only():
+        report = engines.update_weights(tree, staging=staging)
+    assert on_host(tree) == []
+    assert {engine.fingerprint for engine in report.engines} == {report.staged}
+    assert_have(engines, leaves(target("qwen3")))
+
+
+@pytest.mark.parametrize("layout", ["replicated", "FSDP", "2-D", "last"])
+def test_they_serve(engines: EnginePool, target: Callable[[str], Path], layout: str) -> None:
+    """As a plain JAX forward pass on the checkpoint answers, one after the other too. The next
+    update of the same shapes compiles nothing."""
+    engines.update_weights(LAYOUTS[layout].of(leaves(target("qwen3"))), strategy="rolling")
+    tree = LAYOUTS[layout].of(leaves(target("qwen3")))
+    with compilations() as seen:
+        engines.update_weights(tree, strategy="rolling")
+    assert seen == []
+    assert_have(engines, leaves(target("qwen3")))
+    serves(engines, target("qwen3"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_into_any(layout: str, dtype: str) -> None:
+    """Also into what no engine has, cast on the way as NumPy casts."""
+    value = np.random.default_rng(0).normal(size=(8, 12, 3)).astype(np.float32)
+    (array,) = LAYOUTS[layout].of({"": value}).values()
+    for to in ("replicated", "2-D turned", "2-D, both on one axis", "last two", "last"):
+        (there,) = LAYOUTS[to].of({"": value}).values()
+        with no_host():
+            made = place(array, there.sharding, jnp.dtype(dtype)).block_until_ready()
+        assert on_host({"": array}) == []
+        assert made.sharding == there.sharding
+        np.testing.assert_array_equal(np.asarray(made), value.astype(dtype))
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+@pytest.mark.parametrize("layout", ["replicated", "FSDP"])
+def test_put_aside_on_the_host(
+    engines: EnginePool, target: Callable[[str], Path], layout: str, kind: str
+) -> None:
+    """What a trainer has moved to host memory by itself (`memory_kind`) comes from there, and is
+    shared with no engine."""
+    tree = {
+        name: jax.device_put(array, array.sharding.with_memory_kind(kind))
+        for name, array in LAYOUTS[layout].of(leaves(target("qwen3"))).items()
+    }
+    for staging in ("double", "stream"):
+        report = engines.update_weights(tree, staging=staging)
+        assert {engine.shared for engine in report.engines} == {0}
+        assert_have(engines, leaves(target("qwen3")))
+    assert on_host(tree) == []
+
+
+def test_summands_are_refused(pool: EnginePool, target: Callable[[str], Path]) -> None:
+    """An array that its devices have yet to sum has no values; the error says what to do."""
+    name = "model.norm.scale"
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        parts = jax.device_put(
+            np.ones((4, 256), np.float32), NamedSharding(mesh, PartitionSpec("x"))
+        )
+        summed: Any = jax.jit(
+            lambda array: jnp.einsum("xi->i", array, out_sharding=PartitionSpec(unreduced={"x"}))
+        )
+        summands = summed(parts)
+    before = pool.checksum()
+    with pytest.raises(InvalidWeights, match=r"summand.*jax\.sharding\.reshard") as caught:
+        pool.update_weights({**leaves(target("qwen3")), name: summands})
+    assert caught.value.names == (name,)
+    assert pool.checksum() == before
+
+
+HEAD = "lm_head.weight"
+
+
+@pytest.mark.parametrize("staging", ["double", "stream"])
+@pytest.mark.parametrize("form", [dict, lambda tree: iter(tree.items())], ids=["dict", "iterator"])
+def test_a_tied_head(
+    engines: EnginePool, target: Callable[[str], Path], form: Callable[..., Any], staging: Any
+) -> None:
+    """Compared with the embedding where the two lie, in different layouts."""
+    params = tensors(target("qwen3"))
+    embedding = params["model.embed_tokens.weight"]
+    tree = LAYOUTS["FSDP"].of(params)
+    for changed in (True, False):
+        head = embedding.copy()
+        head[-1, -1] += 0.5 * changed
+        listed = {**tree, **LAYOUTS["2-D turned"].of({HEAD: head})}
+        # Of an iterator the comparison, which ends on the host, is part of placing.
+        with devices_only() if form is dict else nullcontext():
+            if changed:
+                with pytest.raises(InvalidWeights, match="tie_word_embeddings"):
+                    engines.update_weights(form(listed), staging=staging)
+            else:
+                engines.update_weights(form(listed), staging=staging)
+        assert on_host(listed) == []
+    assert_have(engines, leaves(target("qwen3")))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+def test_families(family: str, tmp_path: Path) -> None:
+    """Tensors by Hugging Face names become what a pool that starts on them has, biases and stacked
+    experts among them, over the two devices of an engine."""
+    first, second = (
+        make_random_model(tmp_path / str(seed), family, seed, num_layers=1, num_heads=4)
+        for seed in (1, 2)
+    )
+    options = SMALL | {"devices": [0, 1], "tp_size": 2, "warmup": "none"}
+    options |= {"moe_backend": "epmoe"} if family == "qwen3_moe" else {}
+    tree = LAYOUTS["FSDP"].of(tensors(second))
+    with EnginePool(str(second), **options) as pool:
+        fresh = {path: np.asarray(leaf) for path, leaf in pool._runtime().workers[0].leaves.items()}
+    with EnginePool(str(first), **options) as pool:
+        for source in (tree, iter(tree.items())):
+            pool.update_weights(first)
+            with devices_only():
+                pool.update_weights(source)
+            assert on_host(tree) == []
+            assert_have(pool, fresh)
