@@ -44,7 +44,7 @@ test-slow: setup ## Run whole commands and benchmarks as their users run them
 
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99
-	$(COMPAT)/bin/python $(PYTEST) $(ARGS)
+	$(COMPAT)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: test-tpu
 test-tpu: $(TPU)/.installed ## Run the tests that need libtpu, and no TPU
