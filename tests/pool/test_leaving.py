@@ -46,6 +46,7 @@ def test_forgotten(model_dir: Callable[[str], Path], name: str) -> None:
     assert all(line.startswith(" ") or "Enable tracemalloc" in line for line in rest)
 
 
+@pytest.mark.slow
 def test_forked_child(model_dir: Callable[[str], Path]) -> None:
     """Every call of the parent's pool says in which process it was opened and what to do instead,
     at once; closing it does nothing; the child ends by itself, and the parent notices nothing."""

@@ -74,6 +74,7 @@ def test_pages(make_pool: MakePool, model_dir: ModelDir) -> None:
     assert at_rest(pool)
 
 
+@pytest.mark.slow
 def test_several_buckets(make_pool: MakePool) -> None:
     """The first prompt after warm-up may need any of them."""
     pool = make_pool("toy", 1, precompile_token_paddings=[8, 16, 32, 64])

@@ -397,6 +397,7 @@ def test_close(versions: list[Path]) -> None:
         score(pool)
 
 
+@pytest.mark.slow
 def test_many_random_calls(make_pool: MakePool, model_dir: Callable[[str], Path]) -> None:
     """Zero compilations in a mixture of everything, four engines, and all scores right."""
     pool = make_pool("toy", 4)

@@ -268,6 +268,7 @@ class Program:
         return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_host_program(model_dir: Callable[[str], Path]) -> None:
     """A fault and a rebuild leave the host's child processes, signal handlers and threads, its
     random state, environment, files and exit hooks as they were; no signal is sent."""

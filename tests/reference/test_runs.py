@@ -245,6 +245,7 @@ def test_kv_cycle(ended: Callable[[str], Ended]) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_hot_update(ended: Callable[[str], Ended]) -> None:
     """Noise moves the checksum of every engine; a W&B that will not have the run does not stop
     it, and is told of as the reference does."""

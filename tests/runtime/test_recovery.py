@@ -13,6 +13,7 @@ import pytest
 from benchmarks import faults
 from enginepool import EnginePool, WeightUpdateFailed
 from tests.support.liveness import SECONDS, at_rest, callers, running, until
+from tests.support.marks import slow
 from tests.support.pools import SMALL, same
 
 PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(12)]
@@ -67,7 +68,7 @@ def news(pool: EnginePool, before: int, event: str) -> list[dict[str, Any]]:
     return [entry for entry in pool.events()[before:] if entry["event"] == event]
 
 
-@pytest.mark.parametrize("at", [1, 2, 9])
+@pytest.mark.parametrize("at", [2, *slow(1, 9)])
 @pytest.mark.parametrize(
     "fault", [faults.raise_in_step, faults.raise_after_step, faults.raise_after_bookkeeping]
 )

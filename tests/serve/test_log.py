@@ -18,6 +18,7 @@ import pytest
 from enginepool import EnginePool
 from tests.serve.test_command import FEW_PROGRAMS
 from tests.support.liveness import callers, until
+from tests.support.marks import slow
 from tests.support.servers import serving
 
 REQUESTS = 200
@@ -56,7 +57,7 @@ def unwritable(kind: str) -> Iterator[dict[str, Any]]:
             yield {"stderr": writer}
 
 
-@pytest.mark.parametrize("kind", ["closed", "full disk", "broken pipe", "nobody reads"])
+@pytest.mark.parametrize("kind", ["full disk", *slow("closed", "broken pipe", "nobody reads")])
 def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
     port = free_port()
     command = [

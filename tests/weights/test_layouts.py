@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from enginepool import EnginePool, InvalidWeights
 from enginepool.weights.placement import place
 from tests.support.layouts import devices_only, leaves, no_host, on_host, serves, tensors
+from tests.support.marks import slow
 from tests.support.pools import SMALL, MakePool, compilations
 from tests.support.reference import make_random_model
 
@@ -62,7 +63,7 @@ POOLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=POOLS)
+@pytest.fixture(params=["2 engines of 2", *slow("4 engines", "2 engines")])
 def engines(
     request: pytest.FixtureRequest, make_pool: MakePool, model_dir: Callable[[str], Path]
 ) -> Iterator[EnginePool]:
