@@ -7,7 +7,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return find
 
 
-@pytest.fixture(scope="session")
-def make_pool(model_dir: Callable[[str], Path]) -> Iterator[MakePool]:
-    """Open pools, kept for the session: `make_pool(model, devices=4, **options)`.
+@contextmanager
+def opened(model_dir: Callable[[str], Path]) -> Iterator[MakePool]:
+    """`make(model, devices=4, **options)` gives open pools until the end of this.
 
     The same arguments give the same pool, so a test must leave it as it was.
     """
@@ -66,15 +66,34 @@ def make_pool(model_dir: Callable[[str], Path]) -> Iterator[MakePool]:
 
 
 @pytest.fixture(scope="session")
-def pool(make_pool: MakePool) -> EnginePool:
-    """Four engines on a Qwen3 of random weights."""
-    return make_pool("qwen3", 4)
+def keep_pool(model_dir: Callable[[str], Path]) -> Iterator[MakePool]:
+    """Pools for many files, kept for the session."""
+    with opened(model_dir) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_pool(model_dir: Callable[[str], Path], keep_pool: MakePool) -> Iterator[MakePool]:
+    """Pools for a file. Those that have options of their own are closed at its end: the programs of
+    all of them would need more memory maps than Linux gives a process, which then crashes."""
+    with opened(model_dir) as make:
+
+        def find(model: str = "qwen3", devices: int = 4, **options: Any) -> EnginePool:
+            return (make if options else keep_pool)(model, devices, **options)
+
+        yield find
 
 
 @pytest.fixture(scope="session")
-def scripted(make_pool: MakePool) -> EnginePool:
+def pool(keep_pool: MakePool) -> EnginePool:
+    """Four engines on a Qwen3 of random weights."""
+    return keep_pool("qwen3", 4)
+
+
+@pytest.fixture(scope="session")
+def scripted(keep_pool: MakePool) -> EnginePool:
     """Two engines on the model of which every answer is known."""
-    return make_pool("scripted", 2)
+    return keep_pool("scripted", 2)
 
 
 @pytest.fixture(scope="session")
@@ -84,9 +103,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def llama(make_pool: MakePool, model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+def llama(keep_pool: MakePool, model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
     """Two engines, put back to their own weights afterwards. Llama's head is not tied."""
-    pool = make_pool("llama", 2)
+    pool = keep_pool("llama", 2)
     yield pool
     pool.update_weights(model_dir("llama"), weight_version=0)
 

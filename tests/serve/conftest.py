@@ -8,15 +8,15 @@ from tests.support.servers import Running, serving
 
 
 @pytest.fixture(scope="session")
-def sums(make_pool: MakePool) -> EnginePool:
+def sums(keep_pool: MakePool) -> EnginePool:
     """Four engines on the toy that adds, with room for 1,000 waiting requests."""
-    return make_pool("toy", 4, max_queued=1000, when_full="raise")
+    return keep_pool("toy", 4, max_queued=1000, when_full="raise")
 
 
 @pytest.fixture(scope="session")
-def one_sum(make_pool: MakePool) -> EnginePool:
+def one_sum(keep_pool: MakePool) -> EnginePool:
     """One engine, with room for two waiting requests; its streams come two tokens at a time."""
-    return make_pool("toy", 1, max_queued=2, when_full="raise", stream_interval=2)
+    return keep_pool("toy", 1, max_queued=2, when_full="raise", stream_interval=2)
 
 
 @pytest.fixture(scope="module")
