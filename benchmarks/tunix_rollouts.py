@@ -104,10 +104,11 @@ def _run(name: str, engines: int, model: Path, steps: int) -> dict[str, Any]:
     syncing = _timed(cluster, "sync_weights")
     starts: list[float] = []
 
-    def batches() -> Iterator[dict[str, list[str]]]:
+    def batches() -> Iterator[dict[str, np.ndarray]]:
         for step in range(steps):
             starts.append(time.perf_counter())
-            yield {"prompts": [f"{step + 10}+{number + 20}=" for number in range(_PROMPTS)]}
+            prompts = [f"{step + 10}+{number + 20}=" for number in range(_PROMPTS)]
+            yield {"prompts": np.array(prompts)}
         starts.append(time.perf_counter())
 
     def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
@@ -209,8 +210,8 @@ def _answers(cluster: Any) -> dict[str, Any]:
     prompts = [f"{number}+{number}=" for number in range(10, 74)]
     output = cluster.generate(prompts)
     tokens = np.full((len(prompts), _TOKENS), pad_id, np.int32)
-    for row, ids in zip(tokens, output.tokens, strict=True):
-        row[: len(ids)] = ids
+    for padded, ids in zip(tokens, output.tokens, strict=True):
+        padded[: len(ids)] = ids
     ended = [len(ids) < _TOKENS or ids[-1] == END_ID for ids in output.tokens]
     kept = [END_ID in ids for ids in output.tokens]
     graph, state = nnx.split(cluster.actor_trainer.model)

@@ -26,6 +26,15 @@ def flat_params(state: Any) -> dict[str, jax.Array]:
     }
 
 
+def _state(params: Mapping[str, jax.Array]) -> Any:
+    """The inverse of `flat_params`."""
+    paths: Any = [
+        (tuple(int(key) if key.isdigit() else key for key in name.split(".")), nnx.Param(value))
+        for name, value in params.items()
+    ]
+    return nnx.State.from_flat_path(paths)
+
+
 class ParameterMapping:
     """Names a model's parameters as an engine does, or as Hugging Face does, and shapes them so.
 
@@ -60,8 +69,7 @@ class ParameterMapping:
             InvalidWeights: Parameters of which the mapping says nothing.
         """
         if self._preprocess is not None:
-            paths = {tuple(name.split(".")): value for name, value in params.items()}
-            params = flat_params(self._preprocess(nnx.State.from_flat_path(paths)))
+            params = flat_params(self._preprocess(_state(params)))
         source: dict[Any, jax.Array] = {}
         unknown = []
         for name, value in params.items():

@@ -160,7 +160,7 @@ class EnginePoolRollout(BaseRollout):
                 self._update({})
 
     def _update(self, given: Mapping[str, jax.Array]) -> None:
-        params = flat_params(nnx.state(self._actor, nnx.Param)) | given
+        params = flat_params(nnx.state(self._actor, nnx.Param)) | dict(given)
         source = self._mapping.source(merge_lora(params, self._lora_scaling))
         self.pool.update_weights(source)
         self._synced = True
@@ -176,7 +176,7 @@ class EnginePoolRollout(BaseRollout):
         params: dict[str, Any] = {
             "max_new_tokens": config.max_tokens_to_generate,
             "temperature": config.temperature,
-            "stop_token_ids": list(config.eos_tokens or [self.eos_id()]),
+            "stop_token_ids": config.eos_tokens or [self.eos_id()],
         }
         if config.top_p is not None:
             params["top_p"] = config.top_p

@@ -29,6 +29,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from enginepool.tunix import EnginePoolRollout
+from enginepool.tunix.parameters import merge_lora
 from tests.support.tunix import (
     Model,
     Watched,
@@ -101,8 +102,8 @@ def assert_synced(pool: EnginePool, actor: nnx.Module) -> None:
         np.testing.assert_array_equal(rows, tensor, err_msg=name)
 
 
-def prompts_of(steps: int, batch: int = 4) -> list[dict[str, list[str]]]:
-    return [{"prompts": [f"{step}+{n}=" for n in range(batch)]} for step in range(steps)]
+def prompts_of(steps: int, batch: int = 4) -> list[dict[str, np.ndarray]]:
+    return [{"prompts": np.array([f"{step}+{n}=" for n in range(batch)])} for step in range(steps)]
 
 
 def with_lora(model: nnx.Module, seed: int = 0) -> nnx.Module:
@@ -254,6 +255,14 @@ def test_lora_without_its_scale(make: Callable[..., Any], checkpoint: Callable[.
         rollout.generate(PROMPTS, CONFIG)
 
 
+def test_lora_in_another_order() -> None:
+    """Heads before the input, as Gemma has them: nothing is guessed."""
+    shapes = {"q.w": (2, 8, 4), "q.w_lora_a": (8, 1), "q.w_lora_b": (1, 2, 4)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    with pytest.raises(InvalidWeights, match="only adapters of input by rank"):
+        merge_lora(params, 1.0)
+
+
 def test_outputs(make: Callable[..., Any]) -> None:
     """The end token is an output's last, with its log-probability, and not in the text; prompts
     have a constant width unless one is longer."""
@@ -321,7 +330,7 @@ def test_names_of_hugging_face(make: Callable[..., Any]) -> None:
     """A mapping of the caller's, in Tunix's terms, to Hugging Face's names and shapes."""
     names = {
         "embedder.input_embedding": "model.embed_tokens.weight",
-        "final_norm.w": "model.norm.weight",
+        "last.w": "model.norm.weight",
     }
     for norm in ("input_layernorm", "post_attention_layernorm"):
         names[f"layers.*.{norm}.w"] = f"model.layers.*.{norm}.weight"
@@ -329,7 +338,14 @@ def test_names_of_hugging_face(make: Callable[..., Any]) -> None:
         names[f"layers.*.attn.{part}.w"] = f"model.layers.*.self_attn.{part}.weight"
     for part in ("gate", "up", "down"):
         names[f"layers.*.mlp.{part}_proj.kernel"] = f"model.layers.*.mlp.{part}_proj.weight"
+
+    def renamed(state: nnx.State) -> nnx.State:
+        flat = dict(state.flat_state())
+        flat["last", "w"] = flat.pop(("final_norm", "w"))
+        return nnx.State.from_flat_path(flat)
+
     mapping: dict[str, Any] = {
+        "preprocess_src_state": renamed,
         "to_hf_mappings": {name: (target, ()) for name, target in names.items()},
         "to_hf_transpose_keys": {"kernel": (1, 0), "layers.*.attn.o_proj.w": (2, 0, 1)},
         "to_hf_hook_fns": {
@@ -340,11 +356,11 @@ def test_names_of_hugging_face(make: Callable[..., Any]) -> None:
     rollout, actor = make(config=RolloutConfig(rollout_mapping_config=mapping))
     rollout.update_params(nnx.state(actor, nnx.Param))
     assert_synced(rollout.pool, actor)
-    del mapping["to_hf_mappings"]["final_norm.w"]
+    del mapping["to_hf_mappings"]["last.w"]
     rollout, actor = make(config=RolloutConfig(rollout_mapping_config=mapping))
-    with pytest.raises(InvalidWeights, match=r"final_norm\.w") as error:
+    with pytest.raises(InvalidWeights, match=r"last\.w") as error:
         rollout.update_params(nnx.state(actor, nnx.Param))
-    assert error.value.names == ("final_norm.w",)
+    assert error.value.names == ("last.w",)
 
 
 def test_refusals(checkpoint: Callable[..., Path], make: Callable[..., Any]) -> None:
