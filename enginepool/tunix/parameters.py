@@ -35,21 +35,40 @@ def _state(params: Mapping[str, jax.Array]) -> Any:
     return nnx.State.from_flat_path(paths)
 
 
-class ParameterMapping:
-    """Names a model's parameters as an engine does, or as Hugging Face does, and shapes them so.
+def mapping_config(model: Any, mapping: Any | None) -> MappingConfig:
+    """How Tunix itself would rename and reshape a model's parameters.
 
     Args:
         model: Tunix's, which brings a mapping for sglang-jax along if it is a Qwen2, Qwen3 or
             Llama3.
         mapping: Instead, what `RolloutConfig.rollout_mapping_config` may be. Its `to_hf_mappings`
             lead to an engine's own paths or to Hugging Face names.
+
+    Raises:
+        InvalidConfig: There is neither.
+    """
+    try:
+        config = MappingConfig.build(mapping, model, backend="sglang_jax")
+    except RuntimeError:  # the class has mappings, and none for sglang-jax
+        config = None
+    if config is None or not config.to_hf_mappings:
+        raise InvalidConfig(
+            f"Tunix has no mapping from {type(model).__name__} to sglang-jax: give one as "
+            "RolloutConfig.rollout_mapping_config, whose `to_hf_mappings` may lead to Hugging Face "
+            "names"
+        )
+    return config
+
+
+class ParameterMapping:
+    """Names a model's parameters as an engine does, or as Hugging Face does, and shapes them so.
+
+    Args:
+        config: From `mapping_config`.
         shapes: Of an engine's parameters, by path.
     """
 
-    def __init__(
-        self, model: Any, mapping: Any | None, shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        config = _config(model, mapping)
+    def __init__(self, config: MappingConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
         self._preprocess = config.preprocess_src_state
         self._transposes: Mapping[str, Any] = config.to_hf_transpose_keys or {}
@@ -142,17 +161,3 @@ def _sum(weight: jax.Array, a: jax.Array, b: jax.Array, scaling: float) -> jax.A
         a.astype(jnp.float32), b.astype(jnp.float32), 1, precision=jax.lax.Precision.HIGHEST
     )
     return (weight.astype(jnp.float32) + scaling * product).astype(weight.dtype)
-
-
-def _config(model: Any, mapping: Any | None) -> MappingConfig:
-    try:
-        config = MappingConfig.build(mapping, model, backend="sglang_jax")
-    except RuntimeError:  # the class has mappings, and none for sglang-jax
-        config = None
-    if config is None or not config.to_hf_mappings:
-        raise InvalidConfig(
-            f"Tunix has no mapping from {type(model).__name__} to sglang-jax: give one as "
-            "RolloutConfig.rollout_mapping_config, whose `to_hf_mappings` may lead to Hugging Face "
-            "names"
-        )
-    return config

@@ -22,7 +22,7 @@ from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImpo
 )
 
 from enginepool import EnginePool, InvalidConfig
-from enginepool.tunix.parameters import ParameterMapping, flat_params, merge_lora
+from enginepool.tunix.parameters import ParameterMapping, flat_params, mapping_config, merge_lora
 
 
 class EnginePoolRollout(BaseRollout):
@@ -59,11 +59,11 @@ class EnginePoolRollout(BaseRollout):
         self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
         self._actor = rollout_actor
         self._lora_scaling = rollout_config.rollout_sglang_jax_lora_scaling
+        # Before a pool is opened, which nobody could close afterwards.
+        config = mapping_config(rollout_actor, rollout_config.rollout_mapping_config)
         self.pool = pool or EnginePool(**_with_defaults(pool_args or {}, mesh, rollout_config))
         self.pool.open()
-        self._mapping = ParameterMapping(
-            rollout_actor, rollout_config.rollout_mapping_config, _shapes(self.pool)
-        )
+        self._mapping = ParameterMapping(config, _shapes(self.pool))
         self._calls = itertools.count()
         self._lock = threading.Lock()
         self._synced = False

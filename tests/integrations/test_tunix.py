@@ -3,6 +3,7 @@
 Skipped where Tunix is not installed; `make test-integrations` has an environment for it.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -183,6 +184,7 @@ def test_agents(checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePo
     learner.train(prompts_of(3))
     outputs = cluster.rollout.outputs
     assert len(outputs) == 3 * 4 * 4
+    assert cluster.rollout.most_at_once > 1
     assert assert_outputs(cluster.rollout) > len(outputs)
     groups: dict[bytes, set[bytes]] = {}
     for _, output, _ in outputs:
@@ -367,8 +369,12 @@ def test_refusals(checkpoint: Callable[..., Path], make: Callable[..., Any]) -> 
     class Unknown(nnx.Module):
         pass
 
+    threads = threading.enumerate()
+    pool_args = {"model": str(checkpoint()), **SMALL}
+    tokenizer = tokenizer_of(checkpoint())
     with pytest.raises(InvalidConfig, match="Unknown to sglang-jax"):
-        make(actor=Unknown())
+        EnginePoolRollout(Unknown(), tokenizer, mesh_of(2), CONFIG, pool_args=pool_args)
+    assert threading.enumerate() == threads  # a pool that is refused to its user is never opened
     for given in ({}, {"pool": make()[0].pool, "pool_args": {}}):
         with pytest.raises(InvalidConfig, match="either"):
-            EnginePoolRollout(Unknown(), tokenizer_of(checkpoint()), mesh_of(2), CONFIG, **given)
+            EnginePoolRollout(Unknown(), tokenizer, mesh_of(2), CONFIG, **given)

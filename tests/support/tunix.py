@@ -4,6 +4,7 @@ Imports Tunix: import it only where that is installed.
 """
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,8 @@ class Watched(EnginePoolRollout):
         self.models: list[Model] = []
         self.outputs: list[tuple[Model, RolloutOutput, float]] = []
         self.scores: list[tuple[Model, tuple[np.ndarray, np.ndarray], np.ndarray]] = []
+        self.most_at_once = self._at_once = 0
+        self._counting = threading.Lock()
 
     def _update(self, given: Mapping[str, jax.Array]) -> None:
         super()._update(given)
@@ -155,7 +158,12 @@ class Watched(EnginePoolRollout):
     def generate(
         self, prompts: str | Sequence[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
+        with self._counting:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
         output = super().generate(prompts, rollout_config, **kwargs)
+        with self._counting:
+            self._at_once -= 1
         self.outputs.append((self.models[-1], output, rollout_config.temperature))
         return output
 
