@@ -144,6 +144,12 @@ def merge_lora(params: Mapping[str, jax.Array], scaling: float | None) -> dict[s
                 "as RolloutConfig.rollout_sglang_jax_lora_scaling"
             )
         base = name.removesuffix(_LORA_A)
+        if base not in merged:
+            raise InvalidWeights(
+                f"{base} has an adapter and is no plain parameter: adapters cannot be merged into "
+                "a quantised base; train them on one that is not quantised",
+                names=[base],
+            )
         a, b, weight = params[name], params[base + _LORA_B], merged[base]
         if a.shape[:-1] + b.shape[1:] != weight.shape:
             raise InvalidWeights(

@@ -107,9 +107,9 @@ def prompts_of(steps: int, batch: int = 4) -> list[dict[str, np.ndarray]]:
     return [{"prompts": np.array([f"{step}+{n}=" for n in range(batch)])} for step in range(steps)]
 
 
-def with_lora(model: nnx.Module, seed: int = 0) -> nnx.Module:
+def with_lora(model: nnx.Module, seed: int = 0, **options: Any) -> nnx.Module:
     """Adapters that change what the model says: qwix begins with ones that do not."""
-    provider = qwix.LoraProvider(module_path=".*(_proj)", rank=4, alpha=8.0)
+    provider = qwix.LoraProvider(module_path=".*(_proj)", rank=4, alpha=8.0, **options)
     adapted = qwix.apply_lora_to_model(
         model, provider, **model.get_model_input(), rngs=nnx.Rngs(seed)
     )
@@ -255,6 +255,16 @@ def test_lora_without_its_scale(make: Callable[..., Any], checkpoint: Callable[.
     rollout, _ = make(actor=with_lora(load(checkpoint(), "qwen3", mesh_of(2))))
     with pytest.raises(InvalidConfig, match="rollout_sglang_jax_lora_scaling"):
         rollout.generate(PROMPTS, CONFIG)
+
+
+def test_lora_on_a_quantised_base(
+    make: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    config = RolloutConfig(rollout_sglang_jax_lora_scaling=2.0)
+    actor = with_lora(load(checkpoint(), "qwen3", mesh_of(2)), weight_qtype="int8")
+    rollout, _ = make(config=config, actor=actor)
+    with pytest.raises(InvalidWeights, match="quantised base"):
+        rollout.update_params(nnx.state(actor, nnx.LoRAParam), (nnx.LoRAParam,))
 
 
 def test_lora_in_another_order() -> None:
