@@ -9,6 +9,7 @@ VENV := .venv
 COMPAT := .venv-compat
 # libtpu compiles for TPUs on any machine; beside it, JAX would look for one first.
 TPU := .venv-tpu
+TUNIX := .venv-tunix
 BIN := $(VENV)/bin
 ARGS ?=
 # Two processes, each with its own engines; a file's tests stay together and share theirs.
@@ -22,7 +23,9 @@ $(VENV)/.installed: constraints.txt
 $(COMPAT)/.installed: constraints-0.0.3rc99.txt
 $(TPU)/.installed: constraints.txt
 $(TPU)/.installed: EXTRAS := tpu,dev
-$(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed: pyproject.toml
+$(TUNIX)/.installed: constraints.txt
+$(TUNIX)/.installed: EXTRAS := cpu,dev,tunix
+$(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed $(TUNIX)/.installed: pyproject.toml
 	@scripts/install $(@D) $(filter constraints%,$^) $(EXTRAS)
 	@touch $@
 
@@ -55,9 +58,10 @@ tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, with
 	@JAX_PLATFORMS=cpu $(TPU)/bin/python -m enginepool.doctor.ahead_of_time $(ARGS)
 
 .PHONY: test-integrations
-test-integrations: setup ## Run the TPU's attention kernel in real engines, interpreted on CPU
+test-integrations: setup $(TUNIX)/.installed ## Run trainers on pools, and the TPU's attention kernel, interpreted on CPU
 # tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
 	$(BIN)/python $(PYTEST) $(ARGS) tests/integrations
+	$(TUNIX)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_tunix.py
 
 .PHONY: lint
 lint: setup ## Check style, formatting and which room imports which
@@ -79,4 +83,4 @@ constraints: ## Write both constraints files anew from the newest versions that 
 
 .PHONY: clean
 clean: ## Remove the environments
-	rm -rf $(VENV) $(COMPAT) $(TPU)
+	rm -rf $(VENV) $(COMPAT) $(TPU) $(TUNIX)

@@ -1,0 +1,224 @@
+"""Tunix's `BaseRollout` over a pool."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.generate.tokenizer_adapter import (  # pyright: ignore[reportMissingImports]
+    TokenizerAdapter,
+)
+from tunix.generate.utils import next_power_of_2  # pyright: ignore[reportMissingImports]
+from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImports]
+    BaseRollout,
+    RolloutConfig,
+    RolloutOutput,
+)
+
+from enginepool import EnginePool, InvalidConfig
+from enginepool.tunix.parameters import ParameterMapping, flat_params, mapping_config, merge_lora
+
+
+class EnginePoolRollout(BaseRollout):
+    """What Tunix asks of a rollout engine, answered by all engines of a pool. Thread-safe.
+
+    The engines take the actor's parameters at the first call, as they are then (a checkpoint that
+    Tunix restores comes after this object), and at every `update_params`. Nothing of them passes
+    through the host; what an engine's device holds in the engine's layout is shared with it.
+
+    Args:
+        rollout_actor: The model that is trained.
+        tokenizer: Of the prompts; the engines' own makes the outputs' texts.
+        mesh: Its devices get an engine each, unless `pool_args` says which.
+        rollout_config: `data_type`, `rollout_mapping_config` and, for LoRA,
+            `rollout_sglang_jax_lora_scaling` hold for the whole run; what concerns sampling is
+            taken from each call's.
+        pool: One that is there already; it stays its owner's to close.
+        pool_args: Or the arguments of one to be opened here, `model` among them.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh,
+        rollout_config: RolloutConfig,
+        *,
+        pool: EnginePool | None = None,
+        pool_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (pool is None) == (pool_args is None):
+            raise InvalidConfig("give EnginePoolRollout either pool= or pool_args=")
+        is_adapter = isinstance(tokenizer, TokenizerAdapter)
+        self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
+        self._actor = rollout_actor
+        self._lora_scaling = rollout_config.rollout_sglang_jax_lora_scaling
+        # Before a pool is opened, which nobody could close afterwards.
+        config = mapping_config(rollout_actor, rollout_config.rollout_mapping_config)
+        self.pool = pool or EnginePool(**_with_defaults(pool_args or {}, mesh, rollout_config))
+        self.pool.open()
+        self._mapping = ParameterMapping(config, _shapes(self.pool))
+        self._calls = itertools.count()
+        self._lock = threading.Lock()
+        self._synced = False
+
+    def generate(
+        self, prompts: str | Sequence[str], rollout_config: RolloutConfig, **kwargs: Any
+    ) -> RolloutOutput:
+        """One output a prompt, its end token included.
+
+        Log-probabilities are those of softmax(logits / temperature), one a token. With a `seed`,
+        the calls of a run differ from each other, and are the same in the next run if they come
+        in the same order.
+
+        Args:
+            prompts: One by itself is a list of one.
+            kwargs: Further sampling parameters of the pool.
+
+        Raises:
+            RequestsFailed: An output ended early; Tunix has no way to say so of one.
+        """
+        self._first_sync()
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        ids = [self._tokenize(text) for text in texts]
+        results = self.pool.generate_all(
+            input_ids=ids,
+            sampling_params=self._sampling_params(rollout_config) | kwargs,
+            return_logprob=rollout_config.return_logprobs,
+            raise_on_error=True,
+        )
+        # A constant width, so that the trainer's programs are compiled once.
+        width, longest = rollout_config.max_prompt_length, max(map(len, ids))
+        width = next_power_of_2(longest) if longest > width else width
+        padded = np.full((len(ids), width), self.pad_id(), np.int32)
+        for row, prompt in zip(padded, ids, strict=True):
+            row[width - len(prompt) :] = prompt
+        logprobs = None
+        if rollout_config.return_logprobs:
+            entries = [result["meta_info"]["output_token_logprobs"] for result in results]
+            logprobs = [np.array([value for value, *_ in e], np.float32) for e in entries]
+        return RolloutOutput(
+            text=[result["text"] for result in results],
+            logits=None,
+            tokens=[np.array(result["output_ids"], np.int32) for result in results],
+            left_padded_prompt_tokens=padded,
+            logprobs=logprobs,
+        )
+
+    def get_per_token_logps(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        """[B, T] float32, computed by the engines: the log-probability of each token of a
+        completion, 0 in its padding.
+
+        Like Tunix's own rollouts' they are those of softmax(logits), at temperature 1.
+        """
+        self._first_sync()
+        prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
+        values = np.zeros(completions.shape, np.float32)
+        lengths = [_end(row, self.pad_id()) for row in completions]
+        rows = [row for row, length in enumerate(lengths) if length]
+        results: Any = self.pool.score(
+            input_ids=[
+                prompts[row][_begin(prompts[row], self.pad_id()) :].tolist() for row in rows
+            ],
+            continuation_ids=[completions[row][: lengths[row]].tolist() for row in rows],
+            raise_on_error=True,
+        )
+        for row, result in zip(rows, results, strict=True):
+            values[row, : lengths[row]] = result["logprobs"]
+        return jnp.asarray(values)
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Give every engine these parameters, and of those that are left out the actor's.
+
+        Adapters (LoRA) are merged into what they adapt.
+        """
+        del filter_types  # what `params` has been filtered by
+        with self._lock:
+            self._update(flat_params(params))
+
+    def pad_id(self) -> int:
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        return self._tokenizer.eos_id()
+
+    def model(self) -> Any:
+        """None, by which Tunix knows that weights have to be synced."""
+        return None
+
+    def _first_sync(self) -> None:
+        with self._lock:
+            if not self._synced:
+                self._update({})
+
+    def _update(self, given: Mapping[str, jax.Array]) -> None:
+        params = flat_params(nnx.state(self._actor, nnx.Param)) | dict(given)
+        source = self._mapping.source(merge_lora(params, self._lora_scaling))
+        self.pool.update_weights(source)
+        self._synced = True
+
+    def _tokenize(self, text: str) -> list[int]:
+        """As Tunix's own samplers do."""
+        first = self._tokenizer.bos_id()
+        return self._tokenizer.dedup_bos_ids(
+            ([first] if first else []) + list(self._tokenizer.encode(text))
+        )
+
+    def _sampling_params(self, config: RolloutConfig) -> dict[str, Any]:
+        params: dict[str, Any] = {
+            "max_new_tokens": config.max_tokens_to_generate,
+            "temperature": config.temperature,
+            "stop_token_ids": config.eos_tokens or [self.eos_id()],
+        }
+        if config.top_p is not None:
+            params["top_p"] = config.top_p
+        if config.top_k is not None:
+            params["top_k"] = config.top_k
+        if config.seed is not None:
+            # An agent's samples of a prompt are calls of their own: one seed would make them equal.
+            params["sampling_seed"] = _seed(config.seed, next(self._calls))
+        return params
+
+
+def _with_defaults(
+    pool_args: Mapping[str, Any], mesh: jax.sharding.Mesh, config: RolloutConfig
+) -> dict[str, Any]:
+    defaults: dict[str, Any] = {}
+    if not mesh.empty:
+        defaults["devices"] = list(mesh.devices.flat)
+    if config.data_type is not None:
+        defaults["dtype"] = jnp.dtype(config.data_type).name
+    return defaults | dict(pool_args)
+
+
+def _shapes(pool: EnginePool) -> dict[str, tuple[int, ...]]:
+    scheduler: Any = pool.engines[0].scheduler_info["scheduler"]
+    params = flat_params(nnx.state(scheduler.tp_worker.worker.model_runner.model))
+    return {path: value.shape for path, value in params.items()}
+
+
+def _seed(seed: Any, call: int) -> int:
+    """A seed of 31 bits, of a run's (a number or a JAX key) and which call it is."""
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        seed = jax.random.key_data(seed)
+    words = [int(word) & 0xFFFFFFFF for word in np.asarray(seed).ravel()]
+    return int(np.random.SeedSequence([*words, call]).generate_state(1)[0] >> 1)
+
+
+def _begin(ids: np.ndarray, pad_id: int) -> int:
+    """Where the padding on the left ends."""
+    return int(np.argmax(ids != pad_id))
+
+
+def _end(ids: np.ndarray, pad_id: int) -> int:
+    """Where the padding on the right begins."""
+    real = np.flatnonzero(ids != pad_id)
+    return int(real[-1]) + 1 if len(real) else 0

@@ -1,0 +1,390 @@
+"""Tunix trains on a pool: its own learners, models, mappings and forward pass.
+
+Skipped where Tunix is not installed; `make test-integrations` has an environment for it.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from enginepool import EnginePool, InvalidConfig, InvalidWeights
+from enginepool.toy.files import END_ID, PAD_ID
+from tests.support.layouts import devices_only, on_host
+from tests.support.liveness import callers
+from tests.support.pools import SMALL
+
+pytest.importorskip("tunix")
+
+import qwix
+from flax import nnx
+from tunix.rl.agentic import agentic_grpo_learner
+from tunix.rl.agentic.parser.chat_template_parser.parser import QwenChatTemplateParser
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from enginepool.tunix import EnginePoolRollout
+from enginepool.tunix.parameters import merge_lora
+from tests.support.tunix import (
+    Model,
+    Watched,
+    assert_outputs,
+    assert_scores,
+    hugging_face,
+    load,
+    make_checkpoint,
+    make_cluster,
+    many_letters,
+    mesh_of,
+    tokenizer_of,
+)
+
+CONFIG = RolloutConfig(
+    max_tokens_to_generate=8,
+    max_prompt_length=48,
+    temperature=0.7,
+    return_logprobs=True,
+)
+PROMPTS = ["1+1=", "20+22=", "A longer one: 3+4=", "5"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    @cache
+    def make(family: str = "qwen3", seed: int = 1) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp(family), family, seed)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def pool_of(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., EnginePool]]:
+    """Two engines on other weights than a test's actor has."""
+    pools: dict[str, EnginePool] = {}
+
+    def open_pool(family: str = "qwen3") -> EnginePool:
+        if family not in pools:
+            pools[family] = EnginePool(str(checkpoint(family, 2)), devices=2, **SMALL)
+        return pools[family]
+
+    yield open_pool
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def make(checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]) -> Callable[..., Any]:
+    """A rollout over a shared pool, and its actor."""
+
+    def build(
+        family: str = "qwen3", mesh: Any = None, config: RolloutConfig = CONFIG, actor: Any = None
+    ) -> tuple[Watched, nnx.Module]:
+        mesh = mesh or mesh_of(2)
+        actor = actor or load(checkpoint(family), family, mesh)
+        tokenizer = tokenizer_of(checkpoint(family))
+        return Watched(actor, tokenizer, mesh, config, pool=pool_of(family)), actor
+
+    return build
+
+
+def assert_synced(pool: EnginePool, actor: nnx.Module) -> None:
+    """Every engine has these very weights."""
+    assert pool.checksum()  # an error if the engines differ
+    tensors = hugging_face(actor)
+    assert len(tensors) > 20
+    for name, tensor in tensors.items():
+        rows = np.array(pool.get_weights_by_name(name, truncate_size=1000), np.float32)
+        np.testing.assert_array_equal(rows, tensor, err_msg=name)
+
+
+def prompts_of(steps: int, batch: int = 4) -> list[dict[str, np.ndarray]]:
+    return [{"prompts": np.array([f"{step}+{n}=" for n in range(batch)])} for step in range(steps)]
+
+
+def with_lora(model: nnx.Module, seed: int = 0, **options: Any) -> nnx.Module:
+    """Adapters that change what the model says: qwix begins with ones that do not."""
+    provider = qwix.LoraProvider(module_path=".*(_proj)", rank=4, alpha=8.0, **options)
+    adapted = qwix.apply_lora_to_model(
+        model, provider, **model.get_model_input(), rngs=nnx.Rngs(seed)
+    )
+    keys = iter(jax.random.split(jax.random.key(seed), 1000))
+    state = jax.tree.map(
+        lambda x: 0.1 * jax.random.normal(next(keys), x.shape), nnx.state(adapted, nnx.LoRAParam)
+    )
+    nnx.update(adapted, state)
+    return adapted
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_grpo(checkpoint: Callable[..., Path], num_iterations: int) -> None:
+    """Steps of Tunix's own learner, on a pool that its cluster makes: whatever is sampled or
+    scored is of the weights that the trainer had when it asked, and Tunix says the same of it."""
+    mesh = mesh_of(2)
+    actor, reference = (load(checkpoint(), "qwen3", mesh) for _ in range(2))
+    engine = partial(Watched, pool_args={"model": str(checkpoint(seed=2)), **SMALL})
+    cluster = make_cluster(
+        actor,
+        mesh,
+        tokenizer_of(checkpoint()),
+        engine,
+        CONFIG,
+        reference=reference,
+        steps=4 * num_iterations,
+    )
+    rollout = cluster.rollout
+    assert len(rollout.pool.engines) == 2
+    with rollout.pool:
+        config = GRPOConfig(num_generations=4, num_iterations=num_iterations, beta=0.01)
+        GRPOLearner(cluster, config, many_letters).train(prompts_of(4))
+        assert len(rollout.outputs) == 4
+        assert len(rollout.models) == 5  # the first is before anything was trained
+        assert assert_outputs(rollout) > 4 * 4 * 4
+        assert len(rollout.scores) == (4 if num_iterations > 1 else 0)
+        assert (assert_scores(rollout) > 0) == (num_iterations > 1)
+        assert_synced(rollout.pool, cluster.actor_trainer.model)
+        assert cluster.global_steps == 4
+    before, after = rollout.models[0], rollout.models[-1]
+    tokens = np.arange(10, 20)[None]
+    assert np.abs(before.logps(tokens, tokens) - after.logps(tokens, tokens)).max() > 0.01
+
+
+def test_agents(checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]) -> None:
+    """The agentic learner: each sample is a call of its own, eight at once. With a seed, the
+    samples of a group differ all the same."""
+    mesh = mesh_of(2)
+    tokenizer = tokenizer_of(checkpoint())
+    cluster = make_cluster(
+        load(checkpoint(), "qwen3", mesh),
+        mesh,
+        tokenizer,
+        partial(Watched, pool=pool_of()),
+        RolloutConfig(
+            max_tokens_to_generate=8,
+            max_prompt_length=96,
+            temperature=1.0,
+            return_logprobs=True,
+            seed=jax.random.PRNGKey(7),
+        ),
+        steps=3,
+    )
+    learner = agentic_grpo_learner.GRPOLearner(
+        cluster,
+        agentic_grpo_learner.GRPOConfig(
+            num_generations=4, max_response_length=8, max_concurrency=8, beta=0.0
+        ),
+        reward_fns=many_letters,
+        chat_parser=QwenChatTemplateParser(tokenizer),
+    )
+    learner.train(prompts_of(3))
+    outputs = cluster.rollout.outputs
+    assert len(outputs) == 3 * 4 * 4
+    assert cluster.rollout.most_at_once > 1
+    assert assert_outputs(cluster.rollout) > len(outputs)
+    groups: dict[bytes, set[bytes]] = {}
+    for _, output, _ in outputs:
+        group = groups.setdefault(output.left_padded_prompt_tokens.tobytes(), set())
+        group.add(output.tokens[0].tobytes())
+    assert len(groups) == 12
+    assert all(len(group) == 4 for group in groups.values())
+    assert_synced(pool_of(), cluster.actor_trainer.model)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_sync(make: Callable[..., Any], family: str) -> None:
+    """A sharded actor's parameters reach the engines, and never the host."""
+    rollout, actor = make(family, mesh_of(2, 2))
+    params = nnx.state(actor, nnx.Param)
+    with (
+        devices_only(),
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+    ):
+        rollout.update_params(params, (nnx.Param,))
+    flat = {str(path): leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
+    assert on_host(flat) == []
+    assert_synced(rollout.pool, actor)
+    rng = np.random.default_rng(0)
+    prompts = np.full((6, 40), PAD_ID, np.int32)
+    completions = np.full((6, 12), PAD_ID, np.int32)
+    for row in range(6):
+        prompts[row, -(row * 7 + 1) :] = rng.integers(0, 256, row * 7 + 1)
+        completions[row, : 2 * row + 1] = rng.integers(0, 256, 2 * row + 1)
+    values = rollout.get_per_token_logps(jnp.asarray(prompts), jnp.asarray(completions))
+    assert isinstance(values, jax.Array)
+    assert assert_scores(rollout) == (completions != PAD_ID).sum()
+
+
+def test_lora(make: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
+    """Tunix syncs the adapters alone; engines get what they and the base make together."""
+    mesh = mesh_of(2)
+    base = load(checkpoint(), "qwen3", mesh)
+    adapted = with_lora(base)
+    config = RolloutConfig(
+        max_tokens_to_generate=8,
+        max_prompt_length=48,
+        temperature=1.0,
+        return_logprobs=True,
+        rollout_sglang_jax_lora_scaling=2.0,
+    )
+    rollout, _ = make(mesh=mesh, config=config, actor=adapted)
+    cluster = make_cluster(
+        adapted,
+        mesh,
+        tokenizer_of(checkpoint()),
+        partial(Watched, pool=rollout.pool),
+        config,
+        steps=3,
+    )
+    GRPOLearner(cluster, GRPOConfig(num_generations=4, beta=0.0), many_letters).train(prompts_of(3))
+    assert assert_outputs(cluster.rollout) > 0
+    last = cluster.rollout.models[-1]
+    assert cluster.rollout.models[0] is not last
+    tokens = np.arange(30, 40)[None]
+    values = cluster.rollout.get_per_token_logps(tokens, tokens)
+    assert np.abs(values - last.logps(tokens, tokens)).max() < 1e-4
+    assert np.abs(values - Model(base).logps(tokens, tokens)).max() > 0.01
+
+
+def test_lora_without_its_scale(make: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
+    rollout, _ = make(actor=with_lora(load(checkpoint(), "qwen3", mesh_of(2))))
+    with pytest.raises(InvalidConfig, match="rollout_sglang_jax_lora_scaling"):
+        rollout.generate(PROMPTS, CONFIG)
+
+
+def test_lora_on_a_quantised_base(
+    make: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    config = RolloutConfig(rollout_sglang_jax_lora_scaling=2.0)
+    actor = with_lora(load(checkpoint(), "qwen3", mesh_of(2)), weight_qtype="int8")
+    rollout, _ = make(config=config, actor=actor)
+    with pytest.raises(InvalidWeights, match="quantised base"):
+        rollout.update_params(nnx.state(actor, nnx.LoRAParam), (nnx.LoRAParam,))
+
+
+def test_lora_in_another_order() -> None:
+    """Heads before the input, as Gemma has them: nothing is guessed."""
+    shapes = {"q.w": (2, 8, 4), "q.w_lora_a": (8, 1), "q.w_lora_b": (1, 2, 4)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    with pytest.raises(InvalidWeights, match="only adapters of input by rank"):
+        merge_lora(params, 1.0)
+
+
+def test_outputs(make: Callable[..., Any]) -> None:
+    """The end token is an output's last, with its log-probability, and not in the text; prompts
+    have a constant width unless one is longer."""
+    rollout, _ = make()
+    rollout.generate(PROMPTS, RolloutConfig(max_tokens_to_generate=8, temperature=0))
+    greedy = rollout.outputs.pop()[1]
+    assert greedy.logprobs is None
+    assert greedy.left_padded_prompt_tokens.shape == (4, 64)
+    third = [tokens[2] for tokens in greedy.tokens]
+    ends = RolloutConfig(
+        max_tokens_to_generate=8,
+        max_prompt_length=8,
+        temperature=0,
+        top_p=None,
+        eos_tokens=[int(token) for token in third],
+        return_logprobs=True,
+    )
+    output = rollout.generate(PROMPTS, ends)
+    for row, tokens in enumerate(output.tokens):
+        expected = greedy.tokens[row].tolist()
+        end = next(index for index, token in enumerate(expected) if token in third)
+        assert tokens.tolist() == expected[: end + 1]
+        assert output.text[row] == rollout.pool.front_end().tokenizer.decode(expected[:end])
+    assert assert_outputs(rollout) == sum(map(len, output.tokens))
+    assert output.left_padded_prompt_tokens.shape == (4, 32)
+    for row, text in zip(output.left_padded_prompt_tokens, PROMPTS, strict=True):
+        ids = list(text.encode())
+        assert row.tolist() == [PAD_ID] * (32 - len(ids)) + ids
+    assert (rollout.pad_id(), rollout.eos_id(), rollout.model()) == (PAD_ID, END_ID, None)
+
+
+def test_seeds(make: Callable[..., Any]) -> None:
+    """Calls of a run differ, with one seed, also those that come at the same time; a run is what
+    it was the last time."""
+
+    def config(seed: Any) -> RolloutConfig:
+        return RolloutConfig(max_tokens_to_generate=8, temperature=1.0, seed=seed)
+
+    def run(seed: Any) -> list[list[int]]:
+        rollout, _ = make()
+        calls = [rollout.generate(["1+1="] * 2, config(seed)) for _ in range(2)]
+        return [tokens.tolist() for call in calls for tokens in call.tokens]
+
+    samples = run(3)
+    assert len({tuple(tokens) for tokens in samples}) == 4
+    assert run(jnp.asarray(3)) == samples != run(jax.random.key(3))
+    rollout, _ = make()
+    with callers(8) as executor:
+        calls = [executor.submit(rollout.generate, "1+1=", config(3)) for _ in range(8)]
+        assert len({tuple(call.result().tokens[0].tolist()) for call in calls}) == 8
+
+
+def test_weights_that_were_restored(
+    make: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    """What Tunix puts into the actor after the rollout was made counts."""
+    rollout, actor = make()
+    restored = load(checkpoint(seed=3), "qwen3", mesh_of(2))
+    nnx.update(actor, nnx.state(restored))
+    rollout.generate(PROMPTS, CONFIG)
+    assert_synced(rollout.pool, restored)
+
+
+def test_names_of_hugging_face(make: Callable[..., Any]) -> None:
+    """A mapping of the caller's, in Tunix's terms, to Hugging Face's names and shapes."""
+    names = {
+        "embedder.input_embedding": "model.embed_tokens.weight",
+        "last.w": "model.norm.weight",
+    }
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        names[f"layers.*.{norm}.w"] = f"model.layers.*.{norm}.weight"
+    for part in ("q_norm", "k_norm", "q_proj", "k_proj", "v_proj", "o_proj"):
+        names[f"layers.*.attn.{part}.w"] = f"model.layers.*.self_attn.{part}.weight"
+    for part in ("gate", "up", "down"):
+        names[f"layers.*.mlp.{part}_proj.kernel"] = f"model.layers.*.mlp.{part}_proj.weight"
+
+    def renamed(state: nnx.State) -> nnx.State:
+        flat = dict(state.flat_state())
+        flat["last", "w"] = flat.pop(("final_norm", "w"))
+        return nnx.State.from_flat_path(flat)
+
+    mapping: dict[str, Any] = {
+        "preprocess_src_state": renamed,
+        "to_hf_mappings": {name: (target, ()) for name, target in names.items()},
+        "to_hf_transpose_keys": {"kernel": (1, 0), "layers.*.attn.o_proj.w": (2, 0, 1)},
+        "to_hf_hook_fns": {
+            "layers.*.attn.o_proj.w": lambda w: w.reshape(len(w), -1),
+            **{f"layers.*.attn.{n}_proj.w": lambda w: w.reshape(len(w), -1).T for n in "qkv"},
+        },
+    }
+    rollout, actor = make(config=RolloutConfig(rollout_mapping_config=mapping))
+    rollout.update_params(nnx.state(actor, nnx.Param))
+    assert_synced(rollout.pool, actor)
+    del mapping["to_hf_mappings"]["last.w"]
+    rollout, actor = make(config=RolloutConfig(rollout_mapping_config=mapping))
+    with pytest.raises(InvalidWeights, match=r"last\.w") as error:
+        rollout.update_params(nnx.state(actor, nnx.Param))
+    assert error.value.names == ("last.w",)
+
+
+def test_refusals(checkpoint: Callable[..., Path], make: Callable[..., Any]) -> None:
+    class Unknown(nnx.Module):
+        pass
+
+    threads = threading.enumerate()
+    pool_args = {"model": str(checkpoint()), **SMALL}
+    tokenizer = tokenizer_of(checkpoint())
+    with pytest.raises(InvalidConfig, match="Unknown to sglang-jax"):
+        EnginePoolRollout(Unknown(), tokenizer, mesh_of(2), CONFIG, pool_args=pool_args)
+    assert threading.enumerate() == threads  # a pool that is refused to its user is never opened
+    for given in ({}, {"pool": make()[0].pool, "pool_args": {}}):
+        with pytest.raises(InvalidConfig, match="either"):
+            EnginePoolRollout(Unknown(), tokenizer, mesh_of(2), CONFIG, **given)
