@@ -24,7 +24,7 @@ $(COMPAT)/.installed: constraints-0.0.3rc99.txt
 $(TPU)/.installed: constraints.txt
 $(TPU)/.installed: EXTRAS := tpu,dev
 $(TUNIX)/.installed: constraints.txt
-$(TUNIX)/.installed: EXTRAS := cpu,dev,tunix
+$(TUNIX)/.installed: EXTRAS := cpu,dev,tunix,lm-eval
 $(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed $(TUNIX)/.installed: pyproject.toml
 	@scripts/install $(@D) $(filter constraints%,$^) $(EXTRAS)
 	@touch $@
@@ -61,7 +61,7 @@ tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, with
 test-integrations: setup $(TUNIX)/.installed ## Run trainers on pools, and the TPU's attention kernel, interpreted on CPU
 # tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
 	$(BIN)/python $(PYTEST) $(ARGS) tests/integrations
-	$(TUNIX)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_tunix.py
+	$(TUNIX)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py
 
 .PHONY: lint
 lint: setup ## Check style, formatting and which room imports which

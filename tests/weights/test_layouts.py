@@ -27,16 +27,18 @@ class Layout(NamedTuple):
     spec: tuple[Any, ...]
 
     def of(self, params: dict[str, np.ndarray], dtype: Any = np.float32) -> dict[str, jax.Array]:
-        """What has one axis is cut as the first of two."""
+        """What has one axis is cut as the first of two; what cannot be cut evenly is not."""
         devices = np.array(jax.devices())[self.devices]
         mesh = Mesh(devices.reshape(self.shape), ("x", "y")[: len(self.shape)])
-        return {
-            name: jax.device_put(
-                np.array(value, dtype),
-                NamedSharding(mesh, PartitionSpec(*self.spec[: value.ndim])),
-            )
-            for name, value in params.items()
-        }
+        placed = {}
+        for name, value in params.items():
+            cut = NamedSharding(mesh, PartitionSpec(*self.spec[: value.ndim]))
+            try:
+                cut.shard_shape(value.shape)
+            except ValueError:
+                cut = NamedSharding(mesh, PartitionSpec())
+            placed[name] = jax.device_put(np.array(value, dtype), cut)
+        return placed
 
 
 ALL = [0, 1, 2, 3]
