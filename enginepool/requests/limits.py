@@ -57,7 +57,10 @@ def check_length(
         InvalidRequest: The prompt, or prompt and output, do not fit one engine.
     """
     wanted, room = sampling.params.max_new_tokens, limits.total - len(ids)
-    _check_fits(index, ids, limits.prompt if wanted != 0 else limits.scored, limits)
+    if wanted == 0:
+        _check_fits(index, ids, limits.scored, limits)
+        return
+    _check_fits(index, ids, limits.prompt, limits)
     if sampling.explicit_length and wanted > room and not clamp:
         raise InvalidRequest(
             f"max_new_tokens={wanted} does not fit: after {len(ids)} prompt tokens there is "

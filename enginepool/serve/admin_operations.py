@@ -50,6 +50,7 @@ class AdminOperations:
         self._root = None if model_root is None else model_root.resolve()
         self._server_args = server_args
         self._lock = asyncio.Lock()
+        self._read = 0  # the update that brought the weights that lie at `model_path`
         self.model_path = pool.config.model
         self.reloading = False
         self.last_ok: bool | None = None
@@ -95,6 +96,7 @@ class AdminOperations:
         finally:
             self.reloading = False
         self.last_ok, self.last_error, self.model_path = True, None, path
+        self._read = self._desired.update
         return report
 
     async def checksum(self) -> float:
@@ -149,10 +151,19 @@ class AdminOperations:
 
     async def resume_memory(self, tags: Sequence[str] | None) -> None:
         """Take back what is named and was given back. Weights are read from where those that were
-        served came from, under the version that they had."""
+        served came from, under the version that they had.
+
+        Raises:
+            InvalidRequest: They came from no checkpoint.
+        """
         async with self._lock:
             if _meant("weights", tags) and self._desired.no_weights is not None:
                 version = self._desired.weight_version
+                if self._desired.update != self._read:
+                    raise InvalidRequest(
+                        f"the weights of version {version!r} came from the server's own process, "
+                        "no checkpoint has them: bring new ones (/update_weights_from_disk)"
+                    )
                 report = await self._reload(self.model_path, "in_place", version)
                 self._on_update(report)
             if _meant("kv_cache", tags):

@@ -83,7 +83,9 @@ class Guard:
 def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | None:
     """Why a request may come from another machine that is not trusted."""
     if options.trusts(address):
-        return None
+        # A browser there may show another site's page, and its host's name resolve to this machine.
+        browser = "accept-language" in headers
+        return "requests of a browser may not administer this server" if browser else None
     if not is_loopback(address):
         return f"requests from {address} may not administer this server"
     # Another site's page may have a name that resolves to this machine.

@@ -28,7 +28,7 @@ from enginepool.serve.record import (
     outputs_of,
 )
 from enginepool.serve.rendering import LARGE, Rendering
-from enginepool.serve.request_limits import check_counts, check_rids, count_prompts
+from enginepool.serve.request_limits import check_counts, check_rids, check_values, count_prompts
 from enginepool.serve.sampling_wire import as_taken
 from enginepool.serve.wire_extras import name_tokens
 
@@ -68,7 +68,7 @@ class Exchange:
         rids: The client's own ids of its requests.
         token_names: The name of a token in log-probabilities, in the place of its text.
         names_own: Where the most probable tokens are not asked for, each place names its own.
-        saw: Told of every output of a stream.
+        watchers: Told of every output of a stream, which they may change.
         failure: What ended a streamed reply early.
     """
 
@@ -86,7 +86,7 @@ class Exchange:
         self.rids: frozenset[str] = frozenset()
         self.token_names: Callable[[int], str] = rendering.token_text
         self.names_own = False
-        self.saw: Callable[[Any], None] | None = None
+        self.watchers: list[Callable[[dict[str, Any]], None]] = []
         self.failure: Exception | None = None
         self._started = time.perf_counter()
         self._first_output_seconds: float | None = None
@@ -148,18 +148,20 @@ class Exchange:
     def _make_call(self, obj: Any, prompt_logprobs: int | None) -> Call:
         for text in [obj.text] if isinstance(obj.text, str) else obj.text or ():
             self.tokenizer.check_text(text)
-        return self._front.make_call(
+        call = self._front.make_call(
             obj, prompt_logprobs=prompt_logprobs, clamp=self._options.clamp_max_new_tokens
         )
+        check_values(call)
+        return call
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's: the result, or chunks."""
         del obj, request
         assert self._outputs is not None
         try:
-            yield self._dressed(self._first)
+            yield await self._dress(self._first)
             async for output in self._outputs:
-                yield self._dressed(output)
+                yield await self._dress(output)
         except Exception as error:
             self.failure = error
             raise ValueError(str(error)) from error  # the only kind that all of upstream's catch
@@ -203,6 +205,12 @@ class Exchange:
             return cut_short(self.call)
         return self.failure
 
+    async def _dress(self, output: Any) -> Any:
+        assert self.call is not None
+        if self.call.requests[0].scoring is None:
+            return self._dressed(output)
+        return await run_sync(self._dressed, output)  # prompts may be long
+
     def _dressed(self, output: Any) -> Any:
         """Log-probabilities as upstream's classes read them: with each token's text, and those of
         the prompt with the first chunk of a stream, too."""
@@ -219,11 +227,11 @@ class Exchange:
     def _see(self, chunk: dict[str, Any], index: int) -> None:
         assert self.call is not None
         request = self.call.requests[index]
-        if request.scoring is not None and (index not in self._begun or not chunk["text"]):
+        if request.scoring is not None and index not in self._begun:
             chunk["meta_info"] |= prompt_entries(request)
         self._begun.add(index)
-        if self.saw is not None:
-            self.saw(chunk)
+        for watch in self.watchers:
+            watch(chunk)
 
 
 class _Stream(StreamingResponse):

@@ -24,8 +24,8 @@ from enginepool.serve.probe import check_engines
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
 
-# Of upstream's ServerArgs: for the server alone.
-_SECRETS = frozenset(("api_key", "admin_api_key", "ssl_keyfile", "ssl_keyfile_password"))
+# In names of upstream's ServerArgs that are for the server alone.
+_SECRET = ("secret", "password", "api_key", "keyfile")
 
 
 class ModelInfo(BaseModel):
@@ -98,9 +98,8 @@ def router(service: Service) -> APIRouter:
     async def server_info(raw: Request) -> dict[str, Any]:
         """Upstream's ServerArgs of the engines, and what each engine does now."""
         front = service.front_of(raw)
-        args = dataclasses.asdict(front.server_args)
         return {
-            **{name: value for name, value in _plain(args).items() if name not in _SECRETS},
+            **_told(dataclasses.asdict(front.server_args)),
             "weight_version": service.runtime.desired.weight_version,
             "internal_states": await front.get_internal_state(),
             "version": version("sglang-jax"),
@@ -161,5 +160,7 @@ def _loads(service: Service, raw: Request) -> Loads:
     return Loads(timestamp=time.time(), dp_rank_count=len(each), loads=each)
 
 
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
+def _told(args: dict[str, Any]) -> dict[str, Any]:
+    """What everybody may know, as JSON can say it."""
+    told = {k: v for k, v in args.items() if not any(part in k for part in _SECRET)}
+    return json.loads(json.dumps(told, default=str))

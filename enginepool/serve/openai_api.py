@@ -36,7 +36,7 @@ from enginepool.serve.openai_fields import check_fields, check_template_options
 from enginepool.serve.openai_models import ChatBody, ChatReply, CompletionBody, CompletionReply
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, events
 from enginepool.serve.scoring import ScoreExchange
-from enginepool.serve.wire_extras import StreamedIds, add_to_reply
+from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, add_to_reply
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
@@ -65,7 +65,11 @@ class _Serving:
             pieces = streamed.body_iterator
             if body.return_token_ids:
                 ids = StreamedIds(call, chat=chat)
-                exchange.saw, pieces = ids.saw, ids.dressed(pieces)
+                exchange.watchers.append(ids.saw)
+                pieces = ids.dressed(pieces)
+            if not chat and body.echo:
+                echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
+                exchange.watchers.append(echoed.saw)
             return exchange.stream(pieces)
         made = await self._handle_non_streaming_request(adapted, body, raw)
         if exchange.failure is not None:
@@ -73,8 +77,10 @@ class _Serving:
         if isinstance(made, Response):
             return made
         if body.return_token_ids or body.prompt_logprobs is not None:
-            reply = add_to_reply(made.model_dump(), call, body, text, chat=chat)
-            return Response(orjson.dumps(reply), media_type="application/json")
+            reply = await run_sync(
+                lambda: orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
+            )
+            return Response(reply, media_type="application/json")
         return Response(made.model_dump_json(), media_type="application/json")
 
     def _adapt(self: Any, body: Any) -> Any:
@@ -98,7 +104,13 @@ class _Serving:
 
 
 class Completion(_Serving, OpenAIServingCompletion):
-    pass
+    def echo_text(self, body: CompletionBody, index: int) -> str:
+        """The prompt of an output."""
+        return super()._get_echo_text(body, index)
+
+    def _get_echo_text(self, request: Any, index: int) -> str:
+        del request, index
+        return ""  # `EchoedPrompts` has put it there
 
 
 class Score(OpenAIServingScore):
@@ -132,7 +144,7 @@ def router(service: Service) -> APIRouter:
     Raises:
         EnginePoolError: Upstream's serving classes are not those that are known here.
     """
-    expect(OpenAIServingCompletion, *_USED)
+    expect(OpenAIServingCompletion, *_USED, "_get_echo_text")
     expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens")
     expect(OpenAIServingScore, "_handle_non_streaming_request")
     routes = APIRouter(route_class=CheckedRoute)

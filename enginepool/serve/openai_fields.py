@@ -26,6 +26,11 @@ def check_fields(body: Any, server_args: Any) -> None:
         raise Refused(
             400, "prompt_logprobs: not in a stream; leave stream=true out", param="prompt_logprobs"
         )
+    if body.prompt_logprobs is not None and getattr(body, "echo", False) and body.logprobs:
+        raise Refused(
+            400, "prompt_logprobs with echo and logprobs: both tell the prompt's; give one of them",
+            param="prompt_logprobs",
+        )  # fmt: skip
     if body.cache_salt is not None and body.extra_key not in (None, body.cache_salt):
         raise Refused(
             400, "cache_salt and extra_key are two names for one thing: give one of them",

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from enginepool.engine.states import EngineState
-from enginepool.errors import PoolFailed, QueueFull
+from enginepool.errors import EnginePoolError, QueueFull
 from enginepool.requests.submission import submitted
 from enginepool.requests.wait import async_wait_all
 from enginepool.serve.error_replies import Refused
@@ -54,7 +54,7 @@ async def _failure(runtime: Runtime, index: int) -> str | None:
     except QueueFull as error:
         await asyncio.sleep(_FULL_SECONDS)
         return str(error)
-    except PoolFailed as error:
+    except EnginePoolError as error:  # it, or the pool, ended since
         return str(error)
     (request,) = call.requests
     reason = request.finish_reason or {}

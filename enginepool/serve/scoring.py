@@ -69,6 +69,13 @@ class ScoreExchange(Exchange):
                 f"query={shown(query)}: query and items are either texts or lists of token ids, "
                 "both the same"
             )
+        size = sum(len(query) + len(item) for item in items) * len(labels)
+        if size > self._options.max_body_bytes:
+            raise InvalidRequest(
+                f"{len(items)} items with the query before each, {len(labels)} labels times, are "
+                f"{size} characters or ids: at most {self._options.max_body_bytes} are taken "
+                "(--max-body-bytes); send several"
+            )
         return [item + query if item_first else query + item for item in items]
 
     def _make_score_call(self, prompts: list[Any], labels: list[int]) -> Call:

@@ -48,21 +48,13 @@ def router(service: Service) -> APIRouter:
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _generate(exchange, body))
 
-    @routes.post("/tokenize", responses=errors(400, 401, 408, 413))
-    async def tokenize(body: Tokenize, raw: Request) -> Tokenized:
+    @routes.post("/tokenize", response_model=Tokenized, responses=errors(400, 401, 408, 413))
+    async def tokenize(body: Tokenize, raw: Request) -> Response:
         """The token ids of a text, or of a conversation by the checkpoint's template."""
         exchange = service.exchange(raw)
         limiter = exchange.tokenizer.limiter
-        tokens, lone = await run_sync(_tokens, service, exchange, body, limiter=limiter)
-        text = exchange.tokenizer.convert_ids_to_tokens
-        strings = [text(ids) for ids in tokens] if body.return_token_strs else None
-        counts = [len(ids) for ids in tokens]
-        return Tokenized(
-            count=counts[0] if lone else counts,
-            max_model_len=service.runtime.input_processor.limits.total,
-            tokens=tokens[0] if lone else tokens,
-            token_strs=strings if strings is None or not lone else strings[0],
-        )
+        made = await run_sync(_tokenized, service, exchange, body, limiter=limiter)
+        return Response(made, media_type="application/json")
 
     @routes.post("/detokenize", responses=errors(400, 401, 408, 413))
     async def detokenize(body: Detokenize, raw: Request) -> Detokenized:
@@ -104,9 +96,9 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     reply = TokensOut(request_id=_id(results[0]), choices=choices, usage=_usage(results))
     if (width := sampling.prompt_logprobs) is not None:
         assert exchange.call is not None
-        text = exchange.tokenizer.token_text
+        request, text = exchange.call.requests[0], exchange.tokenizer.token_text
         # By themselves: pydantic would look at every place anew.
-        rows = prompt_logprobs_of(exchange.call.requests[0], width, text)
+        rows = await run_sync(prompt_logprobs_of, request, width, text)
         return _json(reply.model_dump() | {"prompt_logprobs": rows})
     return _json(reply.model_dump())
 
@@ -164,6 +156,22 @@ def _usage(results: list[dict[str, Any]]) -> TokenUsage:
 
 def _id(result: dict[str, Any]) -> str:
     return result["meta_info"]["id"]
+
+
+def _tokenized(service: Service, exchange: Exchange, body: Tokenize) -> bytes:
+    """The reply; pydantic would look at every id anew."""
+    tokens, lone = _tokens(service, exchange, body)
+    text = exchange.tokenizer.convert_ids_to_tokens
+    strings = [text(ids) for ids in tokens] if body.return_token_strs else None
+    counts = [len(ids) for ids in tokens]
+    return orjson.dumps(
+        {
+            "count": counts[0] if lone else counts,
+            "max_model_len": service.runtime.input_processor.limits.total,
+            "tokens": tokens[0] if lone else tokens,
+            "token_strs": strings if strings is None or not lone else strings[0],
+        }
+    )
 
 
 def _tokens(service: Service, exchange: Exchange, body: Tokenize) -> tuple[list[list[int]], bool]:

@@ -83,6 +83,28 @@ def add_to_reply(
     return made
 
 
+class EchoedPrompts:
+    """The prompt before each text of a stream. Upstream's class puts it before the first alone and
+    so loses as many characters of those that follow; and while there is no text, it adds the
+    prompt's log-probabilities to every chunk.
+
+    Args:
+        text: The prompt of an output.
+    """
+
+    def __init__(self, text: Callable[[int], str]) -> None:
+        self._text = text
+        self._texts: dict[int, str] = {}
+
+    def saw(self, output: dict[str, Any]) -> None:
+        index, meta = output["index"], output["meta_info"]
+        if index not in self._texts:
+            self._texts[index] = self._text(index)
+        elif "output_token_logprobs" in meta:
+            meta["input_token_logprobs"], meta["input_top_logprobs"] = [], []
+        output["text"] = self._texts[index] + output["text"]
+
+
 class StreamedIds:
     """Token ids in the chunks of a stream: each id once, in the chunk of its output that is sent
     when it is there, or in the next."""

@@ -294,6 +294,15 @@ def test_prompts_of_no_output(pool: EnginePool, model_dir: ModelDir) -> None:
     assert at_rest(pool)
 
 
+def test_prompt_of_one_engines_own_call(pool: EnginePool, model_dir: ModelDir) -> None:
+    """Upstream's names, as its Engine has them."""
+    result: Any = pool.engines[1].generate(
+        input_ids=ids(30), sampling_params=GREEDY, return_logprob=True, logprob_start_len=4
+    )
+    assert result["meta_info"]["engine_index"] == 1
+    assert_prompt_logprobs(model_dir("qwen3"), ids(30), result["meta_info"])
+
+
 def test_prompt_of_a_stream_and_of_a_chat(make_pool: MakePool) -> None:
     """A stream has them in its last chunk."""
     pool = make_pool("toy", 2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from enginepool import EnginePool, toy
+from enginepool.serve.wire_extras import EchoedPrompts
 from tests.support.forced import LOGPROB_TOLERANCE
 from tests.support.scores import assert_prompt_logprobs, chosen, reference
 from tests.support.servers import Running
@@ -98,6 +99,39 @@ def test_echo(plain: Running, tokens: int, stream: bool) -> None:
     assert np.abs(rows.max(axis=-1) - best).max() < LOGPROB_TOLERANCE
 
 
+def test_streamed_echo(plain: Running) -> None:
+    """The prompt before the first text, and no text is lost; also of many prompts and samples."""
+    body = {
+        "model": "toy", "prompt": [SUM, "1+1="], "n": 2, "echo": True, "temperature": 0,
+        "stream": True,
+    }  # fmt: skip
+    with plain.http() as client:
+        reply = client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert texts_of(reply.text) == {0: SUM + "19", 1: SUM + "19", 2: "1+1=2", 3: "1+1=2"}
+
+
+def texts_of(stream: str) -> dict[int, str]:
+    """Of each output of a stream."""
+    texts: dict[int, str] = {}
+    for line in stream.splitlines():
+        if line and line != "data: [DONE]":
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+def test_an_echo_without_text() -> None:
+    """Of special tokens alone: their values are in the first chunk only, as in any other."""
+    echoed = EchoedPrompts(lambda _: "")
+    values = [(None, 258, "")]
+    for place in (values, []):
+        meta: dict[str, Any] = {"output_token_logprobs": [], "input_token_logprobs": values}
+        meta["input_top_logprobs"] = []
+        echoed.saw({"index": 0, "text": "", "meta_info": meta})
+        assert meta["input_token_logprobs"] == place
+
+
 def test_echo_with_the_sampled_ones_alone(plain: Running) -> None:
     body = {"model": "toy", "prompt": SUM, "echo": True, "logprobs": 0, "temperature": 0}
     (choice,) = post(plain, "/v1/completions", body)["choices"]
@@ -153,6 +187,18 @@ def test_score(plain: Running, sums: EnginePool, item_first: bool, softmax: bool
         assert np.abs(np.array(made["scores"]) - scores).max() < 1e-4
 
 
+def test_what_one_reply_may_say(plain: Running) -> None:
+    """Log-probabilities of prompts are worked on one by one, and every sample repeats them."""
+    body = {
+        "input_ids": IDS * 100, "return_logprob": True, "logprob_start_len": 0,
+        "top_logprobs_num": 20, "sampling_params": {"max_new_tokens": 0, "n": 128},
+    }  # fmt: skip
+    with plain.http() as client:
+        reply = client.post("/generate", json=body)
+    assert reply.status_code == 400, reply.text
+    assert f"{500 * 21 * 128} log-probabilities" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "part"),
     [
@@ -162,6 +208,10 @@ def test_score(plain: Running, sums: EnginePool, item_first: bool, softmax: bool
         ({"items": ["b"], "label_token_ids": [1]}, "both the same"),
         ({"query": "a", "items": ["b"], "label_token_ids": [100000]}, "100000"),
         ({"query": "a", "items": ["b"] * 1000, "label_token_ids": [1, 2]}, "--max-queued"),
+        (
+            {"query": "a" * 1_000_000, "items": ["b"] * 10, "label_token_ids": [1, 2]},
+            "--max-body-bytes",
+        ),
         ({"query": "a", "items": ["b" * 600], "label_token_ids": [1]}, "too long"),
         ({"text_1": "a", "text_2": "b"}, "unknown field text_1"),
     ],

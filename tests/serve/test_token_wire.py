@@ -130,30 +130,37 @@ def test_generate_streams_and_samples(plain: Running) -> None:
     assert [list(place) for place in made["prompt_logprobs"][1:]] == [[str(i)] for i in IDS[1:]]
 
 
-def test_turns_keep_the_prefix_cache(plain: Running, sums: EnginePool) -> None:
-    """The next turn's prompt is this turn's ids and more: none of what was computed is again, on
-    any of four engines; with another salt all is."""
+def test_turns_keep_the_prefix_cache(sums: EnginePool) -> None:
+    """The next turn's prompt is this turn's ids and more: on the engine that had the turns before,
+    none of what was computed is again; with another salt all is."""
     sums.flush_cache()
     prompt = list(b"1+1=2. 2+2=4. 12+7=")
     known = 0
-    for _ in range(4):
-        body = {"token_ids": prompt, "sampling_params": {"temperature": 0}, "cache_salt": "a"}
-        made = post(plain, "/inference/v1/generate", body)
-        cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached == known
-        ids = made["choices"][0]["token_ids"]
-        known = len(prompt) + len(ids) - 1  # the last one was sampled and not computed
-        prompt = [*prompt, *ids, *b" 30+4="]
-    body["cache_salt"] = "b"
-    made = post(plain, "/inference/v1/generate", body)
-    assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    with serving(sums, engine_ports=(0, 0, 0, 0)) as running, running.http(2) as client:
+
+        def turn(salt: str) -> Any:
+            body = {"token_ids": prompt, "sampling_params": {"temperature": 0}, "cache_salt": salt}
+            reply = client.post("/inference/v1/generate", json=body)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        for _ in range(4):
+            made = turn("a")
+            assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == known
+            ids = made["choices"][0]["token_ids"]
+            known = len(prompt) + len(ids) - 1  # the last one was sampled and not computed
+            prompt = [*prompt, *ids, *b" 30+4="]
+        assert turn("b")["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_tokenize(plain: Running) -> None:
     """Both ways, and what a conversation becomes is what is answered."""
     said = post(plain, "/tokenize", {"model": "toy", "prompt": SUM, "return_token_strs": True})
+    with plain.http() as client:
+        (card,) = client.get("/v1/models").json()["data"]
     assert said == {
-        "count": 5, "max_model_len": 512, "tokens": IDS, "token_strs": said["token_strs"],
+        "count": 5, "max_model_len": card["max_model_len"], "tokens": IDS,
+        "token_strs": said["token_strs"],
     }  # fmt: skip
     assert len(said["token_strs"]) == 5
     many = post(plain, "/tokenize", {"prompt": [SUM, "1"]})
@@ -208,8 +215,10 @@ def test_clamp(sums: EnginePool) -> None:
     }  # fmt: skip
     with serving(sums, clamp_max_new_tokens=True) as running:
         made = post(running, "/generate", body)
-        assert made["meta_info"]["completion_tokens"] == 512 - 5
         with running.http() as client:
+            (card,) = client.get("/v1/models").json()["data"]
+            assert made["meta_info"]["completion_tokens"] == card["max_model_len"] - len(IDS)
+            assert made["meta_info"]["finish_reason"]["type"] == "length"
             metric = ("http_requests_total", "ok", "/generate")
             assert samples(client)[metric] == 1
     with serving(sums) as running, running.http() as client:

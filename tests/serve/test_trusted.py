@@ -44,7 +44,12 @@ def test_addresses(address: str, code: int) -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [{"Origin": "http://pool:30000"}, {"X-Forwarded-For": "10.1.2.3"}, {"Via": "1.1 proxy"}],
+    [
+        {"Origin": "http://pool:30000"},
+        {"X-Forwarded-For": "10.1.2.3"},
+        {"Via": "1.1 proxy"},
+        {"Accept-Language": "en"},  # all that tells of a page whose host's name was bound anew
+    ],
 )
 def test_browsers_and_proxies_there(headers: dict[str, str]) -> None:
     options = ServeOptions(host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK)
