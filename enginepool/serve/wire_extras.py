@@ -78,7 +78,7 @@ def add_to_reply(
         if asked.return_token_ids:
             choice["token_ids"] = request.output_ids
             place["prompt_token_ids"] = request.input_ids
-        if width is not None:
+        if width is not None and "prompt_logprobs" not in place:
             place["prompt_logprobs"] = prompt_logprobs_of(request, width, text)
     return made
 
