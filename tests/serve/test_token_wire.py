@@ -208,8 +208,9 @@ def test_refusals(plain: Running, path: str, body: dict[str, Any], part: str) ->
 
 def test_clamp(sums: EnginePool) -> None:
     """Only where the server was started so: what AReaL asks for is cut to the room."""
+    prompt = IDS * 90
     body = {
-        "input_ids": IDS, "return_logprob": True,
+        "input_ids": prompt, "return_logprob": True,
         "sampling_params": {"max_new_tokens": 16384, "top_k": int(1e8), "ignore_eos": True,
                             "temperature": 0},
     }  # fmt: skip
@@ -217,7 +218,7 @@ def test_clamp(sums: EnginePool) -> None:
         made = post(running, "/generate", body)
         with running.http() as client:
             (card,) = client.get("/v1/models").json()["data"]
-            assert made["meta_info"]["completion_tokens"] == card["max_model_len"] - len(IDS)
+            assert made["meta_info"]["completion_tokens"] == card["max_model_len"] - len(prompt)
             assert made["meta_info"]["finish_reason"]["type"] == "length"
             metric = ("http_requests_total", "ok", "/generate")
             assert samples(client)[metric] == 1
