@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
+from enginepool.errors import InvalidRequest
 from enginepool.serve.admin_api import Done
 from enginepool.serve.bodies import CheckedRoute
 from enginepool.serve.openapi_schema import ADMIN_ERRORS
@@ -30,7 +31,7 @@ class PauseQuery(BaseModel, extra="forbid"):
 class SleepQuery(BaseModel, extra="forbid"):
     """`level` 1 gives the KV cache back, 2 the weights as well. `mode` as `/pause` has it."""
 
-    level: Literal[1, 2] = 1
+    level: int = Field(default=1, ge=1, le=2)
     mode: Literal["abort", "wait", "keep"] = "keep"
 
 
@@ -39,10 +40,10 @@ class WakeQuery(BaseModel, extra="forbid"):
 
 
 class ResetQuery(BaseModel, extra="forbid"):
-    """Running requests are computed anew in any case."""
+    """Running requests are computed anew in any case; there is no cache elsewhere."""
 
     reset_running_requests: bool = False
-    reset_external: Literal[False] = False
+    reset_external: bool = False
 
 
 class WeightDir(BaseModel):
@@ -87,6 +88,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(query: Annotated[ResetQuery, Query()]) -> Status:
+        if query.reset_external:
+            raise InvalidRequest("reset_external=True: there is no cache elsewhere; leave it out")
         await admin.flush_cache()
         return Status()
 

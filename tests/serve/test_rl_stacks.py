@@ -110,7 +110,7 @@ def test_prime_rl(administered: Running, clear_cache: bool) -> None:
         meta = json.loads(last)["meta_info"]
         assert meta["completion_tokens"] == 400
         assert [version for *_, version in meta["weight_versions"]] == [0, "step_1"]
-        post(other, "/reset_prefix_cache")
+        post(other, "/reset_prefix_cache", reset_running_requests="true", reset_external="false")
         assert get(other, "/model_info")["model_path"] == SUBTRACT
         cards = get(other, "/v1/models")["data"]
         assert cards[0]["root"] == SUBTRACT
@@ -195,13 +195,13 @@ def test_busy_is_healthy(
     """An engine that is full has no room for the probe's token, and is at work."""
     monkeypatch.setattr(probe, "SECONDS", 0.2)
     with administered.http() as client, callers() as threads:
-        prompts = [f"{a}+{b}=" for a in range(1, 9) for b in range(1, 9)]
-        full = threads.submit(sums.generate_all, prompts, {**LONG, "max_new_tokens": 250})
+        full = threads.submit(sums.generate_all, [SUM] * 24, LONG, raise_on_error=False)
         until(
             lambda: all(load["num_running_reqs"] >= 3 for load in get(client, "/v1/loads")["loads"])
         )
         assert client.get("/health_generate").status_code == 200
         assert not full.done()
+        sums.abort_request(abort_all=True)
         full.result()
 
 
@@ -229,6 +229,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("/pause", {"mode": "keep"}, {}, "nothing is taken here"),
     ("/sleep", None, {"level": 3}, "level"),
     ("/wake_up", None, {"tags": "all"}, "tags"),
+    ("/reset_prefix_cache", None, {"reset_external": "true"}, "reset_external"),
     ("/release_memory_occupation", {"tags": ["kv"]}, {}, "tags"),
     ("/update_weights", {"weight_dir": ""}, {}, "weight_dir"),
     ("/update_weights", {"update_info": {}}, {}, "update_info"),
