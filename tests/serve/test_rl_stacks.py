@@ -195,7 +195,7 @@ def test_busy_is_healthy(
     """An engine that is full has no room for the probe's token, and is at work."""
     monkeypatch.setattr(probe, "SECONDS", 0.2)
     with administered.http() as client, callers() as threads:
-        full = threads.submit(sums.generate_all, [SUM] * 24, LONG, raise_on_error=False)
+        full = threads.submit(sums.generate_all, [SUM] * 24, LONG)
         until(
             lambda: all(load["num_running_reqs"] >= 3 for load in get(client, "/v1/loads")["loads"])
         )
