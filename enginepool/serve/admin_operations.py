@@ -50,7 +50,7 @@ class AdminOperations:
         self._root = None if model_root is None else model_root.resolve()
         self._server_args = server_args
         self._lock = asyncio.Lock()
-        self._read = 0  # the update that brought the weights that lie at `model_path`
+        self._read = desired.update  # what brought the weights that lie at `model_path`
         self.model_path = pool.config.model
         self.reloading = False
         self.last_ok: bool | None = None
