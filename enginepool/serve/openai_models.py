@@ -40,10 +40,10 @@ class CompletionBody(WireFields, CompletionRequest):
 
     @field_validator("max_tokens")
     @classmethod
-    def validate_max_tokens_positive(cls, value: int) -> int:
-        if value < 0:
+    def validate_max_tokens_positive(cls, v: int) -> int:
+        if v < 0:
             raise ValueError("max_tokens must not be negative")
-        return value
+        return v
 
 
 class ChatBody(WireFields, ChatCompletionRequest):

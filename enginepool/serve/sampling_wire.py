@@ -25,8 +25,8 @@ def as_taken(params: Any) -> Any:
     taken = dict(params)
     if is_int(taken.get("top_k")) and taken["top_k"] == 0:
         taken["top_k"] = -1
-    if is_int(seed := taken.get("sampling_seed")):
-        taken["sampling_seed"] = _folded(seed)
+    if is_int(taken.get("sampling_seed")):
+        taken["sampling_seed"] = _folded(taken["sampling_seed"])
     return taken
 
 

@@ -43,7 +43,11 @@ class ScoreExchange(Exchange):
         except Exception as error:
             self.failure = error
             raise ValueError(str(error)) from error  # the only kind that upstream's catches
-        values = [one.scored.logprobs[0] for one in self.call.requests if one.scored is not None]
+        values = [
+            value
+            for one in self.call.requests
+            if one.scored is not None and (value := one.scored.logprobs[0]) is not None
+        ]
         rows = [list(row) for row in itertools.batched(values, len(labels))]
         return [_softmax(row) if apply_softmax else [math.exp(v) for v in row] for row in rows]
 
