@@ -35,6 +35,10 @@ EnableAdmin = Annotated[bool, typer.Option("--enable-admin", help="Serve /admin/
 AdminToken = Annotated[
     str | None, typer.Option(help="What administrators must bring.", envvar=TOKEN_VARIABLE)
 ]
+TrustedAdmins = Annotated[
+    str | None,
+    typer.Option(help="Addresses and networks whose administrators need no token, as 10.0.0.0/8."),
+]
 ModelRoot = Annotated[
     Path | None, typer.Option(help="Where reloads may read; else only the model itself.")
 ]
@@ -62,6 +66,9 @@ KeepAliveTimeout = Annotated[
 Restart = Annotated[bool, typer.Option(help="Bring back an engine whose step failed.")]
 MaxRestarts = Annotated[int, typer.Option(help="In a row and within a minute.")]
 StepTimeout = Annotated[float | None, typer.Option(help="Seconds until a step counts as stuck.")]
+ClampMaxNewTokens = Annotated[
+    bool, typer.Option("--clamp-max-new-tokens", help="Cut what does not fit, do not refuse it.")
+]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Prompts in the log.")]
 
 
@@ -75,6 +82,7 @@ def serve(
     api_key: ApiKey = None,
     enable_admin: EnableAdmin = False,
     admin_token: AdminToken = None,
+    trusted_admins: TrustedAdmins = None,
     model_root: ModelRoot = None,
     reject_while_reloading: RejectWhileReloading = False,
     max_queued_requests: MaxQueuedRequests = 4096,
@@ -89,6 +97,7 @@ def serve(
     restart: Restart = PoolConfig.restart,
     max_restarts: MaxRestarts = PoolConfig.max_restarts,
     step_timeout: StepTimeout = PoolConfig.step_timeout,
+    clamp_max_new_tokens: ClampMaxNewTokens = False,
     log_prompts: LogPrompts = False,
 ) -> None:
     """Serve [MODEL] over HTTP: OpenAI's endpoints and sglang's. Left out, the toy.
@@ -99,11 +108,14 @@ def serve(
     with clear_errors():
         options = ServeOptions(
             host=host, port=port, engine_ports=parse_ports(ports), api_key=api_key,
-            enable_admin=enable_admin, admin_token=admin_token, model_root=model_root,
+            enable_admin=enable_admin, admin_token=admin_token,
+            trusted_admins=tuple((trusted_admins or "").replace(",", " ").split()),
+            model_root=model_root,
             reject_while_reloading=reject_while_reloading, max_body_bytes=max_body_bytes,
             max_prompts=max_prompts, max_n=max_n, request_timeout=request_timeout,
             drain_timeout=drain_timeout, header_timeout=header_timeout, body_timeout=body_timeout,
-            keep_alive_timeout=keep_alive_timeout, log_prompts=log_prompts,
+            keep_alive_timeout=keep_alive_timeout, clamp_max_new_tokens=clamp_max_new_tokens,
+            log_prompts=log_prompts,
         )  # fmt: skip
         from enginepool.cli.server_args import parse_upstream_flags
         from enginepool.pool.pool import EnginePool

@@ -314,6 +314,8 @@ class Channel:
             request.req = scheduler.admit(request)
             if request.abort_reason is not None:  # aborted on its way from the queue to here
                 self._abort([request.internal_rid])
+        if any(request.finish_reason is not None for request in taken):
+            self.wake()  # there is room again, and perhaps no step before the next look
 
     def _abort(self, internal_rids: list[str]) -> None:
         scheduler = self._attached()

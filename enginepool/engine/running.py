@@ -92,12 +92,15 @@ class RunningRequests:
     def deliver_scored(self, request: Request) -> None:
         """Hand a request that was only to be scored to its caller."""
         assert request.scored is not None
-        self.last_output = time.perf_counter()
-        self._weights.finite_under = self._weights.update
-        self.held.pop(request.internal_rid, None)
-        request.prompt_weight_versions = [request.scored.version]
-        reason = {"type": "length", "length": len(request.scored.logprobs)}
-        request.call.finish(request, reason)
+        with self.lock:
+            if self.held.pop(request.internal_rid, None) is None:
+                return
+            self.last_output = time.perf_counter()
+            if request.scored.logprobs[-1] is not None:  # else nothing was computed
+                self._weights.finite_under = self._weights.update
+            request.prompt_weight_versions = [request.scored.version]
+            reason = {"type": "length", "length": len(request.scored.logprobs)}
+            request.call.finish(request, reason)
 
     def end(self, internal_rid: str, reason: dict[str, Any]) -> None:
         """End a request with what it has, if it is here; its own reason to abort comes first."""

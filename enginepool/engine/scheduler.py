@@ -212,9 +212,12 @@ class PinnedScheduler(Scheduler):
 
         Every request asks for output-only log-probabilities, wanted or not: it is one program,
         and a batch that mixes both forms ends upstream's loop. None for a request whose prompt is
-        scored first; `_scored` admits it, if anything is to be generated.
+        scored first, which `_scored` admits again, and for one of which that is all: it ends.
         """
         if self.scorer.takes(request):
+            return None
+        if request.scoring is not None and request.scoring.alone:
+            self.running.deliver_scored(request)
             return None
         self.handle_generate_request(
             TokenizedGenerateReqInput(
@@ -270,10 +273,7 @@ class PinnedScheduler(Scheduler):
 
     def _scored(self, request: Request, scored: Scored) -> None:
         request.scored = scored
-        if request.scoring is not None and request.scoring.alone:
-            self.running.deliver_scored(request)
-        else:
-            request.req = self.admit(request)
+        request.req = self.admit(request)
 
     def cannot_hold(self, request: Request) -> None:
         """End a request for whose prompt an empty KV cache has no room."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import anyio.to_thread
 
@@ -10,7 +10,11 @@ from enginepool.engine.states import PauseMode
 from enginepool.errors import InvalidRequest
 from enginepool.pool.opening import Opening
 from enginepool.runtime import pause, statistics
+from enginepool.swap.quiesce import pause_drained
 from enginepool.values import flag, plain, shown
+
+PoolPauseMode = PauseMode | Literal["drain"]
+POOL_PAUSE_MODES = (*pause.PAUSE_MODES, "drain")
 
 
 class Steering(Opening):
@@ -29,15 +33,21 @@ class Steering(Opening):
         dispatch.abort(requests, "abort_request", "cancelled")
         return len(requests)
 
-    def pause_generation(self, mode: PauseMode = "retract") -> None:
+    def pause_generation(self, mode: PoolPauseMode = "retract") -> None:
         """Stop all engines at their next step boundary; new requests wait. Idle is free.
 
         Args:
             mode: "in_place" keeps running requests where they are. "retract" puts them back
                 into the queue with the tokens that they have, and frees their KV cache. "abort"
-                ends them, and what waits, with what they have.
+                ends them, and what waits, with what they have. "drain" lets them finish first.
         """
-        pause.pause(self._runtime(), mode)
+        if not isinstance(mode, str) or mode not in POOL_PAUSE_MODES:
+            expected = ", ".join(POOL_PAUSE_MODES)
+            raise InvalidRequest(f"mode={shown(mode)}: expected one of {expected}")
+        if mode == "drain":
+            pause_drained(self._runtime())
+        else:
+            pause.pause(self._runtime(), mode)
 
     def continue_generation(self) -> None:
         """Go on after `pause_generation`. Does nothing if the pool is not paused."""
@@ -65,7 +75,7 @@ class Steering(Opening):
         await self._async_runtime()
         return self.abort_request(rid, abort_all=abort_all)
 
-    async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
+    async def async_pause_generation(self, mode: PoolPauseMode = "retract") -> None:
         """`pause_generation` without blocking the event loop."""
         await anyio.to_thread.run_sync(self.pause_generation, mode)
 

@@ -26,6 +26,7 @@ from sgl_jax.srt.managers.io_struct import FlushCacheReqOutput
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.requests.output_processor import call_results, make_chunk, raise_failure
 from enginepool.requests.request import Call
+from enginepool.requests.score_input import make_score_call
 from enginepool.requests.submission import submitted
 from enginepool.requests.wait import async_chunks, async_wait_all
 from enginepool.runtime import pause, statistics
@@ -103,29 +104,53 @@ class FrontEnd:
         results = await run_sync(call_results, call, tokenizer, False)
         yield results[0] if call.lone and len(results) == 1 else results
 
-    def make_call(self, obj: Any) -> Call:
-        """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet."""
+    def make_call(
+        self, obj: Any, *, prompt_logprobs: int | None = None, clamp: bool = False
+    ) -> Call:
+        """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet.
+
+        Args:
+            prompt_logprobs: Log-probabilities of all of the prompt, and so many of the most
+                probable tokens in each place.
+            clamp: See `InputProcessor.make_call`.
+        """
         self.runtime.dispatch.home.check()
         for name in UNSUPPORTED:
             if _given(getattr(obj, name, None)):
                 raise InvalidRequest(f"{name} is not supported in a pool")
-        starts = _as_list(plain(obj.logprob_start_len))
-        if any(start is not None and not (is_int(start) and start < 0) for start in starts):
+        return_logprob = _one_for_all("return_logprob", obj.return_logprob)
+        starts = _starts(obj.logprob_start_len)
+        if starts is not None and not return_logprob:
             raise InvalidRequest(
-                f"logprob_start_len={shown(obj.logprob_start_len)}: log-probabilities of a prompt "
-                "are had from the pool's own calls, by return_prompt_logprob=True or score(), and "
-                "not here; leave it out"
+                f"logprob_start_len={shown(obj.logprob_start_len)} says from where on a prompt's "
+                "log-probabilities are wanted: give return_logprob=True with it"
             )
         return self.runtime.input_processor.make_call(
             obj.text,
             obj.sampling_params,
             obj.input_ids,
-            return_logprob=_one_for_all("return_logprob", obj.return_logprob),
+            return_logprob=return_logprob,
             top_logprobs_num=_one_for_all("top_logprobs_num", obj.top_logprobs_num),
+            return_prompt_logprob=starts is not None or prompt_logprobs is not None,
+            logprob_start_len=starts if prompt_logprobs is None else None,
+            prompt_top_logprobs_num=prompt_logprobs,
             stream=obj.stream,
+            clamp=clamp,
             pinned_to=self._pinned_to,
             extra_key=getattr(obj, "extra_key", None),
             rids=_as_list(obj.rid) if obj.rid else None,
+            weight_version=self.runtime.desired.weight_version,
+        )
+
+    def make_score_call(self, input_ids: Any, continuation_ids: Any) -> Call:
+        """The requests of `pool.score`, one a continuation, for these engines."""
+        return make_score_call(
+            self.runtime.input_processor,
+            None,
+            None,
+            input_ids,
+            continuation_ids,
+            pinned_to=self._pinned_to,
             weight_version=self.runtime.desired.weight_version,
         )
 
@@ -218,6 +243,18 @@ def _given(value: Any) -> bool:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _starts(given: Any) -> Any:
+    """Upstream's `logprob_start_len`, where a negative number is none."""
+    starts = plain(given)
+    values = _as_list(starts)
+    none = [start is None or (is_int(start) and start < 0) for start in values]
+    if any(none) and not all(none):
+        raise InvalidRequest(
+            f"logprob_start_len={shown(given)}: give one for every prompt of a call, or none"
+        )
+    return None if all(none) else starts
 
 
 def _one_for_all(name: str, value: Any) -> Any:

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from enginepool.errors import InvalidRequest
+from enginepool.requests.limits import Limits, check_ids, check_length
 from enginepool.requests.request import MAX_TOP_LOGPROBS, Call, Request
 from enginepool.requests.sampling import Sampling, Seeds, make_sampling
 from enginepool.requests.scoring import Scoring
 from enginepool.requests.tokenizer import Tokenizer
 from enginepool.values import flag, is_int, plain, shown
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What fits one engine, in tokens.
-
-    Attributes:
-        prompt: The longest prompt.
-        total: The longest prompt plus output.
-        origin: Where the limits come from, in words.
-        scored: The longest prompt plus continuation that can be scored.
-        score_refusal: Why nothing can be scored, if so.
-    """
-
-    prompt: int
-    total: int
-    vocab_size: int
-    origin: str
-    scored: int
-    score_refusal: str | None
 
 
 class InputProcessor:
@@ -54,32 +34,46 @@ class InputProcessor:
         top_logprobs_num: int | None = None,
         return_prompt_logprob: bool | None = None,
         logprob_start_len: int | Sequence[int] | None = None,
+        prompt_top_logprobs_num: int | None = None,
         stream: bool = False,
         pinned_to: int | None = None,
         extra_key: str | None = None,
         rids: Sequence[str] | None = None,
+        clamp: bool = False,
         weight_version: int | str = 0,
     ) -> Call:
         """Build the requests of a call, n a prompt, grouped by prompt.
 
-        A caller's NumPy and JAX values become plain Python here, once.
+        A caller's NumPy and JAX values become plain Python here, once. A `max_new_tokens` of 0,
+        with log-probabilities of the prompt, generates nothing.
+
+        Args:
+            prompt_top_logprobs_num: Of the prompt's tokens; left out, `top_logprobs_num`.
+            clamp: Cut a `max_new_tokens` that does not fit down to the room, and do not refuse it.
 
         Raises:
             InvalidRequest: With the prompt's index, the value, the limit and the remedy.
         """
         texts, token_ids, lone = self.prompts(prompts, input_ids)
-        sampling = self._sampling(sampling_params, len(token_ids))
+        scored = flag("return_prompt_logprob", return_prompt_logprob)
+        sampling = self._sampling(sampling_params, len(token_ids), scored)
         top_logprobs_num = check_top_logprobs(top_logprobs_num)
+        prompt_top = top_logprobs_num
+        if prompt_top_logprobs_num is not None:
+            prompt_top = check_top_logprobs(prompt_top_logprobs_num)
         return_logprob = flag("return_logprob", return_logprob) or top_logprobs_num > 0
         if rids is not None and len(rids) != len(token_ids):
             raise InvalidRequest(f"{len(rids)} request ids for {len(token_ids)} prompts")
+        for index, prompt in enumerate(token_ids):
+            check_ids(prompt, "the prompt", index, self.limits)
+        starts = self._starts(scored, logprob_start_len, token_ids)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
-            self._check_prompt(index, prompt, one)
-        starts = self._starts(return_prompt_logprob, logprob_start_len, token_ids)
+            check_length(index, prompt, one, self.limits, clamp=clamp)
         call = Call(weight_version, lone=lone)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             start = starts[index]
-            scoring = None if start is None else Scoring(start, top_logprobs_num)
+            alone = one.params.max_new_tokens == 0
+            scoring = None if start is None else Scoring(start, prompt_top, alone=alone)
             for sample_index in range(one.n):
                 call.add(
                     Request(
@@ -136,11 +130,15 @@ class InputProcessor:
                 )
         return texts, self.tokenizer.encode(texts, special_tokens=special_tokens), lone
 
-    def _sampling(self, params: Any, count: int) -> list[Sampling]:
+    def _sampling(self, params: Any, count: int, scored: bool) -> list[Sampling]:
+        """
+        Args:
+            scored: Whether log-probabilities of the prompts are wanted.
+        """
         if params is None:
             return [self._make(self.defaults, explicit=False)] * count
         if isinstance(params, Mapping) or _is_upstreams(params):
-            return [self._make(params)] * count
+            return [self._make(params, scored=scored)] * count
         params = _as_list("sampling_params", params)
         if len(params) != count:
             raise InvalidRequest(
@@ -151,47 +149,38 @@ class InputProcessor:
         for index, one in enumerate(params):
             try:
                 made += [
-                    self._make(self.defaults, explicit=False) if one is None else self._make(one)
+                    self._make(self.defaults, explicit=False)
+                    if one is None
+                    else self._make(one, scored=scored)
                 ]
             except InvalidRequest as error:
                 raise InvalidRequest(str(error), prompt_index=index) from None
         return made
 
-    def _make(self, params: Any, *, explicit: bool = True) -> Sampling:
+    def _make(self, params: Any, *, explicit: bool = True, scored: bool = False) -> Sampling:
         if _is_upstreams(params):
             params = _from_upstream(params)
         if not isinstance(params, Mapping):
             raise InvalidRequest(f"sampling_params: expected a dict, got {shown(params)}")
-        return make_sampling(
+        made = make_sampling(
             params,
             vocab_size=self.limits.vocab_size,
             tokenizer=self.tokenizer.hf,
             explicit=explicit,
         )
-
-    def _check_prompt(self, index: int, ids: list[int], sampling: Sampling) -> None:
-        limits = self.limits
-        check_ids(ids, "the prompt", index, limits)
-        if len(ids) > limits.prompt:
+        if made.params.max_new_tokens == 0 and not scored:
             raise InvalidRequest(
-                f"{len(ids)} tokens are too long: at most {limits.prompt} fit one engine "
-                f"({limits.origin}); shorten the prompt or raise that limit",
-                prompt_index=index,
+                "max_new_tokens=0: expected an integer, 1 or more; 0 only with log-probabilities "
+                "of the prompt (return_prompt_logprob=True)"
             )
-        wanted, room = sampling.params.max_new_tokens, limits.total - len(ids)
-        if sampling.explicit_length and wanted > room:
-            raise InvalidRequest(
-                f"max_new_tokens={wanted} does not fit: after {len(ids)} prompt tokens there is "
-                f"room for {room} ({limits.origin}); ask for at most {room} or raise that limit",
-                prompt_index=index,
-            )
+        return made
 
     def _starts(
-        self, wanted: Any, starts: Any, token_ids: Sequence[Sequence[int]]
+        self, wanted: bool, starts: Any, token_ids: Sequence[Sequence[int]]
     ) -> Sequence[int | None]:
         """Of each prompt, the first token whose log-probability is wanted."""
         starts = plain(starts)
-        if not flag("return_prompt_logprob", wanted):
+        if not wanted:
             if starts is not None:
                 raise InvalidRequest(
                     f"logprob_start_len={shown(starts)} says from where on a prompt's "
@@ -222,7 +211,8 @@ class InputProcessor:
         params = copy.copy(sampling.params)
         params.n = 1
         room = self.limits.total - prompt
-        params.max_new_tokens = min(params.max_new_tokens or room, room)
+        if params.max_new_tokens != 0:
+            params.max_new_tokens = min(params.max_new_tokens or room, room)
         if sampling.seed is None:
             params.sampling_seed = self._seeds.fresh()
         else:
@@ -240,23 +230,6 @@ def _as_list(name: str, value: Any) -> list[Any]:
     if isinstance(value, (str, bytes, Mapping)) or _is_scalar(value):
         raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {shown(value)}")
     return list(value)
-
-
-def check_ids(ids: Sequence[int], what: str, index: int, limits: Limits) -> None:
-    """
-    Raises:
-        InvalidRequest: There are none, or one is outside the vocabulary.
-    """
-    if not ids:
-        raise InvalidRequest(f"{what} is empty: give at least one token", prompt_index=index)
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= limits.vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidRequest(
-            f"token id {bad} is outside the vocabulary of {limits.vocab_size} tokens "
-            f"(0 to {limits.vocab_size - 1})",
-            prompt_index=index,
-        )
 
 
 def _plain_ids(name: str, index: int, prompt: Any) -> list[int]:

@@ -19,7 +19,7 @@ def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     output that the tokenizer cannot decode ends as "tokenizer", without text. A request that was
     only to be scored has the result of `score`.
     """
-    if request.scoring is not None and request.scoring.alone:
+    if request.sampling is None:
         return score_result(request)
     try:
         text = tokenizer.text(request, request.output_ids)

@@ -26,7 +26,7 @@ _FLOATS: Mapping[str, tuple[float, float, str]] = {
     "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
 }
 _INTS: Mapping[str, tuple[int, int, str]] = {
-    "max_new_tokens": (1, _INT32 - 1, "an integer, 1 or more"),
+    "max_new_tokens": (0, _INT32 - 1, "an integer, 1 or more"),  # of 0, the input processor
     "min_new_tokens": (0, _INT32 - 1, "an integer, 0 or more"),
     "n": (1, 1 << 20, "an integer, 1 or more"),
     "sampling_seed": (-_INT32, _INT32 - 1, "a 32-bit integer"),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginepool.errors import InvalidRequest
-from enginepool.requests.input_processor import InputProcessor, check_ids, check_top_logprobs
+from enginepool.requests.input_processor import InputProcessor, check_top_logprobs
+from enginepool.requests.limits import check_ids
 from enginepool.requests.request import Call, Request
 from enginepool.requests.scoring import Scoring
 
@@ -19,6 +20,7 @@ def make_score_call(
     continuation_ids: Sequence[int] | Sequence[Sequence[int]] | None,
     *,
     top_logprobs_num: int | None = None,
+    pinned_to: int | None = None,
     weight_version: int | str = 0,
 ) -> Call:
     """Build the requests of a call, one a continuation.
@@ -58,7 +60,15 @@ def make_score_call(
     call = Call(weight_version, lone=lone and one)
     for index, (prompt, continuation) in enumerate(zip(before, after, strict=True)):
         scoring = Scoring(len(prompt), top, alone=True)
-        call.add(Request(call, prompt + continuation, None, prompt_index=index, scoring=scoring))
+        request = Request(
+            call,
+            prompt + continuation,
+            None,
+            prompt_index=index,
+            pinned_to=pinned_to,
+            scoring=scoring,
+        )
+        call.add(request)
     return call
 
 

@@ -14,7 +14,8 @@ from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, PatchFailed
 from enginepool.logs import logger
 from enginepool.process.tuning import frozen
-from enginepool.requests.input_processor import InputProcessor, Limits
+from enginepool.requests.input_processor import InputProcessor
+from enginepool.requests.limits import Limits
 from enginepool.requests.tokenizer import Tokenizer, generation_defaults
 from enginepool.sizing import rules
 

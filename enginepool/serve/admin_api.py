@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from enginepool.engine.states import PauseMode
+from enginepool.errors import InvalidRequest
 from enginepool.serve.bodies import CheckedRoute
 from enginepool.serve.openapi_schema import ADMIN_ERRORS
 from enginepool.swap.quiesce import SwapMode
@@ -55,10 +56,11 @@ class Perturbed(Done):
 
 
 class Reload(BaseModel):
-    """`mode` is what becomes of running requests; see `EnginePool.update_weights`."""
+    """`mode` is what becomes of running requests; see `EnginePool.update_weights`. Left out, they
+    finish first; in a pause, what it keeps goes on under the new weights."""
 
     model_path: str = Field(min_length=1)
-    mode: SwapMode = "drain"
+    mode: SwapMode | None = None
     weight_version: int | str | None = None
 
 
@@ -77,11 +79,13 @@ class Memory(Done):
 
 
 class FromDisk(BaseModel):
-    """sglang's; the last five may say what is so in a pool, and nothing else."""
+    """sglang's, and `mode` as `/admin/reload_weights` has it. The last five may say what is so in a
+    pool, and nothing else."""
 
     model_path: str = Field(min_length=1)
     weight_version: int | str | None = None
     abort_all_requests: bool = False
+    mode: SwapMode | None = None
     load_format: Literal["auto"] | None = None
     flush_cache: Literal[True] = True
     is_async: Literal[False] = False
@@ -112,14 +116,6 @@ class Abort(BaseModel):
 class WeightsByName(BaseModel, extra="forbid"):
     name: str
     truncate_size: int = Field(default=100, ge=0)
-
-
-class ModelInfo(BaseModel):
-    model_path: str
-    tokenizer_path: str | None
-    is_generation: bool
-    preferred_sampling_params: str | None
-    weight_version: int | str
 
 
 def router(service: Service) -> APIRouter:
@@ -190,7 +186,11 @@ def sglang_router(service: Service) -> APIRouter:
 
     @routes.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: FromDisk) -> Updated:
-        mode = "abort" if body.abort_all_requests else "drain"
+        mode = "abort" if body.abort_all_requests else body.mode
+        if body.mode not in (None, mode):
+            raise InvalidRequest(
+                f"mode={body.mode!r} with abort_all_requests, which is mode='abort': give one"
+            )
         report = await admin.reload(body.model_path, mode, body.weight_version)
         return Updated(message=f"weight version {report.weight_version!r} from {body.model_path}")
 
@@ -225,16 +225,5 @@ def sglang_router(service: Service) -> APIRouter:
     @routes.post("/get_weights_by_name")
     async def post_weights_by_name(body: WeightsByName) -> list[Any]:
         return await service.pool.async_get_weights_by_name(body.name, body.truncate_size)
-
-    @routes.get("/get_model_info")
-    async def get_model_info() -> ModelInfo:
-        args = service.front.server_args
-        return ModelInfo(
-            model_path=admin.model_path,
-            tokenizer_path=args.tokenizer_path,
-            is_generation=True,
-            preferred_sampling_params=args.preferred_sampling_params,
-            weight_version=service.runtime.desired.weight_version,
-        )
 
     return routes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from enginepool.swap.report import SwapReport
 if TYPE_CHECKING:
     from enginepool.engine.states import PauseMode
     from enginepool.pool.pool import EnginePool
+    from enginepool.pool.steering import PoolPauseMode
+    from enginepool.runtime.desired import DesiredState
     from enginepool.swap.quiesce import SwapMode
 
 
@@ -27,6 +29,7 @@ class AdminOperations:
     Args:
         on_update: Called with each report of new weights.
         server_args: Upstream's, of the engines.
+        desired: What is so of the pool.
 
     Attributes:
         model_path: Where the weights that are served were read from.
@@ -41,11 +44,13 @@ class AdminOperations:
         model_root: Path | None,
         on_update: Callable[[SwapReport], None],
         server_args: Any,
+        desired: DesiredState,
     ) -> None:
-        self._pool, self._on_update = pool, on_update
+        self._pool, self._on_update, self._desired = pool, on_update, desired
         self._root = None if model_root is None else model_root.resolve()
         self._server_args = server_args
         self._lock = asyncio.Lock()
+        self._read = desired.update  # what brought the weights that lie at `model_path`
         self.model_path = pool.config.model
         self.reloading = False
         self.last_ok: bool | None = None
@@ -56,25 +61,42 @@ class AdminOperations:
         return self._lock.locked()
 
     async def reload(
-        self, model_path: str, mode: SwapMode = "drain", weight_version: int | str | None = None
+        self,
+        model_path: str,
+        mode: SwapMode | None = None,
+        weight_version: int | str | None = None,
     ) -> SwapReport:
-        """Load a checkpoint on every engine, or leave every engine as it was."""
+        """Load a checkpoint on every engine, or leave every engine as it was.
+
+        Args:
+            mode: Left out, running requests finish first; in a pause, those that it keeps stay
+                where they are and go on under the new weights.
+        """
         async with self._lock:
-            self.reloading = True
-            try:
-                path = self._allowed(model_path)
-                if path != self._pool.config.model:
-                    await run_sync(check_config, path, self._server_args)
-                report = await self._pool.async_update_weights(
-                    path, mode=mode, weight_version=weight_version
-                )
-            except Exception as error:
-                self.last_ok, self.last_error = False, str(error)
-                raise
-            finally:
-                self.reloading = False
-            self.last_ok, self.last_error, self.model_path = True, None, path
+            report = await self._reload(model_path, mode, weight_version)
         self._on_update(report)
+        return report
+
+    async def _reload(
+        self, model_path: str, mode: SwapMode | None, weight_version: int | str | None
+    ) -> SwapReport:
+        self.reloading = True
+        try:
+            path = self._allowed(model_path)
+            if path != self._pool.config.model:
+                await run_sync(check_config, path, self._server_args)
+            if mode is None:
+                mode = "in_place" if self._desired.pause_reasons else "drain"
+            report = await self._pool.async_update_weights(
+                path, mode=mode, weight_version=weight_version
+            )
+        except Exception as error:
+            self.last_ok, self.last_error = False, str(error)
+            raise
+        finally:
+            self.reloading = False
+        self.last_ok, self.last_error, self.model_path = True, None, path
+        self._read = self._desired.update
         return report
 
     async def checksum(self) -> float:
@@ -97,6 +119,56 @@ class AdminOperations:
             "checksum_delta": after - before,
         }
 
+    async def pause_as_vllm(self, mode: str, *, clear_cache: bool) -> None:
+        """`abort` ends what runs, `wait` lets it finish, `keep` has it go on later: from its KV
+        cache, or with `clear_cache` computed anew."""
+        modes: dict[str, PoolPauseMode] = {
+            "abort": "abort", "wait": "drain", "keep": "retract" if clear_cache else "in_place",
+        }  # fmt: skip
+        async with self._lock:
+            await self._pool.async_pause_generation(modes[mode])
+            if clear_cache:
+                await self._pool.async_flush_cache()
+
+    async def sleep(self, mode: str, *, weights: bool) -> None:
+        """Give the KV cache's memory back and, if wanted, the weights'."""
+        paused = "paused" in self._desired.pause_reasons
+        if mode != "keep":
+            await self.pause_as_vllm(mode, clear_cache=False)
+        try:
+            await self.release_memory(["kv_cache", "weights"] if weights else ["kv_cache"])
+        finally:
+            if mode != "keep" and not paused:
+                await self.resume()
+
+    async def release_memory(self, tags: Sequence[str] | None) -> None:
+        """Give back what is named; all, if nothing is."""
+        async with self._lock:
+            if _meant("kv_cache", tags):
+                await self._pool.async_release_memory_occupation()
+            if _meant("weights", tags):
+                await self._pool.async_release_weights()
+
+    async def resume_memory(self, tags: Sequence[str] | None) -> None:
+        """Take back what is named and was given back. Weights are read from where those that were
+        served came from, under the version that they had.
+
+        Raises:
+            InvalidRequest: They came from no checkpoint.
+        """
+        async with self._lock:
+            if _meant("weights", tags) and self._desired.no_weights is not None:
+                version = self._desired.weight_version
+                if self._desired.update != self._read:
+                    raise InvalidRequest(
+                        f"the weights of version {version!r} came from the server's own process, "
+                        "no checkpoint has them: bring new ones (/update_weights_from_disk)"
+                    )
+                report = await self._reload(self.model_path, "in_place", version)
+                self._on_update(report)
+            if _meant("kv_cache", tags):
+                await self._pool.async_resume_memory_occupation()
+
     async def pause(self, mode: PauseMode) -> None:
         await self._alone(lambda: self._pool.async_pause_generation(mode))
 
@@ -113,8 +185,8 @@ class AdminOperations:
     def _allowed(self, model_path: str) -> str:
         """The path to read, links followed, if a reload may read it."""
         own = self._pool.config.model
-        if model_path == own:
-            return own
+        if model_path in (own, self.model_path):
+            return model_path
         if self._root is None:
             raise Refused(
                 403,
@@ -132,3 +204,7 @@ class AdminOperations:
         if not found:
             raise InvalidRequest(f"model_path={model_path!r}: no such directory")
         return str(path)
+
+
+def _meant(tag: str, tags: Sequence[str] | None) -> bool:
+    return tags is None or tag in tags

@@ -11,7 +11,14 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from enginepool.errors import EnginePoolError
-from enginepool.serve import admin_api, native_api, openai_api
+from enginepool.serve import (
+    admin_api,
+    info_api,
+    lifecycle_api,
+    native_api,
+    openai_api,
+    token_api,
+)
 from enginepool.serve.auth import Guard
 from enginepool.serve.bodies import readers
 from enginepool.serve.error_replies import as_refused, error_reply
@@ -33,9 +40,12 @@ def make_app(service: Service) -> FastAPI:
     app.state.prompt_limits, app.state.readers = service.prompt_limits, readers()  # CheckedRoute's
     app.include_router(openai_api.router(service))
     app.include_router(native_api.router(service))
+    app.include_router(token_api.router(service))
+    app.include_router(info_api.router(service))
     admin_paths: set[str] = set()
     if service.options.enable_admin:
-        for routes in (admin_api.router(service), admin_api.sglang_router(service)):
+        for api in (admin_api.router, admin_api.sglang_router, lifecycle_api.router):
+            routes = api(service)
             app.include_router(routes)
             admin_paths |= {route.path for route in routes.routes if isinstance(route, APIRoute)}
 

@@ -45,19 +45,29 @@ class Guard:
         refused = None
         admin = scope.get("path") in self._admin_paths
         if scope["type"] == "http" and scope["path"] not in OPEN:
-            refused = self._refusal(Headers(scope=scope), admin)
+            address = (scope.get("client") or ("",))[0]
+            refused = self._refusal(Headers(scope=scope), address if admin else None)
         if refused is None:
             await self.app(scope, receive, send)
         else:
             self._told(scope["path"], refused)
             await error_reply(refused, admin=admin)(scope, receive, send)
 
-    def _refusal(self, headers: Headers, admin: bool) -> Refused | None:
-        secret, name = self._options.api_key, "API key"
-        if admin and self._options.admin_token is not None:
-            secret, name = self._options.admin_token, "admin token"
-        elif admin and (reason := _foreign(headers)) is not None:
-            return Refused(403, f"{reason}; start the server with --admin-token to allow this")
+    def _refusal(self, headers: Headers, admin: str | None) -> Refused | None:
+        """
+        Args:
+            admin: Where a request to administer comes from.
+        """
+        options = self._options
+        secret, name = options.api_key, "API key"
+        if admin is not None:
+            reason = _passed_on(headers) or _elsewhere(headers, options, admin)
+            if options.admin_token is not None:
+                # Who names a network has its clients come without; a token helps all others.
+                if reason is not None or not options.trusts(admin):
+                    secret, name = options.admin_token, "admin token"
+            elif reason is not None:
+                return Refused(403, f"{reason}; start the server with --admin-token to allow this")
         if secret is None:
             return None
         given = _bearer(headers)
@@ -70,19 +80,30 @@ class Guard:
         return None
 
 
-def _foreign(headers: Headers) -> str | None:
-    """Why a request does not come from a program on this machine, as far as one can see."""
+def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | None:
+    """Why a request may come from another machine that is not trusted."""
+    if options.trusts(address):
+        # A browser there may show another site's page, and its host's name resolve to this machine.
+        browser = "accept-language" in headers
+        return "requests of a browser may not administer this server" if browser else None
+    if not is_loopback(address):
+        return f"requests from {address} may not administer this server"
+    # Another site's page may have a name that resolves to this machine.
+    host = headers.get("host", "")
+    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    if not is_loopback(name.strip("[]")):
+        return f"requests to the host {host!r} may not administer this server"
+    return None
+
+
+def _passed_on(headers: Headers) -> str | None:
+    """What shows that a request was passed on by a browser or a proxy, as far as one can see."""
     for name in _FOREIGN:
         if name in headers:
             return f"requests with the header {name!r} may not administer this server"
     site = headers.get("sec-fetch-site", "none")
     if site not in ("none", "same-origin"):
         return f"requests from another site ({site}) may not administer this server"
-    # Another site's page may have a name that resolves to this machine.
-    host = headers.get("host", "")
-    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
-    if not is_loopback(name.strip("[]")):
-        return f"requests to the host {host!r} may not administer this server"
     return None
 
 

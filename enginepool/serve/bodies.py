@@ -45,7 +45,7 @@ class CheckedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         known = _names(self.endpoint)
-        generates = self.path.startswith(("/v1/", "/generate"))
+        generates = self.path.startswith(("/v1/", "/generate", "/inference/"))
 
         async def checked(request: Request) -> Response:
             read = _Read(request.scope, request.receive)

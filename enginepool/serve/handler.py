@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from enginepool.errors import InvalidRequest
 from enginepool.requests.request import Call
+from enginepool.requests.score_input import prompt_entries
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.record import (
@@ -27,7 +28,9 @@ from enginepool.serve.record import (
     outputs_of,
 )
 from enginepool.serve.rendering import LARGE, Rendering
-from enginepool.serve.request_limits import check_counts, check_rids, count_prompts
+from enginepool.serve.request_limits import check_counts, check_rids, check_values, count_prompts
+from enginepool.serve.sampling_wire import as_taken
+from enginepool.serve.wire_extras import name_tokens
 
 if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
@@ -63,6 +66,9 @@ class Exchange:
         tokenizer: In place of the front end's.
         call: The pool's side of it, once the body was found to be good.
         rids: The client's own ids of its requests.
+        token_names: The name of a token in log-probabilities, in the place of its text.
+        names_own: Where the most probable tokens are not asked for, each place names its own.
+        watchers: Told of every output of a stream, which they may change.
         failure: What ended a streamed reply early.
     """
 
@@ -78,12 +84,16 @@ class Exchange:
         self.tokenizer = rendering
         self.call: Call | None = None
         self.rids: frozenset[str] = frozenset()
+        self.token_names: Callable[[int], str] = rendering.token_text
+        self.names_own = False
+        self.watchers: list[Callable[[dict[str, Any]], None]] = []
         self.failure: Exception | None = None
         self._started = time.perf_counter()
         self._first_output_seconds: float | None = None
         self._outputs: AsyncIterator[Any] | None = None
         self._first: Any = None
         self._texts = True
+        self._begun: set[int] = set()
         self._ended = False
 
     def __getattr__(self, name: str) -> Any:
@@ -106,15 +116,19 @@ class Exchange:
             self.end(response.status_code)
         return response
 
-    async def begin(self, obj: Any, id_prefix: str | None = None) -> None:
+    async def begin(
+        self, obj: Any, id_prefix: str | None = None, prompt_logprobs: int | None = None
+    ) -> None:
         """Submit upstream's GenerateReqInput and wait for the first that it yields.
 
         So everything that can be refused is, before the status of a streamed reply is sent.
 
         Args:
             id_prefix: Of the one id that all its outputs carry, as OpenAI's do; None for one each.
+            prompt_logprobs: See `FrontEnd.make_call`.
         """
         self._host.check_open()
+        obj.sampling_params = as_taken(obj.sampling_params)
         prompts = count_prompts(obj)
         check_counts(obj, prompts, self._options, self._host.max_queued)
         given, rids = obj.rid, _ids(obj.rid, prompts, id_prefix)
@@ -124,26 +138,30 @@ class Exchange:
         obj.rid = rids
         self._texts = obj.return_text_in_logprobs
         limiter = self.tokenizer.large if _size(obj) > LARGE else None
-        self.call = await run_sync(self._make_call, obj, limiter=limiter)
+        self.call = await run_sync(self._make_call, obj, prompt_logprobs, limiter=limiter)
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:
             self._first_output_seconds = time.perf_counter() - self._started
         _raise_if_lost(self._first, nothing_yet=bool(obj.stream))
 
-    def _make_call(self, obj: Any) -> Call:
+    def _make_call(self, obj: Any, prompt_logprobs: int | None) -> Call:
         for text in [obj.text] if isinstance(obj.text, str) else obj.text or ():
             self.tokenizer.check_text(text)
-        return self._front.make_call(obj)
+        call = self._front.make_call(
+            obj, prompt_logprobs=prompt_logprobs, clamp=self._options.clamp_max_new_tokens
+        )
+        check_values(call)
+        return call
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's: the result, or chunks."""
         del obj, request
         assert self._outputs is not None
         try:
-            yield self._dressed(self._first)
+            yield await self._dress(self._first)
             async for output in self._outputs:
-                yield self._dressed(output)
+                yield await self._dress(output)
         except Exception as error:
             self.failure = error
             raise ValueError(str(error)) from error  # the only kind that all of upstream's catch
@@ -187,22 +205,33 @@ class Exchange:
             return cut_short(self.call)
         return self.failure
 
+    async def _dress(self, output: Any) -> Any:
+        assert self.call is not None
+        if self.call.requests[0].scoring is None:
+            return self._dressed(output)
+        return await run_sync(self._dressed, output)  # prompts may be long
+
     def _dressed(self, output: Any) -> Any:
-        """Log-probabilities as upstream's classes read them: with each token's text."""
+        """Log-probabilities as upstream's classes read them: with each token's text, and those of
+        the prompt with the first chunk of a stream, too."""
         for one in output if isinstance(output, list) else [output]:
             meta = one["meta_info"]
-            if "output_token_logprobs" not in meta:
-                continue
-            top = meta.setdefault("output_top_logprobs", [])
-            if self._texts:
-                text = self.tokenizer.token_text
-                meta["output_token_logprobs"] = [
-                    (value, token, text(token)) for value, token, _ in meta["output_token_logprobs"]
-                ]
-                meta["output_top_logprobs"] = [
-                    [(value, token, text(token)) for value, token, _ in step] for step in top
-                ]
+            if (index := one.get("index")) is not None:
+                self._see(one, index)
+            for kind in ("input", "output"):
+                if f"{kind}_token_logprobs" in meta:
+                    name = self.token_names if self._texts else None
+                    name_tokens(meta, kind, name, own=self.names_own)
         return output
+
+    def _see(self, chunk: dict[str, Any], index: int) -> None:
+        assert self.call is not None
+        request = self.call.requests[index]
+        if request.scoring is not None and index not in self._begun:
+            chunk["meta_info"] |= prompt_entries(request)
+        self._begun.add(index)
+        for watch in self.watchers:
+            watch(chunk)
 
 
 class _Stream(StreamingResponse):

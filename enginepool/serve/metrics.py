@@ -22,7 +22,10 @@ from enginepool.swap.report import SwapReport
 if TYPE_CHECKING:
     from enginepool.runtime.runtime import Runtime
 
-_GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
+_GENERATING = (
+    *("/generate", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/score", "/inference/v1/generate"),
+)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
 from sgl_jax.srt.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    CompletionRequest,
-    CompletionResponse,
     ModelCard,
     ModelList,
+    ScoringRequest,
+    ScoringResponse,
 )
 from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sgl_jax.srt.entrypoints.openai.serving_score import OpenAIServingScore
 
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.process.upstream import expect
@@ -33,7 +33,10 @@ from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
 from enginepool.serve.openai_fields import check_fields, check_template_options
+from enginepool.serve.openai_models import ChatBody, ChatReply, CompletionBody, CompletionReply
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, events
+from enginepool.serve.scoring import ScoreExchange
+from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, add_to_reply
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
@@ -48,18 +51,36 @@ class _Serving:
             raise InvalidRequest(message)
         exchange: Exchange = self.tokenizer_manager
         check_fields(body, exchange.server_args)
-        if isinstance(body, ChatCompletionRequest):
+        chat = isinstance(body, ChatBody)
+        if chat:
             check_template_options(body, exchange.tokenizer.template_options)
+        if body.return_tokens_as_token_ids:
+            exchange.token_names, exchange.names_own = token_name, not chat
         adapted = await run_sync(self._adapt, body, limiter=exchange.tokenizer.limiter)
-        await exchange.begin(adapted, self._request_id_prefix())
+        await exchange.begin(adapted, self._request_id_prefix(), body.prompt_logprobs)
+        call, text = exchange.call, exchange.tokenizer.token_text
+        assert call is not None
         if body.stream:
             streamed = await self._handle_streaming_request(adapted, body, raw)
-            return exchange.stream(streamed.body_iterator)
+            pieces = streamed.body_iterator
+            if body.return_token_ids:
+                ids = StreamedIds(call, chat=chat)
+                exchange.watchers.append(ids.saw)
+                pieces = ids.dressed(pieces)
+            if not chat and body.echo:
+                echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
+                exchange.watchers.append(echoed.saw)
+            return exchange.stream(pieces)
         made = await self._handle_non_streaming_request(adapted, body, raw)
         if exchange.failure is not None:
             raise exchange.failure
         if isinstance(made, Response):
             return made
+        if body.return_token_ids or body.prompt_logprobs is not None:
+            reply = await run_sync(
+                lambda: orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
+            )
+            return Response(reply, media_type="application/json")
         return Response(made.model_dump_json(), media_type="application/json")
 
     def _adapt(self: Any, body: Any) -> Any:
@@ -75,17 +96,41 @@ class _Serving:
             ) from error
         if body.seed is not None:
             adapted.sampling_params["sampling_seed"] = body.seed  # upstream drops it
+        if getattr(body, "echo", False) and body.logprobs is not None:
+            adapted.logprob_start_len = 0  # upstream's -1 with logprobs=0 has no prompt's
+        if body.cache_salt is not None:
+            adapted.extra_key = body.cache_salt
         return adapted
 
 
 class Completion(_Serving, OpenAIServingCompletion):
-    pass
+    def echo_text(self, body: CompletionBody, index: int) -> str:
+        """The prompt of an output."""
+        return super()._get_echo_text(body, index)
+
+    def _get_echo_text(self, request: Any, index: int) -> str:
+        del request, index
+        return ""  # `EchoedPrompts` has put it there
+
+
+class Score(OpenAIServingScore):
+    async def reply(self: Any, body: ScoringRequest, raw: Request) -> Response:
+        exchange: ScoreExchange = self.tokenizer_manager
+        made = await self._handle_non_streaming_request(body, body, raw)
+        if exchange.failure is not None:
+            raise exchange.failure
+        return Response(made.model_dump_json(), media_type="application/json")
 
 
 class Chat(_Serving, OpenAIServingChat):
     def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
         # A chunk of a stream may hold several tokens; upstream gives all the first one's.
         return super()._process_logprobs_tokens(logprobs, use_token_index=True)
+
+
+def token_name(token: int) -> str:
+    """vLLM's, where ids are to be told from texts."""
+    return f"token_id:{token}"
 
 
 _USED = (
@@ -99,15 +144,16 @@ def router(service: Service) -> APIRouter:
     Raises:
         EnginePoolError: Upstream's serving classes are not those that are known here.
     """
-    expect(OpenAIServingCompletion, *_USED)
+    expect(OpenAIServingCompletion, *_USED, "_get_echo_text")
     expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens")
+    expect(OpenAIServingScore, "_handle_non_streaming_request")
     routes = APIRouter(route_class=CheckedRoute)
 
     @routes.post(
         "/v1/completions",
-        responses={**GENERATION_ERRORS, 200: events(CompletionResponse)},
+        responses={**GENERATION_ERRORS, 200: events(CompletionReply)},
     )
-    async def completions(body: CompletionRequest, raw: Request) -> Response:
+    async def completions(body: CompletionBody, raw: Request) -> Response:
         """OpenAI's text completion; `seed` is upstream's `sampling_seed`."""
         with_ids(body, raw)
         exchange = service.exchange(raw)
@@ -116,12 +162,19 @@ def router(service: Service) -> APIRouter:
 
     @routes.post(
         "/v1/chat/completions",
-        responses={**GENERATION_ERRORS, 200: events(ChatCompletionResponse)},
+        responses={**GENERATION_ERRORS, 200: events(ChatReply)},
     )
-    async def chat_completions(body: ChatCompletionRequest, raw: Request) -> Response:
+    async def chat_completions(body: ChatBody, raw: Request) -> Response:
         """OpenAI's chat completion, by the checkpoint's chat template."""
         exchange = service.exchange(raw)
         serving = Chat(exchange, service.templates)  # pyright: ignore[reportArgumentType]
+        return await exchange.run(lambda: serving.reply(body, raw))
+
+    @routes.post("/v1/score", response_model=ScoringResponse, responses=GENERATION_ERRORS)
+    async def score(body: ScoringRequest, raw: Request) -> Response:
+        """sglang's: the probability of each label as the next token, after query and item."""
+        exchange = service.score_exchange(raw)
+        serving = Score(exchange)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))
 
     @routes.get("/v1/models")

@@ -22,25 +22,39 @@ def check_fields(body: Any, server_args: Any) -> None:
             400, f"best_of={best_of}: all n={body.n} samples are returned; leave it out",
             param="best_of",
         )  # fmt: skip
-    if getattr(body, "echo", False) and body.logprobs is not None:
+    if body.prompt_logprobs is not None and body.stream:
         raise Refused(
-            400, "echo=True with logprobs: a pool gives log-probabilities of outputs only",
-            param="echo",
+            400, "prompt_logprobs: not in a stream; leave stream=true out", param="prompt_logprobs"
+        )
+    if body.prompt_logprobs is not None and getattr(body, "echo", False) and body.logprobs:
+        raise Refused(
+            400, "prompt_logprobs with echo and logprobs: both tell the prompt's; give one of them",
+            param="prompt_logprobs",
+        )  # fmt: skip
+    if body.cache_salt is not None and body.extra_key not in (None, body.cache_salt):
+        raise Refused(
+            400, "cache_salt and extra_key are two names for one thing: give one of them",
+            param="cache_salt",
         )  # fmt: skip
     if getattr(body, "prompt", None) == []:
         raise Refused(400, "prompt=[]: there is no prompt", param="prompt")
     if body.stream_options is not None and not body.stream:
         raise Refused(400, "stream_options are for stream=true only", param="stream_options")
-    _check_lengths(vars(body))  # the attribute warns: OpenAI calls `max_tokens` deprecated
+    scored = body.prompt_logprobs is not None or (
+        getattr(body, "echo", False) and body.logprobs is not None
+    )
+    # Its attribute warns: OpenAI calls `max_tokens` deprecated.
+    _check_lengths(vars(body), scored=scored)
     if hasattr(body, "messages"):
         _check_chat(body, server_args)
 
 
-def _check_lengths(given: dict[str, Any]) -> None:
+def _check_lengths(given: dict[str, Any], *, scored: bool) -> None:
     old, new = given["max_tokens"], given.get("max_completion_tokens")
     for name in ("max_tokens", "max_completion_tokens"):
-        if given.get(name) == 0:
-            raise Refused(400, f"{name}=0: expected 1 or more", param=name)
+        if given.get(name) == 0 and not (scored and "prompt" in given):
+            only = "; 0 is for echo with logprobs, or prompt_logprobs" if "prompt" in given else ""
+            raise Refused(400, f"{name}=0: expected 1 or more{only}", param=name)
     if new is not None and old not in (None, new):
         raise Refused(
             400, f"max_completion_tokens={new} and max_tokens={old}: give one of them",

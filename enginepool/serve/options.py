@@ -18,6 +18,7 @@ class ServeOptions:
     Attributes:
         port: Of the whole pool; 0 for any that is free.
         engine_ports: A port for each engine, in the engines' order; empty for none.
+        trusted_admins: Addresses and networks from which administrators come without a token.
         model_root: Reloads read below this directory only; without it, only the model that the
             server started with.
         request_timeout: Seconds; a request that takes longer ends with what it has.
@@ -25,6 +26,8 @@ class ServeOptions:
         header_timeout: Seconds that the headers of a request may take to come.
         body_timeout: Seconds that its body may take after them.
         keep_alive_timeout: Seconds that a connection is kept for a further request.
+        clamp_max_new_tokens: Cut a `max_new_tokens` that does not fit down to the room after its
+            prompt, as sglang does, and do not refuse it.
         log_prompts: Put the prompts' text into the log.
     """
 
@@ -34,6 +37,7 @@ class ServeOptions:
     api_key: str | None = None
     enable_admin: bool = False
     admin_token: str | None = None
+    trusted_admins: tuple[str, ...] = ()
     model_root: Path | None = None
     reject_while_reloading: bool = False
     max_body_bytes: int = 16 << 20
@@ -44,6 +48,7 @@ class ServeOptions:
     header_timeout: float = 10.0
     body_timeout: float = 60.0
     keep_alive_timeout: int = 5
+    clamp_max_new_tokens: bool = False
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -64,6 +69,8 @@ class ServeOptions:
         if not self.drain_timeout >= 0:
             raise InvalidConfig(f"drain_timeout={self.drain_timeout}: expected seconds")
         self._check_secrets()
+        for one in self.trusted_admins:
+            _check_network(one)
         if self.model_root is not None and not self.model_root.is_dir():
             raise InvalidConfig(f"--model-root {self.model_root}: no such directory")
 
@@ -72,15 +79,29 @@ class ServeOptions:
             if secret is not None and not secret.strip():
                 raise InvalidConfig(f"{name} is empty: give a secret, or leave it out")
         if not self.enable_admin:
-            given = {"--admin-token": self.admin_token, "--model-root": self.model_root}
+            given = {
+                "--admin-token": self.admin_token,
+                "--trusted-admins": self.trusted_admins or None,
+                "--model-root": self.model_root,
+            }
             for name, value in given.items():
                 if value is not None:
                     raise InvalidConfig(f"{name} needs --enable-admin")
-        elif self.admin_token is None and not is_loopback(self.host):
+        elif not (self.admin_token or self.trusted_admins or is_loopback(self.host)):
             raise InvalidConfig(
                 f"--enable-admin with --host {self.host}: others can reach that address; give "
-                f"--admin-token (or {TOKEN_VARIABLE}), or bind to 127.0.0.1"
+                f"--admin-token (or {TOKEN_VARIABLE}), name the addresses that need none "
+                "(--trusted-admins), or bind to 127.0.0.1"
             )
+
+    def trusts(self, address: str) -> bool:
+        """Whether administrators from there need no token."""
+        try:
+            client = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:
+            return False
+        client = getattr(client, "ipv4_mapped", None) or client
+        return any(client in ipaddress.ip_network(one) for one in self.trusted_admins)
 
 
 def is_loopback(host: str) -> bool:
@@ -91,3 +112,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _check_network(text: str) -> None:
+    try:
+        network = ipaddress.ip_network(text)
+    except ValueError as error:
+        raise InvalidConfig(f"--trusted-admins {text!r}: {error}") from None
+    if network.prefixlen == 0:
+        raise InvalidConfig(
+            f"--trusted-admins {text}: that is everybody; name the addresses or networks that you "
+            "trust"
+        )

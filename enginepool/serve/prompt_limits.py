@@ -15,7 +15,7 @@ from enginepool.requests.chat import check_messages
 from enginepool.requests.tokenizer import Tokenizer
 
 # Fields whose lists of token ids are as long as prompts are.
-_IDS = ("prompt", "input_ids")
+_IDS = ("prompt", "input_ids", "token_ids", "tokens")
 _CONVERSATION = ("messages", "tools", "chat_template_kwargs")
 # A message, a tool or a text part is a few JSON values, and a token or more.
 _VALUES_A_TOKEN = 4

@@ -12,11 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from enginepool.errors import InvalidRequest
+from enginepool.requests.request import Call
 from enginepool.serve.error_replies import Refused, error_reply
 from enginepool.serve.options import ServeOptions
 from enginepool.values import shown
 
 MAX_RID = 256  # characters of a request's id
+_MAX_VALUES = 1 << 20  # log-probabilities of prompts in one reply: each is worked on one by one
 
 
 class BodyLimit:
@@ -87,6 +89,20 @@ def check_counts(obj: Any, prompts: int, options: ServeOptions, max_queued: int 
         raise InvalidRequest(
             f"{count} requests ({prompts} prompts and their samples) are too many for one call: at "
             f"most {max_queued} may wait (--max-queued-requests); send several, or raise it"
+        )
+
+
+def check_values(call: Call) -> None:
+    """Bound what a reply says of its prompts, which every sample repeats."""
+    values = sum(
+        (len(request.input_ids) - request.scoring.start) * (1 + request.scoring.top_logprobs_num)
+        for request in call.requests
+        if request.scoring is not None
+    )
+    if values > _MAX_VALUES:
+        raise InvalidRequest(
+            f"{values} log-probabilities of prompts are too many for one reply: at most "
+            f"{_MAX_VALUES}; ask for fewer of the most probable tokens or samples, or send several"
         )
 
 

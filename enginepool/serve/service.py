@@ -21,6 +21,7 @@ from enginepool.serve.options import ServeOptions
 from enginepool.serve.prompt_limits import PromptLimits
 from enginepool.serve.record import ExchangeRecord
 from enginepool.serve.rendering import Rendering
+from enginepool.serve.scoring import ScoreExchange
 from enginepool.values import shown
 
 if TYPE_CHECKING:
@@ -58,7 +59,11 @@ class Service:
         self._rendering = Rendering(tokenizer, self.prompt_limits)
         self.metrics = Metrics(self.runtime)
         self.admin = AdminOperations(
-            pool, options.model_root, self.metrics.updated, self.front.server_args
+            pool,
+            options.model_root,
+            self.metrics.updated,
+            self.front.server_args,
+            self.runtime.desired,
         )
         self.history = History(self.runtime)
         self.max_queued = pool.config.max_queued
@@ -66,12 +71,19 @@ class Service:
         self.draining = False
         self.started = time.time()
 
+    def engine_of(self, raw: Request) -> int | None:
+        """The engine whose port the request came to, if it is one's."""
+        return self._engine_ports.get(_port(raw))
+
     def front_of(self, raw: Request) -> FrontEnd:
         """Of the pool, or of the engine whose port the request came to."""
         return self._by_port.get(_port(raw), self.front)
 
     def exchange(self, raw: Request) -> Exchange:
         return Exchange(self, self.front_of(raw), self._rendering, self.options, raw)
+
+    def score_exchange(self, raw: Request) -> ScoreExchange:
+        return ScoreExchange(self, self.front_of(raw), self._rendering, self.options, raw)
 
     def check_open(self) -> None:
         """Raise if new requests are not taken now."""
@@ -87,7 +99,7 @@ class Service:
         """Why nothing can be served, if so."""
         if self.draining:
             return "the server is about to end"
-        index = self._engine_ports.get(_port(raw))
+        index = self.engine_of(raw)
         workers = self.runtime.workers if index is None else [self.runtime.workers[index]]
         states = [worker.condition.state for worker in workers]
         if {EngineState.SERVING, EngineState.DRAINING}.intersection(states):

@@ -133,6 +133,16 @@ def standstill(
         _go_on(runtime, stand, stopped, taken if mode != "abort" else [])
 
 
+def pause_drained(runtime: Runtime) -> None:
+    """Pause all engines once running requests have finished; those that wait go on waiting."""
+    with (
+        runtime.steering.turn("pause_generation()"),
+        standstill(runtime, runtime.reachable(), "drain") as stand,
+    ):
+        runtime.desired.pause_reasons.add("paused")
+        stand.run(lambda worker: worker.condition.pause("paused"))
+
+
 def _go_on(
     runtime: Runtime, stand: Standstill, stopped: dict[int, float], taken: list[Request]
 ) -> None:

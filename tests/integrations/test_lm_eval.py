@@ -15,6 +15,7 @@ from enginepool import EnginePool
 from tests.support.pools import SMALL
 from tests.support.reference import make_random_model
 from tests.support.scores import chosen, reference
+from tests.support.servers import serving
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -67,18 +68,38 @@ def ids(lm: Any, text: str) -> list[int]:
     return lm.tokenizer.encode(text)
 
 
+MULTIPLE_CHOICE: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "target_delimiter": "",
+}
+
+
 def test_multiple_choice(lm: Any, model: Path, tmp_path: Path) -> None:
     """Every choice's log-probability, whether it is greedy, and so the accuracy."""
-    results = evaluate(
-        lm,
-        tmp_path,
-        DOCUMENTS,
-        output_type="multiple_choice",
-        doc_to_text="{{question}}",
-        doc_to_choice="{{choices}}",
-        doc_to_target="{{answer}}",
-        target_delimiter="",
-    )
+    assert_choices(lm, model, evaluate(lm, tmp_path, DOCUMENTS, **MULTIPLE_CHOICE))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_multiple_choice_over_http(
+    lm: Any, pool: EnginePool, model: Path, tmp_path: Path, batch_size: int
+) -> None:
+    """The same by `local-completions`: echo with logprobs, from a server of this process."""
+    pytest.importorskip("tenacity")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    with serving(pool) as running:
+        client = LocalCompletionsAPI(
+            base_url=f"{running.url()}/v1/completions", model=str(model), batch_size=batch_size,
+            max_retries=1, max_length=256,
+        )  # fmt: skip
+        assert_choices(lm, model, evaluate(client, tmp_path, DOCUMENTS, **MULTIPLE_CHOICE))
+
+
+def assert_choices(lm: Any, model: Path, results: Any) -> None:
+    """As plain JAX has them."""
     right = 0
     samples = sorted(results["samples"]["sums"], key=lambda sample: sample["doc_id"])
     assert len(samples) == len(DOCUMENTS)

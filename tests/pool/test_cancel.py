@@ -322,6 +322,23 @@ def test_pause_abort(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     pool.continue_generation()
 
 
+def test_pause_drain(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
+    """The pause that drains lets what runs finish; what waits, goes on waiting."""
+    with callers(1) as executor:
+        call = executor.submit(
+            pool.generate_all, input_ids=PROMPTS * 4, sampling_params=SIXTY, return_logprob=True
+        )
+        until(lambda: running(pool) == 16 and waiting(pool) == 16)
+        pool.pause_generation("drain")
+        stats = pool.stats()
+        assert [engine["state"] for engine in stats["engines"]] == ["paused"] * 4
+        assert at_rest(pool)
+        assert waiting(pool) == 16
+        assert not call.done()
+        pool.continue_generation()
+        same(call.result(SECONDS), expected * 4)
+
+
 def test_requests_during_a_pause(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """What arrives during a pause waits and is served afterwards; pausing and continuing twice is
     as doing it once."""

@@ -277,6 +277,35 @@ def test_prompt_of_every_sample(pool: EnginePool, model_dir: ModelDir) -> None:
             assert best is None or best[0][0] >= value - LOGPROB_TOLERANCE
 
 
+def test_prompts_of_no_output(pool: EnginePool, model_dir: ModelDir) -> None:
+    """`max_new_tokens` of 0: the values alone, of more samples than an engine holds at a time, and
+    of a prompt that fills the context."""
+    prompts = [ids(30), ids(CONTEXT), ids(1)]
+    results = pool.generate_all(
+        input_ids=prompts,
+        sampling_params=[{"max_new_tokens": 0, "n": n} for n in (40, 1, 2)],
+        return_prompt_logprob=True,
+    )
+    assert [result["meta_info"]["prompt_index"] for result in results] == [0] * 40 + [1, 2, 2]
+    for result in results:
+        meta = result["meta_info"]
+        assert (result["text"], result["output_ids"]) == ("", [])
+        assert meta["finish_reason"]["type"] == "length"
+    for index in (0, 39, 40, 41, 42):
+        meta = results[index]["meta_info"]
+        assert_prompt_logprobs(model_dir("qwen3"), prompts[meta["prompt_index"]], meta)
+    assert at_rest(pool)
+
+
+def test_prompt_of_one_engines_own_call(pool: EnginePool, model_dir: ModelDir) -> None:
+    """Upstream's names, as its Engine has them."""
+    result: Any = pool.engines[1].generate(
+        input_ids=ids(30), sampling_params=GREEDY, return_logprob=True, logprob_start_len=4
+    )
+    assert result["meta_info"]["engine_index"] == 1
+    assert_prompt_logprobs(model_dir("qwen3"), ids(30), result["meta_info"])
+
+
 def test_prompt_of_a_stream_and_of_a_chat(make_pool: MakePool) -> None:
     """A stream has them in its last chunk."""
     pool = make_pool("toy", 2)

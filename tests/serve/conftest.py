@@ -34,4 +34,5 @@ def administered(sums: EnginePool) -> Iterator[Running]:
     ) as running:
         yield running
     sums.continue_generation()
+    sums.resume_memory_occupation()
     sums.update_weights(toy.checkpoint(), weight_version=0)

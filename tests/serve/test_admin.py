@@ -82,7 +82,7 @@ def test_abort(administered: Running, sums: EnginePool) -> None:
 
 def test_off_by_default(plain: Running) -> None:
     with plain.http() as client:
-        for path in ("/admin/weights_checksum", "/admin/memory", "/get_model_info", "/flush_cache"):
+        for path in ("/admin/weights_checksum", "/admin/memory", "/flush_cache"):
             assert client.get(path).status_code == 404
         assert client.post("/admin/pause").status_code == 404
 
@@ -118,7 +118,10 @@ def test_token(sums: EnginePool) -> None:
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             with running.http(headers=headers) as client:
                 assert client.get("/admin/memory").status_code == status
-                assert client.get("/get_model_info").status_code == status
+                named = {"name": "model.norm.weight"}
+                assert client.get("/get_weights_by_name", params=named).status_code == status
+                read = client.get("/get_model_info")  # no administration
+                assert read.status_code == (200 if token == "key" else 401)
                 assert client.get("/v1/models").status_code == (200 if token == "key" else 401)
         headers = {"Authorization": "Bearer admin", "Origin": "http://dashboard"}
         with running.http(headers=headers) as client:

@@ -65,6 +65,7 @@ def check(running: Running, pool: EnginePool, cases: Any, seen: set[int]) -> Non
     def conforms(case: Case) -> None:
         reply = case.call(base_url=running.url(), timeout=SECONDS)
         pool.continue_generation()
+        pool.resume_memory_occupation()
         seen.add(reply.status_code)
         case.validate_response(reply, checks=CHECKS)
 

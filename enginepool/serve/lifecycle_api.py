@@ -1,0 +1,120 @@
+"""Administrators' routes under vLLM's names, and sglang's for memory: what RL stacks call between
+rollouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+
+from enginepool.errors import InvalidRequest
+from enginepool.serve.admin_api import Done
+from enginepool.serve.bodies import CheckedRoute
+from enginepool.serve.openapi_schema import ADMIN_ERRORS
+from enginepool.swap.quiesce import SwapMode
+
+if TYPE_CHECKING:
+    from enginepool.serve.service import Service
+
+Tag = Literal["kv_cache", "weights", "cuda_graph"]
+Tags = list[Tag] | None
+
+
+class PauseQuery(BaseModel, extra="forbid"):
+    """`keep` has running requests go on later; with `clear_cache` they are computed anew then."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    clear_cache: bool = True
+
+
+class SleepQuery(BaseModel, extra="forbid"):
+    """`level` 1 gives the KV cache back, 2 the weights as well. `mode` as `/pause` has it."""
+
+    level: int = Field(default=1, ge=1, le=2)
+    mode: Literal["abort", "wait", "keep"] = "keep"
+
+
+class WakeQuery(BaseModel, extra="forbid"):
+    tags: Tags = None
+
+
+class ResetQuery(BaseModel, extra="forbid"):
+    """Running requests are computed anew in any case; there is no cache elsewhere."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+class WeightDir(BaseModel):
+    """prime-rl's."""
+
+    weight_dir: str = Field(min_length=1)
+    mode: SwapMode | None = None
+    weight_version: int | str | None = None
+
+
+class Memory(BaseModel):
+    """`cuda_graph` is for what a pool does not have. All, if left out."""
+
+    tags: Tags = None
+
+
+class Status(Done):
+    status: str = "ok"
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter(responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute)
+    admin = service.admin
+
+    @routes.post("/pause")
+    async def pause(query: Annotated[PauseQuery, Query()]) -> Status:
+        """Stop generating; new requests wait for `/resume`."""
+        await admin.pause_as_vllm(query.mode, clear_cache=query.clear_cache)
+        return Status(status="paused")
+
+    @routes.post("/resume")
+    async def resume() -> Status:
+        await admin.resume()
+        return Status(status="resumed")
+
+    @routes.post("/update_weights")
+    async def update_weights(body: WeightDir) -> Status:
+        """Load a checkpoint on every engine. In a pause, what it keeps goes on under the new
+        weights."""
+        await admin.reload(body.weight_dir, body.mode, body.weight_version)
+        return Status()
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache(query: Annotated[ResetQuery, Query()]) -> Status:
+        if query.reset_external:
+            raise InvalidRequest("reset_external=True: there is no cache elsewhere; leave it out")
+        await admin.flush_cache()
+        return Status()
+
+    @routes.post("/sleep")
+    async def sleep(query: Annotated[SleepQuery, Query()]) -> Status:
+        """Give memory back until `/wake_up`; requests wait."""
+        await admin.sleep(query.mode, weights=query.level == 2)
+        return Status(status="asleep")
+
+    @routes.post("/wake_up")
+    async def wake_up(query: Annotated[WakeQuery, Query()]) -> Status:
+        """Weights are read again from where those that were served came from."""
+        await admin.resume_memory(query.tags)
+        return Status(status="awake")
+
+    @routes.post("/release_memory_occupation")
+    async def release_memory_occupation(body: Memory | None = None) -> Done:
+        """sglang's: give memory back; requests wait."""
+        await admin.release_memory((body or Memory()).tags)
+        return Done()
+
+    @routes.post("/resume_memory_occupation")
+    async def resume_memory_occupation(body: Memory | None = None) -> Done:
+        """sglang's: weights are read again from where those that were served came from."""
+        await admin.resume_memory((body or Memory()).tags)
+        return Done()
+
+    return routes

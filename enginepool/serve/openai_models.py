@@ -1,0 +1,81 @@
+"""OpenAI's bodies and replies as upstream has them, with the fields that vLLM's clients add."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field, field_validator
+from sgl_jax.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    CompletionRequest,
+    CompletionResponse,
+    CompletionResponseChoice,
+)
+
+from enginepool.requests.request import MAX_TOP_LOGPROBS
+
+
+class WireFields(BaseModel):
+    """vLLM's fields for what goes over the wire.
+
+    Attributes:
+        return_token_ids: Give the ids of prompt and output.
+        return_tokens_as_token_ids: In log-probabilities, `token_id:N` in the place of texts.
+        prompt_logprobs: Log-probabilities of the prompt, with so many of the most probable tokens.
+        cache_salt: Prompts of another salt share no prefix cache with this.
+        priority: There is no other.
+    """
+
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    priority: Literal[0] = 0
+
+
+class CompletionBody(WireFields, CompletionRequest):
+    """`max_tokens` of 0 is for who only wants the prompt's log-probabilities."""
+
+    @field_validator("max_tokens")
+    @classmethod
+    def validate_max_tokens_positive(cls, v: int) -> int:
+        if v < 0:
+            raise ValueError("max_tokens must not be negative")
+        return v
+
+
+class ChatBody(WireFields, ChatCompletionRequest):
+    pass
+
+
+class PromptLogprob(BaseModel):
+    """vLLM's; `rank` is known of the most probable tokens that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(CompletionResponseChoice):
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionReply(CompletionResponse):
+    choices: list[CompletionChoice]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class ChatChoice(ChatCompletionResponseChoice):
+    token_ids: list[int] | None = None
+
+
+class ChatReply(ChatCompletionResponse):
+    choices: list[ChatChoice]  # pyright: ignore[reportIncompatibleVariableOverride]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None

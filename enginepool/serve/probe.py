@@ -1,0 +1,61 @@
+"""Whether engines really generate."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from enginepool.engine.states import EngineState
+from enginepool.errors import EnginePoolError, QueueFull
+from enginepool.requests.submission import submitted
+from enginepool.requests.wait import async_wait_all
+from enginepool.serve.error_replies import Refused
+
+if TYPE_CHECKING:
+    from enginepool.engine.worker import EngineWorker
+    from enginepool.runtime.runtime import Runtime
+
+SECONDS = 20.0  # as upstream waits
+_FULL_SECONDS = 1.0
+
+
+async def check_engines(runtime: Runtime, only: int | None = None) -> None:
+    """Have every engine, or one, generate a token.
+
+    Raises:
+        Refused: 503; one does not, and which.
+    """
+    workers = runtime.workers if only is None else [runtime.workers[only]]
+    said = await asyncio.gather(*(_trouble(runtime, worker) for worker in workers))
+    if troubles := [trouble for trouble in said if trouble is not None]:
+        raise Refused(503, "; ".join(troubles), retry_after=1)
+
+
+async def _trouble(runtime: Runtime, worker: EngineWorker) -> str | None:
+    state = worker.condition.state
+    if state not in (EngineState.SERVING, EngineState.DRAINING):
+        return f"engine {worker.index} is {state.value}"
+    steps = worker.channel.steps
+    why = await _failure(runtime, worker.index)
+    # One that has more to do than it has room for is at work all the same.
+    if why is None or worker.channel.steps > steps:
+        return None
+    return f"engine {worker.index}: {why}"
+
+
+async def _failure(runtime: Runtime, index: int) -> str | None:
+    """Of a request for a token of this engine."""
+    call = runtime.input_processor.make_call(
+        None, {"max_new_tokens": 1, "temperature": 0}, [0], pinned_to=index
+    )
+    try:
+        with submitted(runtime.dispatch, call):
+            await async_wait_all(runtime.dispatch, call, SECONDS)
+    except QueueFull as error:
+        await asyncio.sleep(_FULL_SECONDS)
+        return str(error)
+    except EnginePoolError as error:  # it, or the pool, ended since
+        return str(error)
+    (request,) = call.requests
+    reason = request.finish_reason or {}
+    return str(call.failure or reason["message"]) if reason.get("type") == "abort" else None

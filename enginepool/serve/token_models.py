@@ -1,0 +1,139 @@
+"""Bodies and replies of vLLM's routes for token ids."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from sgl_jax.srt.entrypoints.openai.protocol import ChatCompletionMessageParam, Tool
+
+from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.serve.openai_models import PromptLogprobs
+
+
+class TokenSampling(BaseModel):
+    """vLLM's SamplingParams, as far as a pool has them. The last four say what is so anyway."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    return_token_ids: Literal[True] = True
+    output_kind: Literal[0, 1, 2] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_null(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
+    def as_upstreams(self) -> dict[str, Any]:
+        renamed = {
+            "max_new_tokens": self.max_tokens,
+            "min_new_tokens": self.min_tokens,
+            "sampling_seed": self.seed,
+            "no_stop_trim": self.include_stop_str_in_output,
+        }
+        left = {"max_tokens", "min_tokens", "seed", "include_stop_str_in_output", "logprobs"}
+        left |= {"prompt_logprobs", "detokenize", "return_token_ids", "output_kind"}
+        return self.model_dump(exclude=left) | renamed
+
+
+class TokensIn(BaseModel):
+    """vLLM's; `priority` has no other value."""
+
+    token_ids: list[int]
+    sampling_params: TokenSampling
+    request_id: str | None = Field(default=None, min_length=1, max_length=256)
+    model: str | None = None
+    stream: bool = False
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    priority: Literal[0] = 0
+
+
+class TokenLogprob(BaseModel):
+    """`token` is `token_id:N`."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TokenLogprob] = []
+
+
+class TokenLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class TokenChoice(BaseModel):
+    index: int
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class TokenUsage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class TokensOut(BaseModel):
+    """In a stream without usage, and `token_ids` are those that are new."""
+
+    request_id: str
+    choices: list[TokenChoice]
+    prompt_logprobs: PromptLogprobs | None = None
+    usage: TokenUsage | None = None
+
+
+class Tokenize(BaseModel):
+    """A prompt, or a conversation as it would be answered."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    messages: list[ChatCompletionMessageParam] | None = None
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+
+
+class Tokenized(BaseModel):
+    """One entry a prompt where a list of them was sent."""
+
+    count: int | list[int]
+    max_model_len: int
+    tokens: list[int] | list[list[int]]
+    token_strs: list[str] | list[list[str]] | None = None
+
+
+class Detokenize(BaseModel):
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+class Detokenized(BaseModel):
+    prompt: str

@@ -1,0 +1,162 @@
+"""What vLLM's clients ask for beside OpenAI's replies: token ids, prompts' log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from enginepool.requests.request import Call, Request
+
+if TYPE_CHECKING:
+    from enginepool.serve.openai_models import WireFields
+
+_DATA, _DONE = "data: ", "data: [DONE]"
+
+
+def name_tokens(
+    meta: dict[str, Any], kind: str, name: Callable[[int], str] | None, *, own: bool
+) -> None:
+    """Log-probabilities as upstream's classes read them: with each token's name, if any, and with
+    lists of the most probable ones.
+
+    Args:
+        kind: "input" or "output".
+        own: Where the most probable ones were not asked for, each place lists its own.
+    """
+    each, top = f"{kind}_token_logprobs", f"{kind}_top_logprobs"
+    meta.setdefault(top, [])
+    if name is None:
+        return
+
+    def named(entries: Any) -> list[tuple[float | None, int, str]]:
+        return [(value, token, name(token)) for value, token, _ in entries]
+
+    meta[each] = named(meta[each])
+    meta[top] = [None if place is None else named(place) for place in meta[top]]
+    if own and not meta[top]:
+        meta[top] = [None if entry[0] is None else [entry] for entry in meta[each]]
+
+
+def prompt_logprobs_of(
+    request: Request, width: int, text: Callable[[int], str]
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's form: in each place the prompt's own token first, then the most probable."""
+    scored = request.scored
+    if scored is None:
+        return None
+    rows: list[dict[str, Any] | None] = []
+    for place, (token, value) in enumerate(zip(request.input_ids, scored.logprobs, strict=True)):
+        if value is None:  # the first, which follows nothing
+            rows.append(None)
+            continue
+        top = scored.top_logprobs[place] if width else None
+        best = [] if top is None else list(zip(*top, strict=True))[:width]
+        ranks = {one: rank for rank, (_, one) in enumerate(best, 1)}
+        values = {token: value, **{one: logprob for logprob, one in best}}
+        rows.append(
+            {
+                str(one): {
+                    "logprob": logprob,
+                    "rank": ranks.get(one),
+                    "decoded_token": text(one),
+                }
+                for one, logprob in values.items()
+            }
+        )
+    return rows
+
+
+def add_to_reply(
+    made: dict[str, Any], call: Call, asked: WireFields, text: Callable[[int], str], *, chat: bool
+) -> dict[str, Any]:
+    """Put what is asked for into OpenAI's reply: to its choices, or what belongs to the one prompt
+    of a conversation to the reply itself."""
+    width = asked.prompt_logprobs
+    for choice, request in zip(made["choices"], call.requests, strict=True):
+        place = made if chat else choice
+        if asked.return_token_ids:
+            choice["token_ids"] = request.output_ids
+            place["prompt_token_ids"] = request.input_ids
+        if width is not None and "prompt_logprobs" not in place:
+            place["prompt_logprobs"] = prompt_logprobs_of(request, width, text)
+    return made
+
+
+class EchoedPrompts:
+    """The prompt before each text of a stream. Upstream's class puts it before the first alone and
+    so loses as many characters of those that follow; and while there is no text, it adds the
+    prompt's log-probabilities to every chunk.
+
+    Args:
+        text: The prompt of an output.
+    """
+
+    def __init__(self, text: Callable[[int], str]) -> None:
+        self._text = text
+        self._texts: dict[int, str] = {}
+
+    def saw(self, output: dict[str, Any]) -> None:
+        index, meta = output["index"], output["meta_info"]
+        if index not in self._texts:
+            self._texts[index] = self._text(index)
+        elif "output_token_logprobs" in meta:
+            meta["input_token_logprobs"], meta["input_top_logprobs"] = [], []
+        output["text"] = self._texts[index] + output["text"]
+
+
+class StreamedIds:
+    """Token ids in the chunks of a stream: each id once, in the chunk of its output that is sent
+    when it is there, or in the next."""
+
+    def __init__(self, call: Call, *, chat: bool) -> None:
+        self._call, self._chat = call, chat
+        self._ids: dict[int, list[int]] = {}
+        self._sent: dict[int, int] = {}
+        self._last: dict[str, Any] = {}
+
+    def saw(self, output: dict[str, Any]) -> None:
+        """Told of every output before upstream's class makes chunks of it."""
+        self._ids[output["index"]] = output["output_ids"]
+
+    async def dressed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
+        async for piece in pieces:
+            if piece.startswith(_DONE):
+                for rest in self._unsent():
+                    yield rest
+                yield piece
+            else:
+                yield self._dressed(json.loads(piece[len(_DATA) :]))
+
+    def _dressed(self, chunk: dict[str, Any]) -> str:
+        for choice in chunk.get("choices", ()):
+            index = choice["index"]
+            if index not in self._sent:
+                prompt = self._call.requests[index].input_ids
+                if not self._chat:
+                    choice["prompt_token_ids"] = prompt
+                elif not self._sent:
+                    chunk["prompt_token_ids"] = prompt
+            choice["token_ids"] = self._new(index)
+            self._last = chunk
+        return _event(chunk)
+
+    def _new(self, index: int) -> list[int]:
+        ids = self._ids.get(index, [])
+        new = ids[self._sent.get(index, 0) :]
+        self._sent[index] = len(ids)
+        return new
+
+    def _unsent(self) -> list[str]:
+        """Of outputs whose last ids came with no chunk."""
+        chunks = []
+        for index, ids in self._ids.items():
+            if self._sent.get(index, 0) < len(ids):
+                content = {"delta": {}} if self._chat else {"text": ""}
+                choice = {"index": index, **content, "token_ids": self._new(index)}
+                chunks.append(_event({**self._last, "choices": [choice]}))
+        return chunks
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"{_DATA}{json.dumps(chunk)}\n\n"

@@ -1,0 +1,83 @@
+"""Addresses that were named come without a token; nobody else does."""
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+
+from enginepool.errors import InvalidConfig
+from enginepool.serve.auth import Guard
+from enginepool.serve.options import ServeOptions
+
+NETWORK = ("10.1.0.0/16", "fd00::7")
+
+
+def status(options: ServeOptions, address: str, headers: dict[str, str] | None = None) -> int:
+    """Of a call to administer, from there."""
+    guard = Guard(PlainTextResponse("ok"), options, frozenset({"/pause"}), lambda *_: None)
+    transport = httpx.ASGITransport(guard, client=(address, 5000))
+
+    async def call() -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://pool:30000") as client:
+            return (await client.post("/pause", headers=headers)).status_code
+
+    return asyncio.run(call())
+
+
+@pytest.mark.parametrize(
+    ("address", "code"),
+    [
+        ("10.1.2.3", 200),
+        ("::ffff:10.1.2.3", 200),
+        ("fd00::7", 200),
+        ("10.2.0.1", 403),
+        ("fd00::8", 403),
+        ("127.0.0.1", 403),  # to a host of another name
+        ("", 403),
+    ],
+)
+def test_addresses(address: str, code: int) -> None:
+    options = ServeOptions(host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK)
+    assert status(options, address) == code
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://pool:30000"},
+        {"X-Forwarded-For": "10.1.2.3"},
+        {"Via": "1.1 proxy"},
+        {"Accept-Language": "en"},  # all that tells of a page whose host's name was bound anew
+    ],
+)
+def test_browsers_and_proxies_there(headers: dict[str, str]) -> None:
+    options = ServeOptions(host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK)
+    assert status(options, "10.1.2.3", headers) == 403
+
+
+def test_beside_a_token() -> None:
+    """Others may bring it."""
+    options = ServeOptions(
+        host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK, admin_token="secret"
+    )
+    token = {"Authorization": "Bearer secret"}
+    assert status(options, "10.1.2.3") == 200
+    assert status(options, "10.2.0.1") == 401
+    assert status(options, "10.2.0.1", token) == 200
+    assert status(options, "10.1.2.3", {"Origin": "http://x"}) == 401
+
+
+def test_beside_a_key() -> None:
+    """Which is for every call, this one too."""
+    options = ServeOptions(host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK, api_key="key")
+    assert status(options, "10.1.2.3") == 401
+    assert status(options, "10.1.2.3", {"Authorization": "Bearer key"}) == 200
+
+
+@pytest.mark.parametrize("address", ["pool.example", "10.1.2.3/16", "0.0.0.0/0", "::/0", ""])
+def test_what_names_nobody(address: str) -> None:
+    with pytest.raises(InvalidConfig, match="--trusted-admins"):
+        ServeOptions(host="0.0.0.0", enable_admin=True, trusted_admins=(address,))
+    with pytest.raises(InvalidConfig, match="--enable-admin"):
+        ServeOptions(trusted_admins=("10.1.2.3",))
