@@ -62,10 +62,11 @@ def as_array(name: str, value: Any) -> Array:
                 "read it",
                 names=[name],
             )
-        if getattr(getattr(value.sharding, "spec", None), "unreduced", None):
+        spec = getattr(value.sharding, "spec", None)
+        if getattr(spec, "unreduced", None):
             raise InvalidWeights(
-                f"{name}: of this JAX array every device has a summand only ({value.sharding.spec}"
-                "); sum it with jax.sharding.reshard before update_weights",
+                f"{name}: of this JAX array every device has a summand only ({spec}); sum "
+                "it with jax.sharding.reshard before update_weights",
                 names=[name],
             )
         return addressable(name, value)

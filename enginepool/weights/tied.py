@@ -81,11 +81,10 @@ def _same(a: Array, b: Array, dtype: Any) -> bool:
     if isinstance(a, np.ndarray):
         a, b = b, a
     assert isinstance(a, jax.Array)
-    if a.is_fully_replicated:  # one of its copies will do
-        a = a.addressable_shards[0].data
-    there = place(b, a.sharding, jax_dtype(b.dtype), private=True)
+    one = a.addressable_shards[0].data if a.is_fully_replicated else a  # of its copies
+    there = place(b, one.sharding, jax_dtype(b.dtype), private=True)
     # Part by part: a program of several devices might wait for an engine's.
-    parts = zip(a.addressable_shards, there.addressable_shards, strict=True)
+    parts = zip(one.addressable_shards, there.addressable_shards, strict=True)
     with outside_meshes():
         equal = [_equal_on_devices(x.data, y.data, dtype) for x, y in parts]
     return all(jax.device_get(equal))

@@ -92,7 +92,9 @@ class AbstractArray(jax.Array):
 
     def copy_to_host_async(self) -> None: ...
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: Any = None, context: Any = None, copy: bool | None = None
+    ) -> np.ndarray:
         """What a program would have given back is zeros."""
         return np.zeros(self._shape, self._dtype if dtype is None else dtype)
 
