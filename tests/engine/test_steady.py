@@ -17,6 +17,7 @@ from benchmarks import faults
 from enginepool import EnginePool
 from tests.support.forced import LINE, assert_greedy
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
+from tests.support.marks import slow
 from tests.support.pools import NATIVE_PAGES, SMALL, MakePool, same
 from tests.support.spans import assert_spans
 from tests.support.steady import joins, steps, upstreams_own
@@ -51,7 +52,7 @@ def ask(pool: EnginePool, params: Any, prompts: list[list[int]] = PROMPTS) -> li
     return pool.generate_all(input_ids=prompts, sampling_params=params, return_logprob=True)
 
 
-@pytest.fixture(scope="module", params=["page_size=1", "page_size=8", "tp_size=2"])
+@pytest.fixture(scope="module", params=["page_size=1", *slow("page_size=8", "tp_size=2")])
 def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> EnginePool:
     name, value = request.param.split("=")
     if request.param == "page_size=8" and not NATIVE_PAGES:
@@ -228,7 +229,7 @@ def of_batch(batch: Any) -> Iterator[tuple[Any, int]]:
         yield req, length
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["in_place", *slow("retract", "drain", "abort")])
 def test_spans_are_exact(make_pool: MakePool, model_dir: Callable[[str], Path], mode: Any) -> None:
     """A swap in the middle of a flight: every token is booked on the weights that it came from."""
     pool = make_pool("qwen3", 2, **BUCKETS)
@@ -258,7 +259,7 @@ def test_spans_are_exact(make_pool: MakePool, model_dir: Callable[[str], Path], 
 @pytest.mark.parametrize(
     "fault", [faults.raise_in_step, faults.raise_after_step, faults.raise_after_bookkeeping]
 )
-@pytest.mark.parametrize("at", [2, 3, 9])
+@pytest.mark.parametrize("at", [3, *slow(2, 9)])
 def test_a_failed_step_loses_nothing(
     make_pool: MakePool, fault: Callable[..., None], at: int
 ) -> None:
@@ -356,6 +357,7 @@ def test_an_upstream_that_is_otherwise(
     assert fallback > 0
 
 
+@pytest.mark.slow
 def test_switched_off() -> None:
     """ENGINEPOOL_OPTIMISATIONS=0 leaves every step to upstream."""
     script = (
