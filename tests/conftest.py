@@ -1,10 +1,14 @@
 """Four virtual CPU devices for every test, pinned here and nowhere else, before JAX starts."""
 
 import os
+import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A script's background jobs ignore Control-C, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
