@@ -200,12 +200,12 @@ def test_steps_need_what_the_warm_up_compiles() -> None:
 
 @needs_libtpu
 def test_a_step_that_needs_another_program_is_a_problem() -> None:
-    """Upstream's own warm-up knows no seeds, and no top-k log-probabilities: see
+    """Upstream's own warm-up knows no seeds, no top-k log-probabilities and no steady steps: see
     `engine/warmup.py`."""
     done = python("-c", _UPSTREAMS_WARM_UP)
     assert done.returncode == 0, done.stderr
     late = json.loads(done.stdout)
-    assert {kind for kind, _ in late} == {"sampler", "top_logprobs"}
+    assert {kind for kind, _ in late} == {"sampler", "top_logprobs", "steady", "seat"}
     assert {problem for _, problem in late} == {
         "a step needs it, and the warm-up has not compiled it"
     }
