@@ -118,8 +118,8 @@ def standstill(
             _drain(runtime, stand)
         wait_until_due()
         if mode == "drain":
-            # Of an engine that failed when its siblings were due.
-            while queue.begun() and any(w.condition.may_step for w in stand.workers):
+            # Of an engine that failed when its siblings were due, one of which may have taken it.
+            while _unfinished(stand):
                 wait_until_due()
             stand.run(stop)
         if mode == "abort":
@@ -183,6 +183,13 @@ def _drain(runtime: Runtime, stand: Standstill) -> None:
             "without its KV cache; continue_generation() or resume_memory_occupation() first, or "
             "use another mode"
         )
+
+
+def _unfinished(stand: Standstill) -> bool:
+    """Whether these engines have something begun, or could take it."""
+    able = [worker for worker in stand.workers if worker.condition.may_step]
+    begun = stand.runtime.dispatch.queue.begun()
+    return any(begun or worker.channel.load() for worker in able)
 
 
 def _nothing() -> None:

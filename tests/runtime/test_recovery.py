@@ -312,6 +312,41 @@ def test_failure_while_a_swap_waits(
     pool.update_weights(old)
 
 
+def test_a_sibling_takes_what_a_draining_engine_loses(pool: EnginePool) -> None:
+    """It had nothing to do and could have been replaced at once; now it is waited for, too."""
+    import jax.numpy as jnp
+
+    old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
+    asked: dict[str, Any] = {
+        "input_ids": PROMPTS[0],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+    }
+    expected = pool.generate(**asked)
+
+    def holders() -> list[int]:
+        return [index for index, load in enumerate(pool.get_load()) if load["running"]]
+
+    with callers(2) as executor:
+        answer = executor.submit(pool.generate, **asked)
+        until(holders)
+        (holder,) = holders()
+        let_go = faults.hang_in_reset(pool, holder)
+        try:
+            flipped = [jnp.flip(leaf) for leaf in old]
+            update = executor.submit(pool.update_weights, flipped, mode="drain")
+            until(lambda: states(pool) == ["draining"] * 3)
+            faults.raise_in_step(pool, holder)
+            until(lambda: holders() not in ([], [holder]))
+        finally:
+            let_go.set()
+        result = answer.result(SECONDS)
+        update.result(SECONDS)
+    assert result["output_ids"] == expected["output_ids"]
+    assert len(result["meta_info"]["weight_versions"]) == 1
+    until(lambda: states(pool) == ["serving"] * 3)
+    pool.update_weights(old)
+
+
 def test_call_pinned_to_an_engine(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """What only the failed engine may run waits for it, and goes on with the tokens it has."""
     faults.raise_in_step(pool, 2, at=5)
