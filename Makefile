@@ -51,7 +51,7 @@ test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99
 
 .PHONY: test-tpu
 test-tpu: $(TPU)/.installed ## Run the tests that need libtpu, and no TPU
-	$(TPU)/bin/python -m pytest tests/doctor/test_ahead_of_time.py tests/doctor/test_tpu_check.py $(ARGS)
+	$(TPU)/bin/python $(PYTEST) $(ARGS) tests/doctor/test_ahead_of_time.py tests/doctor/test_tpu_check.py
 
 .PHONY: tpu-check
 tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, without one
