@@ -44,6 +44,7 @@ class _Jax(NamedTuple):
 
     compiler: Any  # its `backend_compile_and_load` is replaced
     cache_key: Any
+    compilation_cache: Any  # the host's
 
 
 _COMPILE = ("backend", "module", "executable_devices", "options", "host_callbacks")
@@ -53,7 +54,7 @@ _COMPILE = ("backend", "module", "executable_devices", "options", "host_callback
 def _jax() -> _Jax | None:
     """None if this JAX has them otherwise."""
     try:
-        from jax._src import cache_key, compiler
+        from jax._src import cache_key, compilation_cache, compiler
 
         _expect(compiler.backend_compile_and_load, _COMPILE)
         _expect(cache_key._hash_computation, ("hash_obj", "module", "ignore_callbacks"))
@@ -61,11 +62,12 @@ def _jax() -> _Jax | None:
             cache_key._hash_serialized_compile_options,
             ("hash_obj", "compile_options_obj", "strip_device_assignment"),
         )
+        _expect(compilation_cache._get_cache, ("backend",))
         _ = cache_key.IgnoreCallbacks.NO
     except (ImportError, AttributeError, TypeError) as error:
         logger().warning("enginepool.executables_not_shared", jax=jax.__version__, why=str(error))
         return None
-    return _Jax(compiler, cache_key)
+    return _Jax(compiler, cache_key, compilation_cache)
 
 
 def _expect(function: Any, parameters: tuple[str, ...]) -> None:
@@ -139,19 +141,24 @@ def _compile_and_load(
     cache = getattr(_thread, "cache", None)
     if cache is None:
         return _original(backend, module, executable_devices, options, host_callbacks)
-    # A host callback is an address baked into the program: such a program is not shared. Nor is
-    # any where the host has a persistent cache: an executable that was loaded serializes to one
-    # without its functions, and JAX would write that to the host's cache.
-    shared = backend.platform == "cpu" and not host_callbacks and not _host_caches()
     with cache.limiter.released():
-        if shared:
-            return cache.load_or_compile(backend, module, executable_devices, options)
+        # A host callback is an address baked into the program: such a program is not shared.
+        if backend.platform == "cpu" and not host_callbacks and not _host_caches(backend):
+            executable = cache.load_or_compile(backend, module, executable_devices, options)
+            if not _host_caches(backend):  # still
+                return executable
         return _original(backend, module, executable_devices, options, host_callbacks)
 
 
-def _host_caches() -> bool:
-    config: Any = jax.config  # its attributes are made at run time
-    return config.jax_compilation_cache_dir is not None and config.jax_enable_compilation_cache
+def _host_caches(backend: Any) -> bool:
+    """Whether JAX would write what it is given to the host's persistent cache: an executable that
+    was loaded serializes to one without its functions, and whoever reads that cannot run it.
+
+    JAX goes on with the cache that it first used, whatever its configuration says later.
+    """
+    parts = _jax()
+    assert parts is not None
+    return parts.compilation_cache._get_cache(backend) is not None
 
 
 def _install(compiler: Any) -> None:

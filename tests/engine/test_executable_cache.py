@@ -1,0 +1,57 @@
+"""Executables that engines share, beside the host's own persistent cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as hosts
+
+from enginepool.engine.executable_cache import ExecutableCache
+
+
+@pytest.fixture
+def hosts_cache(tmp_path: Path) -> Iterator[None]:
+    """A persistent cache that JAX has begun to use, and goes on using: the configuration that it
+    came from is put back, as what upstream's scheduler sets while it is built."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    hosts.reset_cache()
+    for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
+        jax.config.update(name, value)
+    try:
+        jax.jit(lambda x: 41 * x)(jnp.ones(3))
+        assert list(tmp_path.iterdir())
+        jax.config.update(names[0], before[names[0]])
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        hosts.reset_cache()
+
+
+def test_a_program_is_compiled_once() -> None:
+    cache = ExecutableCache()
+    numbers = [jax.device_put(3.0, device) for device in jax.devices()]
+    with cache.sharing():
+        products = [jax.jit(lambda x: 19 * x)(number) for number in numbers]
+    assert [float(product) for product in products] == [57] * len(numbers)
+    assert (cache.compiled, cache.reused) == (1, len(numbers) - 1)
+
+
+def test_the_hosts_cache_gets_nothing_that_cannot_run(hosts_cache: None) -> None:
+    """Whoever reads it, the host's next process too, can run what it finds there."""
+
+    def answers() -> list[float]:
+        numbers = [jax.device_put(jnp.arange(64.0), device) for device in jax.devices()[:2]]
+        return [float(jax.jit(lambda x: jnp.tanh(x / 9).sum() + x[7])(x)) for x in numbers]
+
+    expected = float(jnp.tanh(jnp.arange(64.0) / 9).sum() + 7)
+    with ExecutableCache().sharing():
+        assert answers() == pytest.approx([expected] * 2)
+    assert answers() == pytest.approx([expected] * 2)
