@@ -14,6 +14,8 @@ the cores for their steps.
 Workloads: "decode" has full batches that begin and end together; "arrivals" three times as many
 requests as the batches hold, of uneven prompts and outputs; "streams" is "decode" with every
 output streamed to one caller (upstream's are not streamed).
+
+"fell back" is the share of a pool's decode steps that were upstream's own, and not one step ahead.
 """
 
 from __future__ import annotations
@@ -161,7 +163,10 @@ def _job(
 def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print(f"{title}, on {CORES} cores:", flush=True)
     plain(
-        ["engines", "step ms", "", "busy", "of each round", "thread ms a step", "CPU ms a step"],
+        [
+            *("engines", "step ms", "", "busy", "of each round"),
+            *("thread ms a step", "CPU ms a step", "fell back"),
+        ],
         [
             [
                 row["engines"],
@@ -171,6 +176,7 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 " ".join(f"{100 * share:.1f}" for share in row["spread"]),
                 f"{row['thread_ms_per_step']:.2f}" if row["thread_ms_per_step"] else "",
                 f"{row['cpu_ms_per_step']:.2f}",
+                f"{100 * row['fallback_share']:.1f} %" if row["name"] == "pool" else "",
             ]
             for row in rows
         ],

@@ -86,6 +86,7 @@ class Contestant:
             "host_rounds_per_sec": sum(answer["host_rounds_per_sec"] for answer in answers),
             "tokens_per_simulated_second": max(a["tokens_per_simulated_second"] for a in answers),
             "busy_share": statistics.mean(answer["busy_share"] for answer in answers),
+            "fallback_share": statistics.mean(answer["fallback_share"] for answer in answers),
             "thread_ms_per_step": max(answer["thread_ms_per_step"] for answer in answers),
         }
 

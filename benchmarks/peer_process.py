@@ -42,15 +42,19 @@ def main() -> None:
         accelerator.reset(job["step_ms"] / 1000)
         with _host(job.get("host")) as rounds:
             before, thread = _peak_mb(), engines.thread_seconds()
+            decoded = engines.decode_steps()
             cpu, started = time.process_time(), time.perf_counter()
             tokens = engines.generate(job)
             wall, cpu = time.perf_counter() - started, time.process_time() - cpu
             done, thread = rounds(), engines.thread_seconds() - thread
+            both = zip(engines.decode_steps(), decoded, strict=True)
+            steady, fallback = (now - then for now, then in both)
         answer = {
             "tokens": tokens,
             "grown_mb": _peak_mb() - before,
             "cpu_ms_per_step": 1000 * cpu / accelerator.steps,
             "thread_ms_per_step": 1000 * thread / accelerator.steps,
+            "fallback_share": fallback / max(1, steady + fallback),
             "host_rounds_per_sec": done / wall,
             "busy_share": accelerator.busy_share(setup["engines"]),
             **simulated.figures(accelerator, tokens),
@@ -68,6 +72,10 @@ class _Engines(Protocol):
 
     def thread_seconds(self) -> float:
         """Processor time of the engines' own threads; 0 where they cannot be asked."""
+        ...
+
+    def decode_steps(self) -> tuple[int, int]:
+        """Of a pool: those that stayed on their device, and upstream's own."""
         ...
 
 
@@ -98,6 +106,11 @@ class _Pool:
     def thread_seconds(self) -> float:
         times = [worker.channel.run(time.thread_time) for worker in self._workers]
         return sum(future.result() for future in times)
+
+    def decode_steps(self) -> tuple[int, int]:
+        engines = self._pool.stats()["engines"]
+        steady, fallback = ([e[key] for e in engines] for key in ("steady_steps", "fallback_steps"))
+        return sum(steady), sum(fallback)
 
 
 class _Upstream:
@@ -134,6 +147,9 @@ class _Upstream:
 
     def thread_seconds(self) -> float:
         return 0.0
+
+    def decode_steps(self) -> tuple[int, int]:
+        return 0, 0
 
 
 def _engine(config: PoolConfig, index: int, platform: str, overlap: bool) -> Any:

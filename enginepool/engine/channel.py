@@ -11,60 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from enginepool.engine.condition import EngineCondition
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.jobs import EngineBroken, Jobs, StopEngine
 from enginepool.engine.running import RunningRequests
+from enginepool.engine.scheduler_protocol import StepScheduler
 from enginepool.engine.states import EngineState
 from enginepool.errors import StepTimeout
 from enginepool.requests.queue import RequestQueue
 from enginepool.requests.request import Request, aborted
-
-
-class StepScheduler(Protocol):
-    """What a channel needs of the scheduler behind it; all on the engine's thread, but for
-    `kv_usage`."""
-
-    def has_work(self) -> bool:
-        """Whether a step would do something."""
-        ...
-
-    def look_at_weights(self) -> None:
-        """After idling: raise LookupError where weights are gone."""
-
-    def room(self, load: int) -> int:
-        """How many more requests can start beside so many."""
-        ...
-
-    def cached_prefix(self, request: Request) -> int:
-        """How many tokens of the prompt the engine's prefix cache has."""
-        ...
-
-    def admit(self, request: Request) -> Any:
-        """Make upstream's request of it, with the outputs that it has in place; None if its prompt
-        is scored first."""
-
-    def has_scores(self) -> bool:
-        """Whether `score` would do something."""
-        ...
-
-    def score(self) -> None:
-        """Compute log-probabilities of prompts, for about as long as a prefill takes."""
-
-    def abort(self, internal_rid: str) -> None:
-        """End one request; the channel hears of it at once or after one more step."""
-
-    def release_all(self) -> None:
-        """Forget every request, and give back their KV pages."""
-
-    def reset(self) -> None:
-        """`release_all`, and new KV buffers."""
-
-    def kv_usage(self) -> tuple[int, int]:
-        """Tokens of KV cache in use, and in all. Any thread."""
-        ...
 
 
 class Channel:
@@ -73,10 +30,12 @@ class Channel:
     Attributes:
         condition: What the engine may do; it is asked before every step.
         running: The requests that the engine has.
+        max_decode_steps: How many may be dispatched at once.
         limiter: Shared with other engines; this one has a slot from a step's begin to its end,
             but for the wait for its device.
         steps: How many began.
         steady_steps: How many of them were decode steps that stayed on the device (`steady/`).
+        steady_dispatches: In how many dispatches these were.
         fallback_steps: How many were decode steps that were upstream's own.
         busy_since: When the first step after the last idling began, in `time.perf_counter`.
     """
@@ -87,13 +46,16 @@ class Channel:
         queue: RequestQueue,
         limiter: Limiter,
         condition: EngineCondition,
+        *,
+        max_decode_steps: int = 1,
     ) -> None:
         self.engine_index = engine_index
         self.queue = queue
         self.limiter = limiter
         self.condition = condition
+        self.max_decode_steps = max_decode_steps
         self.running = RunningRequests(condition.weights)
-        self.steps = self.steady_steps = self.fallback_steps = 0
+        self.steps = self.steady_steps = self.steady_dispatches = self.fallback_steps = 0
         self.busy_since = 0.0
         self._scheduler: StepScheduler | None = None
         self._wake = threading.Event()
@@ -308,8 +270,10 @@ class Channel:
             begun=self.condition.draining,
         )
         running.hold(taken)
+        now = time.perf_counter()
         for request in taken:
             request.engine_index = self.engine_index
+            request.taken_at = request.taken_at or now
         for request in taken:
             request.req = scheduler.admit(request)
             if request.abort_reason is not None:  # aborted on its way from the queue to here

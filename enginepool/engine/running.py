@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from enginepool.engine.condition import WeightsCondition
+from enginepool.engine.grammar import finish_reason
 from enginepool.errors import NotFinite
 from enginepool.requests.request import Request, not_finite
 
@@ -64,7 +65,8 @@ class RunningRequests:
         """The first token is there; later admissions would count the outputs as cached, too."""
         request.first_token_at = time.perf_counter()
         if request.cached_tokens is None:
-            request.cached_tokens = req.cached_tokens
+            # Of what it was given, some may be there as another's prompt.
+            request.cached_tokens = min(req.cached_tokens, len(request.input_ids))
 
     def set_weights(self, version: int | str, update: int) -> None:
         """Tokens from here on come from other weights; those so far are booked on the old."""
@@ -84,7 +86,7 @@ class RunningRequests:
         self._weights.finite_under = self._weights.update
         self.held.pop(request.internal_rid, None)
         self.take_over(request)
-        reason = req.finished_reason.to_json()
+        reason = finish_reason(req, req.finished_reason.to_json())
         if reason.get("type") == "abort" and request.abort_reason is not None:
             reason = request.abort_reason
         request.call.finish(request, reason)
@@ -117,7 +119,7 @@ class RunningRequests:
             NotFinite: That may be this engine's fault; nothing is ended.
         """
         if self._weights.nonfinite_under != self._weights.update:
-            raise NotFinite(requests)
+            raise NotFinite([request.internal_rid for request in requests])
         for request in requests:
             self.end(request.internal_rid, not_finite(self._weights.version))
 

@@ -28,6 +28,7 @@ try:  # 0.1.0rc0; 0.0.3rc99 takes the key itself
 except ImportError:
     MatchPrefixParams = None
 
+from enginepool.engine.grammar import RequestGrammar, check_upstream, ends_of
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.scoring import Scorer
 from enginepool.engine.steady.decode import SteadyDecode
@@ -65,6 +66,7 @@ class PinnedScheduler(Scheduler):
         self.running, self.condition = channel.running, channel.condition
         self.limiter = channel.limiter
         expect(Scheduler, *_OVERRIDDEN)
+        check_upstream()
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
@@ -118,13 +120,14 @@ class PinnedScheduler(Scheduler):
                 request = held.get(req.rid)
                 if request is None:
                     continue
-                if not request.first_token_at and req.output_ids:
+                if not request.first_token_at and len(req.output_ids) > request.given:
                     running.sampled_first(request, req)
                 if req.finished():
                     running.deliver(request, req)
                 elif req.stream:
                     interval = req.sampling_params.stream_interval or self.stream_interval
-                    if req.output_ids and len(req.output_ids) % interval == 0:
+                    # Several may have come at once; `request` has what was published.
+                    if len(req.output_ids) // interval > len(request.output_ids) // interval:
                         running.publish(request)
 
     def _compute_logprobs_and_wait(self, *args: Any) -> Any:
@@ -212,7 +215,8 @@ class PinnedScheduler(Scheduler):
 
         Every request asks for output-only log-probabilities, wanted or not: it is one program,
         and a batch that mixes both forms ends upstream's loop. None for a request whose prompt is
-        scored first, which `_scored` admits again, and for one of which that is all: it ends.
+        scored first, which `_scored` admits again, and for one of which that is all, or whose
+        output was whole when it was given: it ends.
         """
         if self.scorer.takes(request):
             return None
@@ -237,11 +241,19 @@ class PinnedScheduler(Scheduler):
         )
         if request.top_logprobs_num:
             self._top_logprobs.wanted = True
-        req = self.waiting_queue[-1]
+        req: Any = self.waiting_queue[-1]
         if request.output_ids:
             req.output_ids = list(request.output_ids)
             req.output_token_logprobs_val = list(request.logprobs)
             req.output_token_logprobs_idx = list(request.output_ids)
+        if request.grammar is not None:
+            req.grammar = RequestGrammar(request.grammar, ends_of(req), request.output_ids)
+        if request.given and not request.begun:
+            req.check_finished()
+            if req.finished():
+                self.waiting_queue.pop()
+                self.running.deliver(request, req)
+                return None
         return req
 
     def abort(self, internal_rid: str) -> None:
@@ -288,11 +300,6 @@ class PinnedScheduler(Scheduler):
     def hugging_face(self) -> HuggingFaceMapping:
         """Which Hugging Face tensors make this engine's leaves. Any thread."""
         return HuggingFaceMapping(self.tp_worker.worker.model_runner, self.leaves.specs)
-
-    @property
-    def wants_top_logprobs(self) -> bool:
-        """Whether a request here asked for the most probable tokens."""
-        return self._top_logprobs.wanted
 
     def want_top_logprobs(self, wanted: bool) -> None:
         self._top_logprobs.wanted = wanted

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from enginepool.requests.request import Request
 
 
+# Below every log-probability of what may be sampled.
+_NEVER = -1e30
+
+
 class TopLogprobs:
     """The most probable tokens of a step, in one program of fixed width for every batch."""
 
@@ -60,4 +64,6 @@ class TopLogprobs:
                 continue
             if len(request.top_logprobs) < len(req.output_ids):
                 k = request.top_logprobs_num
+                # Fewer where a grammar allows fewer: the others have float32's lowest.
+                k = min(k, int((values[row] > _NEVER).sum()))
                 request.top_logprobs.append((values[row, :k].tolist(), ids[row, :k].tolist()))

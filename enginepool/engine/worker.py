@@ -62,11 +62,14 @@ class EngineWorker:
         *,
         name: str,
         supervisor: Supervisor[EngineWorker],
+        max_decode_steps: int,
     ) -> None:
         self.index = index
         self.devices = tuple(devices)
         self.condition = EngineCondition()
-        self.channel = Channel(index, queue, process_limiter(), self.condition)
+        self.channel = Channel(
+            index, queue, process_limiter(), self.condition, max_decode_steps=max_decode_steps
+        )
         self.assembly = Assembly(server_args, self.devices, self.channel)
         self.built: Future[None] = Future()
         self.warm: Future[None] = Future()

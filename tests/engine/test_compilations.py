@@ -4,9 +4,11 @@ import random
 from typing import Any
 
 import jax
+import pytest
 
 from enginepool import EnginePool, toy
-from tests.support.pools import MakePool, compilations
+from enginepool.engine.executable_cache import ExecutableCache
+from tests.support.pools import SMALL, MakePool, compilations
 
 
 def random_params(rng: random.Random) -> dict[str, Any]:
@@ -34,6 +36,8 @@ def random_params(rng: random.Random) -> dict[str, Any]:
         options["stop"] = rng.choice(["a", ["e", "\n\n"], "zq"])
     if rng.random() < 0.2:
         options["stop_token_ids"] = rng.sample(range(256), 3)
+    if rng.random() < 0.15 and not (options.get("ignore_eos") or options.get("min_new_tokens")):
+        options["regex"] = rng.choice(["[a-z]{1,20}", "(ab|c)+", "9"])
     if rng.random() < 0.1:
         options["n"] = rng.randint(2, 3)
     return options
@@ -127,6 +131,7 @@ def test_the_count_sees_a_compilation():
     assert seen == []
 
 
+@pytest.mark.slow
 def test_first_call_of_a_warm_pool_compiles_nothing(make_pool: MakePool):
     """Also with several buckets, of which the first request needs the smallest."""
     pool = make_pool("toy", 2, precompile_token_paddings=[32, 64], precompile_bs_paddings=[1, 4])
@@ -138,14 +143,28 @@ def test_first_call_of_a_warm_pool_compiles_nothing(make_pool: MakePool):
 
 
 def test_engines_share_what_one_has_compiled(pool: EnginePool):
-    """On CPU a program is compiled once and loaded for the other three devices.
+    """On CPU a program is there once and is loaded for the other three devices.
 
-    Not exactly three loads a compilation: small programs that JAX has at hand from tests before
-    this one are neither compiled nor loaded.
+    Not exactly three more loads: small programs that JAX has at hand from tests before this one are
+    neither compiled nor loaded.
     """
     counts = pool.stats()["executables"]
-    assert counts["compiled"] > 0
     assert counts["reused"] > counts["compiled"]
+
+
+@pytest.mark.slow
+def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyPatch):
+    """At most twice as many again, whatever a batch may ask for."""
+    place = "enginepool.engine.steady.program._ATTENTION"
+    options = SMALL | {"precompile_bs_paddings": [1, 4]}
+    counts = {}
+    for attention in ((), ("NativeAttention",)):
+        monkeypatch.setattr(place, attention)
+        monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", ExecutableCache)
+        with EnginePool(str(toy.checkpoint()), devices=1, **options) as pool:
+            counts[attention] = pool.stats()["executables"]["compiled"]
+    without, with_them = counts.values()
+    assert without < with_them <= 3 * without
 
 
 def test_without_warm_up_programs_are_compiled_while_serving(make_pool: MakePool):

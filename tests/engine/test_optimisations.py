@@ -15,6 +15,7 @@ import patches
 from enginepool import EnginePool
 from patches import batch_transfers, metadata_check
 from patches._lookup import module
+from tests.support.marks import slow
 from tests.support.pools import MakePool
 
 OPTIMISATIONS = [patch for patch in patches.ALL if patch.optimisation]
@@ -26,7 +27,7 @@ MIXED = [
 ] * 3
 
 
-@pytest.fixture(params=[1, 2], ids=["tp_size=1", "tp_size=2"])
+@pytest.fixture(params=[1, *slow(2)], ids=["tp_size=1", "tp_size=2"])
 def engine(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[EnginePool]:
     pool = make_pool("qwen3", [[1], [2, 3]][request.param - 1], tp_size=request.param)
     applied = [patch for patch in OPTIMISATIONS if patches.is_applied(patch)]

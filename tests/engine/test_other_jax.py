@@ -67,6 +67,7 @@ print(json.dumps({
 OPTIONS = SMALL | {"warmup": "none"}
 
 
+@pytest.mark.slow
 def test_a_pool_opens_and_answers() -> None:
     """Without any of them `import enginepool` works, a pool opens, answers, and says in one line
     each what is left out."""

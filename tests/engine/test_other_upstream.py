@@ -24,15 +24,20 @@ HEADINGS = ("\nWhat breaks: ", "\nWhy: ", "\nRemove when: ")
 REACHES = {
     "engine/build.py",
     "engine/executable_cache.py",
+    "engine/grammar.py",
     "engine/kv_cache.py",
     "engine/scheduler.py",
     "engine/score_program.py",
     "engine/steady/decode.py",
+    "engine/steady/forward.py",
     "engine/steady/pages.py",
+    "engine/steady/penalties.py",
     "engine/steady/program.py",
     "engine/steady/rows.py",
+    "engine/steady/sample.py",
     "engine/top_logprobs.py",
     "engine/warmup.py",
+    "serve/answer_form.py",
     "serve/openai_api.py",
     "weights/leaves.py",
     "weights/mapping.py",
@@ -114,6 +119,11 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     ("place", "options", "message"),
     [
         ("managers.scheduler.Scheduler.get_new_batch_prefill", {}, "has no get_new_batch_prefill"),
+        (
+            "managers.schedule_batch.ModelWorkerSamplingInfo.update_grammar_vocab_mask",
+            {},
+            "has no update_grammar_vocab_mask",
+        ),
         (
             "model_executor.compilation_manager.CompilationManager._make_dummy_batch",
             {"warmup": "sequential"},

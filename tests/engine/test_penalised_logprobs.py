@@ -12,7 +12,9 @@ import pytest
 from enginepool import EnginePool
 from tests.support.forced import logprobs, output_logits
 from tests.support.liveness import SECONDS, callers, paused, running, until
+from tests.support.marks import steady_decode
 from tests.support.pools import MakePool
+from tests.support.steady import steps
 
 PROMPTS = [[65, 66, 67], [90] * 20, [70, 71], list(range(40, 60))]
 LENGTH = 24
@@ -104,13 +106,19 @@ def test_differs(pool: EnginePool, model: Path) -> None:
     assert np.abs(got - plain[np.arange(LENGTH), result["output_ids"]]).max() > 1
 
 
+@steady_decode
 def test_mixed(make_pool: MakePool, model: Path) -> None:
     """Every law and every way in the same batches of one engine."""
     pool = make_pool("qwen3", 1)
     given = [params(law, way) for law in LAWS for way in WAYS]
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(given))]
-    results = pool.generate_all(input_ids=prompts, sampling_params=given, return_logprob=True)
+    before = steps(pool)
+    results = pool.generate_all(
+        input_ids=prompts, sampling_params=given, return_logprob=True, top_logprobs_num=20
+    )
     check(pool, model, prompts, given, results)
+    steady, fallback = (now - then for now, then in zip(steps(pool), before, strict=True))
+    assert steady > 5 * fallback
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

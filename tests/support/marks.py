@@ -4,6 +4,11 @@ from typing import Any
 
 import pytest
 
+import patches
+
+# `ENGINEPOOL_OPTIMISATIONS=0` leaves every decode step to upstream.
+steady_decode = pytest.mark.skipif(not patches.optimising(), reason="decode is not steady")
+
 
 def slow(*cases: Any) -> list[Any]:
     """The cases of a parametrization, marked; a tuple is the arguments of one."""

@@ -1,5 +1,6 @@
-"""Decode steps that stay on the device, and the same pool without them."""
+"""Decode steps that stay on the device, the same pool without them, and what is asked of both."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,18 @@ import pytest
 
 from benchmarks.faults import scheduler_of
 from enginepool import EnginePool
+from tests.support.liveness import running, until
+
+# Pools of one kind as far as possible: the session's `make_pool` opens each once.
+OPTIONS: dict[str, Any] = {
+    "max_running_requests": 8,
+    "precompile_bs_paddings": [1, 4, 8],
+    "max_restarts": 10**6,
+}
+PROMPTS = [[5 + i, *range(9, 9 + 7 * (i % 5))] for i in range(20)]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+LONG = GREEDY | {"max_new_tokens": 200}
+LONGER = GREEDY | {"max_new_tokens": 440}
 
 
 def steps(pool: EnginePool) -> tuple[int, int]:
@@ -31,6 +44,14 @@ def upstreams_own(pool: EnginePool) -> Iterator[None]:
 
 
 @contextmanager
+def several_at_once() -> Iterator[None]:
+    """Pools that may dispatch several steps at once do, whether their devices wait or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("enginepool.engine.steady.pace._IDLE", 0)
+        yield
+
+
+@contextmanager
 def joins() -> Iterator[list[int]]:
     """How many requests join a flight meanwhile, each time."""
     from enginepool.engine.steady.flight import Flight
@@ -45,3 +66,75 @@ def joins() -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Flight, "join", counting)
         yield counts
+
+
+def of_any_kind(count: int, *, seed: int) -> list[dict[str, Any]]:
+    """What a batch can hold without a step of upstream's own."""
+    rng = random.Random(seed)
+    return [
+        {
+            "max_new_tokens": rng.randint(1, 60),
+            "temperature": rng.choice([0.0, 0.6, 1.0, 1.4]),
+            "sampling_seed": rng.randrange(2**31),
+            # Not 1: of that upstream's log-probabilities depend on who else is in the batch.
+            "top_k": rng.choice([-1, 3, 20]),
+            "top_p": rng.choice([1.0, 0.9, 0.4]),
+            "min_p": rng.choice([0.0, 0.1]),
+            "ignore_eos": rng.random() < 0.5,
+            "stop_token_ids": rng.sample(range(256), rng.choice([0, 3, 30])),
+            "stop": rng.choice([[], ["a"], ["zq", "e"]]),
+        }
+        for _ in range(count)
+    ]
+
+
+def penalised(count: int, *, seed: int) -> list[dict[str, Any]]:
+    """The same, of which two in three have penalties, or must not end too early."""
+    rng = random.Random(-seed)
+    params = of_any_kind(count, seed=seed)
+    for one in params:
+        kinds = rng.sample(["frequency_penalty", "presence_penalty", "min_new_tokens"], 2)
+        if rng.random() < 0.67:
+            one |= {kind: rng.uniform(-1.5, 1.5) for kind in kinds}
+        if one.get("min_new_tokens"):
+            one["min_new_tokens"] = rng.randint(1, one["max_new_tokens"])
+    return params
+
+
+def ask(
+    pool: EnginePool, params: Any, prompts: list[list[int]] = PROMPTS, **options: Any
+) -> list[Any]:
+    pool.flush_cache()
+    return ask_without_flush(pool, params, prompts, **options)
+
+
+def ask_without_flush(
+    pool: EnginePool, params: Any, prompts: list[list[int]], **options: Any
+) -> list[Any]:
+    return pool.generate_all(
+        input_ids=prompts, sampling_params=params, return_logprob=True, **options
+    )
+
+
+def same_top(results: list[Any], expected: list[Any]) -> None:
+    """Best ids with log-probabilities within 1e-4; two that are as near to each other may have
+    changed places, also at the end of the list."""
+    for result, other in zip(results, expected, strict=True):
+        both = (one["meta_info"]["output_top_logprobs"] for one in (result, other))
+        for got, wanted in zip(*both, strict=True):
+            values = [entry[0] for entry in wanted]
+            assert [entry[0] for entry in got] == pytest.approx(values, abs=1e-4)
+            by_id = {entry[1]: entry[0] for entry in wanted}
+            for value, one, _ in got:
+                assert value == pytest.approx(by_id.get(one, values[-1]), abs=1e-4)
+
+
+def flying(pool: EnginePool, requests: int) -> None:
+    """Return when so many run, and a prefill at least is over."""
+    before = sum(engine["steps"] for engine in pool.stats()["engines"])
+    until(
+        lambda: (
+            running(pool) == requests
+            and sum(engine["steps"] for engine in pool.stats()["engines"]) > before + 8
+        )
+    )

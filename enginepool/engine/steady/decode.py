@@ -13,18 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 import patches
 from enginepool.engine.steady import rows as booking
+from enginepool.engine.steady.batch import Batch, Sampled, State
 from enginepool.engine.steady.flight import Flight
+from enginepool.engine.steady.pace import Pace
 from enginepool.engine.steady.pages import Pages
-from enginepool.engine.steady.program import Batch, StepProgram, supported
+from enginepool.engine.steady.program import StepProgram, supported
 from enginepool.engine.steady.rows import Rows
 
 if TYPE_CHECKING:
     from enginepool.engine.channel import Channel
+    from enginepool.requests.request import Request
 
 # Steps after which a flight lands while requests wait that could not start when it took off.
 _STEPS_WHILE_WAITING = 16
@@ -36,10 +38,11 @@ class SteadyDecode:
     def __init__(self, scheduler: Any, channel: Channel) -> None:
         self._scheduler, self._channel = scheduler, channel
         able = patches.optimising() and supported(scheduler)
-        self._program = StepProgram(scheduler) if able else None
+        self._program = StepProgram(scheduler, channel.max_decode_steps) if able else None
         self._queued = 0  # requests in the pool's queue that were left there
         self._freed = False  # a request has ended since upstream last looked for room
         self._letting_in: Flight | None = None
+        self._pace = Pace(channel.max_decode_steps)
 
     def compile(self) -> None:
         """Compile every program that a flight may run."""
@@ -63,20 +66,20 @@ class SteadyDecode:
 
     def _fly(self, batch: Any, program: StepProgram) -> bool:
         scheduler, channel = self._scheduler, self._channel
-        if not booking.flies(batch) or scheduler.wants_top_logprobs:
+        if not booking.flies(batch):
             return False
         if any(req is not None for req in scheduler.chunked_reqs) or scheduler.scorer.holds_kv:
             return False
         reqs = batch.reqs_info[0].reqs
         size = program.bucket(len(reqs))
-        rows, pages = Rows(size), Pages(scheduler, size)
+        rows, pages = Rows(size, self._asking), Pages(scheduler, size)
         flight = Flight(self, program, rows, pages)
         self._queued, self._freed = channel.queued(), False
         waiting = self._queued or scheduler.waiting_queue or scheduler.scorer.has_prompts
         if not flight.take_off(reqs, _STEPS_WHILE_WAITING if waiting else None):
             return False
-        booking.settle(batch)
         self._filter(batch)
+        booking.settle(batch)
         scheduler.forward_ct += rows.steps
         scheduler.new_token_ratio = max(
             scheduler.new_token_ratio - (rows.steps - 1) * scheduler.new_token_ratio_decay,
@@ -86,19 +89,25 @@ class SteadyDecode:
 
     # What a flight asks for
 
-    def dispatch(self, state: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        assert self._program is not None
-        return self._program.step(state, batch)
+    def steps_at_once(self, *, idle: bool | None) -> int:
+        if idle is not None and self._letting_in is None:
+            self._pace.dispatched(idle=idle)
+        return self._pace.steps
 
-    def step_begins(self) -> None:
-        self._channel.steps += 1
+    def dispatch(self, state: State, batch: Batch, steps: int) -> tuple[State, Sampled]:
+        assert self._program is not None
+        return self._program.step(state, batch, steps)
+
+    def steps_begin(self, steps: int) -> None:
+        self._channel.steps += steps
+        self._channel.steady_dispatches += 1
 
     def wait_for_device(self, result: Any) -> None:
         self._scheduler.wait_for_device(result)
 
-    def take_over(self, give: Callable[[], list[int]]) -> list[int]:
+    def take_over(self, give: Callable[[], list[int]], steps: int) -> list[int]:
         ended = self._channel.between_steps(give)
-        self._channel.steady_steps += 1
+        self._channel.steady_steps += steps
         return ended
 
     def release(self, req: Any) -> None:
@@ -138,7 +147,10 @@ class SteadyDecode:
         if running.is_empty() or len(waiting) > flight.room or not self._may_join(waiting):
             return False
         batch = scheduler.get_new_batch_prefill()
-        if batch is None:  # for want of KV cache, of which the flight may have taken some ahead
+        if batch is None:
+            # For want of KV cache, of which the flight may have taken some ahead. Upstream would
+            # not look again before a request has ended.
+            running.reqs_info[0].batch_is_full = False
             return False
         self._prefill(batch, flight)
         batch.filter_batch()
@@ -171,14 +183,13 @@ class SteadyDecode:
             batch.reqs_info[0].batch_is_full = False
 
     def _may_join(self, reqs: list[Any]) -> bool:
-        """Whether these are prefilled in one step, as a whole, and need no other decode step."""
-        if self._scheduler.wants_top_logprobs:
-            return False
+        """Whether these are prefilled in one step, as a whole."""
         args = self._scheduler.server_args
         tokens = sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
-        plain = all(
-            not (params.frequency_penalty or params.presence_penalty or params.min_new_tokens)
-            for params in (req.sampling_params for req in reqs)
-        )
-        return plain and tokens <= min(limit for limit in limits if limit and limit > 0)
+        return tokens <= min(limit for limit in limits if limit and limit > 0)
+
+    def _asking(self, req: Any) -> Request | None:
+        """The pool's request, if it wants the most probable ids."""
+        request = self._channel.running.held.get(req.rid)
+        return request if request is not None and request.top_logprobs_num else None

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from enginepool.engine.steady.batch import Batch, Sampled, State
 from enginepool.engine.steady.pages import Pages
-from enginepool.engine.steady.program import Batch, StepProgram
+from enginepool.engine.steady.penalties import entries
+from enginepool.engine.steady.program import StepProgram
 from enginepool.engine.steady.rows import Rows
 
-# Steps on their way at a time: one that runs, one that waits behind it.
+# Dispatches on their way at a time: one that runs, one that waits behind it.
 _DEPTH = 2
 # Steps for which KV pages are taken at once, where they are free; and where the prefix cache has
 # to give them up. What is taken counts as used meanwhile.
@@ -29,18 +31,26 @@ _PAGES_AHEAD, _FEW_AHEAD = 32, 2 * _DEPTH
 class Home(Protocol):
     """What a flight needs of the engine that it belongs to."""
 
-    def dispatch(self, state: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def steps_at_once(self, *, idle: bool | None) -> int:
+        """How many steps the next dispatch should have at most.
+
+        Args:
+            idle: Whether the device is without work; None at take-off.
+        """
+        ...
+
+    def dispatch(self, state: State, batch: Batch, steps: int) -> tuple[State, Sampled]:
         """See `StepProgram.step`."""
         ...
 
-    def step_begins(self) -> None:
-        """Another step is dispatched, after the first."""
+    def steps_begin(self, steps: int) -> None:
+        """So many steps are dispatched, beside the flight's first."""
 
     def wait_for_device(self, result: Any) -> None:
         """Wait until a step's results are there."""
 
-    def take_over(self, give: Callable[[], list[int]]) -> list[int]:
-        """Call it while nobody takes requests away.
+    def take_over(self, give: Callable[[], list[int]], steps: int) -> list[int]:
+        """Call it, for so many steps, while nobody takes requests away.
 
         Raises:
             StepTimeout: They were taken away.
@@ -63,8 +73,8 @@ class Flight:
 
     def __init__(self, home: Home, program: StepProgram, rows: Rows, pages: Pages) -> None:
         self._home, self._program, self._rows, self._pages = home, program, rows, pages
-        self._on_their_way: deque[jax.Array] = deque()
-        self._dispatched = 0
+        self._on_their_way: deque[tuple[Sampled, int]] = deque()
+        self._dispatched = 0  # steps
         self._covered = 0  # steps for which every row has pages
         self._most: int | None = None
         self._stale = True  # the host has changed what the device has of the batch
@@ -86,18 +96,20 @@ class Flight:
             Exception: A step failed, or the requests were taken away. Tokens that were fetched are
                 in upstream's requests; nothing else there is in order.
         """
-        self._pages.seat(self._rows.seat(reqs, after=0), reqs)
+        rows = self._rows.seat(reqs, after=0)
+        self._pages.seat(rows, reqs)
         if not self._cover(_DEPTH):
             return False
         self._most = most
-        self._state = self._program.place(self._rows.state.copy())
+        self._state = self._program.begin(self._rows.state)
+        self._count(rows)
         while True:
             with self._keeping_what_is_dispatched():
                 while len(self._on_their_way) < _DEPTH and self.dispatch():
                     pass
             if not self._on_their_way or not len(self._rows.seated):
                 break
-            self._take(self._on_their_way.popleft())
+            self._take(*self._on_their_way.popleft())
             with self._keeping_what_is_dispatched():
                 self._landing = self._landing or self._home.wants_boundary(self)
         self._land()
@@ -110,7 +122,7 @@ class Flight:
             yield
         except BaseException:
             while self._on_their_way:
-                self._take(self._on_their_way.popleft())
+                self._take(*self._on_their_way.popleft())
             raise
 
     def join(self, reqs: list[Any]) -> None:
@@ -119,53 +131,83 @@ class Flight:
         self._pages.seat(rows, reqs)
         self._covered, self._stale = 0, True
         self._state = self._program.seat(self._state, rows, self._rows.state)
+        self._count(rows)
+
+    def _count(self, rows: list[int]) -> None:
+        """What these rows have given so far counts for their penalties."""
+        penalised = [row for row in rows if row in self._rows.penalised]
+        if penalised:
+            found = entries(penalised, self._rows.reqs)
+            self._state = self._program.tally(self._state, penalised, found)
 
     def dispatch(self) -> bool:
-        """Dispatch another step, if there is one; returns whether it did."""
-        if self._landing or len(self._on_their_way) >= self._rows.most_left:
+        """Dispatch what comes next, if there is something; returns whether it did."""
+        left = self._rows.most_left - (self._dispatched - self._rows.steps)
+        if self._landing or left <= 0:
             return False
-        if self._dispatched == self._most or self._fits_fewer_rows() or not self._cover(1):
+        steps = min(left, self._home.steps_at_once(idle=self._idle()))
+        if self._most is not None:
+            steps = min(steps, self._most - self._dispatched)
+        if steps == 0 or self._fits_fewer_rows() or not (steps := self._cover(steps)):
             self._landing = True
             return False
         if self._stale:
-            rows, table = self._rows, self._pages.table
-            self._batch = self._program.place_batch(rows.limits, table, rows.sampling)
-            self._stale = False
-        if self._dispatched:
-            self._home.step_begins()
-        self._state, sampled = self._home.dispatch(self._state, self._batch)
-        self._on_their_way.append(sampled)
-        self._dispatched += 1
+            self._place()
+        self._home.steps_begin(steps if self._dispatched else steps - 1)
+        self._state, sampled = self._home.dispatch(self._state, self._batch, steps)
+        self._on_their_way.append((sampled, steps))
+        self._dispatched += steps
         return True
+
+    def _idle(self) -> bool | None:
+        """Whether the device is done with all that was dispatched; None if nothing was."""
+        if not self._dispatched:
+            return None
+        if not self._on_their_way:
+            return True
+        ids: Any = self._on_their_way[-1][0].ids  # JAX's types do not have `is_ready`
+        return ids.is_ready()
+
+    def _place(self) -> None:
+        rows = self._rows
+        penalised, top = rows.form
+        if not penalised:
+            self._state = self._state._replace(tallies=None)
+        penalties = rows.penalties if penalised else None
+        self._batch = self._program.place_batch(
+            rows.limits, self._pages.table, rows.sampling, penalties, top=top
+        )
+        self._stale = False
 
     def _fits_fewer_rows(self) -> bool:
         return self._program.bucket(len(self._rows.seated)) < len(self._rows.limits)
 
-    def _cover(self, least: int) -> bool:
-        """Whether there are KV pages for so many more steps."""
-        if self._dispatched + least <= self._covered:
-            return True
-        for ahead, evict in ((_PAGES_AHEAD, False), (_FEW_AHEAD, True)):
-            steps = self._dispatched + ahead
-            lengths = self._rows.lengths_in(steps)
+    def _cover(self, steps: int) -> int:
+        """Take KV pages for so many more steps; returns for how many there are any."""
+        if self._dispatched + steps <= self._covered:
+            return steps
+        few = max(_FEW_AHEAD, steps)
+        for ahead, evict in ((_PAGES_AHEAD, False), (few, True), (_FEW_AHEAD, True)):
+            lengths = self._rows.lengths_in(self._dispatched + ahead)
             changed = self._pages.cover(self._rows.seated, lengths, evict=evict)
             if changed is not None:
-                self._covered = steps
+                self._covered = self._dispatched + ahead
                 self._stale = self._stale or changed
-                return True
-        return False
+                return min(steps, ahead)
+        return 0
 
-    def _take(self, sampled: jax.Array) -> None:
-        """Book a step."""
+    def _take(self, sampled: Sampled, steps: int) -> None:
+        """Book what was dispatched at once."""
         rows, home = self._rows, self._home
-        home.wait_for_device(sampled)
-        ids, bits = np.asarray(sampled)
-        logprobs = bits.view(np.float32)
-        ended = home.take_over(lambda: rows.book(ids, logprobs))
+        home.wait_for_device(sampled.ids)
+        ids, logprobs = _numbers(sampled.ids, steps)
+        _, asked = rows.form
+        top = _numbers(sampled.top, steps) if asked else None
+        ended = home.take_over(lambda: rows.book(ids, logprobs, top), steps)
         live = rows.live
         if ended:
             self._end(ended)
-        if not np.isfinite(logprobs[live]).all():
+        if rows.broken:
             # What was sampled after this is of no use; the next step is upstream's.
             self._on_their_way.clear()
             self._landing = True
@@ -180,10 +222,18 @@ class Flight:
         self._pages.settle(which, rows.settle(which))
         for row in ended:
             self._home.release(rows.reqs[row])
+        form = rows.form
         rows.leave(ended)
-        self._stale = self._stale or bool(by_host)  # the device has ended the others itself
+        # The device has ended the others itself.
+        self._stale = self._stale or bool(by_host) or rows.form != form
 
     def _land(self) -> None:
         rows = self._rows
         if len(rows.seated):
             self._pages.settle(rows.seated, rows.settle(rows.seated))
+
+
+def _numbers(array: jax.Array, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """By step: ids, and the values that their bits are."""
+    numbers = np.asarray(array)[:steps]
+    return numbers[:, 0], numbers[:, 1].view(np.float32)

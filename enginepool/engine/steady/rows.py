@@ -10,12 +10,14 @@ Remove when: With `program.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from enginepool.engine.steady.program import STOP_IDS, Sampling
+from enginepool.engine.steady.batch import STOP_IDS, Sampling
+from enginepool.engine.steady.penalties import Penalties, recount
+from enginepool.requests.request import Request
 
 
 class Rows:
@@ -29,27 +31,36 @@ class Rows:
         watched: Those for which the host looks whether they have ended: by a string, or by one of
             more stop ids than the device looks for.
         streamed: Those whose callers see every token.
-        live: Those that the step that was booked last has brought something; some have ended by it.
-        limits, sampling: See `program.Batch`.
+        penalised: Those that have penalties.
+        live: Those that the steps that were booked last have brought something; some have ended.
+        broken: Whether one of these got numbers that are not finite, by the last of the steps.
+        limits, sampling, penalties: See `batch.Batch`.
         state: By row: the last id, and the length with it, as its first step finds them.
         steps: How many are booked.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, asking: Callable[[Any], Request | None]) -> None:
+        """
+        Args:
+            asking: Of upstream's request, the one of the pool that wants the most probable ids.
+        """
         self.reqs: list[Any] = [None] * rows
         self.seated = np.zeros(0, np.int64)
         self.watched: set[int] = set()
         self.streamed: set[int] = set()
+        self.penalised: set[int] = set()
         self.limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
         self.sampling = Sampling.of(rows)
+        self.penalties = Penalties.of(rows)
         self.state = np.zeros((2, rows), np.int32)
         self.steps = 0
         # By row: the first and the last step that it can take part in.
         self._first = np.zeros(rows, np.int64)
         self._last = np.zeros(rows, np.int64)
-        self._given: list[tuple[int, Any, Any, Any]] = []
+        self._given: list[tuple[Any, Any, Any]] = []
+        self._asking, self._asked = asking, dict[int, Request]()
         self.live = self.seated
-        self._changed = False
+        self.broken = self._changed = False
 
     def seat(self, reqs: Sequence[Any], after: int) -> list[int]:
         """Give these requests rows, which take part from the step after so many on."""
@@ -77,6 +88,15 @@ class Rows:
             self.watched.add(row)
         if req.stream:
             self.streamed.add(row)
+        if self.penalties.put(row, req):
+            self.penalised.add(row)
+        if (request := self._asking(req)) is not None:
+            self._asked[row] = request
+
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """Whether any row has penalties, and whether any wants the most probable ids."""
+        return bool(self.penalised), bool(self._asked)
 
     @property
     def free(self) -> int:
@@ -94,30 +114,77 @@ class Rows:
         taken = np.minimum(step, self._last[rows]) - self._first[rows] + 1
         return self.state[1, rows] + taken - 1
 
-    def book(self, ids: np.ndarray, logprobs: np.ndarray) -> list[int]:
-        """Give the rows of the next step what it brought; returns those which have ended by it.
+    def book(self, ids: np.ndarray, logprobs: np.ndarray, top: Any) -> list[int]:
+        """Give the rows of the next steps what these brought; returns those which have ended.
 
         Every token is in upstream's request at once: who takes requests away, at whatever moment,
-        finds all that was fetched.
+        finds all that was fetched. What a row got after its end is dropped, and what all got after
+        numbers that are not finite.
+
+        Args:
+            ids, logprobs: By step, by row.
+            top: The same of the most probable ids, and their log-probabilities; None if nobody
+                asks.
         """
-        self.steps += 1
         if self._changed:
             self._find_live()
-        tokens, values = ids.tolist(), logprobs.tolist()
-        for row, add_id, add_logprob, add_index in self._given:
-            token = tokens[row]
-            add_id(token)
-            add_logprob(values[row])
-            add_index(token)
-        live = self.live
-        stopped = (ids[live, None] == self.limits[live, 1:]).any(axis=1)
-        ended = live[stopped | (self._last[live] <= self.steps)].tolist()
-        if others := [row for row in ended if not self._has_ended(row)]:
-            raise RuntimeError(f"the device has ended {self.reqs[others[0]]}, upstream has not")
-        if self.watched:
-            others = self.watched.intersection(live.tolist()).difference(ended)
-            ended += [row for row in others if self._has_ended(row)]
-        return ended
+        live, watched = self.live, self.watched
+        steps, counts, ended = self._counts(ids, logprobs)
+        tokens, values = ids.T.tolist(), logprobs.T.tolist()
+        rows = zip(live.tolist(), counts.tolist(), ended.tolist(), self._given, strict=True)
+        for place, (row, count, over, (add_ids, add_logprobs, add_indices)) in enumerate(rows):
+            row_ids, row_values = tokens[row], values[row]
+            if count < len(row_ids):
+                row_ids, row_values = row_ids[:count], row_values[:count]
+            if row in watched:
+                counts[place], has_ended = self._give_watched(row, row_ids, row_values)
+                ended[place] = has_ended
+            else:
+                add_ids(row_ids)
+                add_logprobs(row_values)
+                add_indices(row_ids)
+                has_ended = over and self._has_ended(row)
+            if over and not has_ended:
+                raise RuntimeError(f"the device has ended {self.reqs[row]}, upstream has not")
+        if top is not None:
+            self._give_top(counts, *top)
+        gone = live[ended]
+        self._last[gone] = self.steps + counts[ended]
+        self.steps += steps
+        return gone.tolist()
+
+    def _counts(self, ids: np.ndarray, logprobs: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+        """How many of these steps count; by live row, how many of them it takes part in, and
+        whether the device has ended it by the last of those."""
+        live, steps = self.live, np.arange(1, 1 + len(ids))[:, None]
+        stopped = (ids[:, live, None] == self.limits[live, 1:]).any(axis=2)
+        stopped |= self.steps + steps >= self._last[live]
+        ended = stopped.any(axis=0)
+        counts = np.where(ended, stopped.argmax(axis=0) + 1, len(ids))
+        broken = (~np.isfinite(logprobs[:, live]) & (steps <= counts)).any(axis=1)
+        self.broken = bool(broken.any())
+        if not self.broken:
+            return len(ids), counts, ended
+        most = 1 + int(broken.argmax())
+        return most, np.minimum(counts, most), ended & (counts <= most)
+
+    def _give_watched(self, row: int, ids: list[int], values: list[float]) -> tuple[int, bool]:
+        """Returns how many it got, and whether it has ended by the last of them."""
+        req = self.reqs[row]
+        for count, (token, value) in enumerate(zip(ids, values, strict=True), 1):
+            req.output_ids.append(token)
+            req.output_token_logprobs_val.append(value)
+            req.output_token_logprobs_idx.append(token)
+            if self._has_ended(row):
+                return count, True
+        return len(ids), False
+
+    def _give_top(self, counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        for row, count in zip(self.live.tolist(), counts.tolist(), strict=True):
+            if (request := self._asked.get(row)) is not None:
+                k = request.top_logprobs_num
+                values, best = logprobs[:count, row, :k].tolist(), ids[:count, row, :k].tolist()
+                request.top_logprobs.extend(zip(values, best, strict=True))
 
     def leave(self, ended: list[int]) -> None:
         """These rows have ended and are free; the device is told by `limits`."""
@@ -125,11 +192,14 @@ class Rows:
         self.seated = np.setdiff1d(self.seated, ended)
         self.watched.difference_update(ended)
         self.streamed.difference_update(ended)
+        self.penalised.difference_update(ended)
+        for row in ended:
+            self._asked.pop(row, None)
         self._changed = True
 
     def settle(self, rows: np.ndarray) -> np.ndarray:
         """Bring upstream's account of these rows up to date; returns their tokens with KV cache."""
-        taken = np.maximum(self.steps - self._first[rows] + 1, 0)
+        taken = np.maximum(np.minimum(self.steps, self._last[rows]) - self._first[rows] + 1, 0)
         lengths = self.state[1, rows].astype(np.int64) + taken - 1
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             req = self.reqs[row]
@@ -138,14 +208,13 @@ class Rows:
         return lengths
 
     def _find_live(self) -> None:
-        self.live = live = self.seated[self._first[self.seated] <= self.steps]
+        self.live = live = self.seated[self._first[self.seated] <= self.steps + 1]
         self._changed = len(live) < len(self.seated)
         self._given = [
             (
-                row,
-                req.output_ids.append,
-                req.output_token_logprobs_val.append,
-                req.output_token_logprobs_idx.append,
+                req.output_ids.extend,
+                req.output_token_logprobs_val.extend,
+                req.output_token_logprobs_idx.extend,
             )
             for row in live.tolist()
             for req in [self.reqs[row]]
@@ -165,6 +234,7 @@ def settle(batch: Any) -> None:
         info.seq_lens = np.array(lengths, np.asarray(info.seq_lens).dtype)
         info.seq_lens_sum = sum(lengths)
         info.output_ids = np.array([req.output_ids[-1] for req in info.reqs], np.int32)
+        recount(info)
 
 
 def flies(batch: Any) -> bool:
@@ -174,8 +244,6 @@ def flies(batch: Any) -> bool:
     if batch.return_logprob or not batch.return_output_logprob_only:
         return False
     info = batch.reqs_info[0]
-    if info.sampling_info.penalizer_orchestrator.is_required:
-        return False
     return all(
         req.to_finish is None
         and not req.is_retracted

@@ -1,0 +1,113 @@
+"""A request's grammar, as upstream's scheduler and worker ask for it.
+
+Reaches into upstream's requests: their attribute `grammar` gets an object of ours.
+
+What breaks: Upstream gives one grammar's state to all requests that have that grammar, and ends the
+engine on one that does not parse. In a batch with a grammar, a request that has none may sample
+nothing at all.
+Why: It puts a copy into its cache, once, and shares that; a grammar is parsed there; its mask
+begins as zeros, and only rows with a grammar are filled.
+Remove when: A request has a state of its own there, and rows without a grammar are not masked.
+
+The mask is an argument of upstream's sampler at every step, so there is no program of its own.
+It is computed while the device runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from enginepool.process.upstream import expect
+from enginepool.requests.grammar import Grammar
+from enginepool.requests.request import aborted
+
+
+class RequestGrammar:
+    """What may follow, of one request on one engine: a function of its output ids.
+
+    Attributes:
+        finished: Upstream's: whether the request has ended.
+        failure: Why nothing can follow, if so; the end token is sampled then.
+    """
+
+    def __init__(self, grammar: Grammar, ends: Sequence[int], output_ids: Sequence[int]) -> None:
+        """
+        Args:
+            ends: What ends the request's model, wherever the grammar lets it.
+            output_ids: Those that it has already, as it resumes.
+        """
+        self._matcher = grammar.matcher()
+        self._ends = sorted({*ends, grammar.eos_token_id})
+        self.finished = False
+        self.failure: str | None = None
+        if going := [token for token in output_ids if token not in self._ends]:
+            self._matcher.consume_tokens(going)
+            self._look_for_failure()
+
+    def accept_token(self, token: int) -> None:
+        """Go on behind a token of the output."""
+        if self.failure is None and token not in self._ends:
+            self._matcher.consume_token(token)
+            self._look_for_failure()
+
+    def is_terminated(self) -> bool:
+        """Never by itself: a complete output is followed by the end token."""
+        return False
+
+    def allocate_vocab_mask(self, vocab_size: int, batch_size: int) -> np.ndarray:
+        """Of the whole batch: upstream asks the first grammar in it. A new one for every step, as
+        the last one may still be on its way to the device."""
+        return np.full((batch_size, (vocab_size + 31) // 32), -1, np.int32)
+
+    def fill_vocab_mask(self, vocab_mask: np.ndarray, idx: int) -> None:
+        """Put in what may come next. There is always something: of no finite logits, no law."""
+        row = vocab_mask[idx].view(np.uint32)
+        row[:] = 0
+        if self.failure is None:
+            allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(row)]
+            self._look_for_failure()
+            row[: len(allowed)] = allowed
+            if self.failure is None and not row.any():
+                self.failure = "no token of the vocabulary continues what the grammar describes"
+        known = [end for end in self._ends if end < 32 * len(row)]
+        words = [(end // 32, np.uint32(1 << end % 32)) for end in known]
+        if self.failure is not None:
+            row[:] = 0
+        if self.failure is not None or any(row[word] & bit for word, bit in words):
+            for word, bit in words:
+                row[word] |= bit
+
+    def _look_for_failure(self) -> None:
+        if self._matcher.is_error():
+            lines = self._matcher.get_error().strip().splitlines()
+            self.failure = lines[0] if lines else "llguidance gives no reason"
+
+
+def check_upstream() -> None:
+    """
+    Raises:
+        EnginePoolError: Upstream does not ask a request's grammar for its part of the mask.
+    """
+    from sgl_jax.srt.managers.schedule_batch import ModelWorkerSamplingInfo
+
+    expect(ModelWorkerSamplingInfo, "update_grammar_vocab_mask")
+
+
+def finish_reason(req: Any, reason: dict[str, Any]) -> dict[str, Any]:
+    """Why a request of upstream's ended, where it is not what upstream says."""
+    grammar: RequestGrammar | None = req.grammar
+    if grammar is None or grammar.failure is None or reason.get("type") != "stop":
+        return reason
+    return aborted(f"the output cannot go on as its grammar says: {grammar.failure}", "grammar")
+
+
+def ends_of(req: Any) -> list[int]:
+    """The ids that end a request of upstream's, but for those that its caller has named."""
+    tokenizer = req.tokenizer
+    ends = {*(req.eos_token_ids or ())}
+    if tokenizer is not None:
+        ends |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
+    return [int(end) for end in ends if end is not None]

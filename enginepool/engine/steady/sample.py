@@ -1,0 +1,83 @@
+"""Sampling of a decode step, in a program.
+
+Reaches into upstream's sampler.
+
+What breaks: Sampling and log-probabilities are programs of their own, and the host stands between.
+Why: See `program.py`.
+Remove when: With `program.py`, of which this is a part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from enginepool.engine.steady.batch import Batch, Sampled
+from enginepool.engine.steady.forward import put
+from enginepool.requests.request import MAX_TOP_LOGPROBS
+
+
+class Sample:
+    """Upstream's sampler, in a program, and the log-probabilities of what it gives.
+
+    Like `Forward` it holds no array.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._mesh = runner.mesh
+        self._definition, state = nnx.split(runner.sampler)
+        self._tree = jax.tree.structure(state)
+        self._by_sorting = runner.use_sort_for_toppk_minp
+        self._width = min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size)
+        self._unused_rng = np.asarray(runner._sampler_base_rng)  # every row has a seed
+
+    def __call__(
+        self, leaves: Any, output: Any, positions: jax.Array, batch: Batch, added: jax.Array | None
+    ) -> tuple[jax.Array, Sampled]:
+        """
+        Args:
+            leaves: The sampler's.
+            output: What the model's forward gave.
+            added: To the logits; None if no row has penalties.
+        """
+        sampling = batch.sampling
+        sampling.positions = put(self._mesh, positions, "data")
+        if added is not None:
+            sampling.linear_penalty = put(self._mesh, added, "data", "tensor")
+        sampler = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
+        ids, logprobs, _ = sampler(
+            output,
+            sampling,
+            use_sort_for_toppk_minp=self._by_sorting,
+            rng_override=self._unused_rng,
+        )
+        ids = put(self._mesh, ids, None).astype(jnp.int32)
+        replicated = NamedSharding(self._mesh, PartitionSpec(None))
+        own = logprobs.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
+        top = jax.lax.cond(batch.top, self._most_probable, self._nothing, logprobs)
+        return ids, Sampled(jnp.stack([ids, _bits(own)]), top)
+
+    def _most_probable(self, logprobs: jax.Array) -> jax.Array:
+        values, ids = jax.lax.top_k(put(self._mesh, logprobs, None, None), self._width)
+        return put(self._mesh, jnp.stack([ids, _bits(values)]), None, None, None)
+
+    def _nothing(self, logprobs: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((2, len(logprobs), self._width), jnp.int32)
+        return put(self._mesh, zeros, None, None, None)
+
+    def nothing(self, steps: int, rows: int) -> Sampled:
+        """Of so many steps that bring nothing."""
+        zeros = jnp.zeros((steps, 2, rows, self._width), jnp.int32)
+        ids, top = zeros[..., 0], zeros
+        return Sampled(
+            put(self._mesh, ids, None, None, None), put(self._mesh, top, None, None, None, None)
+        )
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)

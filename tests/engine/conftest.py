@@ -1,0 +1,53 @@
+"""What the tests of steady decode have in common."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from enginepool import EnginePool
+from tests.support.liveness import at_rest, until
+from tests.support.marks import slow
+from tests.support.pools import NATIVE_PAGES, MakePool
+from tests.support.steady import OPTIONS, joins, several_at_once
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        {},
+        {"max_decode_steps": 8},
+        *slow({"page_size": 8}, {"tp_size": 2}),
+        *slow({"page_size": 8, "max_decode_steps": 5}, {"tp_size": 2, "max_decode_steps": 8}),
+    ],
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "plain",
+)
+def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[EnginePool]:
+    """Two engines whose decode stays on their devices."""
+    if "page_size" in request.param and not NATIVE_PAGES:
+        pytest.skip("this upstream's native attention knows no pages")
+    with several_at_once():
+        yield make_pool("qwen3", 2, **OPTIONS | request.param)
+
+
+@pytest.fixture(params=[1, *slow(8)], ids=["one at a time", "eight at once"])
+def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Of pools that dispatch so many decode steps at once."""
+    with several_at_once():
+        yield OPTIONS | {"max_decode_steps": request.param}
+
+
+@pytest.fixture
+def steady_pool(make_pool: MakePool, options: dict[str, Any]) -> Iterator[EnginePool]:
+    """Two engines like these, with nothing in their caches, and at rest afterwards."""
+    pool = make_pool("qwen3", 2, **options)
+    pool.flush_cache()
+    yield pool
+    until(lambda: at_rest(pool))
+
+
+@pytest.fixture
+def joined() -> Iterator[list[int]]:
+    """How many requests joined a flight, each time."""
+    with joins() as counts:
+        yield counts

@@ -1,0 +1,97 @@
+"""What upstream is told of a request's grammar, without an engine."""
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from enginepool import toy
+from enginepool.engine.grammar import RequestGrammar, finish_reason
+from enginepool.requests.grammar import Grammar
+from enginepool.toy.files import END_ID
+
+SIZE = 272
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> LLTokenizer:
+    text = (toy.checkpoint() / "tokenizer.json").read_text(encoding="utf-8")
+    return LLTokenizer(text, n_vocab=SIZE, eos_token=END_ID)
+
+
+def compiled(
+    vocabulary: LLTokenizer, kind: Any, text: str, limits: LLParserLimits | None = None
+) -> Grammar:
+    matcher = LLMatcher(vocabulary, grammar_from(kind, text), limits=limits)
+    assert not matcher.is_error()
+    return Grammar(matcher, END_ID)
+
+
+def allowed(grammar: RequestGrammar, rows: int = 3, row: int = 1) -> set[int]:
+    mask = grammar.allocate_vocab_mask(SIZE, rows)
+    grammar.fill_vocab_mask(mask, row)
+    assert mask.shape == (rows, 9)
+    assert mask.dtype == np.int32
+    assert (np.delete(mask, row, axis=0) == -1).all()  # those beside it may sample anything
+    bits = np.unpackbits(mask[row].view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_what_may_follow_is_a_function_of_the_output(vocabulary: LLTokenizer) -> None:
+    """Whether the tokens came one by one, or were there when the engine got the request."""
+    grammar = compiled(vocabulary, "json_schema", json.dumps({"enum": [12, 13, 'a"é']}))
+    output = list(b'"a\\"\xc3\xa9"')
+    going = RequestGrammar(grammar, [], [])
+    other = RequestGrammar(grammar, [], [])
+    for place, token in enumerate(output):
+        resumed = RequestGrammar(grammar, [], output[:place])
+        assert token in allowed(going) == allowed(resumed)
+        going.accept_token(token)
+    assert allowed(going) == {END_ID}
+    assert allowed(other) == {ord('"'), ord("1")}  # it shares no state with them
+
+
+@pytest.mark.parametrize("ends", [[], [END_ID], [END_ID, 256, 257], [256, 10_000]])
+def test_any_end_of_the_models_where_one_is_allowed(
+    vocabulary: LLTokenizer, ends: Sequence[int]
+) -> None:
+    """Models of several end tokens choose among them; in the middle none is allowed."""
+    grammar = RequestGrammar(compiled(vocabulary, "regex", "[ab]{2,3}"), ends, [])
+    assert allowed(grammar) == {97, 98}
+    grammar.accept_token(97)
+    grammar.accept_token(98)
+    known = {END_ID, *ends} - {10_000}
+    assert allowed(grammar) == {97, 98} | known
+    grammar.accept_token(max(known))
+    assert grammar.failure is None
+
+
+def test_a_grammar_that_can_go_no_further(vocabulary: LLTokenizer) -> None:
+    """llguidance has limits. The end token is all that is left, so that there is a law to sample
+    from, and the request says why it ended; others of the same grammar go on."""
+    limits = LLParserLimits(step_max_items=30)
+    limited = compiled(vocabulary, "ebnf", 'root ::= root root | "a" | "b" root', limits)
+    grammar, other = RequestGrammar(limited, [256], []), RequestGrammar(limited, [256], [])
+    for _ in range(100):
+        if grammar.failure is not None:
+            break
+        grammar.accept_token(97)
+        allowed(grammar)
+    assert grammar.failure
+    assert allowed(grammar) == {256, END_ID}
+    grammar.accept_token(97)
+    assert allowed(grammar) == {256, END_ID}
+    assert allowed(other) == {97, 98}
+
+    req = SimpleNamespace(grammar=grammar)
+    stop = {"type": "stop", "matched": END_ID}
+    ended = finish_reason(req, stop)
+    assert (ended["type"], ended["err_type"]) == ("abort", "grammar")
+    assert grammar.failure in ended["message"]
+    assert finish_reason(req, {"type": "length", "length": 3})["type"] == "length"
+    req.grammar = other
+    assert finish_reason(req, stop) == stop

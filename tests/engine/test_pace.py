@@ -1,0 +1,36 @@
+"""How many decode steps a dispatch has: one, unless the device waits for the host."""
+
+import pytest
+
+from enginepool.engine.steady.pace import Pace
+
+
+def dispatch(pace: Pace, times: int, *, idle: bool) -> list[int]:
+    """Returns how many steps each would have."""
+    steps = []
+    for _ in range(times):
+        pace.dispatched(idle=idle)
+        steps.append(pace.steps)
+    return steps
+
+
+def test_one_by_one_while_the_device_has_work() -> None:
+    assert set(dispatch(Pace(8), 1000, idle=False)) == {1}
+
+
+def test_several_where_it_waits_and_one_is_tried_again() -> None:
+    pace = Pace(8)
+    assert dispatch(pace, 4, idle=True) == [1, 1, 1, 8]
+    assert dispatch(pace, 128, idle=False) == [8] * 127 + [1]
+    assert dispatch(pace, 4, idle=True)[-1] == 8
+
+
+def test_it_may_wait_now_and_then() -> None:
+    pace = Pace(8)
+    for _ in range(20):
+        assert set(dispatch(pace, 3, idle=True) + dispatch(pace, 13, idle=False)) == {1}
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_never_more_than_is_allowed(idle: bool) -> None:
+    assert set(dispatch(Pace(1), 1000, idle=idle)) == {1}
