@@ -11,6 +11,7 @@ from enginepool.errors import (
     EngineStartFailed,
     ForkedProcess,
     InvalidConfig,
+    InvalidGrammar,
     InvalidRequest,
     InvalidWeights,
     NotFinite,
@@ -21,12 +22,14 @@ from enginepool.errors import (
     QueueFull,
     RequestFailed,
     RequestsFailed,
+    StaleWeights,
     StepTimeout,
     WeightUpdateFailed,
 )
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
+    from enginepool.swap.handle import StagedWeights
     from enginepool.swap.report import SwapReport
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "EnginesDiffer",
     "ForkedProcess",
     "InvalidConfig",
+    "InvalidGrammar",
     "InvalidRequest",
     "InvalidWeights",
     "NoWeights",
@@ -46,6 +50,8 @@ __all__ = [
     "QueueFull",
     "RequestFailed",
     "RequestsFailed",
+    "StagedWeights",
+    "StaleWeights",
     "StepTimeout",
     "SwapReport",
     "WeightUpdateFailed",
@@ -56,6 +62,8 @@ def __getattr__(name: str) -> object:
     """What needs JAX is imported when it is asked for: `enginepool --help` answers without."""
     if name == "EnginePool":
         from enginepool.pool.pool import EnginePool as found
+    elif name == "StagedWeights":
+        from enginepool.swap.handle import StagedWeights as found
     elif name == "SwapReport":
         from enginepool.swap.report import SwapReport as found
     else:

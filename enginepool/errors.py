@@ -3,8 +3,10 @@
 EnginePoolError
 ├── InvalidConfig (ValueError)      a constructor argument that cannot hold in a pool
 ├── InvalidRequest (ValueError)     bad input of a call; nothing of the call has started
+│   └── InvalidGrammar              a grammar that does not compile
 ├── InvalidWeights (ValueError)     weights that do not fit the model; nothing was touched
 ├── WeightUpdateFailed              a device failed while new weights were put there
+├── StaleWeights                    staged weights that may not be committed any more
 ├── EnginesDiffer                   engines that should have the same weights do not
 ├── QueueFull                       more requests wait than max_queued; nothing has started
 ├── PoolClosed                      the pool is closed; a closed pool cannot be opened again
@@ -26,7 +28,19 @@ from typing import Any
 
 
 class EnginePoolError(Exception):
-    """Base of everything that enginepool raises on its own account."""
+    """Base of everything that enginepool raises on its own account.
+
+    All of them pickle with their data; `__cause__` stays behind, as Python leaves it.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own would call the constructor with the message alone.
+        return _made_again, (type(self), self.args), vars(self)
+
+
+def _made_again(kind: type[EnginePoolError], args: tuple[Any, ...]) -> EnginePoolError:
+    """An exception without its constructor, which may want more than `args`."""
+    return kind.__new__(kind, *args)
 
 
 class InvalidConfig(EnginePoolError, ValueError):
@@ -44,6 +58,11 @@ class InvalidRequest(EnginePoolError, ValueError):
         where = "" if prompt_index is None else f"prompt {prompt_index}: "
         super().__init__(where + message)
         self.prompt_index = prompt_index
+
+
+class InvalidGrammar(InvalidRequest):
+    """Raised for a JSON schema, regular expression, grammar or structural tag that does not
+    compile."""
 
 
 class InvalidWeights(EnginePoolError, ValueError):
@@ -70,6 +89,11 @@ class WeightUpdateFailed(EnginePoolError):
         super().__init__(message)
         self.engine_index = engine_index
         self.name = name
+
+
+class StaleWeights(EnginePoolError):
+    """Raised by `commit()` of staged weights that were committed or discarded, have expired, or
+    were overtaken by another update; no engine was touched. Stage them again."""
 
 
 class EnginesDiffer(EnginePoolError):
@@ -132,10 +156,10 @@ class NotFinite(EnginePoolError):
     """Why an engine was reset: log-probabilities that are not finite numbers. Seen in `stats()`.
 
     Attributes:
-        requests: Those that got them.
+        requests: Those that got them, by the ids that engines know them by.
     """
 
-    def __init__(self, requests: Sequence[Any]) -> None:
+    def __init__(self, requests: Sequence[str]) -> None:
         super().__init__(f"{len(requests)} requests got log-probabilities that are not finite")
         self.requests = tuple(requests)
 

@@ -196,6 +196,9 @@ def _make_call(
         top_logprobs_num=checked.get("top_logprobs_num"),
         return_prompt_logprob=checked.get("return_prompt_logprob"),
         logprob_start_len=checked.get("logprob_start_len"),
+        prompt_indices=checked.get("prompt_indices"),
+        sample_indices=checked.get("sample_indices"),
+        partial_outputs=checked.get("partial_outputs"),
         stream=stream,
         weight_version=runtime.desired.weight_version,
     )

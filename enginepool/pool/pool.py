@@ -71,6 +71,9 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
         step_timeout: Seconds after which a step counts as stuck: its requests move on, and its
             engine is brought back when the step returns after all. Programs that compile while
             serving (warmup="none") count as part of a step. None for no limit.
+        max_decode_steps: How many decode steps may be one dispatch, 8 at most, where a device
+            would wait for the host otherwise; what waits for a step, as an abort or the next
+            tokens of a stream, then waits for so many. 1 for one by one.
         max_queued: How many requests may wait for an engine; None for no limit. A call that is
             larger enters when nothing waits.
         when_full: "block" lets further calls wait their turn (their timeout runs); "raise" makes
@@ -94,6 +97,7 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
         restart: bool = True,
         max_restarts: int = 5,
         step_timeout: float | None = 300.0,
+        max_decode_steps: int = 1,
         max_queued: int | None = None,
         when_full: WhenFull = "block",
         tune_host: bool = False,
@@ -119,6 +123,7 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
             restart=restart,
             max_restarts=max_restarts,
             step_timeout=step_timeout,
+            max_decode_steps=max_decode_steps,
             max_queued=max_queued,
             when_full=when_full,
             tune_host=tune_host,

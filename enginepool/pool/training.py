@@ -9,9 +9,11 @@ import anyio.to_thread
 
 from enginepool.pool.opening import Opening
 from enginepool.swap import inspect, memory, update
+from enginepool.swap.handle import StagedWeights, stage_weights
 from enginepool.swap.options import Options, Staging, Strategy
 from enginepool.swap.quiesce import SwapMode
 from enginepool.swap.report import SwapReport
+from enginepool.values import seconds
 
 
 class WeightCalls(Opening):
@@ -68,6 +70,32 @@ class WeightCalls(Opening):
             weight_version, mode, strategy, staging, strict=strict, copy=copy, free_kv=free_kv
         )
         return update.update_weights(self._runtime(), source, options)
+
+    def stage_weights(
+        self,
+        source: Any,
+        *,
+        weight_version: int | str | None = None,
+        strict: bool = True,
+        copy: bool = False,
+        expires_after: float | None = 300.0,
+    ) -> StagedWeights:
+        """Put new weights on every device beside those that serve, to be committed later: the
+        first half of `update_weights`, for who must know that all hosts have them. Meanwhile
+        everything goes on, recovery and other updates too.
+
+        A pool holds one staged set; another set, or an update, discards it.
+
+        Args:
+            expires_after: Seconds until they are discarded; None for no limit.
+            source, weight_version, strict, copy: As `update_weights`.
+
+        Raises:
+            InvalidWeights, WeightUpdateFailed, PoolClosed, PoolFailed: As `update_weights`.
+        """
+        expires_after = seconds("expires_after", expires_after)
+        options = Options(weight_version, strict=strict, copy=copy)
+        return stage_weights(self._runtime(), source, options, expires_after)
 
     def release_weights(self) -> int:
         """Give the weights' memory back; returns the bytes. Running requests go back to the queue
@@ -132,6 +160,26 @@ class WeightCalls(Opening):
         )
         return await anyio.to_thread.run_sync(
             lambda: update.update_weights(self._runtime(), source, options)
+        )
+
+    async def async_stage_weights(
+        self,
+        source: Any,
+        *,
+        weight_version: int | str | None = None,
+        strict: bool = True,
+        copy: bool = False,
+        expires_after: float | None = 300.0,
+    ) -> StagedWeights:
+        """`stage_weights` without blocking the event loop; cancelling does not stop it."""
+        return await anyio.to_thread.run_sync(
+            lambda: self.stage_weights(
+                source,
+                weight_version=weight_version,
+                strict=strict,
+                copy=copy,
+                expires_after=expires_after,
+            )
         )
 
     async def async_release_weights(self) -> int:

@@ -29,6 +29,16 @@ class CallOptions(TypedDict, total=False):
             With `top_logprobs_num` also `meta_info["input_top_logprobs"]`. A stream has them in
             its last chunk.
         logprob_start_len: From which token of the prompt on; one for all prompts, or one a prompt.
+        prompt_indices: Which prompts of a larger batch these are, one number a prompt: what
+            `meta_info["prompt_index"]` says, and what seeded samples are drawn by. So a batch
+            gives the same however it is split into calls.
+        sample_indices: Likewise which sample each is; each is one (n=1).
+        partial_outputs: What of each output is there already, None or a dict as results and
+            chunks are: `output_ids`, and of `meta_info` `output_token_logprobs` and
+            `output_top_logprobs` (needed if the call asks for them) and `weight_versions`. The
+            output goes on behind it and comes back whole, as if it had been made in one go:
+            `max_new_tokens` and `completion_tokens` count it, `prompt_tokens` does not. One
+            that is complete comes back without a step. Each is one sample (n=1).
         timeout: Seconds for the whole call. What is not finished then keeps its place, with what
             it has and `finish_reason {"type": "abort", "err_type": "timeout"}`.
     """
@@ -38,6 +48,9 @@ class CallOptions(TypedDict, total=False):
     top_logprobs_num: int
     return_prompt_logprob: bool
     logprob_start_len: int | Sequence[int]
+    prompt_indices: Sequence[int] | None
+    sample_indices: Sequence[int] | None
+    partial_outputs: Sequence[Mapping[str, Any] | None] | None
     timeout: float | None
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from enginepool.errors import InvalidRequest
+from enginepool.errors import InvalidGrammar, InvalidRequest
+from enginepool.requests.grammar import Grammar
+from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.limits import Limits, check_ids, check_length
+from enginepool.requests.part import read_part
 from enginepool.requests.request import MAX_TOP_LOGPROBS, Call, Request
 from enginepool.requests.sampling import Sampling, Seeds, make_sampling
 from enginepool.requests.scoring import Scoring
@@ -18,8 +22,15 @@ from enginepool.values import flag, is_int, plain, shown
 class InputProcessor:
     """Checks and tokenizes the prompts of a call. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        defaults: Mapping[str, Any],
+        grammars: GrammarCompiler,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.grammars = grammars
         self.limits = limits
         self.defaults = dict(defaults)
         self._seeds = Seeds()
@@ -35,6 +46,9 @@ class InputProcessor:
         return_prompt_logprob: bool | None = None,
         logprob_start_len: int | Sequence[int] | None = None,
         prompt_top_logprobs_num: int | None = None,
+        prompt_indices: Sequence[int] | None = None,
+        sample_indices: Sequence[int] | None = None,
+        partial_outputs: Sequence[Mapping[str, Any] | None] | None = None,
         stream: bool = False,
         pinned_to: int | None = None,
         extra_key: str | None = None,
@@ -69,29 +83,39 @@ class InputProcessor:
         starts = self._starts(scored, logprob_start_len, token_ids)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             check_length(index, prompt, one, self.limits, clamp=clamp)
+        part = read_part(
+            prompt_indices,
+            sample_indices,
+            partial_outputs,
+            sampling,
+            token_ids,
+            self.limits,
+            return_logprob=return_logprob,
+            top_logprobs_num=top_logprobs_num,
+        )
+        grammars = self._grammars(sampling)
         call = Call(weight_version, lone=lone)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
-            start = starts[index]
-            alone = one.params.max_new_tokens == 0
-            scoring = None if start is None else Scoring(start, prompt_top, alone=alone)
-            for sample_index in range(one.n):
-                call.add(
-                    Request(
-                        call,
-                        prompt,
-                        self._one_sample(one, len(prompt), index, sample_index),
-                        text=texts[index],
-                        prompt_index=index,
-                        sample_index=sample_index,
-                        rid=rids[index] if rids else "",
-                        return_logprob=return_logprob,
-                        top_logprobs_num=top_logprobs_num,
-                        stream=stream,
-                        pinned_to=pinned_to,
-                        extra_key=extra_key,
-                        scoring=scoring,
-                    )
-                )
+            start, alone = starts[index], one.params.max_new_tokens == 0
+            prompt_index, given = part.prompt_indices[index], part.partial_outputs[index]
+            sample = partial(
+                Request,
+                call,
+                prompt,
+                text=texts[index],
+                prompt_index=prompt_index,
+                rid=rids[index] if rids else "",
+                return_logprob=return_logprob,
+                top_logprobs_num=top_logprobs_num,
+                stream=stream,
+                pinned_to=pinned_to,
+                extra_key=extra_key,
+                scoring=None if start is None else Scoring(start, prompt_top, alone=alone),
+                grammar=grammars[index],
+            )
+            for sample_index in part.samples(index, one.n):
+                params = self._one_sample(one, len(prompt), prompt_index, sample_index)
+                call.add(sample(params, sample_index=sample_index, **given.for_a_request()))
         return call
 
     def prompts(
@@ -173,6 +197,17 @@ class InputProcessor:
                 "max_new_tokens=0: expected an integer, 1 or more; 0 only with log-probabilities "
                 "of the prompt (return_prompt_logprob=True)"
             )
+        return made
+
+    def _grammars(self, sampling: Sequence[Sampling]) -> list[Grammar | None]:
+        """What every prompt's outputs are held to, compiled."""
+        made: list[Grammar | None] = []
+        for index, one in enumerate(sampling):
+            try:
+                made.append(None if one.grammar is None else self.grammars.compile(one.grammar))
+            except InvalidGrammar as error:
+                lone = all(other is one for other in sampling)
+                raise InvalidGrammar(str(error), prompt_index=None if lone else index) from error
         return made
 
     def _starts(

@@ -14,7 +14,7 @@ def show_progress(call: Call, wanted: bool) -> AbstractContextManager[Callable[[
     total = len(call.requests)
 
     def count() -> tuple[int, int]:
-        tokens = sum(len(request.output_ids) for request in call.requests)
+        tokens = sum(len(request.output_ids) - request.given for request in call.requests)
         return total - call.remaining, tokens
 
     return progress_bar(total, count, wanted)

@@ -127,9 +127,9 @@ class RequestQueue:
             wake()
 
     def take_begun(self) -> list[Request]:
-        """Take out every request that has outputs."""
+        """Take out every request that has outputs of ours."""
         with self._lock:
-            requests = [r for group in self._groups() for r in group.values() if r.output_ids]
+            requests = [r for group in self._groups() for r in group.values() if r.begun]
             for request in requests:
                 self._reserved.pop(request.internal_rid, None)
                 for group in self._groups():
@@ -138,18 +138,18 @@ class RequestQueue:
         return requests
 
     def begun(self) -> bool:
-        """Whether a request that has outputs waits here for an engine that could take it."""
+        """Whether one that has outputs of ours waits here for an engine that could take it."""
         with self._lock:
             pinned = [group for index, group in self._pinned.items() if index in self._engines]
             groups = [self._alone, self._resumed, *pinned]
-            return any(r.output_ids for group in groups for r in group.values())
+            return any(r.begun for group in groups for r in group.values())
 
     def waits_for(self, engines: Collection[int], *, all_there_are: bool) -> bool:
         """Whether a request that was in an engine waits here and only `engines` may take it."""
         with self._lock:
             groups = [self._alone, self._resumed, *self._pinned.values()]
             return any(
-                (request.retracted or request.output_ids)
+                (request.retracted or request.begun)
                 and ((all_there_are and bool(engines)) or request.pinned_to in engines)
                 for group in groups
                 for request in group.values()
@@ -169,7 +169,7 @@ class RequestQueue:
         Called on the engine's thread, which may look at its own prefix cache in `cached`.
 
         Args:
-            begun: Only those that have outputs; for an engine that drains.
+            begun: Only those that have outputs of ours; for an engine that drains.
         """
         if room <= 0 or not len(self):
             return []
@@ -198,7 +198,7 @@ class RequestQueue:
         waiting = len(pinned) + len(self._resumed) + len(self._fresh)
         free = chain(self._resumed.values(), () if begun else self._fresh.values())
         order = chain(pinned.values(), (r for r in free if self._may_run(r, engine_index)))
-        may_start = (r for r in order if r.output_ids or not begun)
+        may_start = (r for r in order if r.begun or not begun)
         window = list(islice(may_start, max(WINDOW, 2 * room)))
         loads = [load if i == engine_index else other() for i, (other, _) in self._engines.items()]
         chosen = routing.choose(
@@ -226,7 +226,7 @@ class RequestQueue:
             mine = request.pinned_to == engine_index
             if request.pinned_to is None:
                 mine = self._may_run(request, engine_index)
-            mine = mine and bool(request.output_ids or not begun)
+            mine = mine and bool(request.begun or not begun)
             if mine and self._reserved.setdefault(key, engine_index) == engine_index:
                 if load:
                     return []

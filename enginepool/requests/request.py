@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from enginepool.requests.fault_history import FaultHistory
+from enginepool.requests.grammar import Grammar
 from enginepool.requests.routing import MIN_SHARED_PREFIX, Candidate
 from enginepool.requests.scoring import Scored, Scoring
 
@@ -71,9 +72,11 @@ class Request:
     extra_key: str | None = None
     pinned_to: int | None = None  # the only engine that may run it
     scoring: Scoring | None = None  # what is asked of the prompt itself
+    grammar: Grammar | None = None  # what its output is held to
     internal_rid: str = field(default_factory=new_internal_rid)  # what engines know it by
     candidate: Candidate = field(init=False)
 
+    given: int = 0  # outputs that it had when it was submitted
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
@@ -90,6 +93,7 @@ class Request:
     finish_reason: dict[str, Any] | None = None
     snapshot: tuple[list[int], list[float]] | None = None
     created: float = field(default_factory=time.perf_counter)
+    taken_at: float = 0.0  # by the first engine that had it
     first_token_at: float = 0.0
     finished_at: float = 0.0
 
@@ -103,6 +107,11 @@ class Request:
     def shown_rid(self) -> str:
         """The id in results, and what `abort_request` takes."""
         return self.rid or self.internal_rid
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has outputs that were made here."""
+        return len(self.output_ids) > self.given
 
     @property
     def ran(self) -> bool:
@@ -125,7 +134,7 @@ class Request:
             spans.pop()
         if spans and (spans[-1][2] == version or spans[-1][1] > count):
             spans[-1][1] = count
-        elif count > (start := spans[-1][1] if spans else 0):
+        elif count > (start := spans[-1][1] if spans else self.given):
             spans.append([start, count, version])
 
 

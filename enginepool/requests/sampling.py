@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginepool.errors import InvalidRequest
+from enginepool.requests.grammar import KINDS, GrammarSource
 from enginepool.values import did_you_mean, flag, is_int, is_number, plain, shown
 
 _INT32 = 1 << 31
@@ -32,14 +33,13 @@ _INTS: Mapping[str, tuple[int, int, str]] = {
     "sampling_seed": (-_INT32, _INT32 - 1, "a 32-bit integer"),
     "stream_interval": (1, _INT32 - 1, "an integer, 1 or more"),
 }
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _IGNORED_BY_UPSTREAM = {"repetition_penalty": 1.0, "logit_bias": None}
 _FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 NAMES = (
     *_FLOATS,
     *_INTS,
     *_FLAGS,
-    *_GRAMMARS,
+    *KINDS,
     *_IGNORED_BY_UPSTREAM,
     "top_k",
     "stop",
@@ -55,12 +55,14 @@ class Sampling:
         params: Upstream's `SamplingParams`, normalized and verified.
         seed: The caller's `sampling_seed`, or None.
         explicit_length: Whether the caller gave `max_new_tokens`.
+        grammar: What outputs are held to; it is not in `params`.
     """
 
     params: Any
     n: int
     seed: int | None
     explicit_length: bool
+    grammar: GrammarSource | None = None
 
 
 def make_sampling(
@@ -83,6 +85,7 @@ def make_sampling(
         if (value := plain(value)) is not None:
             _check_value(name, value, vocab_size)
             given[name] = value
+    grammar = _take_grammar(given)
     try:
         built = SamplingParams(**given)
         built.normalize(tokenizer)
@@ -96,8 +99,32 @@ def make_sampling(
             f"{vocab_size} of the vocabulary, so that none may be sampled; leave one out"
         )
     return Sampling(
-        built, built.n, given.get("sampling_seed"), explicit and "max_new_tokens" in given
+        built,
+        built.n,
+        given.get("sampling_seed"),
+        explicit and "max_new_tokens" in given,
+        grammar,
     )
+
+
+def _take_grammar(given: dict[str, Any]) -> GrammarSource | None:
+    """What outputs are held to, taken out of the parameters that upstream gets.
+
+    Raises:
+        InvalidRequest: There are several, or another parameter that contradicts it.
+    """
+    kinds = [kind for kind in KINDS if kind in given]
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise InvalidRequest(f"{' and '.join(kinds)}: an output is held to one of them; give one")
+    for name in ("ignore_eos", "min_new_tokens"):
+        if given.get(name):
+            raise InvalidRequest(
+                f"{name}={shown(given[name])} with {kinds[0]}: behind a complete output nothing "
+                "but the end token is left to sample; leave one of them out"
+            )
+    return GrammarSource.of(kinds[0], given.pop(kinds[0]))
 
 
 def _check_value(name: str, value: Any, vocab_size: int) -> None:
@@ -120,12 +147,6 @@ def _check_value(name: str, value: Any, vocab_size: int) -> None:
             name,
             value,
             f"nothing: sglang-jax accepts {name} and ignores it; leave it out",
-        )
-    elif name in _GRAMMARS:
-        raise InvalidRequest(
-            f"{name}={shown(value)}: structured output is not supported in a pool: upstream shares "
-            "one grammar's state between requests, and ends the engine on a grammar that does not "
-            "parse"
         )
     elif name == "stop":
         strings = [value] if isinstance(value, str) else value

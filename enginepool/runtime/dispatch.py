@@ -36,7 +36,7 @@ class Counts:
             self.finished += not aborted
             self.aborted += aborted
             self.prompt_tokens += len(request.input_ids) if request.ran else 0
-            self.completion_tokens += len(request.output_ids)
+            self.completion_tokens += len(request.output_ids) - request.given
 
 
 class Dispatch:

@@ -117,7 +117,7 @@ class Recovery:
         movable = []
         for request in requests:
             fault = "resume"
-            if request in error.requests:
+            if request.internal_rid in error.requests:
                 reason = str(worker.condition.reason)
                 again = request.faults.add_not_finite(worker.index, reason, weights.update)
                 fault = decide_not_finite(request.faults, again=again, finite_on=finite_on)

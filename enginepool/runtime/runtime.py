@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -30,6 +30,13 @@ from enginepool.runtime.recovery_policy import Policy
 from enginepool.runtime.startup import advise, make_input_processor, patched, start_workers
 from enginepool.runtime.steering_lock import SteeringLock
 from enginepool.weights.placement import least_free_bytes
+
+
+class Staged(Protocol):
+    """Weights that lie on the devices and wait for their commit."""
+
+    def let_go(self, why: str) -> None:
+        """Give their memory back; they cannot be committed any more, for this reason."""
 
 
 class Runtime:
@@ -61,6 +68,7 @@ class Runtime:
             self.events,
         )
         self.guards = ExitStack()
+        self._staged: Staged | None = None
         self._closing = threading.Lock()  # whoever closes second waits for the first
 
     # Opening and closing
@@ -102,6 +110,7 @@ class Runtime:
             self.cache,
             name=self.name,
             supervisor=self.recovery,
+            max_decode_steps=self.config.max_decode_steps,
         )
 
     def close(self, timeout: float | None) -> bool:
@@ -122,6 +131,7 @@ class Runtime:
 
     def _close(self, deadline: float | None) -> bool:
         error = PoolClosed(f"pool {self.name!r} was closed")
+        self.discard_staged(str(error))
         dispatch = self.dispatch
         dispatch.fail(dispatch.take_waiting(), error)
         for worker in self.workers:
@@ -144,6 +154,19 @@ class Runtime:
     @property
     def closed(self) -> bool:
         return self.dispatch.closed
+
+    # Staged weights: one set at a time, held in a turn of `steering`
+
+    def hold_staged(self, staged: Staged) -> None:
+        """Until the next set, at the most."""
+        self._staged = staged
+        if self.closed:
+            self.discard_staged(f"pool {self.name!r} was closed")
+
+    def discard_staged(self, why: str) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.let_go(why)
 
     # The engines
 

@@ -14,6 +14,7 @@ from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, PatchFailed
 from enginepool.logs import logger
 from enginepool.process.tuning import frozen
+from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.input_processor import InputProcessor
 from enginepool.requests.limits import Limits
 from enginepool.requests.tokenizer import Tokenizer, generation_defaults
@@ -141,7 +142,13 @@ def make_input_processor(workers: Sequence[EngineWorker]) -> InputProcessor:
         scored=min(model.context_len, scheduler.max_total_num_tokens + 1, program.slots + 1),
         score_refusal=program.refusal,
     )
-    return InputProcessor(Tokenizer.load(args), limits, generation_defaults(args))
+    tokenizer = Tokenizer.load(args)
+    json_options = {
+        "whitespace_flexible": not args.constrained_json_disable_any_whitespace,
+        "whitespace_pattern": args.constrained_json_whitespace_pattern,
+    }
+    grammars = GrammarCompiler(tokenizer, limits.vocab_size, json_options)
+    return InputProcessor(tokenizer, limits, generation_defaults(args), grammars)
 
 
 def _wait(worker: EngineWorker, future: Future[None]) -> None:

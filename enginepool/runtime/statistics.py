@@ -47,6 +47,7 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         "since": worker.condition.since,
         "steps": worker.channel.steps,
         "steady_steps": worker.channel.steady_steps,
+        "steady_dispatches": worker.channel.steady_dispatches,
         "fallback_steps": worker.channel.fallback_steps,
         # From the first step after idling to the last output: of the work at hand, or of the last.
         "busy_seconds": max(0.0, worker.channel.last_output - worker.channel.busy_since),

@@ -1,4 +1,7 @@
-"""`update_weights`: stage on every device, stop every engine, put in place on all or on none."""
+"""New weights: stage on every device, stop every engine, put in place on all or on none.
+
+`update_weights` does one right after the other; `stage_weights` leaves the second for later.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from enginepool.swap.options import Options
 from enginepool.swap.quiesce import Standstill, standstill
 from enginepool.swap.report import EngineSwap, SwapReport
 from enginepool.swap.staging import Staged, choose_staging, stage
+from enginepool.swap.turn import updating
 from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
@@ -26,31 +30,22 @@ from enginepool.weights.sources import read_source
 def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:
     """See `EnginePool.update_weights`."""
     options.check()
-    with runtime.steering.turn("update_weights()"), runtime.cache.sharing():
-        workers = runtime.reachable()
-        coming_back = [worker for worker in runtime.workers if worker.condition.returns]
-        if not workers and coming_back and not runtime.closed:
-            raise WeightUpdateFailed(
-                "every engine has failed and is being brought back, with the weights that the "
-                "pool has; nothing was touched, try again",
-                engine_index=coming_back[0].index,
-            )
-        if runtime.closed or not workers:
-            raise runtime.dispatch.failure()
-        try:
-            return _Update(runtime, workers, source, options).run()
-        except EngineStopped as error:
-            if runtime.closed:
-                raise PoolClosed(f"pool {runtime.name!r} was closed") from error
-            raise WeightUpdateFailed(
-                f"{error} since the update began; it comes back with the weights that the pool "
-                "has, try again",
-                engine_index=workers[0].index,
-            ) from error
+    with updating(runtime, "update_weights()") as workers:
+        update = Update(runtime, workers, source, options)
+        update.prepare()
+        return update.finish()
 
 
 @dataclass
-class _Update:
+class Update:
+    """One set of new weights on its way into the engines.
+
+    Attributes:
+        version: What results will carry.
+        plan: What is to change, once `prepare` has read the source.
+        staged: What lies on the devices, by engine.
+    """
+
     runtime: Runtime
     workers: list[EngineWorker]
     source: Any
@@ -63,7 +58,8 @@ class _Update:
     before: dict[int, Any] = field(default_factory=dict)
     kv_bytes: int = 0
 
-    def run(self) -> SwapReport:
+    def prepare(self) -> None:
+        """Check the source and, where two sets fit, stage it; no engine is touched."""
         started = time.perf_counter()
         self.number = self.runtime.desired.update + 1
         label = self.options.weight_version
@@ -79,7 +75,17 @@ class _Update:
                 "nothing was touched, try again",
                 engine_index=lead.index,
             ) from error
+        self.runtime.discard_staged("another set of weights came in between")
         self.staging = self.options.staging
+        # A device may have room for a second set only once its KV cache is gone.
+        early = self.options.strategy == "atomic" and not self.options.free_kv
+        if early and self._choose() == "double":
+            self._stage(self.workers)
+        self._add("total", time.perf_counter() - started)
+
+    def finish(self) -> SwapReport:
+        """Put it in place on every engine or on none."""
+        started = time.perf_counter()
         if self.options.strategy == "rolling":
             self._roll()
         else:
@@ -98,6 +104,14 @@ class _Update:
             )
             mapping = None if source.by_path else scheduler.hugging_face
             plan = Plan(source, scheduler.leaves, mapping, strict=self.options.strict)
+        self.check_complete(plan)
+        return plan
+
+    def check_complete(self, plan: Plan) -> None:
+        """
+        Raises:
+            InvalidWeights: An engine would be left with weights that are not there.
+        """
         for worker in [w for w in self.workers if w.condition.reachable]:
             if lost := set(worker.leaves.lost()).difference(plan.paths):
                 raise InvalidWeights(
@@ -105,19 +119,14 @@ class _Update:
                     f"{len(lost)} are not in the source",
                     names=sorted(lost),
                 )
-        return plan
 
     # Atomic
 
     def _all_at_once(self) -> None:
-        # A device may have room for a second set only once its KV cache is gone.
-        early = not self.options.free_kv and self._choose() == "double"
-        if early:
-            self._stage(self.workers)
         with self._standing(self.workers) as stand, self._without_kv(stand):
-            if not early and self._choose() == "double":
+            if not self.staged and self._choose() == "double":
                 self._stage(stand.workers)
-            elif not early:
+            elif not self.staged:
                 with self._timed("stage"):
                     self.staged, self.failed = stream(self.plan, stand, self.options.copy)
             with self._timed("commit"):
@@ -233,7 +242,7 @@ class _Update:
     def _report(self, started: float) -> SwapReport:
         with self._timed("fingerprint"):
             staged, engines = self._fingerprints()
-        self.seconds["total"] = time.perf_counter() - started
+        self._add("total", time.perf_counter() - started)
         return SwapReport(
             weight_version=self.version,
             mode=self.options.mode,

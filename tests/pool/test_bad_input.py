@@ -122,8 +122,8 @@ def test_call(pool: EnginePool, arguments: dict[str, Any], words: list[str]) -> 
 BAD_PARAMETERS: list[tuple[dict[Any, Any], list[str]]] = [
     ({"max_tokens": 5}, ["unknown", "max_tokens=5", "did you mean max_new_tokens?"]),
     ({"temprature": 1}, ["unknown", "did you mean temperature?"]),
-    ({"regex": "("}, ["regex='('", "structured output", "not supported"]),
-    ({"json_schema": "{}"}, ["json_schema='{}'", "structured output", "not supported"]),
+    ({"regex": "("}, ["regex='('", "does not compile", "unclosed group"]),
+    ({"json_schema": "{"}, ["json_schema='{'", "not JSON"]),
     ({"seed": 1}, ["unknown", "sampling_seed"]),
     ({"beam_width": 2}, ["unknown", "beam_width=2"]),
     ({"temperature": -0.1}, ["temperature=-0.1", "0 (greedy) or more"]),

@@ -13,9 +13,10 @@ import pytest
 from enginepool import EnginePool, InvalidRequest
 from enginepool.toy.files import END_ID
 from tests.support.forced import LOGPROB_TOLERANCE, assert_greedy, logprobs, output_logits
+from tests.support.marks import slow
 from tests.support.pools import MakePool
 
-FAMILIES = ["qwen2", "qwen3", "llama"]
+FAMILIES = ["qwen3", *slow("qwen2", "llama")]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 TEXTS = ["你是谁", "🙂", "e\u0301 12+7="]
 LENGTHS = [1, 2, 3, 17, 63, 64, 65, 100, 129, 200]

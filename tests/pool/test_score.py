@@ -27,7 +27,7 @@ LENGTHS += [(1, 200), (200, 1), (1, CONTEXT - 1), (CONTEXT - 1, 1), (300, CONTEX
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", *slow("qwen2", "qwen3", "qwen3_moe")])
+@pytest.mark.parametrize("family", slow("llama", "gemma2", "qwen2", "qwen3", "qwen3_moe"))
 def test_families(tmp_path: Path, family: str) -> None:
     """Within 1e-4 of the plain forward pass, together and alone, and nothing is compiled.
 
@@ -54,6 +54,7 @@ def test_every_engine_has_a_part(pool: EnginePool, model_dir: ModelDir) -> None:
     assert {result["meta_info"]["engine_index"] for result in results} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> None:
     """The vocabulary is on both; the most probable tokens are of the whole of it."""
     pool = make_pool("llama", 1, tp_size=2)
@@ -66,6 +67,7 @@ def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> 
 
 
 @pytest.mark.skipif(not NATIVE_PAGES, reason="this upstream's native attention knows no pages")
+@pytest.mark.slow
 def test_pages(make_pool: MakePool, model_dir: ModelDir) -> None:
     pool = make_pool("qwen3", 1, page_size=16)
     prompts, continuations = ([ids(pair[i], seed=i) for pair in LENGTHS] for i in (0, 1))

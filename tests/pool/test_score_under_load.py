@@ -100,6 +100,7 @@ def jobs(pool: EnginePool) -> Any:
     return pool._runtime().workers[0].channel._jobs._jobs
 
 
+@pytest.mark.slow
 def test_beside_sampling(two: EnginePool, versions: list[Path]) -> None:
     """Outputs are as without, scores are right, nothing is compiled, and both get on."""
     rng = random.Random(3)
@@ -129,8 +130,9 @@ def test_beside_a_long_output(one: EnginePool, versions: list[Path]) -> None:
     with callers(1) as executor:
         answer = executor.submit(one.generate, None, params, input_ids=[5])
         until(lambda: running(one) == 1)
-        assert_scores(versions[0], *LONG, score(one))
+        results = score(one)
         assert running(one) == 1
+        assert_scores(versions[0], *LONG, results)
         assert len(answer.result(SECONDS)["output_ids"]) == 500
 
 

@@ -100,6 +100,7 @@ class Req:
         self.rid = request.internal_rid
         self.output_ids = list(request.output_ids)
         self.output_token_logprobs_val = [-float(i) for i in request.output_ids]
+        self.grammar = None
         self.cached_tokens = 0
         self.stream = request.stream
         self.aborted = False
@@ -264,6 +265,7 @@ class ScriptedWorker(EngineWorker):
             runtime.cache,
             name="scripted",
             supervisor=runtime.recovery,
+            max_decode_steps=1,
         )
         self.baton, self.outcome = Baton(), "ok"
         self.bell = self.channel._wake = Bell(self.baton)

@@ -70,23 +70,6 @@ def alone(pool: EnginePool, prompts: list[list[int]], params: dict[str, Any]) ->
     return results
 
 
-@pytest.fixture
-def retracted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests upstream took out of a running batch for want of KV cache, each time."""
-    from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
-
-    counts: list[int] = []
-    retract = ScheduleBatch.retract_decode
-
-    def counting(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        result = retract(batch, *args, **kwargs)
-        counts.append(len(result[0]))
-        return result
-
-    monkeypatch.setattr(ScheduleBatch, "retract_decode", counting)
-    return counts
-
-
 def test_more_work_than_kv_cache(pool: EnginePool, retracted: list[int]) -> None:
     """Several times what fits both engines: upstream takes requests back in the middle, and each
     gives what it gives alone."""

@@ -89,6 +89,29 @@ def test_failed_step(
     assert pool.engines[1] is engine
 
 
+@pytest.mark.parametrize("at", [3, *slow(1, 12)])
+@pytest.mark.parametrize("fault", [faults.raise_in_step, faults.raise_after_bookkeeping])
+def test_grammars_survive_a_failed_step(
+    pool: EnginePool, fault: Callable[..., None], at: int
+) -> None:
+    """The state of a grammar is made anew from the tokens that the request has."""
+    params = {
+        "temperature": 1.0,
+        "sampling_seed": 2,
+        "regex": "([a-f]{3}-){6}",
+        "max_new_tokens": 40,
+    }
+
+    def ask() -> list[dict[str, Any]]:
+        return pool.generate_all(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
+
+    expected, before = ask(), len(pool.events())
+    fault(pool, 1, at)
+    same(ask(), expected)
+    until(lambda: news(pool, before, "engine_recovered"))
+    assert all(len(result["output_ids"]) == 25 for result in expected)
+
+
 def test_where_a_step_failed_can_be_read(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """The event has the traceback of the error, and of what caused it."""
     before = len(pool.events())

@@ -44,12 +44,13 @@ def swap_between_chunks(
     # Of what the engine did before, also the iteration in which it finds nothing to do is over.
     until(lambda: worker.condition.stepping_since is None and not channel.has_work())
     steps = channel.steps
+    # The second is put in place first: each, when its turn comes, leaves what was there before it.
+    second_step = hang_in_step(pool, 0, at=2)
     first_step = hang_in_step(pool, 0)
     with callers(3) as executor:
         try:
             long = executor.submit(pool.generate, None, PARAMS, input_ids=LONG)
             until(lambda: worker.condition.stepping_since is not None)
-            second_step = hang_in_step(pool, 0)
             rest = executor.submit(pool.generate_all, None, PARAMS, input_ids=waiting)
             until(lambda: pool.stats()["waiting"] == len(waiting))
             first_step.set()

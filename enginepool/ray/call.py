@@ -1,0 +1,179 @@
+"""What a caller has asked for: its outputs, and how it hears of them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginepool import RequestFailed, RequestsFailed
+from enginepool.ray.wire import Item
+
+# Prompts that begin with as many equal tokens stay together.
+_SHARED = 64
+# How often a host says what an output has: what is newer is made again when the host is lost.
+_REPORT_EVERY = 16
+
+
+@dataclass(eq=False)
+class Output:
+    """One sample of one prompt.
+
+    Attributes:
+        position: In its call's results.
+        options: As `Item` has them, without what there is already.
+        latest: What there is, as a result; the result in the end.
+        deaths: How many hosts in a row were lost with it, without a new token in between.
+        alone: It is to run with nothing beside it.
+    """
+
+    call: Call
+    position: int
+    input_ids: list[int]
+    sampling_params: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+    prompt_index: int
+    sample_index: int
+    group: Hashable
+    latest: dict[str, Any] | None = None
+    done: bool = False
+    deaths: int = 0
+    tokens_at_death: int = 0
+    alone: bool = False
+
+    def item(self, key: int) -> Item:
+        """The next attempt, which goes on with what there is."""
+        options = self.options
+        if self.latest is not None and self.latest["output_ids"]:
+            options = {**options, "partial_outputs": [self.latest]}
+        return Item(key, self.input_ids, self.sampling_params, options)
+
+    def lost_with(self, host: int) -> bool:
+        """A host was lost with it; returns whether it may go on. One that was alone may not."""
+        if self.alone:
+            self.end("poisoned", f"host {host} was lost while it ran this alone, as others before")
+            return False
+        tokens = 0 if self.latest is None else len(self.latest["output_ids"])
+        self.deaths = 1 if tokens > self.tokens_at_death else self.deaths + 1
+        self.tokens_at_death = tokens
+        self.alone = self.deaths >= 2
+        return True
+
+    def end(self, err_type: str, message: str) -> None:
+        """End with what there is."""
+        result = self.latest or {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {
+                "id": "",
+                "prompt_tokens": len(self.input_ids),
+                "completion_tokens": 0,
+                "prompt_index": self.prompt_index,
+                "sample_index": self.sample_index,
+            },
+        }
+        reason = {"type": "abort", "message": message, "err_type": err_type}
+        meta = result["meta_info"] | {"finish_reason": reason}
+        self.call.finish(self, result | {"meta_info": meta})
+
+
+class Call:
+    """The outputs of one call. `finish`, `show` and `fail` from the fleet's thread."""
+
+    def __init__(self, *, every: bool) -> None:
+        """
+        Args:
+            every: Whether its caller wants what unfinished outputs have.
+        """
+        self.outputs: list[Output] = []
+        self.failure: Exception | None = None
+        self.homes: dict[Hashable, int] = {}
+        self.done = threading.Event()
+        self.news: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
+        self.on_done: Callable[[], None] = self.done.set
+        self._every = every
+        self._remaining = 0
+
+    def fill(
+        self,
+        checked: Sequence[tuple[list[int], int]],
+        sampling_params: Any,
+        options: Mapping[str, Any],
+        indices: Sequence[int] | None,
+    ) -> None:
+        """Make its outputs, n a prompt.
+
+        Args:
+            checked: Each prompt's ids and how many samples are wanted.
+        """
+        starts = options.get("logprob_start_len")
+        for place, (ids, count) in enumerate(checked):
+            index = place if indices is None else indices[place]
+            params = sampling_params
+            if not (params is None or isinstance(params, Mapping)):
+                params = params[place]
+            if params is not None:
+                interval = params.get("stream_interval") or (1 if self._every else _REPORT_EVERY)
+                params = {**params, "n": 1, "stream_interval": interval}
+            group = hash(tuple(ids[:_SHARED])) if len(ids) >= _SHARED else (id(self), place)
+            own = dict(options)
+            if starts is not None and not isinstance(starts, int):
+                own["logprob_start_len"] = starts[place]
+            for sample in range(count):
+                own = {**own, "prompt_indices": [index], "sample_indices": [sample]}
+                position = len(self.outputs)
+                self.outputs.append(Output(self, position, ids, params, own, index, sample, group))
+        self._remaining = len(self.outputs)
+
+    def show(self, output: Output) -> None:
+        if self._every:
+            self.news.put(output)
+
+    def finish(self, output: Output, result: dict[str, Any]) -> None:
+        if output.done:
+            return
+        output.latest, output.done = result, True
+        self._remaining -= 1
+        self.news.put(output)
+        if not self._remaining:
+            self.close()
+
+    def fail(self, error: Exception) -> None:
+        """End what is not finished, and raise this where the caller waits."""
+        self.failure = self.failure or error
+        for output in self.outputs:
+            if not output.done:
+                output.end(type(error).__name__, str(error))
+        self.close()
+
+    def close(self) -> None:
+        self.news.put(None)
+        self.on_done()
+
+    def results(self, raise_on_error: bool = False) -> list[dict[str, Any]]:
+        """All of them, in order.
+
+        Raises:
+            RequestsFailed, PoolFailed, PoolClosed, InvalidRequest: As `EnginePool`'s calls.
+        """
+        results = [output.latest or {} for output in self.outputs]
+        if self.failure is not None:
+            if hasattr(self.failure, "results"):
+                self.failure.results = results  # type: ignore[attr-defined]
+            raise self.failure
+        errors = [
+            RequestFailed(
+                str(reason.get("message") or "ended early"),
+                prompt_index=output.prompt_index,
+                err_type=reason.get("err_type"),
+            )
+            for output, result in zip(self.outputs, results, strict=True)
+            if (reason := result["meta_info"]["finish_reason"] or {}).get("type") == "abort"
+        ]
+        if errors and raise_on_error:
+            group = RequestsFailed(f"{len(errors)} of {len(results)} outputs ended early", errors)
+            group.results = results
+            raise group
+        return results

@@ -1,0 +1,238 @@
+"""One host's actor: an unchanged `EnginePool`, and who asks it for results."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from enginepool import (
+    EnginePool,
+    EnginePoolError,
+    PoolClosed,
+    StagedWeights,
+    StaleWeights,
+    SwapReport,
+)
+from enginepool.ray.wire import Item, News, Refused, unpack_tree
+
+# How long a host that has nothing to say waits with its answer.
+_PATIENCE = 1.0
+
+
+def _answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Errors of ours come back as they are, with their data."""
+
+    @functools.wraps(method)
+    async def wrapper(self: Host, *args: Any) -> Any:
+        try:
+            return await method(self, *args)
+        except EnginePoolError as error:
+            return Refused(error)
+
+    return wrapper
+
+
+class Host:
+    """An asynchronous Ray actor: all of this runs on its event loop, beside the pool's threads.
+
+    Args:
+        pool_args: `EnginePool`'s.
+    """
+
+    def __init__(self, host_index: int, pool_args: Mapping[str, Any]) -> None:
+        self._index = host_index
+        self._pool_args = dict(pool_args)
+        self._pool: EnginePool | None = None
+        self._opening = asyncio.Lock()
+        self._number = 0  # of the update that it has
+        self._staged: dict[int, StagedWeights] = {}  # by the update's number
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by an item's key
+        self._news = News()
+        self._told = News()  # until the driver says that it has heard them
+        self._is_news = asyncio.Event()
+
+    # Life
+
+    @_answering
+    async def start(self) -> dict[str, Any]:
+        """Open the pool, or find it open: then what it ran is ended. Says what the host is."""
+        async with self._opening:
+            if self._pool is None:
+                pool = EnginePool(**self._pool_args)
+                await asyncio.to_thread(pool.open)
+                self._pool = pool
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._news, self._told = News(), News()
+        engines = self._open().engines
+        running = [engine.scheduler_info["scheduler"].max_running_requests for engine in engines]
+        return {
+            "pid": os.getpid(),
+            "node": socket.gethostname(),
+            "slots": sum(running),
+            "number": self._number,
+        }
+
+    async def stop(self) -> None:
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    # Outputs
+
+    @_answering
+    async def check(
+        self, prompts: Any, sampling_params: Any, options: Mapping[str, Any]
+    ) -> list[tuple[list[int], int]]:
+        """Each prompt's token ids, and how many samples are wanted; nothing starts.
+
+        Raises:
+            InvalidRequest: As the call itself would.
+        """
+        from sgl_jax.srt.managers.io_struct import GenerateReqInput
+
+        start = options.get("logprob_start_len")
+        scored = options.get("return_prompt_logprob")
+        asked = GenerateReqInput(
+            text=prompts,
+            input_ids=options.get("input_ids"),
+            sampling_params=sampling_params,
+            return_logprob=True if scored else options.get("return_logprob"),
+            logprob_start_len=(start or 0) if scored else None,
+            top_logprobs_num=options.get("top_logprobs_num"),
+        )
+        call = await asyncio.to_thread(self._open().front_end().make_call, asked)
+        counts: dict[int, list[Any]] = {}
+        for request in call.requests:
+            counts.setdefault(request.prompt_index, [request.input_ids, 0])[1] += 1
+        return [(ids, count) for ids, count in counts.values()]
+
+    async def submit(self, items: Sequence[Item], number: int) -> bool:
+        """Begin with these; False if the host does not have this update of weights yet."""
+        if number > self._number:
+            return False
+        for item in items:
+            self._tasks[item.key] = task = asyncio.create_task(self._run(item))
+            task.add_done_callback(lambda _, key=item.key: self._tasks.pop(key, None))
+        return True
+
+    async def cancel(self, keys: Sequence[int]) -> None:
+        """End these, and say nothing more of them."""
+        for key in keys:
+            if (task := self._tasks.get(key)) is not None:
+                task.cancel()
+
+    async def poll(self, seen: int) -> News:
+        """What has happened since; nothing, if nothing does for a while.
+
+        Args:
+            seen: The number of the news that were heard last; later ones are told again.
+        """
+        if seen >= self._told.number:
+            self._told = News(seen)
+        if not self._told and not self._news:
+            self._is_news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_news.wait(), _PATIENCE)
+        if self._news:
+            self._news.number = self._told.number + 1
+            self._told.add(self._news)
+            self._news = News()
+        return self._told
+
+    async def _run(self, item: Item) -> None:
+        key, news = item.key, self._news
+        try:
+            stream = self._open().async_stream(
+                sampling_params=item.sampling_params, input_ids=[item.input_ids], **item.options
+            )
+            async for chunk in stream:
+                news = self._news
+                del chunk["index"]
+                chunk["meta_info"]["host_index"] = self._index
+                if chunk["meta_info"]["finish_reason"] is None:
+                    news.progress[key] = chunk
+                else:
+                    news.progress.pop(key, None)
+                    news.finished.append((key, chunk))
+                self._is_news.set()
+        except EnginePoolError as error:
+            self._news.failed.append((key, error))
+        except Exception as error:  # whatever it is: others go on, and the driver hears of it
+            why = f"host {self._index}: {type(error).__name__}: {error}"
+            self._news.failed.append((key, EnginePoolError(why)))
+        self._is_news.set()
+
+    # Weights
+
+    @_answering
+    async def stage(
+        self, number: int, weight_version: int | str, options: Mapping[str, Any], source: Any
+    ) -> None:
+        """Put new weights beside those that serve."""
+        self._staged = {
+            number: await self._open().async_stage_weights(
+                self._read(source), weight_version=weight_version, **options
+            )
+        }
+
+    @_answering
+    async def commit(self, number: int, mode: Any) -> SwapReport:
+        """Put what was staged in place."""
+        staged = self._staged.get(number)
+        if staged is None:
+            raise StaleWeights(f"host {self._index} has not staged update {number}")
+        report = await staged.async_commit(mode)
+        self._number = number
+        self._staged.clear()
+        return report
+
+    async def discard(self, number: int) -> None:
+        staged = self._staged.pop(number, None)
+        if staged is not None:
+            await staged.async_discard()
+
+    @_answering
+    async def update(
+        self, number: int, weight_version: int | str, options: Mapping[str, Any], source: Any
+    ) -> None:
+        """Catch up: an update that the others have. Nothing runs here meanwhile."""
+        if number > self._number:
+            await self._open().async_update_weights(
+                self._read(source), weight_version=weight_version, mode="retract", **options
+            )
+            self._number = number
+
+    def _read(self, source: Any) -> Any:
+        return source if isinstance(source, str) else unpack_tree(source)
+
+    # Steering
+
+    @_answering
+    async def pause(self, mode: Any) -> None:
+        await self._open().async_pause_generation(mode)
+
+    @_answering
+    async def go_on(self) -> None:
+        await self._open().async_continue_generation()
+
+    @_answering
+    async def checksum(self) -> str:
+        return await self._open().async_checksum()
+
+    @_answering
+    async def stats(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self._open().stats)
+
+    async def ping(self) -> None:
+        """Whether somebody is there."""
+
+    def _open(self) -> EnginePool:
+        if self._pool is None:
+            raise PoolClosed(f"the pool of host {self._index} was not opened")
+        return self._pool

@@ -1,0 +1,159 @@
+"""New weights on all hosts: staged on each, then committed on each, or on none.
+
+A host that is lost on the way is barred until it has them: it starts again and catches up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports]
+
+from enginepool import (
+    EnginePoolError,
+    InvalidRequest,
+    StaleWeights,
+    SwapReport,
+    WeightUpdateFailed,
+)
+from enginepool.ray.fleet import Fleet, HostLink
+from enginepool.ray.wire import Weights, pack_tree
+
+# `EnginePool.update_weights`'s.
+MODES = ("drain", "retract", "abort", "in_place")
+
+
+@dataclass(frozen=True)
+class FleetReport:
+    """What an update of all hosts did.
+
+    Attributes:
+        seconds: By phase: "put" into the object store, "stage", "commit", "total".
+        hosts: What each host's pool says.
+        missing: Hosts that were lost on the way or away, with the reason; they get these weights
+            before they serve again.
+    """
+
+    weight_version: int | str
+    seconds: dict[str, float]
+    hosts: dict[int, SwapReport]
+    missing: dict[int, str] = field(default_factory=dict)
+
+
+def shared(source: Any) -> Any:
+    """A source as every host can read it: a path as it is, arrays in Ray's object store.
+
+    The reference keeps them there for hosts that come back.
+    """
+    if isinstance(source, str) or hasattr(source, "__fspath__"):
+        return str(source)
+    if isinstance(source, Iterator):
+        source = dict(source)
+    return ray.put(pack_tree(dict(source) if isinstance(source, Mapping) else source))
+
+
+async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) -> FleetReport:
+    """
+    Args:
+        weights: Its number is still to be given.
+
+    Raises:
+        InvalidWeights, WeightUpdateFailed: What a host says that refuses; none has them.
+    """
+    if mode not in MODES:
+        raise InvalidRequest(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    async with fleet.changing:
+        started = time.perf_counter()
+        number = max((fleet.number, *fleet.undone)) + 1  # never one that a host may have
+        label = weights.weight_version
+        weights = Weights(number, number if label == "" else label, weights.source, weights.options)
+        hosts = fleet.serving()
+        if not hosts:
+            raise WeightUpdateFailed(
+                "no host is there at the moment; nothing was touched, try again", engine_index=-1
+            )
+        staged = await _stage(fleet, weights, hosts)
+        at = time.perf_counter()
+        fleet.undone.add(number)
+        reports = await _commit(fleet, number, mode, staged)
+        fleet.undone.discard(number)
+        fleet.number, fleet.weight_version = number, weights.weight_version
+        if weights.options["strict"]:
+            fleet.updates.clear()
+        fleet.updates.append(weights)
+        for host in fleet.hosts:
+            if host.index in reports:
+                host.number = number
+            elif host.state == "serving":  # it only goes forward: this one starts again
+                fleet.end(host, f"it did not get update {number}")
+    fleet.pump()
+    ended = time.perf_counter()
+    seconds = {"put": put_seconds, "stage": at - started, "commit": ended - at}
+    missing = {
+        host.index: host.reason or "it was away"
+        for host in fleet.hosts
+        if host.index not in reports
+    }
+    return FleetReport(
+        weights.weight_version,
+        seconds | {"total": put_seconds + ended - started},
+        reports,
+        missing,
+    )
+
+
+async def _stage(fleet: Fleet, weights: Weights, hosts: list[HostLink]) -> list[HostLink]:
+    """Those that have them staged; if one refuses, none does."""
+    pids = {host.index: host.pid for host in hosts}
+    said = await fleet.on_all(
+        "stage",
+        weights.number,
+        weights.weight_version,
+        weights.options,
+        weights.source,
+        hosts=hosts,
+    )
+    refused = [answer for answer in said.values() if isinstance(answer, EnginePoolError)]
+    staged = [
+        host
+        for host in hosts
+        if said[host.index] is None and host.state == "serving" and host.pid == pids[host.index]
+    ]
+    if refused or not staged:
+        await fleet.on_all("discard", weights.number, hosts=staged)
+        if refused:
+            raise refused[0]
+        raise WeightUpdateFailed(
+            "every host was lost while weights were staged; none has them, try again",
+            engine_index=-1,
+        )
+    return staged
+
+
+async def _commit(
+    fleet: Fleet, number: int, mode: str, hosts: list[HostLink]
+) -> dict[int, SwapReport]:
+    said = await fleet.on_all("commit", number, mode, hosts=hosts)
+    reports = {index: one for index, one in said.items() if isinstance(one, SwapReport)}
+    refused = {
+        index: one
+        for index, one in said.items()
+        if isinstance(one, EnginePoolError) and not isinstance(one, StaleWeights)
+    }
+    for host in hosts:
+        # Whether it has them or not: others have, or it must not.
+        if host.index not in reports and host.index not in refused and host.state == "serving":
+            fleet.end(host, f"it did not answer a commit: {said[host.index]}")
+    if not reports:
+        await fleet.on_all("discard", number, hosts=[h for h in hosts if h.index in refused])
+        for error in refused.values():
+            raise error
+        raise WeightUpdateFailed(
+            "every host was lost before the commit; those that come back have the weights from "
+            "before, try again",
+            engine_index=-1,
+        )
+    return reports

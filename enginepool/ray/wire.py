@@ -1,0 +1,110 @@
+"""What goes between the driver and its hosts; nothing here needs Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Item:
+    """One output to be made, or to go on with.
+
+    Attributes:
+        key: The driver's name for this attempt; another attempt has another.
+        options: Of the call, as `EnginePool.stream` takes them, for one prompt.
+    """
+
+    key: int
+    input_ids: list[int]
+    sampling_params: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error that a host raises where it is called; Ray would wrap it."""
+
+    error: Exception
+
+
+@dataclass
+class News:
+    """What a host has to say since it was asked last.
+
+    Attributes:
+        number: Of this news; the next question says which it has seen.
+        finished: Results, by key.
+        progress: What unfinished outputs have so far, the newest of each.
+        failed: What was raised in the place of results.
+    """
+
+    number: int = 0
+    finished: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    progress: dict[int, dict[str, Any]] = field(default_factory=dict)
+    failed: list[tuple[int, Exception]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.progress or self.failed)
+
+    def add(self, later: News) -> None:
+        """What was said later."""
+        self.number = later.number
+        self.finished += later.finished
+        self.failed += later.failed
+        self.progress |= later.progress
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One update that all hosts are to have.
+
+    Attributes:
+        number: Which it is, from 1.
+        source: A path, or a reference to a tree of `Packed` arrays in Ray's object store.
+        options: `strict` and `copy`.
+    """
+
+    number: int
+    weight_version: int | str
+    source: Any
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An array as Ray moves it without a copy: NumPy pickles bfloat16 in-band."""
+
+    array: np.ndarray
+    dtype: str
+
+
+def packed(array: Any) -> Packed:
+    host = np.ascontiguousarray(np.asarray(array))
+    if host.dtype.kind in "fiub":
+        return Packed(host, host.dtype.name)
+    return Packed(host.view(np.dtype(f"u{host.dtype.itemsize}")), host.dtype.name)
+
+
+def unpacked(packed: Packed) -> np.ndarray:
+    """The array, read-only where it lies in the object store."""
+    import ml_dtypes
+
+    name = packed.dtype
+    return packed.array.view(getattr(ml_dtypes, name, None) or np.dtype(name))
+
+
+def pack_tree(source: Any) -> Any:
+    """A caller's tree of arrays with `Packed` in their places."""
+    import jax
+
+    return jax.tree.map(packed, source)
+
+
+def unpack_tree(source: Any) -> Any:
+    import jax
+
+    return jax.tree.map(unpacked, source, is_leaf=lambda leaf: isinstance(leaf, Packed))

@@ -1,0 +1,99 @@
+"""JSON schemas whose compilation would take minutes or gigabytes, found before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+# llguidance writes out every item, every remainder of a multiple, and all that `allOf` combines.
+_MOST_ITEMS = 10_000
+_LARGEST_MULTIPLE = 10_000
+_MOST_WAYS = 1_000
+
+
+def check_schema(schema: Any) -> None:
+    """
+    Raises:
+        ValueError: It is of that kind; with the keyword, its value and the limit.
+        RecursionError: It is nested too deeply.
+    """
+    parts = dict(_subschemas(schema, "#"))
+    for part in parts.values():
+        for name in ("minItems", "maxItems", "minProperties", "maxProperties"):
+            count = part.get(name)
+            if isinstance(count, int | float) and count > _MOST_ITEMS:
+                raise ValueError(f"{name}={count}: at most {_MOST_ITEMS} are compiled")
+        _check_multiple(part.get("multipleOf"))
+    _Ways(parts).check()
+
+
+def _check_multiple(number: Any) -> None:
+    if not isinstance(number, int | float):
+        return
+    digits = Fraction(str(number))  # 0.05 counts as 5, of hundredths
+    if digits.numerator * (_decimals(digits) // digits.denominator) > _LARGEST_MULTIPLE:
+        raise ValueError(
+            f"multipleOf={number}: at most {_LARGEST_MULTIPLE} are compiled, without the point"
+        )
+
+
+def _decimals(number: Fraction) -> int:
+    """The power of ten that makes an integer of it."""
+    power = 1
+    while power % number.denominator:
+        power *= 10
+    return power
+
+
+class _Ways:
+    """How many alternatives there are where the parts of an `allOf` are put together: those of one
+    part times those of the next, at whatever depth they meet."""
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Any]]) -> None:
+        self._parts = parts
+        self._known: dict[int, int] = {}
+
+    def check(self) -> None:
+        for place, part in self._parts.items():
+            if isinstance(part.get("allOf"), list) and (ways := self._of(part)) > _MOST_WAYS:
+                raise ValueError(
+                    f"{place}: allOf over parts with {ways} alternatives in all, multiplied; at "
+                    f"most {_MOST_WAYS} are compiled"
+                )
+
+    def _of(self, part: Mapping[str, Any]) -> int:
+        ways = 1
+        for name in ("anyOf", "oneOf"):
+            if isinstance(part.get(name), list):
+                ways *= max(1, len(part[name]))
+        if isinstance(members := part.get("allOf"), list):
+            for member in members:
+                ways = min(ways * self._most_in(member), 10 * _MOST_WAYS)
+        if isinstance(reference := part.get("$ref"), str):
+            ways *= self._most_in(self._parts.get(reference))
+        return min(ways, 10 * _MOST_WAYS)
+
+    def _most_in(self, value: Any) -> int:
+        """The most alternatives of any part in it, references followed."""
+        if isinstance(value, list):
+            return max(map(self._most_in, value), default=1)
+        if not isinstance(value, Mapping):
+            return 1
+        if id(value) not in self._known:
+            self._known[id(value)] = 1  # of a reference to itself
+            inner = max(map(self._most_in, value.values()), default=1)
+            self._known[id(value)] = max(self._of(value), inner)
+        return self._known[id(value)]
+
+
+def _subschemas(schema: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every object in a schema, by its JSON pointer."""
+    if isinstance(schema, Mapping):
+        yield place, schema
+        for name, value in schema.items():
+            escaped = str(name).replace("~", "~0").replace("/", "~1")
+            yield from _subschemas(value, f"{place}/{escaped}")
+    elif isinstance(schema, list):
+        for index, value in enumerate(schema):
+            yield from _subschemas(value, f"{place}/{index}")

@@ -1,0 +1,273 @@
+"""Pools on two hosts under Ray: two nodes in this machine, two engines each, on the toy.
+
+Needs the extra `ray`. Ray starts once; object stores are small, and every process ends with it.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from enginepool import (  # noqa: E402
+    EnginePool,
+    InvalidConfig,
+    InvalidRequest,
+    InvalidWeights,
+    PoolClosed,
+    toy,
+)
+from enginepool.ray import RayEnginePool  # noqa: E402
+from enginepool.toy.files import read_checkpoint  # noqa: E402
+from tests.support.liveness import SECONDS, callers, until  # noqa: E402
+from tests.support.pools import SMALL, same  # noqa: E402
+
+STORE = 200 << 20
+PROMPTS = [[3 + i % 50, 40 + i % 7, 7] * (1 + i % 3) for i in range(60)]
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12}
+SEEDED = {"temperature": 1.0, "sampling_seed": 7, "ignore_eos": True, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two nodes of one core each. `ray.init` is the user's."""
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    nodes = Cluster()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        for _ in range(2):
+            nodes.add_node(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
+        ray.init(address=nodes.address, runtime_env={"env_vars": environment})
+        yield
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+        signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="module")
+def hosts(cluster: None) -> Iterator[RayEnginePool]:
+    options: dict[str, Any] = {"warmup": "none", **SMALL}
+    with RayEnginePool(hosts=2, devices_per_host=2, hang_timeout=120.0, **options) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[EnginePool]:
+    """One pool in this process, to hold the hosts against."""
+    with EnginePool(devices=1, warmup="none", **SMALL) as pool:
+        yield pool
+
+
+@pytest.fixture
+def fresh(hosts: RayEnginePool) -> Iterator[RayEnginePool]:
+    """Both hosts, put back to the toy's own weights afterwards."""
+    until(lambda: states(hosts) == ["serving"] * 2)
+    yield hosts
+    until(lambda: states(hosts) == ["serving"] * 2)
+    hosts.update_weights(toy.checkpoint(), weight_version=0)
+
+
+def states(pool: RayEnginePool) -> list[str]:
+    return [host["state"] for host in pool.stats()["hosts"]]
+
+
+def run(pool: Any, params: Any, prompts: Any = PROMPTS, **options: Any) -> list[dict[str, Any]]:
+    return pool.generate_all(
+        input_ids=prompts, sampling_params=params, return_logprob=True, **options
+    )
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, SEEDED | {"n": 3}])
+def test_results_are_those_of_one_pool(
+    hosts: RayEnginePool, alone: EnginePool, params: dict[str, Any]
+) -> None:
+    expected = run(alone, params)
+    results = run(hosts, params)
+    same(results, expected)
+    for result, other in zip(results, expected, strict=True):
+        for name in ("prompt_index", "sample_index", "prompt_tokens", "completion_tokens"):
+            assert result["meta_info"][name] == other["meta_info"][name]
+    assert {result["meta_info"]["host_index"] for result in results} == {0, 1}
+    part = [41, 7, 30]
+    split = run(hosts, params, [PROMPTS[i] for i in part], prompt_indices=part)
+    n = params.get("n", 1)
+    same(split, [r for i in part for r in expected[i * n : (i + 1) * n]])
+
+
+def test_other_ways_to_ask(hosts: RayEnginePool, alone: EnginePool) -> None:
+    expected = run(alone, GREEDY)
+    ended = list(hosts.as_completed(input_ids=PROMPTS, sampling_params=GREEDY))
+    by_index = {r["meta_info"]["prompt_index"]: r["output_ids"] for r in ended}
+    assert len(ended) == len(PROMPTS)
+    assert by_index == {i: r["output_ids"] for i, r in enumerate(expected)}
+    chunks = list(hosts.stream(input_ids=PROMPTS[:2], sampling_params=GREEDY))
+    assert len(chunks) >= 2
+    last = {chunk["index"]: chunk["output_ids"] for chunk in chunks}
+    assert last == {i: expected[i]["output_ids"] for i in range(2)}
+    assert hosts.generate_all([]) == []
+
+    async def main() -> None:
+        results = await hosts.async_generate_all(
+            input_ids=PROMPTS[:4], sampling_params=GREEDY, return_logprob=True
+        )
+        same(results, expected[:4])
+        seen = [r async for r in hosts.async_as_completed(["1+1="], GREEDY)]
+        assert len(seen) == 1
+
+    anyio.run(main)
+
+
+def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
+    before = hosts.stats()
+    with pytest.raises(InvalidRequest, match="prompt 1: token id -1") as caught:
+        run(hosts, GREEDY, [[5], [-1]])
+    assert caught.value.prompt_index == 1
+    with pytest.raises(InvalidRequest, match="top_logprobs_num=99"):
+        run(hosts, GREEDY, top_logprobs_num=99)
+    with pytest.raises(InvalidRequest, match="unknown"):
+        run(hosts, GREEDY, temperature=0)
+    after = hosts.stats()
+    assert [h["prompt_tokens"] for h in after["hosts"]] == [
+        h["prompt_tokens"] for h in before["hosts"]
+    ]
+
+
+def test_what_cannot_hold(cluster: None) -> None:
+    with pytest.raises(InvalidConfig, match="hosts=0"):
+        RayEnginePool(hosts=0)
+    with pytest.raises(InvalidConfig, match="no_such_argument"):
+        RayEnginePool(hosts=1, no_such_argument=1)
+
+
+def test_a_time_limit(hosts: RayEnginePool) -> None:
+    results = run(hosts, GREEDY | {"max_new_tokens": 400}, timeout=0.2)
+    reasons = [result["meta_info"]["finish_reason"] for result in results]
+    assert {reason["type"] for reason in reasons} <= {"abort", "length"}
+    assert any(reason.get("err_type") == "timeout" for reason in reasons)
+    until(lambda: hosts.stats()["running"] == hosts.stats()["waiting"] == 0)
+    assert len(run(hosts, GREEDY)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["path", "arrays", "iterator", "bfloat16"])
+def test_new_weights(fresh: RayEnginePool, alone: EnginePool, kind: str) -> None:
+    """On both hosts, from a path or through the object store."""
+    import ml_dtypes
+
+    new = toy.checkpoint("subtract")
+    arrays = read_checkpoint(new)[1]
+    source: Any = {"path": new, "arrays": arrays, "iterator": iter(arrays.items())}.get(kind)
+    if kind == "bfloat16":
+        source = {name: np.asarray(a).astype(ml_dtypes.bfloat16) for name, a in arrays.items()}
+    report = fresh.update_weights(source, weight_version=kind)
+    assert report.hosts.keys() == {0, 1}
+    assert not report.missing
+    results = run(fresh, GREEDY)
+    assert {r["meta_info"]["weight_version"] for r in results} == {kind}
+    if kind != "bfloat16":
+        alone.update_weights(new)
+        assert fresh.checksum() == alone.checksum()
+        same(results, run(alone, GREEDY))
+        alone.update_weights(toy.checkpoint())
+
+
+def test_one_source_that_does_not_fit(fresh: RayEnginePool) -> None:
+    before = fresh.checksum()
+    with pytest.raises(InvalidWeights, match="missing") as caught:
+        fresh.update_weights({"model.norm.weight": np.zeros(4, np.float32)})
+    assert caught.value.names
+    with pytest.raises(InvalidRequest, match="mode="):
+        fresh.update_weights(toy.checkpoint(), mode="never")  # type: ignore[arg-type]
+    assert fresh.checksum() == before
+    assert fresh.stats()["weight_version"] == 0
+
+
+def test_a_host_is_killed(fresh: RayEnginePool, alone: EnginePool) -> None:
+    """Its prompts move with their tokens; it comes back with the current weights, from arrays that
+    are in the object store, and never answers with older ones."""
+    new = toy.checkpoint("subtract")
+    fresh.update_weights(read_checkpoint(new)[1], weight_version="new")
+    alone.update_weights(new)
+    params = SEEDED | {"max_new_tokens": 120}
+    expected = run(alone, params)
+    alone.update_weights(toy.checkpoint())
+    with callers(1) as executor:
+        call = executor.submit(run, fresh, params)
+        until(lambda: fresh.stats()["hosts"][0]["outstanding"] > 0)
+        pid = fresh.stats()["hosts"][0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        results = call.result(SECONDS)
+    same(results, expected)
+    assert {r["meta_info"]["weight_version"] for r in results} == {"new"}
+    until(lambda: states(fresh) == ["serving"] * 2)
+    assert fresh.stats()["hosts"][0]["pid"] != pid
+    assert fresh.checksum()
+    again = run(fresh, params)
+    same(again, expected)
+    assert {r["meta_info"]["weight_version"] for r in again} == {"new"}
+    assert {r["meta_info"]["host_index"] for r in again} == {0, 1}
+
+
+def test_a_host_dies_between_stage_and_commit(
+    fresh: RayEnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one commits; the one that died is barred until it has caught up."""
+    from enginepool.ray import update as updating
+
+    commit = updating._commit
+    pid = fresh.stats()["hosts"][1]["pid"]
+
+    async def killed_first(*args: Any) -> Any:
+        os.kill(pid, signal.SIGKILL)
+        return await commit(*args)
+
+    monkeypatch.setattr(updating, "_commit", killed_first)
+    report = fresh.update_weights(toy.checkpoint("subtract"), weight_version="late")
+    assert report.hosts.keys() == {0}
+    assert report.missing.keys() == {1}
+    for _ in range(3):
+        versions = {r["meta_info"]["weight_version"] for r in run(fresh, GREEDY)}
+        assert versions == {"late"}
+    until(lambda: states(fresh) == ["serving"] * 2)
+    assert fresh.checksum()
+    assert {r["meta_info"]["host_index"] for r in run(fresh, GREEDY)} == {0, 1}
+
+
+def test_pause(hosts: RayEnginePool) -> None:
+    hosts.pause_generation()
+    with callers(1) as executor:
+        call = executor.submit(run, hosts, GREEDY)
+        until(lambda: hosts.stats()["running"] > 0)
+        assert not call.done()
+        hosts.continue_generation()
+        assert len(call.result(SECONDS)) == len(PROMPTS)
+
+
+def test_closing(cluster: None, hosts: RayEnginePool) -> None:
+    """Whoever waits hears of it; no actor is left. The last test: it closes the hosts."""
+    actors = [host.actor for host in hosts._opened().hosts]
+    hosts.pause_generation()
+    with callers(1) as executor:
+        call = executor.submit(run, hosts, GREEDY)
+        until(lambda: hosts.stats()["running"] > 0)
+        hosts.close()
+        with pytest.raises(PoolClosed) as caught:
+            call.result(SECONDS)
+    assert len(caught.value.results) == len(PROMPTS)
+    with pytest.raises(PoolClosed):
+        run(hosts, GREEDY)
+    for actor in actors:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.ping.remote())

@@ -1,0 +1,98 @@
+"""What becomes of outputs in the driver, and what goes over the wire: without Ray or hosts."""
+
+import pickle
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from enginepool import PoolFailed, RequestsFailed
+from enginepool.ray.call import Call, Output
+from enginepool.ray.wire import News, pack_tree, unpack_tree
+
+
+def call_of(*counts: int, **options: Any) -> Call:
+    call = Call(every=False)
+    call.fill([([1, 2], count) for count in counts], {"n": 9}, options, None)
+    return call
+
+
+def result(output: Output, ids: list[int], kind: str | None = "length") -> dict[str, Any]:
+    reason = None if kind is None else {"type": kind}
+    return {"text": "", "output_ids": ids, "meta_info": {"finish_reason": reason}}
+
+
+def test_a_call_is_its_samples_in_order() -> None:
+    call = call_of(2, 1, logprob_start_len=[0, 1])
+    assert [(o.prompt_index, o.sample_index) for o in call.outputs] == [(0, 0), (0, 1), (1, 0)]
+    item = call.outputs[1].item(5)
+    assert item.sampling_params is not None
+    assert item.sampling_params["n"] == 1
+    assert item.options == {"prompt_indices": [0], "sample_indices": [1], "logprob_start_len": 0}
+    groups = [output.group for output in call.outputs]
+    assert groups[0] == groups[1] != groups[2]
+    for output in reversed(call.outputs):
+        call.finish(output, result(output, [output.position]))
+    assert call.done.is_set()
+    assert [r["output_ids"] for r in call.results()] == [[0], [1], [2]]
+
+
+def test_an_attempt_goes_on_with_what_was_reported() -> None:
+    (output,) = call_of(1).outputs
+    assert "partial_outputs" not in output.item(0).options
+    output.latest = result(output, [7, 8], None)
+    assert output.item(1).options["partial_outputs"] == [output.latest]
+
+
+def test_it_is_not_blamed_while_it_gains_tokens() -> None:
+    (output,) = call_of(1).outputs
+    for tokens in range(1, 9):
+        output.latest = result(output, [7] * tokens, None)
+        assert output.lost_with(tokens % 2)
+        assert not output.alone
+
+
+def test_what_takes_hosts_down_runs_alone_and_is_poisoned() -> None:
+    (output,) = call_of(1).outputs
+    assert output.lost_with(0)
+    assert not output.alone
+    assert output.lost_with(1)
+    assert output.alone
+    assert not output.lost_with(0)
+    (ended,) = output.call.results()
+    assert ended["meta_info"]["finish_reason"]["err_type"] == "poisoned"
+    assert ended["meta_info"]["prompt_tokens"] == 2
+    with pytest.raises(RequestsFailed) as caught:
+        output.call.results(raise_on_error=True)
+    assert caught.value.results == [ended]
+
+
+def test_a_call_that_fails_has_its_results() -> None:
+    call = call_of(1, 1)
+    call.finish(call.outputs[0], result(call.outputs[0], [3]))
+    call.fail(PoolFailed("no host is left"))
+    assert call.done.is_set()
+    with pytest.raises(PoolFailed, match="no host") as caught:
+        call.results()
+    assert [r["output_ids"] for r in caught.value.results] == [[3], []]
+
+
+def test_news_that_were_not_heard_are_joined() -> None:
+    told = News(3, [(1, {})], {2: {"text": "a"}, 4: {}})
+    told.add(News(4, [(5, {})], {2: {"text": "ab"}}))
+    assert told == News(4, [(1, {}), (5, {})], {2: {"text": "ab"}, 4: {}})
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, np.int8, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+)
+def test_arrays_travel_without_a_copy(dtype: Any) -> None:
+    source = {"a": {"b": np.arange(6).reshape(2, 3).astype(dtype)}, "c": [np.ones(2, dtype)]}
+    buffers: list[pickle.PickleBuffer] = []
+    packed = pickle.dumps(pack_tree(source), protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 2
+    other = unpack_tree(pickle.loads(packed, buffers=buffers))
+    assert other["a"]["b"].dtype == dtype
+    np.testing.assert_array_equal(other["a"]["b"], source["a"]["b"])
+    np.testing.assert_array_equal(other["c"][0], source["c"][0])
