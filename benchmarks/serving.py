@@ -4,6 +4,11 @@
 
 Each server runs alone, with the same options, on the same machine; upstream's has one device. The
 client is upstream's `bench_serving` with the same prompts, through /v1/completions, streamed.
+
+    python -m benchmarks.serving --step-ms 20 --running 16 --concurrency 64 --requests 256
+
+has simulated accelerators (`simulated.py`) in both servers: a step takes so long and leaves the
+cores alone, as on a TPU. Upstream is as its users run it, overlap scheduling on.
 """
 
 from __future__ import annotations
@@ -48,34 +53,43 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--running", type=int, help="requests of an engine at a time")
+    parser.add_argument("--step-ms", type=float, help="on simulated accelerators")
     options = parser.parse_args()
 
-    upstream = [sys.executable, "-m", "sgl_jax.launch_server", "--model-path", options.model]
-    pool = [sys.executable, "-m", "enginepool.cli", "serve", options.model]
-    servers = {"upstream's server, 1 device": [*upstream, *_UPSTREAM, *_flags()]}
+    programs = [["sgl_jax.launch_server"], ["enginepool.cli", "serve"]]
+    if options.step_ms is not None:
+        os.environ["SIMULATED_STEP_MS"] = str(options.step_ms)
+        programs = [["benchmarks.simulated_server", *program] for program in programs]
+    upstream, pool = ([sys.executable, "-m", *program] for program in programs)
+    same = [*flags(), "--model-path", options.model]
+    if options.running is not None:
+        same += ["--max-running-requests", str(options.running)]
+    servers = {"upstream's server, 1 device": [*upstream, *_UPSTREAM, *same]}
     for devices in options.devices:
-        command = [*pool, "--devices", str(devices), *_flags()]
+        command = [*pool, "--devices", str(devices), *same]
         servers[f"enginepool serve, {devices} device{'s' * (devices > 1)}"] = command
     rows = {}
     with tempfile.TemporaryDirectory() as directory:
         prompts = Path(directory, "prompts.jsonl")
         _write_prompts(prompts, options.requests)
         for name, command in servers.items():
-            with _server(command) as url:
+            with server(command) as url:
                 _measure(url, prompts, options)  # warms up what compiles late
                 rounds = [_measure(url, prompts, options) for _ in range(options.rounds)]
             rows[name] = {
                 figure: statistics.median(one[key] for one in rounds)
                 for figure, key in _FIGURES.items()
             }
-    print(f"{options.requests} requests, {options.concurrency} at a time, {CORES} cores")
+    steps = f"steps of {options.step_ms:g} ms, " if options.step_ms is not None else ""
+    print(f"{options.requests} requests, {options.concurrency} at a time, {steps}{CORES} cores")
     plain(
         ("", *_FIGURES),
         ([name, *(f"{value:.1f}" for value in row.values())] for name, row in rows.items()),
     )
 
 
-def _flags() -> list[str]:
+def flags() -> list[str]:
     """What upstream's server needs on CPU, and the pool chooses there by itself."""
     flags = []
     for name, value in CPU_DEFAULTS.items():
@@ -98,7 +112,7 @@ def _write_prompts(path: Path, count: int) -> None:
 
 
 @contextlib.contextmanager
-def _server(command: Sequence[str]) -> Iterator[str]:
+def server(command: Sequence[str]) -> Iterator[str]:
     """A server on a free port of the loopback address, while the block lasts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -47,7 +47,7 @@ def parse_ports(text: str | None) -> tuple[int, ...]:
         if dash:
             ports = tuple(range(int(first), int(last) + 1))
         else:
-            ports = tuple(int(part) for part in text.split(","))
+            ports = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         ports = ()
     if not ports:

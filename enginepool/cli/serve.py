@@ -5,15 +5,14 @@ What imports FastAPI or sgl_jax is imported inside the command, so that `--help`
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO, cast
+from typing import TYPE_CHECKING, Annotated
 
-import structlog
 import typer
 
 from enginepool.cli.arguments import parse_devices, parse_ports
+from enginepool.cli.config_file import left_to_upstream, take
 from enginepool.cli.options import Devices, WarmupOption
 from enginepool.config import PoolConfig
 from enginepool.console.complaints import clear_errors
@@ -21,7 +20,6 @@ from enginepool.serve.options import TOKEN_VARIABLE, ServeOptions
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
-    from enginepool.serve.log import LogLines
 
 SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -66,10 +64,37 @@ KeepAliveTimeout = Annotated[
 Restart = Annotated[bool, typer.Option(help="Bring back an engine whose step failed.")]
 MaxRestarts = Annotated[int, typer.Option(help="In a row and within a minute.")]
 StepTimeout = Annotated[float | None, typer.Option(help="Seconds until a step counts as stuck.")]
+MaxDecodeSteps = Annotated[
+    int, typer.Option(help="At once, where a device would wait for the host.")
+]
 ClampMaxNewTokens = Annotated[
     bool, typer.Option("--clamp-max-new-tokens", help="Cut what does not fit, do not refuse it.")
 ]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Prompts in the log.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        is_eager=True, callback=take,
+        help="A YAML or TOML file of these options and upstream's; what is given here goes before.",
+    ),
+]  # fmt: skip
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        from enginepool.cli.server_args import upstream_help
+
+        print(context.get_help())
+        print(upstream_help({option.name for option in context.command.params if option.name}))
+        raise typer.Exit()
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all", is_eager=True, callback=_show_all, help="Upstream's options as well."
+    ),
+]
 
 
 def serve(
@@ -97,14 +122,18 @@ def serve(
     restart: Restart = PoolConfig.restart,
     max_restarts: MaxRestarts = PoolConfig.max_restarts,
     step_timeout: StepTimeout = PoolConfig.step_timeout,
+    max_decode_steps: MaxDecodeSteps = PoolConfig.max_decode_steps,
     clamp_max_new_tokens: ClampMaxNewTokens = False,
     log_prompts: LogPrompts = False,
+    config: Config = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve [MODEL] over HTTP: OpenAI's endpoints and sglang's. Left out, the toy.
 
     Every option of upstream's ServerArgs is taken under its own flag, as in --dtype bfloat16
-    --context-length 8192. Name the model first, or with --model-path.
+    --context-length 8192 (--help-all shows them). Name the model first, or with --model-path.
     """
+    del config, help_all  # they have done their part
     with clear_errors():
         options = ServeOptions(
             host=host, port=port, engine_ports=parse_ports(ports), api_key=api_key,
@@ -120,44 +149,29 @@ def serve(
         from enginepool.cli.server_args import parse_upstream_flags
         from enginepool.pool.pool import EnginePool
 
-        model, server_args = parse_upstream_flags(context.args)
+        model, server_args = parse_upstream_flags(context.args, left_to_upstream(context))
         pool = EnginePool(
             model, devices=parse_devices(devices), warmup=warmup, restart=restart,
-            max_restarts=max_restarts, step_timeout=step_timeout, max_queued=max_queued_requests,
+            max_restarts=max_restarts, step_timeout=step_timeout,
+            max_decode_steps=max_decode_steps, max_queued=max_queued_requests,
             when_full="raise", **server_args,
         )  # fmt: skip
-        _serve(pool, options)
+        _serve(pool, options, server_args.get("log_level"))
 
 
-def _serve(pool: EnginePool, options: ServeOptions) -> None:
+def _serve(pool: EnginePool, options: ServeOptions, upstream_level: str | None) -> None:
     """The ports are taken first: engines take minutes."""
     from enginepool.serve.log import LogLines
+    from enginepool.serve.log_format import log_to
     from enginepool.serve.server import Server
 
     server = Server(pool, options)
     lines = LogLines(None if sys.stderr is None else sys.stderr.fileno())
-    _log_to(lines)
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    log_to(lines, terminal=terminal, upstream_level=upstream_level)
     try:
         with pool:
             server.run()
     finally:
         server.close()
         lines.close()
-
-
-def _log_to(lines: LogLines) -> None:
-    """One line an event: for people on a terminal, else JSON. Upstream logs errors only."""
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if terminal else [structlog.processors.format_exc_info]),
-            structlog.dev.ConsoleRenderer()
-            if terminal
-            else structlog.processors.JSONRenderer(default=str),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, lines)),
-    )

@@ -4,31 +4,114 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import inspect
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from enginepool.errors import InvalidConfig
-from enginepool.values import did_you_mean
+from enginepool.values import did_you_mean, shown
 
 # Where upstream's flag and field have different names.
 _FIELDS = {"tensor_parallel_size": "tp_size", "data_parallel_size": "dp_size"}
+_OTHERS = "Other options"
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """What a file says that the command itself has no option for.
+
+    Attributes:
+        own: The options that it has.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    own: Collection[str]
 
 
 class _Parser(argparse.ArgumentParser):
+    """Knows its options by name, and shows each under its heading.
+
+    Args:
+        headings: Of flags; none where they are not to be shown.
+        hidden: Names that are not.
+    """
+
+    def __init__(
+        self, headings: Mapping[str, str] | None = None, hidden: Collection[str] = ()
+    ) -> None:
+        super().__init__(allow_abbrev=False, add_help=False, usage=argparse.SUPPRESS)
+        self._headings, self._hidden = headings, hidden
+        self._sections: dict[str, Any] = {}
+        self.options: dict[str, argparse.Action] = {}
+
+    def add_argument(self, *flags: Any, **options: Any) -> argparse.Action:
+        add = super().add_argument
+        if self._headings is not None:
+            heading = next((self._headings[f] for f in flags if f in self._headings), _OTHERS)
+            if heading not in self._sections:
+                self._sections[heading] = self.add_argument_group(heading)
+            add = self._sections[heading].add_argument
+        if any(_name(flag) in self._hidden for flag in flags):
+            options["help"] = argparse.SUPPRESS
+        action = add(*flags, **options)
+        self.options |= {_name(flag): action for flag in action.option_strings}
+        return action
+
     def error(self, message: str) -> NoReturn:
         raise InvalidConfig(message)
 
 
-def parse_upstream_flags(args: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+def parse_upstream_flags(
+    args: Sequence[str], from_file: FromFile | None = None
+) -> tuple[str | None, dict[str, Any]]:
     """The model, and the fields of `ServerArgs` that were given; imports sgl_jax.
+
+    Args:
+        from_file: The arguments go before.
 
     Raises:
         InvalidConfig: An unknown flag, with the nearest, or a value that it does not take.
     """
+    model, given = _parse(args)
+    if from_file is not None:
+        try:
+            default, defaults = _parse(_as_flags(from_file))
+        except InvalidConfig as error:
+            raise InvalidConfig(f"--config {from_file.path}: {error}") from None
+        model, given = model or default, defaults | given
+    return model, given
+
+
+def upstream_help(hidden: Collection[str]) -> str:
+    """What `ServerArgs` says of its flags, under its own headings.
+
+    Args:
+        hidden: Options that are the command's own.
+    """
+    from enginepool.config import REFUSED, REFUSED_PREFIXES, server_args_class
+
+    upstream = server_args_class()
+    fields = {field.name for field in dataclasses.fields(upstream)}
+    parser = _Parser(_headings(upstream.add_cli_args), hidden)
+    upstream.add_cli_args(parser)
+    for name, action in parser.options.items():
+        field = _FIELDS.get(name, name)
+        refused = field in REFUSED or field.startswith(tuple(REFUSED_PREFIXES))
+        if refused or _FIELDS.get(action.dest, action.dest) not in fields:
+            action.help = argparse.SUPPRESS
+    return parser.format_help()
+
+
+def _parse(args: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
     from enginepool.config import server_args_class
 
     upstream = server_args_class()
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser = _Parser()
     parser.add_argument("model", nargs="?")
     upstream.add_cli_args(parser)
     # Upstream requires a model; here the toy stands in.
@@ -52,7 +135,61 @@ def parse_upstream_flags(args: Sequence[str]) -> tuple[str | None, dict[str, Any
     return model or by_flag, given
 
 
-def _unknown(argument: str, known: dict[str, Any]) -> str:
+def _as_flags(file: FromFile) -> list[str]:
+    """What a command line with these values would be, so that they are checked like one."""
+    from enginepool.config import server_args_class
+
+    parser = _Parser()
+    server_args_class().add_cli_args(parser)
+    flags: list[str] = []
+    for name, value in file.values.items():
+        name = "model_path" if name == "model" else name
+        action = parser.options.get(name)
+        if action is None:
+            hint = did_you_mean(name, [*file.own, *parser.options])
+            raise InvalidConfig(f"unknown option {name}={shown(value)}{hint}")
+        if value is not None:
+            flags += _as_flag(name, action, value)
+    return flags
+
+
+def _as_flag(name: str, action: argparse.Action, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise InvalidConfig(f"{name}={shown(value)}: expected true or false")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return [flag if value else f"--no-{flag[2:]}"]
+        return [flag] if value is action.const else []
+    if isinstance(value, list) and action.nargs is not None:
+        return [flag, *map(str, value)]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return [f"{flag}={text}"]
+
+
+def _headings(add_cli_args: Any) -> dict[str, str]:
+    """Upstream writes them into its source as comments between the options, and nowhere else.
+    Where they are not found, there is one for all."""
+    try:
+        source = inspect.getsource(add_cli_args)
+    except OSError:
+        return {}
+    found, heading = {}, _OTHERS
+    for line in source.splitlines():
+        if comment := re.fullmatch(r" {8}# (\w.*)", line):
+            heading = comment[1]
+        elif flag := re.search(r'^\s*"(--[\w-]+)",', line) or re.search(
+            r'add_argument\(\s*"(--[\w-]+)"', line
+        ):
+            found[flag[1]] = heading
+    return found
+
+
+def _name(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _unknown(argument: str, known: Mapping[str, Any]) -> str:
     flag = argument.partition("=")[0]
     flags = [f"--{name.replace('_', '-')}" for name in known]
     hint = did_you_mean(flag, flags) if len(flag.strip("-")) > 1 else ""  # many have that letter

@@ -17,6 +17,8 @@ from enginepool.serve import (
     lifecycle_api,
     native_api,
     openai_api,
+    pages,
+    responses_api,
     token_api,
 )
 from enginepool.serve.auth import Guard
@@ -29,7 +31,7 @@ from enginepool.serve.service import Service
 
 def make_app(service: Service) -> FastAPI:
     """All routes under one guard; the administrators' only if they were asked for."""
-    # Its documentation pages would load scripts from elsewhere.
+    # Its own documentation pages would load scripts from elsewhere.
     app = FastAPI(
         title="enginepool",
         docs_url=None,
@@ -39,9 +41,12 @@ def make_app(service: Service) -> FastAPI:
     )
     app.state.prompt_limits, app.state.readers = service.prompt_limits, readers()  # CheckedRoute's
     app.include_router(openai_api.router(service))
+    app.include_router(responses_api.router(service))
+    app.include_router(responses_api.refusals())
     app.include_router(native_api.router(service))
     app.include_router(token_api.router(service))
     app.include_router(info_api.router(service))
+    app.include_router(pages.router())
     admin_paths: set[str] = set()
     if service.options.enable_admin:
         for api in (admin_api.router, admin_api.sglang_router, lifecycle_api.router):

@@ -10,9 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from enginepool.serve.error_replies import Refused, error_reply
 from enginepool.serve.options import ServeOptions, is_loopback
+from enginepool.serve.pages import PAGES
 
-# Probes, the scraper, and the page (which holds no data) come without a key, as upstream's do.
-OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
+# Probes, the scraper, and the pages (which hold no data) come without a key, as upstream's do.
+OPEN = frozenset({*PAGES, "/health", "/ready", "/metrics"})
 
 # What a browser sends along for another site's page, and what a proxy adds.
 _FOREIGN = (

@@ -29,6 +29,7 @@ _READ_AT_ONCE = 2
 # and names for a client's own books.
 _UNASKED: Mapping[str, Collection[Any]] = {
     "store": (False,),
+    **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), (False,)),
     "parallel_tool_calls": (True,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from enginepool.logs import logger
+from enginepool.serve import request_id
 from enginepool.serve.record import ExchangeRecord
 
 KEPT = 10_000  # lines that wait to be written; further ones are lost, and counted
@@ -31,6 +32,8 @@ def log_exchange(record: ExchangeRecord, *, prompts: bool) -> None:
         "status": record.status,
         "outcome": record.outcome,
     }
+    if (one := request_id.current()) is not None:
+        about["request_id"] = one
     if record.seconds is not None:
         about["seconds"] = round(record.seconds, 4)
     if outputs := record.outputs:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -22,12 +23,14 @@ from enginepool.swap.report import SwapReport
 if TYPE_CHECKING:
     from enginepool.runtime.runtime import Runtime
 
-_GENERATING = (
-    *("/generate", "/v1/completions", "/v1/chat/completions"),
+GENERATING = (
+    *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"),
     *("/v1/score", "/inference/v1/generate"),
 )
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_WAITS = tuple(sorted({*_SHORT, *_LONG}))
 
 
 class Metrics:
@@ -55,6 +58,22 @@ class Metrics:
             "e2e_request_latency_seconds", "From submission to the end of an output", _LONG,
             by_engine,
         )  # fmt: skip
+        self._queued = self._histogram(
+            "request_queue_time_seconds",
+            "Until an engine took it",
+            _WAITS,
+            by_engine,
+        )
+        self._prompts = self._histogram(
+            "request_prompt_tokens", "Tokens of the prompt of an output", _LENGTHS, by_engine
+        )
+        self._lengths = self._histogram(
+            "request_generation_tokens", "Tokens of an output", _LENGTHS, by_engine
+        )
+        Info("enginepool:build", "What serves", registry=self._registry).info(
+            {"version": version("enginepool"), "sglang_jax": version("sglang-jax"),
+             "jax": version("jax")}
+        )  # fmt: skip
         self._swap = self._histogram(
             "weight_update_seconds", "Updates of weights by phase", _LONG, ("phase",)
         )
@@ -64,7 +83,7 @@ class Metrics:
 
     def ended(self, record: ExchangeRecord) -> None:
         """Count a reply, if it was to generate, and its outputs."""
-        if record.path in _GENERATING:
+        if record.path in GENERATING:
             self._replies.labels(record.path, record.outcome).inc()
         for output in record.outputs:
             self._count(output)
@@ -78,6 +97,11 @@ class Metrics:
             self._queries.labels(engine).inc(output.prompt_tokens)
             self._hits.labels(engine).inc(output.cached_tokens)
         self._whole.labels(engine).observe(output.seconds)
+        self._lengths.labels(engine).observe(output.completion_tokens)
+        if output.prompt_tokens:
+            self._prompts.labels(engine).observe(output.prompt_tokens)
+        if output.queue_seconds is not None:
+            self._queued.labels(engine).observe(output.queue_seconds)
         first, count = output.first_token_seconds, output.completion_tokens
         if first is not None:
             self._first.labels(engine).observe(first)

@@ -1,15 +1,13 @@
-"""sglang's own routes for requests and load, the probes, and the page at `/`."""
+"""sglang's own routes for requests and load, and the probes."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
 from enginepool.serve.bodies import CheckedRoute, with_ids
@@ -58,10 +56,6 @@ def router(service: Service) -> APIRouter:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
-    @routes.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse(_read_page())
-
     return routes
 
 
@@ -81,12 +75,6 @@ async def _events(outputs: AsyncIterator[Any]) -> AsyncIterator[bytes]:
     except ValueError:
         yield b""  # the exchange knows why, and tells
     yield b"data: [DONE]\n\n"
-
-
-@cache
-def _read_page() -> str:
-    """One file; nothing of it is loaded from elsewhere."""
-    return resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
 
 def _json(value: Any) -> bytes:

@@ -29,6 +29,8 @@ from sgl_jax.srt.entrypoints.openai.serving_score import OpenAIServingScore
 
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.process.upstream import expect
+from enginepool.requests.grammar import KINDS
+from enginepool.serve.answer_form import form_of
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
@@ -102,6 +104,13 @@ class _Serving:
             adapted.extra_key = body.cache_salt
         return adapted
 
+    def _build_sampling_params(self: Any, request: Any, *args: Any, **more: Any) -> dict[str, Any]:
+        exchange: Exchange = self.tokenizer_manager
+        special = getattr(exchange.tokenizer, "all_special_tokens", ())
+        form = form_of(request, exchange.server_args, special)
+        params = super()._build_sampling_params(request, *args, **more)  # pyright: ignore
+        return {name: value for name, value in params.items() if name not in KINDS} | form
+
 
 class Completion(_Serving, OpenAIServingCompletion):
     def echo_text(self, body: CompletionBody, index: int) -> str:
@@ -135,7 +144,7 @@ def token_name(token: int) -> str:
 
 _USED = (
     *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
-    *("_handle_streaming_request", "_handle_non_streaming_request"),
+    *("_handle_streaming_request", "_handle_non_streaming_request", "_build_sampling_params"),
 )
 
 

@@ -70,6 +70,10 @@ def _check_chat(body: Any, server_args: Any) -> None:
     if not body.tools:
         if body.tool_choice not in ("none", "auto"):
             raise Refused(400, "tool_choice without tools", param="tool_choice")
+        if not body.parallel_tool_calls:
+            raise Refused(
+                400, "parallel_tool_calls=false without tools", param="parallel_tool_calls"
+            )
     elif body.tool_choice != "none" and server_args.tool_call_parser is None:
         raise Refused(
             400,

@@ -15,6 +15,7 @@ from sgl_jax.srt.entrypoints.openai.protocol import (
 )
 
 from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.serve.answer_form import StructuredOutputs
 
 
 class WireFields(BaseModel):
@@ -26,6 +27,7 @@ class WireFields(BaseModel):
         prompt_logprobs: Log-probabilities of the prompt, with so many of the most probable tokens.
         cache_salt: Prompts of another salt share no prefix cache with this.
         priority: There is no other.
+        structured_outputs: What the answer must be.
     """
 
     return_token_ids: bool = False
@@ -33,6 +35,7 @@ class WireFields(BaseModel):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     priority: Literal[0] = 0
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionBody(WireFields, CompletionRequest):
@@ -47,7 +50,7 @@ class CompletionBody(WireFields, CompletionRequest):
 
 
 class ChatBody(WireFields, ChatCompletionRequest):
-    pass
+    parallel_tool_calls: bool = True
 
 
 class PromptLogprob(BaseModel):

@@ -16,7 +16,7 @@ from enginepool.requests.tokenizer import Tokenizer
 
 # Fields whose lists of token ids are as long as prompts are.
 _IDS = ("prompt", "input_ids", "token_ids", "tokens")
-_CONVERSATION = ("messages", "tools", "chat_template_kwargs")
+_CONVERSATION = ("messages", "tools", "chat_template_kwargs", "input", "instructions")
 # A message, a tool or a text part is a few JSON values, and a token or more.
 _VALUES_A_TOKEN = 4
 # Of everything else: options, many prompts with parameters of their own.
@@ -53,9 +53,10 @@ class PromptLimits:
                 f"the body has more than {at_most} JSON values: more than a prompt of "
                 f"{self._tokens} tokens ({self._origin}) and its options can need"
             )
-        if isinstance(body.get("messages"), list):
+        if "input" in body or isinstance(body.get("messages"), list):
             conversation = [body[name] for name in _CONVERSATION if name in body]
             self._check_characters(_count(conversation, at_most)[1])
+        if isinstance(body.get("messages"), list):
             check_messages(body["messages"])
         return ids
 

@@ -22,6 +22,7 @@ class OutputRecord:
         prompt_tokens: 0 if no engine has computed any of it.
         finish_reason: Its `type`.
         seconds: From submission on, as those to the first token.
+        queue_seconds: Until an engine took it, if one did.
     """
 
     rid: str
@@ -34,6 +35,7 @@ class OutputRecord:
     finish_reason: str
     seconds: float
     first_token_seconds: float | None
+    queue_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def outputs_of(call: Call) -> tuple[OutputRecord, ...]:
 
 
 def _output(request: Request, now: float) -> OutputRecord:
-    first = request.first_token_at
+    first, taken = request.first_token_at, request.taken_at
     return OutputRecord(
         rid=request.shown_rid,
         engine_index=request.engine_index,
@@ -74,13 +76,14 @@ def _output(request: Request, now: float) -> OutputRecord:
         finish_reason=(request.finish_reason or {"type": "abort"})["type"],
         seconds=(request.finished_at or now) - request.created,
         first_token_seconds=first - request.created if first else None,
+        queue_seconds=taken - request.created if taken else None,
     )
 
 
 def ended_early(reason: Mapping[str, Any]) -> Refused:
     """What a finish reason of upstream's type "abort" is to a client that expects an answer."""
     kind = reason["err_type"]
-    status = {"timeout": 504, "draining": 503}.get(kind, 500)
+    status = {"timeout": 504, "draining": 503, "grammar": 400}.get(kind, 500)
     code = "aborted" if kind == "cancelled" else kind
     retry_after = 10 if kind == "draining" else None
     return Refused(status, reason["message"], code=code, retry_after=retry_after)

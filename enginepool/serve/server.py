@@ -19,6 +19,7 @@ from enginepool.logs import logger
 from enginepool.serve.connections import patient_for
 from enginepool.serve.history import History
 from enginepool.serve.options import ServeOptions
+from enginepool.serve.request_id import RequestId
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 # How long what was ended by the drain may take to hand over what it has.
 _GRACE_SECONDS = 10.0
+# And how long clients that read slowly, or whose request has not come, may hold up the end of a
+# server on which nothing is generated any more.
+_CLOSE_SECONDS = 1
 
 
 class Server:
@@ -97,7 +101,7 @@ class Server:
         service = Service(self._pool, self._options, ports)
         listener = _Uvicorn(
             uvicorn.Config(
-                make_app(service),
+                RequestId(make_app(service)),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -105,7 +109,7 @@ class Server:
                 server_header=False,
                 http=patient_for(self._options.header_timeout),
                 timeout_keep_alive=self._options.keep_alive_timeout,
-                timeout_graceful_shutdown=int(_GRACE_SECONDS),
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )
         with self._signals(), _in_background(service.history):
@@ -137,6 +141,7 @@ class Server:
             service.cut()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(idle, _GRACE_SECONDS)
+        logger().info("enginepool.drained", requests=len(service.exchanges))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

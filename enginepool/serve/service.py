@@ -16,7 +16,7 @@ from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
 from enginepool.serve.history import History
 from enginepool.serve.log import log_exchange
-from enginepool.serve.metrics import Metrics
+from enginepool.serve.metrics import GENERATING, Metrics
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.prompt_limits import PromptLimits
 from enginepool.serve.record import ExchangeRecord
@@ -27,6 +27,9 @@ from enginepool.values import shown
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
     from enginepool.pool.tokenizer_manager import FrontEnd
+    from enginepool.swap.report import SwapReport
+
+_SHOWN_RECOVERIES = 5
 
 
 class Service:
@@ -61,7 +64,7 @@ class Service:
         self.admin = AdminOperations(
             pool,
             options.model_root,
-            self.metrics.updated,
+            self._updated,
             self.front.server_args,
             self.runtime.desired,
         )
@@ -69,6 +72,7 @@ class Service:
         self.max_queued = pool.config.max_queued
         self.exchanges: set[Exchange] = set()
         self.draining = False
+        self._last_update: dict[str, Any] | None = None
         self.started = time.time()
 
     def engine_of(self, raw: Request) -> int | None:
@@ -127,7 +131,17 @@ class Service:
 
     def _note(self, record: ExchangeRecord) -> None:
         self.metrics.ended(record)
+        if record.path in GENERATING:
+            self.history.ended(record)
         log_exchange(record, prompts=self.options.log_prompts)
+
+    def _updated(self, report: SwapReport) -> None:
+        self.metrics.updated(report)
+        self._last_update = {
+            "time": time.time(),
+            "weight_version": report.weight_version,
+            "seconds": report.seconds["total"],
+        }
 
     def cut(self) -> None:
         """End what has not ended when the server must."""
@@ -141,6 +155,7 @@ class Service:
         return {
             "model": self.front.served_model_name,
             "model_path": self.admin.model_path,
+            "time": time.time(),
             "uptime": time.time() - self.started,
             "draining": self.draining,
             "reloading": self.admin.reloading,
@@ -151,8 +166,19 @@ class Service:
             "prompt_tokens": counts.prompt_tokens,
             "completion_tokens": counts.completion_tokens,
             "engines": [statistics.engine(worker) for worker in self.runtime.workers],
+            "last_update": self._last_update,
+            "last_reload_error": self.admin.last_error,
+            "recoveries": self._recoveries(),
             "history": self.history.samples(),
         }
+
+    def _recoveries(self) -> list[dict[str, Any]]:
+        """The latest, newest first."""
+        return [
+            {name: event[name] for name in ("time", "engine", "by")}
+            for event in reversed(self.runtime.events.latest())
+            if event["event"] == "engine_recovered"
+        ][:_SHOWN_RECOVERIES]
 
 
 def _port(raw: Request) -> int:

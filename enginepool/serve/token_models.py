@@ -8,11 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sgl_jax.srt.entrypoints.openai.protocol import ChatCompletionMessageParam, Tool
 
 from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.serve.answer_form import StructuredOutputs
 from enginepool.serve.openai_models import PromptLogprobs
 
 
 class TokenSampling(BaseModel):
-    """vLLM's SamplingParams, as far as a pool has them. The last four say what is so anyway."""
+    """vLLM's SamplingParams, as far as a pool has them. Those from `detokenize` to `output_kind`
+    say what is so anyway, and `routed_experts_prompt_start`, which `verifiers` sends with every
+    turn but the first, from where experts would be told if any were."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,6 +41,8 @@ class TokenSampling(BaseModel):
     detokenize: bool = True
     return_token_ids: Literal[True] = True
     output_kind: Literal[0, 1, 2] = 0
+    routed_experts_prompt_start: int = Field(default=0, ge=0)
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -55,7 +60,9 @@ class TokenSampling(BaseModel):
         }
         left = {"max_tokens", "min_tokens", "seed", "include_stop_str_in_output", "logprobs"}
         left |= {"prompt_logprobs", "detokenize", "return_token_ids", "output_kind"}
-        return self.model_dump(exclude=left) | renamed
+        left.add("routed_experts_prompt_start")
+        form = self.structured_outputs.as_pools() if self.structured_outputs else {}
+        return self.model_dump(exclude={*left, "structured_outputs"}) | renamed | form
 
 
 class TokensIn(BaseModel):

@@ -286,6 +286,7 @@ def test_prompt_that_fails_keeps_its_place_and_fails_the_command():
     assert "enginepool: prompt 0: " in result.stderr
 
 
+@pytest.mark.slow
 def test_generate_answers_every_kind_of_line(tmp_path):
     """Two engines, in a process of their own: JSON alone on standard output."""
     from enginepool import toy

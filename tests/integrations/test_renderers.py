@@ -45,20 +45,23 @@ def test_turns(running: Running) -> None:
 
         async with openai.AsyncOpenAI(base_url=f"{running.url()}/v1", api_key="none") as client:
 
-            async def turn(prompt_ids: list[int] | None) -> dict[str, Any]:
+            async def turn(prompt_ids: list[int] | None, **more: Any) -> dict[str, Any]:
                 return await generate(
                     client=client,
                     renderer=renderer,
                     messages=[{"role": "user", "content": "12+7="}],
                     model=card["id"],
                     prompt_ids=prompt_ids,
-                    sampling_params={"temperature": 1.0, "max_tokens": 8, "seed": 1},
+                    sampling_params={"temperature": 1.0, "max_tokens": 8, "seed": 1, **more},
                     cache_salt="step-1",
                     priority=0,
                 )
 
             first = await turn(None)
-            return [first, await turn([*first["prompt_ids"], *first["completion_ids"], 10])]
+            # What verifiers adds to a turn that goes on with the ids of the one before.
+            added = {"routed_experts_prompt_start": 1}
+            ids = [*first["prompt_ids"], *first["completion_ids"], 10]
+            return [first, await turn(ids, **added)]
 
     made = asyncio.run(turns())
     assert made[0]["prompt_ids"] == said["tokens"]

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from itertools import chain
 from typing import Any
 
@@ -96,11 +98,29 @@ def process(*flags: str, **options: str) -> Iterator[Process]:
         one.end()
 
 
+@contextmanager
+def half_a_request(port: int | None) -> Iterator[None]:
+    with socket.create_connection(("127.0.0.1", port)) as one:
+        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        one.sendall(head + b"Content-Length: 100\r\n\r\n{")
+        yield
+
+
 def test_sigterm() -> None:
-    """New requests get 503, those that run are answered in full, and the process exits with 0."""
-    with process("--enable-admin", **FEW_PROGRAMS) as server, callers() as threads:
+    """New requests get 503, those that run are answered in full, and the process exits with 0; a
+    client whose body does not come holds nothing up. All that was logged is JSON."""
+    with (
+        process("--enable-admin", **FEW_PROGRAMS) as server,
+        callers() as threads,
+        ExitStack() as until_the_end,
+    ):
         url = f"http://127.0.0.1:{server.wait_for('serving')['port']}"
+        port = httpx.URL(url).port
+        until_the_end.enter_context(half_a_request(port))
         with httpx.Client(base_url=url, timeout=60) as http:
+            with socket.create_connection(("127.0.0.1", port)) as garbage:
+                garbage.sendall(b"no HTTP\r\n\r\n")
+                assert garbage.recv(100).startswith(b"HTTP/1.1 400")
             body = {
                 "model": "toy",
                 "prompt": "12+7=",
@@ -133,7 +153,16 @@ def test_sigterm() -> None:
         assert request["engines"] == [0]
         assert request["completion_tokens"] == 40
         assert "12+7" not in json.dumps(server.events)
-        assert not any("Traceback" in line for line in server.other)
+        assert server.other == []
+        invalid = "Invalid HTTP request received."
+        assert {e["logger"] for e in server.events if e["event"] == invalid} == {"uvicorn.error"}
+        drained, closed = server.event("drained"), server.event("closed")
+        assert drained is not None
+        assert closed is not None
+        waited = datetime.fromisoformat(closed["timestamp"]) - datetime.fromisoformat(
+            drained["timestamp"]
+        )
+        assert waited.total_seconds() < 8  # of the 60 that a body has
 
 
 @pytest.mark.parametrize(

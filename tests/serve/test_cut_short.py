@@ -135,6 +135,7 @@ def test_what_never_ran_has_no_tokens(
     assert figures == [0, 5]
 
 
+@pytest.mark.slow
 def test_sighup_drains() -> None:
     """As SIGTERM does: what runs is answered, and the process exits with 0."""
     with process(**FEW_PROGRAMS) as one, callers() as threads:

@@ -82,6 +82,11 @@ def test_what_would_be_ignored(plain: Running, path: str, field: dict[str, Any],
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 3, "tool_choice": "auto"}),
         (COMPLETIONS, {"user": "me", "best_of": 1, "suffix": None, "stream_options": None}),
         (GENERATE, {"return_hidden_states": False, "log_metrics": True, "session_params": None}),
+        # sglang's router sends all of them with every request.
+        (
+            GENERATE,
+            dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), False),
+        ),
         (GENERATE, {"lora_path": None, "return_routed_experts": False, "logprob_start_len": -1}),
     ],
 )

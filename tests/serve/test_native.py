@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -132,10 +133,21 @@ def test_metrics(one_sum: EnginePool) -> None:
         assert seen["time_to_first_token_seconds_count", "0"] == 3
         assert seen["time_per_output_token_seconds_count", "0"] == 3
         assert seen["e2e_request_latency_seconds_count", "0"] == 3
-        first, each, whole = (
+        first, each, whole, queue = (
             seen[f"{name}_seconds_sum", "0"]
-            for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency")
+            for name in (
+                *("time_to_first_token", "time_per_output_token", "e2e_request_latency"),
+                "request_queue_time",
+            )
         )
+        assert 0 < queue < first
+        assert seen["request_queue_time_seconds_count", "0"] == 3
+        for name, tokens in (("prompt", 5), ("generation", 3)):
+            assert seen[f"request_{name}_tokens_count", "0"] == 3
+            assert seen[f"request_{name}_tokens_sum", "0"] == 3 * tokens
+            assert seen[f"request_{name}_tokens_bucket", "0", "5.0"] == 3
+        built = {name: version(name) for name in ("jax", "sglang-jax", "enginepool")}
+        assert seen["build_info", *built.values()] == 1
         # Three outputs of three tokens.
         assert 0 < first < whole
         assert first + 2 * each == pytest.approx(whole)
@@ -150,6 +162,8 @@ def test_metrics(one_sum: EnginePool) -> None:
             assert samples(client)["engine_state", "0", "paused"] == 1
             one_sum.continue_generation()
             late.result()
+            # It waited, and the figures say for how long.
+            assert samples(client)["request_queue_time_seconds_count", "0"] == 4
         client.post("/admin/reload_weights", json={"model_path": one_sum.config.model})
         seen = samples(client)
         assert seen["weight_version", "1"] == 1
@@ -185,15 +199,58 @@ def test_engines_ports(sums: EnginePool) -> None:
             assert len(client.get("/get_load").json()) == 4
 
 
-def test_page(plain: Running) -> None:
-    """One file that loads nothing from elsewhere, and what it shows."""
-    with plain.http() as client:
-        page = client.get("/")
-        assert page.headers["content-type"].startswith("text/html")
-        assert "://" not in page.text.replace("http://www.w3.org/2000/svg", "")
+def test_pages(sums: EnginePool) -> None:
+    """Files that load nothing from elsewhere and come without a key, and what the first shows."""
+    with serving(sums, api_key="k") as running, running.http() as client:
+        for path in ("/", "/docs"):
+            page = client.get(path)
+            assert page.headers["content-type"].startswith("text/html")
+            assert "://" not in page.text.replace("http://www.w3.org/2000/svg", "")
+        assert client.get("/openapi.json").status_code == 401
+        client.headers["Authorization"] = "Bearer k"
+        assert "/generate" in client.get("/openapi.json").json()["paths"]
         status = client.get("/status").json()
     assert [engine["state"] for engine in status["engines"]] == ["serving"] * 4
     assert status["weight_version"] == 0
+    assert status["last_update"] is None
+
+
+def test_last_minutes(administered: Running, sums: EnginePool) -> None:
+    """Latencies, errors and prefix hits of what ended between two samples; the last update."""
+    with administered.http() as client:
+        until(lambda: client.get("/status").json()["history"])
+        sums.flush_cache()
+        for _ in range(2):
+            generate(client, SUM)
+        client.post("/generate", json={"text": ""})
+        client.get("/nowhere")  # nobody asked for tokens
+        reloaded = client.post("/admin/reload_weights", json={"model_path": sums.config.model})
+        failed = client.post("/admin/reload_weights", json={"model_path": "/nowhere"})
+
+        def told() -> list[Any]:
+            history = client.get("/status").json()["history"]
+            return [sample for sample in history if sample["failed_share"]]
+
+        until(told)
+        status = client.get("/status").json()
+    assert failed.status_code == 403
+    assert status["last_update"]["weight_version"] == reloaded.json()["report"]["weight_version"]
+    assert 0 < status["last_update"]["seconds"] < status["uptime"]
+    assert "/nowhere" in status["last_reload_error"]
+    assert isinstance(status["recoveries"], list)
+    idle = status["history"][0]
+    assert [idle[f"{name}_p95"] for name in ("first_token", "latency")] == [None, None]
+    assert [idle[f"{name}_share"] for name in ("failed", "prefix_hit")] == [None, None]
+    assert [s["failed_share"] for s in status["history"] if s["failed_share"]] in (
+        [1 / 3],
+        [0.5],
+        [1],
+    )
+    timed = [sample for sample in status["history"] if sample["latency_p95"] is not None]
+    assert timed
+    for sample in timed:
+        assert 0 < sample["first_token_p95"] <= sample["latency_p95"]
+        assert 0 <= sample["prefix_hit_share"] < 1
 
 
 def test_failure_in_a_stream() -> None:

@@ -1,18 +1,19 @@
 """One client cannot hold up the others: templates of its own, and bodies that fit no prompt."""
 
-import json
+import subprocess
+import sys
 import time
 from concurrent.futures import Future
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.support.liveness import callers
+from benchmarks.hostile_client import CHAT, CONNECTIONS, GENERATE, SUM, bodies
+from tests.support.liveness import callers, until
 from tests.support.servers import Running
 
-SUM = [{"role": "user", "content": "12+7="}]
 PROMPT_TOKENS = 505  # of the test pools
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 # Liveness, not speed: without the limits each of these holds the others up for longer than this
 # on a fast machine, and within them for no time that a client would notice.
 PATIENCE = 8.0
@@ -45,36 +46,10 @@ def test_a_template_beside_the_messages(plain: Running) -> None:
     assert reply.json()["error"]["param"] == "chat_template"
 
 
-def attacks() -> dict[str, tuple[str, str]]:
-    """A path and a body below the limit of 16 MiB."""
-    spin = "{% for i in range(99999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
-    turn = {"role": "user", "content": ""}
-    bodies: dict[str, tuple[str, Any]] = {
-        "template": (CHAT, {"messages": SUM, "chat_template_kwargs": {"chat_template": spin}}),
-        "messages": (CHAT, {"messages": [turn] * 450_000}),
-        "not messages": (CHAT, {"messages": [1] * 1_000_000}),
-        "parts": (CHAT, {"messages": [{**turn, "content": [1] * 1_000_000}]}),
-        "characters": (CHAT, {"messages": [{**turn, "content": "1" * (15 << 20)}]}),
-        "prompt": (COMPLETIONS, {"prompt": "1" * (15 << 20)}),
-        "not prompts": (COMPLETIONS, {"prompt": ["a", 1] * 500_000}),
-        "text": (GENERATE, {"text": "1" * (15 << 20)}),
-        "ids": (GENERATE, {"input_ids": [1] * 7_500_000}),
-        "ids as a prompt": (COMPLETIONS, {"prompt": [1] * 7_500_000}),
-        "many ids": (GENERATE, {"input_ids": [[1] * 8000] * 900}),
-        "deep": (GENERATE, {"text": "1", "sampling_params": json.loads("[" * 900 + "]" * 900)}),
-    }
-    return {name: (path, _compact(path, body)) for name, (path, body) in bodies.items()}
-
-
-def _compact(path: str, body: dict[str, Any]) -> str:
-    model = {} if path == GENERATE else {"model": "toy"}
-    return json.dumps({**model, **body}, separators=(",", ":"))
-
-
-@pytest.mark.parametrize("attack", attacks())
+@pytest.mark.parametrize("attack", bodies())
 def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
     """The attacker gets a 400; a chat beside it and the probe are answered."""
-    path, content = attacks()[attack]
+    path, content = bodies()[attack]
     longest = 0.0
     with callers(1) as threads, plain.http() as client, plain.http() as attacker:
         attacker.timeout = 300
@@ -91,6 +66,25 @@ def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
                 break
         assert sent.result().status_code == 400, sent.result().text[:300]
     assert longest < PATIENCE
+
+
+@pytest.mark.parametrize("attack", CONNECTIONS)
+def test_others_are_answered_beside_connections(plain: Running, attack: str) -> None:
+    """Two hundred that say nothing or say it slowly, and streams that nobody reads."""
+    url = plain.url()
+    command = [sys.executable, "-m", "benchmarks.hostile_client", url, attack]
+    with plain.http() as client, subprocess.Popen(command) as attacker:
+        try:
+            until(lambda: len(psutil.Process(attacker.pid).net_connections("tcp")) > 5)
+            for _ in range(5):
+                started = time.monotonic()
+                assert client.get("/health").status_code == 200
+                reply = client.post(CHAT, json={"model": "toy", "messages": SUM, "temperature": 0})
+                assert reply.json()["choices"][0]["message"]["content"] == "19"
+                assert time.monotonic() - started < PATIENCE
+            assert attacker.poll() is None
+        finally:
+            attacker.terminate()
 
 
 def test_what_fits_is_taken(plain: Running) -> None:

@@ -72,6 +72,7 @@ def check(running: Running, pool: EnginePool, cases: Any, seen: set[int]) -> Non
     conforms()
 
 
+@pytest.mark.slow
 def test_requests(short: EnginePool) -> None:
     """No 500, no status or form that is not documented, no hang, no dead engine."""
     with serving(short) as running:
@@ -91,6 +92,7 @@ MESSAGE = {"role": "user", "content": "1+1="}
         ("/generate", {"text": "1+1="}),
         ("/v1/completions", {"model": "toy", "prompt": "1+1="}),
         ("/v1/chat/completions", {"model": "toy", "messages": [MESSAGE]}),
+        ("/v1/responses", {"model": "toy", "input": "1+1="}),
     ],
 )
 def test_streams(short: EnginePool, path: str, body: dict[str, Any]) -> None:
@@ -104,6 +106,7 @@ def test_streams(short: EnginePool, path: str, body: dict[str, Any]) -> None:
         case.validate_response(reply, checks=CHECKS)
 
 
+@pytest.mark.slow
 def test_administration(short: EnginePool) -> None:
     """The same for administrators, the pool resumed after each."""
     with serving(short, enable_admin=True, model_root=toy.checkpoint().parent) as running:

@@ -32,6 +32,14 @@ def events(running: Running, path: str, body: dict[str, Any]) -> list[dict[str, 
     return [json.loads(line) for line in lines]
 
 
+def test_what_verifiers_adds(plain: Running) -> None:
+    """To a turn that goes on with the ids of the one before: from where it wants experts, if any
+    are told."""
+    params = {"temperature": 0, "max_tokens": 8, "routed_experts_prompt_start": 3}
+    made = post(plain, "/inference/v1/generate", {"token_ids": IDS, "sampling_params": params})
+    assert made["choices"][0]["token_ids"] == ANSWER
+
+
 def test_what_trl_sends(plain: Running) -> None:
     """Its body for completions; every place of its log-probabilities can be read by id."""
     body = {

@@ -1,0 +1,96 @@
+"""How long a chat takes while another client does its worst, beside how long it takes in peace.
+
+    python -m benchmarks.hostile --seconds 10
+
+A server of the toy, as a process of its own, and one client that sends one chat after the other.
+The attacker is a third process (`hostile_client.py`): two bodies at a time over and over, or
+connections held. All of them share this machine's cores: what the attacker computes (up to 16 MB
+are sent again and again) is no longer there for the server, whatever that does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from benchmarks.hostile_client import CHAT, CONNECTIONS, SUM, bodies
+from benchmarks.serving import flags, server
+from benchmarks.table import CORES, plain
+from enginepool import toy
+
+_BEGIN = 1.0  # seconds until an attack is under way
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
+    parser.add_argument("--attacks", nargs="+", default=[*bodies(), *CONNECTIONS])
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    options = parser.parse_args(argv)
+    command = [sys.executable, "-m", "enginepool.cli", "serve", str(toy.checkpoint())]
+    command += ["--devices", str(options.devices), *flags()]
+    rows: dict[str, list[float]] = {}
+    with server(command) as url, httpx.Client(base_url=url, timeout=600) as client:
+        _chats(client, 2.0)
+        rows["quiet"] = _chats(client, options.seconds)
+        for attack in options.attacks:
+            rows[attack] = _beside(url, attack, client, options.seconds)
+            _chats(client, 1.0)
+        rows["quiet again"] = _chats(client, options.seconds)
+    print(f"a chat of 3 tokens, ms, on {CORES} cores with the attacker beside it:")
+    quiet = statistics.median(rows["quiet"])
+    plain(
+        ("", "chats", "median", "longest", "median to quiet's"),
+        [
+            [name, len(times), *_ms(statistics.median(times), max(times)),
+             f"{statistics.median(times) / quiet:.1f}"]
+            for name, times in rows.items()
+        ],
+    )  # fmt: skip
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows), encoding="utf-8")
+    return 0
+
+
+def _beside(url: str, attack: str, client: httpx.Client, seconds: float) -> list[float]:
+    attacker = subprocess.Popen([sys.executable, "-m", "benchmarks.hostile_client", url, attack])
+    try:
+        _chats(client, _BEGIN)
+        times = _chats(client, seconds)
+        if attacker.poll() is not None:
+            raise RuntimeError(f"the attacker with {attack} ended by itself")
+        return times
+    finally:
+        attacker.terminate()
+        attacker.wait()
+
+
+def _chats(client: httpx.Client, seconds: float) -> list[float]:
+    """One after the other."""
+    times = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or not times:
+        began = time.perf_counter()
+        reply = client.post(CHAT, json={"model": "toy", "messages": SUM, "temperature": 0})
+        times.append(time.perf_counter() - began)
+        if reply.json()["choices"][0]["message"]["content"] != "19":
+            raise RuntimeError(f"the chat was not answered: {reply.text[:300]}")
+    return times
+
+
+def _ms(*seconds: float) -> list[str]:
+    return [f"{1000 * one:.0f}" for one in seconds]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,187 @@
+"""What `hostile` and the tests send while somebody else waits for an answer.
+
+    python -m benchmarks.hostile_client http://127.0.0.1:30000 "slow bodies"
+
+goes on until it is ended. Bodies are below the server's limit of 16 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+SUM = [{"role": "user", "content": "12+7="}]
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+_SENDERS = 2
+_CONNECTIONS = 200
+_STREAMS = 8  # fewer than run at a time: the others are to have a place
+
+
+def bodies() -> dict[str, tuple[str, str]]:
+    """A path and a body, each refused with 400."""
+    spin = "{% for i in range(99999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    turn = {"role": "user", "content": ""}
+    made: dict[str, tuple[str, Any]] = {
+        "template": (CHAT, {"messages": SUM, "chat_template_kwargs": {"chat_template": spin}}),
+        "messages": (CHAT, {"messages": [turn] * 450_000}),
+        "not messages": (CHAT, {"messages": [1] * 1_000_000}),
+        "parts": (CHAT, {"messages": [{**turn, "content": [1] * 1_000_000}]}),
+        "characters": (CHAT, {"messages": [{**turn, "content": "1" * (15 << 20)}]}),
+        "prompt": (COMPLETIONS, {"prompt": "1" * (15 << 20)}),
+        "not prompts": (COMPLETIONS, {"prompt": ["a", 1] * 500_000}),
+        "text": (GENERATE, {"text": "1" * (15 << 20)}),
+        "ids": (GENERATE, {"input_ids": [1] * 7_500_000}),
+        "ids as a prompt": (COMPLETIONS, {"prompt": [1] * 7_500_000}),
+        "many ids": (GENERATE, {"input_ids": [[1] * 8000] * 900}),
+        "deep": (GENERATE, {"text": "1", "sampling_params": json.loads("[" * 900 + "]" * 900)}),
+        "131,072 requests": (
+            GENERATE,
+            {"input_ids": [[1]] * 1024, "sampling_params": {"n": 128, "max_new_tokens": 1}},
+        ),
+        "131,072 prompts": (COMPLETIONS, {"prompt": ["1"] * 131_072, "max_tokens": 1}),
+        "rids": (GENERATE, {"text": ["1"] * 900, "rid": ["r" * 16_000] * 900}),
+        "schema": (CHAT, {"messages": SUM, "response_format": _format(_wide(2_000))}),
+        "deep schema": (CHAT, {"messages": SUM, "response_format": _format(_nested(60))}),
+    }
+    return {name: (path, _compact(path, body)) for name, (path, body) in made.items()}
+
+
+def _format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def _wide(count: int) -> dict[str, Any]:
+    """The last property does not compile, after all the others did."""
+    properties: dict[str, Any] = {f"p{i}": {"pattern": f"(a|b){{{i}}}c"} for i in range(count)}
+    return {"type": "object", "properties": {**properties, "last": {"pattern": "("}}}
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"not": {}}
+    for _ in range(depth):
+        schema = {"anyOf": [schema, {"type": "object", "properties": {"a": schema}}]}
+        if len(json.dumps(schema)) > 1 << 16:
+            break
+    return schema
+
+
+def _compact(path: str, body: dict[str, Any]) -> str:
+    model = {} if path == GENERATE else {"model": "toy"}
+    return json.dumps({**model, **body}, separators=(",", ":"))
+
+
+def slow_headers(url: str) -> None:
+    """Connections that say their headers a byte at a time."""
+    _trickle(url, lambda: b"", b"POST /generate HTTP/1.1\r\nHost: x\r\n" + b"X-A: b\r\n" * 9999)
+
+
+def slow_bodies(url: str) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    _trickle(url, lambda: head + b"Content-Length: 99999\r\n\r\n", b'{"text": "' + b"1" * 99_000)
+
+
+def silent(url: str) -> None:
+    """Connections that say nothing."""
+    _trickle(url, lambda: b"", b"")
+
+
+def unread_streams(url: str) -> None:
+    """Streams that nobody reads."""
+    body = {"model": "toy", "prompt": "12+7=", "stream": True, "max_tokens": 400}
+    content = json.dumps({**body, "ignore_eos": True, "logprobs": 20}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = head + b"Content-Length: %d\r\n\r\n" % len(content) + content
+    with contextlib.ExitStack() as stack:
+        for _ in range(_STREAMS):
+            one = stack.enter_context(_connected(url, receive=1024))
+            one.sendall(request)
+        threading.Event().wait()
+
+
+CONNECTIONS: dict[str, Callable[[str], None]] = {
+    "silent connections": silent,
+    "slow headers": slow_headers,
+    "slow bodies": slow_bodies,
+    "unread streams": unread_streams,
+}
+
+
+def _trickle(url: str, head: Callable[[], bytes], rest: bytes) -> None:
+    """A byte of each connection ten times a second; one that the server closes is opened anew."""
+    with contextlib.ExitStack() as stack:
+        sockets: list[tuple[socket.socket, int]] = []
+        while True:
+            while len(sockets) < _CONNECTIONS:
+                one = stack.enter_context(_connected(url))
+                one.sendall(head())
+                sockets.append((one, 0))
+            sockets = [(one, sent + 1) for one, sent in sockets if _send(one, rest, sent)]
+            time.sleep(0.1)
+
+
+def _send(one: socket.socket, rest: bytes, sent: int) -> bool:
+    """Whether the connection is open yet."""
+    try:
+        if rest:
+            one.sendall(rest[sent % len(rest) : sent % len(rest) + 1])
+        one.setblocking(False)
+        try:
+            return bool(one.recv(1))
+        except BlockingIOError:
+            return True
+        finally:
+            one.setblocking(True)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _connected(url: str, receive: int | None = None) -> Iterator[socket.socket]:
+    where = urlsplit(url)
+    with socket.socket() as one:
+        if receive is not None:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+        one.connect((where.hostname, where.port))
+        yield one
+
+
+def post(url: str, name: str) -> None:
+    """The same body over and over, two at a time."""
+    path, content = bodies()[name]
+
+    def send() -> None:
+        headers = {"Content-Type": "application/json"}
+        with httpx.Client(base_url=url, timeout=600, headers=headers) as client:
+            while True:
+                reply = client.post(path, content=content)
+                assert reply.status_code == 400, reply.text[:300]
+
+    threads = [threading.Thread(target=send) for _ in range(_SENDERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile_client")
+    parser.add_argument("url")
+    parser.add_argument("attack", choices=[*bodies(), *CONNECTIONS])
+    options = parser.parse_args()
+    if options.attack in CONNECTIONS:
+        CONNECTIONS[options.attack](options.url)
+    else:
+        post(options.url, options.attack)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`--config FILE`: the options of `serve` from a file. What the command line says goes before."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from enginepool.cli.server_args import FromFile
+from enginepool.errors import InvalidConfig
+from enginepool.values import shown
+
+_KINDS = {".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}
+_NOT_IN_A_FILE = {"config", "help_all"}
+_REST = "enginepool.config_file"
+
+
+def take(context: typer.Context, path: Path | None) -> Path | None:
+    """For an eager option: what the file says becomes the defaults of the command's own options;
+    the rest is `left_to_upstream`."""
+    if path is None:
+        return None
+    own: dict[str, Any] = {one.name: one for one in context.command.params if one.name}
+    defaults, rest = {}, {}
+    for key, value in _read(path).items():
+        name = str(key).replace("-", "_")
+        if name in own and name not in _NOT_IN_A_FILE:
+            if value is not None:
+                defaults[name] = _as_given(path, own[name], value)
+        else:
+            rest[name] = value
+    context.default_map = defaults
+    context.meta[_REST] = FromFile(path, rest, own.keys() - _NOT_IN_A_FILE)
+    return path
+
+
+def left_to_upstream(context: typer.Context) -> FromFile | None:
+    return context.meta.get(_REST)
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    kind = _KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise InvalidConfig(f"--config {path}: expected a name in {', '.join(_KINDS)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = tomllib.loads(text) if kind == "TOML" else yaml.safe_load(text)
+    except OSError as error:
+        raise InvalidConfig(f"--config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"--config {path}: this is not {kind}: {error}") from None
+    if found is not None and not isinstance(found, dict):
+        raise InvalidConfig(f"--config {path}: expected options by name, not {shown(found)}")
+    return found or {}
+
+
+def _as_given(path: Path, option: Any, value: Any) -> Any:
+    """As the command line would have it: a list as `0,2`, and nothing that is truth as a number."""
+    if isinstance(value, bool) != bool(option.is_flag):
+        expected = "true or false" if option.is_flag else "its value"
+        raise InvalidConfig(f"--config {path}: {option.name}={shown(value)}: expected {expected}")
+    if isinstance(value, list):
+        return "".join(f"{one}," for one in value)  # one id of a device is `2,`
+    if isinstance(value, dict):
+        raise InvalidConfig(f"--config {path}: {option.name}={shown(value)}: expected one value")
+    return value

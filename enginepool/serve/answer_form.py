@@ -1,0 +1,221 @@
+"""What a body says about the form of an answer, as a pool's sampling parameters.
+
+Reaches into upstream's parsers of tool calls: how a model writes them.
+
+What breaks: With `tool_choice` of "required" or a tool's name upstream has the model write a bare
+JSON list, in which its parser finds no calls while it streams; a tool that is not there, or a form
+beside tools, is passed over in silence; a schema's properties come in the order of the alphabet.
+Why: The schema is made without looking at the parser, which knows the model's own way.
+Remove when: Upstream holds a model to the form that its parser reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from sgl_jax.srt.entrypoints.openai.protocol import ToolChoice
+from sgl_jax.srt.function_call.function_call_parser import FunctionCallParser
+from sgl_jax.srt.function_call.utils import get_json_schema_constraint
+
+from enginepool.requests.grammar import KINDS
+from enginepool.serve.error_replies import Refused
+
+# Inside of a schema: llguidance's own keyword.
+_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's; exactly one of them."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+    @model_validator(mode="after")
+    def one_of_them(self) -> StructuredOutputs:
+        if sum(value is not None for value in self.__dict__.values()) != 1:
+            raise ValueError("give exactly one of json, regex, choice, grammar, json_object and "
+                             "structural_tag")  # fmt: skip
+        return self
+
+    def as_pools(self) -> dict[str, Any]:
+        if self.choice is not None:
+            return {"ebnf": "start: " + " | ".join(map(_literal, self.choice))}
+        if self.json_object is not None:
+            return {"json_schema": {"type": "object"}} if self.json_object else {}
+        named = {
+            "json_schema": self.json_,
+            "regex": self.regex,
+            "ebnf": self.grammar,
+            "structural_tag": self.structural_tag,
+        }
+        return {kind: value for kind, value in named.items() if value is not None}
+
+
+def form_of(body: Any, server_args: Any, special_tokens: Collection[str]) -> dict[str, Any]:
+    """At most one of the pool's grammars.
+
+    Raises:
+        Refused: Two fields ask for different forms, or what one says cannot be had.
+    """
+    asked = {kind: {kind: getattr(body, kind, None)} for kind in KINDS}
+    asked["structured_outputs"] = body.structured_outputs and body.structured_outputs.as_pools()
+    text = _of_format(getattr(body, "response_format", None))
+    if getattr(body, "tools", None) and body.tool_choice != "none":
+        parser = server_args.tool_call_parser
+        compact = server_args.constrained_json_disable_any_whitespace
+        schema = text.pop("json_schema", None)  # of the text, if there is any
+        asked["tools"] = _of_tools(
+            body, parser, special_tokens, _COMPACT if compact else {}, schema
+        )
+    asked["response_format"] = text
+    given = {
+        name: {kind: value for kind, value in form.items() if value is not None}
+        for name, form in asked.items()
+        if form
+    }
+    made = {name: form for name, form in given.items() if form}
+    if len(made) > 1:
+        raise Refused(
+            400, f"{' and '.join(made)}: each says what an answer must be; give one of them",
+            param=next(iter(made)),
+        )  # fmt: skip
+    return next(iter(made.values()), {})
+
+
+def _of_format(wanted: Any) -> dict[str, Any]:
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if wanted.type == "structural_tag":
+        return {"structural_tag": wanted.model_dump(by_alias=True)}
+    schema = wanted.json_schema and wanted.json_schema.schema_
+    if not schema:
+        raise Refused(
+            400, "response_format of type json_schema: expected json_schema.schema, an object; "
+            "any JSON object is what type json_object is for",
+            param="response_format",
+        )  # fmt: skip
+    return {"json_schema": schema}
+
+
+def _of_tools(
+    body: Any,
+    parser_name: str,
+    special_tokens: Collection[str],
+    json_options: Mapping[str, Any],
+    text: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Calls; by a `text` schema what the model says where it need not call."""
+    parser: Any = FunctionCallParser(body.tools, parser_name)
+    own_form = parser.detector.supports_structural_tag()
+    if body.tool_choice == "auto":
+        if text is None:
+            return _of_free_choice(body, parser_name, parser, own_form, json_options)
+        if not own_form:
+            raise Refused(
+                400, f"response_format beside tools: not with the calls of {parser_name}; leave "
+                'one of them out, or send tool_choice="required"',
+                param="response_format",
+            )  # fmt: skip
+    if own_form:
+        text = text if body.tool_choice == "auto" else None
+        return {"ebnf": _calls(parser, body, special_tokens, json_options, text)}
+    _chosen(body)
+    if body.stream:
+        raise Refused(
+            400, f"tool_choice={_shown(body.tool_choice)} in a stream: not with the calls of "
+            f"{parser_name}; leave stream=true out",
+            param="tool_choice",
+        )  # fmt: skip
+    choice: Any = body.tool_choice
+    schema = get_json_schema_constraint(body.tools, choice) or {}
+    return {"json_schema": schema if body.parallel_tool_calls else {**schema, "maxItems": 1}}
+
+
+def _of_free_choice(
+    body: Any, parser_name: str, parser: Any, own_form: bool, json_options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Any text; in it calls, of any form or `strict`."""
+    if not body.parallel_tool_calls:
+        raise Refused(
+            400, "parallel_tool_calls=false: a model that chooses may call as often as it likes; "
+            'send tool_choice="required" or a tool\'s name, or leave it out',
+            param="parallel_tool_calls",
+        )  # fmt: skip
+    if not any(tool.function.strict for tool in body.tools):
+        return {}
+    if not own_form:
+        raise Refused(
+            400, f"strict: calls as {parser_name} writes them cannot be held to a schema; "
+            'leave it out, or send tool_choice="required"',
+            param="tools",
+        )  # fmt: skip
+    tag = parser.get_structure_tag().model_dump(by_alias=True)
+    for structure in tag["structures"]:
+        structure["schema"] = {**json_options, **(structure["schema"] or {})}
+    return {"structural_tag": tag}
+
+
+def _chosen(body: Any) -> Sequence[Any]:
+    """The tools of which the answer calls one, or several."""
+    if not isinstance(body.tool_choice, ToolChoice):
+        return body.tools
+    chosen = [tool for tool in body.tools if tool.function.name == body.tool_choice.function.name]
+    if not chosen:
+        names = [tool.function.name for tool in body.tools]
+        raise Refused(
+            400, f"tool_choice={_shown(body.tool_choice)}: it is not among the tools {names}",
+            param="tool_choice",
+        )  # fmt: skip
+    return chosen
+
+
+def _calls(
+    parser: Any,
+    body: Any,
+    special_tokens: Collection[str],
+    json_options: Mapping[str, Any],
+    text: Mapping[str, Any] | None,
+) -> str:
+    """A grammar of calls as the model writes them: one of a named tool, else one or more; or of
+    `text` instead."""
+    describe = parser.detector.structure_info()
+    rules = []
+    for index, tool in enumerate(_chosen(body)):
+        info = describe(tool.function.name)
+        begin = _literal(info.begin)
+        if info.trigger in special_tokens and info.begin.startswith(info.trigger):
+            begin = f"{info.trigger} {_literal(info.begin[len(info.trigger) :])}"
+        schema = json.dumps({**json_options, **_arguments(tool)})
+        rules.append(f"call_{index}: {begin} %json {schema} {_literal(info.end)}")
+    names = " | ".join(f"call_{index}" for index in range(len(rules)))
+    one = isinstance(body.tool_choice, ToolChoice) or not body.parallel_tool_calls
+    more = "" if one else f" ({_literal(parser.detector.tool_call_separator)} call)*"
+    start = f"start: call{more}"
+    if text is not None:
+        start += " | text"
+        rules.append(f"text: %json {json.dumps({**json_options, **text})}")
+    return "\n".join(["%llguidance {}", start, f"call: {names}", *rules])
+
+
+def _arguments(tool: Any) -> Mapping[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def _literal(text: str) -> str:
+    """In llguidance's grammars; nothing stands for the empty one."""
+    return json.dumps(text) if text else ""
+
+
+def _shown(choice: Any) -> str:
+    return repr(choice if isinstance(choice, str) else choice.function.name)

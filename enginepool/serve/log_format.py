@@ -1,0 +1,48 @@
+"""What the lines of the server's log look like: for people on a terminal, else JSON, all of them.
+
+Those of the standard `logging` (upstream's, uvicorn's, JAX's) and Python's warnings, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TextIO, cast
+
+import structlog
+
+from enginepool.serve.log import LogLines
+
+
+def log_to(lines: LogLines, *, terminal: bool, upstream_level: str | None = None) -> None:
+    """Configure structlog and `logging` of this process.
+
+    Args:
+        upstream_level: What upstream logs from; warnings, if nothing is said.
+    """
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        *([] if terminal else [structlog.processors.format_exc_info]),
+    ]
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer()
+        if terminal
+        else structlog.processors.JSONRenderer(default=str)
+    )
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, lines)),
+    )
+    handler = logging.StreamHandler(cast(TextIO, lines))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    if upstream_level is not None:
+        logging.getLogger("sgl_jax").setLevel(upstream_level.upper())
