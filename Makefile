@@ -10,6 +10,8 @@ COMPAT := .venv-compat
 # libtpu compiles for TPUs on any machine; beside it, JAX would look for one first.
 TPU := .venv-tpu
 TUNIX := .venv-tunix
+CLIENTS := .venv-clients
+RAY := .venv-ray
 BIN := $(VENV)/bin
 ARGS ?=
 # Two processes, each with its own engines; a file's tests stay together and share theirs.
@@ -23,10 +25,17 @@ $(VENV)/.installed: constraints.txt
 $(COMPAT)/.installed: constraints-0.0.3rc99.txt
 $(TPU)/.installed: constraints.txt
 $(TPU)/.installed: EXTRAS := tpu,dev
+$(RAY)/.installed: constraints.txt
+$(RAY)/.installed: EXTRAS := cpu,dev,ray
 $(TUNIX)/.installed: constraints.txt
 $(TUNIX)/.installed: EXTRAS := cpu,dev,tunix,lm-eval
-$(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed $(TUNIX)/.installed: pyproject.toml
+$(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed $(TUNIX)/.installed $(RAY)/.installed: \
+		pyproject.toml
 	@scripts/install $(@D) $(filter constraints%,$^) $(EXTRAS)
+	@touch $@
+
+$(CLIENTS)/.installed: $(VENV)/.installed constraints-clients.txt
+	@scripts/overlay $(@D) $(VENV) constraints-clients.txt
 	@touch $@
 
 .PHONY: setup
@@ -58,10 +67,12 @@ tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, with
 	@JAX_PLATFORMS=cpu $(TPU)/bin/python -m enginepool.doctor.ahead_of_time $(ARGS)
 
 .PHONY: test-integrations
-test-integrations: setup $(TUNIX)/.installed ## Run trainers on pools, and the TPU's attention kernel, interpreted on CPU
+test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.installed ## Run trainers and clients on pools, pools on hosts, and the TPU's attention kernel, interpreted on CPU
 # tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
 	$(BIN)/python $(PYTEST) $(ARGS) tests/integrations
 	$(TUNIX)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py
+	$(CLIENTS)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_clients.py tests/integrations/test_renderers.py
+	$(RAY)/bin/python -m pytest --durations=10 $(ARGS) tests/integrations/test_ray.py
 
 .PHONY: lint
 lint: setup ## Check style, formatting and which room imports which
@@ -83,4 +94,4 @@ constraints: ## Write both constraints files anew from the newest versions that 
 
 .PHONY: clean
 clean: ## Remove the environments
-	rm -rf $(VENV) $(COMPAT) $(TPU) $(TUNIX)
+	rm -rf $(VENV) $(COMPAT) $(TPU) $(TUNIX) $(CLIENTS) $(RAY)

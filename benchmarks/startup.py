@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     kinds["cold"].append(_run(engines, args, None))
     rows = [_row(engines, kinds, runs[args.engines[0]]) for engines, kinds in runs.items()]
     plain(
-        ["engines", "cold s", "× first row", "warm s", "× first row", "others' warm-up / first's"],
+        [
+            *("engines", "cold s", "× first row", "warm s", "× first row"),
+            *("others' warm-up / first's", "programs compiled"),
+        ],
         rows,
     )
     if args.json:
@@ -80,6 +83,7 @@ def first_token(engines: int, model: str | None, warmup: Any) -> dict[str, Any]:
             "seconds": seconds,
             "build": [engine["build_seconds"] for engine in pool.stats()["engines"]],
             "warmup": [engine["warmup_seconds"] for engine in pool.stats()["engines"]],
+            "programs": pool.stats()["executables"]["compiled"],
         }
 
 
@@ -107,7 +111,8 @@ def _row(
         seconds = [run["seconds"] for run in runs]
         ratios = [s / one["seconds"] for s, one in zip(seconds, first[kind], strict=True)]
         cells += [f"{statistics.median(seconds):.2f}", f"{statistics.median(ratios):.2f}"]
-    return [*cells, f"{100 * later_warmups(kinds['cold']):.0f} %" if engines > 1 else ""]
+    later = f"{100 * later_warmups(kinds['cold']):.0f} %" if engines > 1 else ""
+    return [*cells, later, kinds["cold"][0]["programs"]]
 
 
 def later_warmups(runs: Sequence[dict[str, Any]]) -> float:

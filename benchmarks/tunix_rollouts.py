@@ -128,6 +128,23 @@ def _run(name: str, engines: int, model: Path, steps: int) -> dict[str, Any]:
     return row
 
 
+def dimensions(directory: Path, tied: str = "use_tied_embedding") -> dict[str, Any]:
+    """A checkpoint's, as Tunix's `ModelConfig` names them; `tied` is its family's own name."""
+    given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return {
+        "num_layers": given["num_hidden_layers"],
+        "vocab_size": given["vocab_size"],
+        "embed_dim": given["hidden_size"],
+        "hidden_dim": given["intermediate_size"],
+        "num_heads": given["num_attention_heads"],
+        "head_dim": given["head_dim"],
+        "num_kv_heads": given["num_key_value_heads"],
+        "norm_eps": given["rms_norm_eps"],
+        "rope_theta": given["rope_theta"],
+        tied: given["tie_word_embeddings"],
+    }
+
+
 def _cluster(name: str, engines: int, directory: Path, steps: int) -> Any:
     import jax
     import optax
@@ -140,20 +157,8 @@ def _cluster(name: str, engines: int, directory: Path, steps: int) -> Any:
 
     from enginepool.tunix import EnginePoolRollout
 
-    given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    config = model.ModelConfig(
-        num_layers=given["num_hidden_layers"],
-        vocab_size=given["vocab_size"],
-        embed_dim=given["hidden_size"],
-        hidden_dim=given["intermediate_size"],
-        num_heads=given["num_attention_heads"],
-        head_dim=given["head_dim"],
-        num_kv_heads=given["num_key_value_heads"],
-        norm_eps=given["rms_norm_eps"],
-        rope_theta=given["rope_theta"],
-        use_tied_embedding=given["tie_word_embeddings"],
-    )
+    config = model.ModelConfig(**dimensions(directory))
     args = _SERVER_ARGS | {"devices": engines, "model": str(directory)}
     rollouts: dict[str, Any] = {
         VANILLA: "vanilla",

@@ -17,6 +17,8 @@ from enginepool.sizing.shape import Shape, read_shape
 from enginepool.values import did_you_mean, is_int, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
+# Of a dispatch: more of them cost callers time, and save the host next to nothing.
+MAX_DECODE_STEPS = 8
 # What becomes of a call that finds no room in a bounded queue.
 WhenFull = Literal["block", "raise"]
 
@@ -52,7 +54,7 @@ REFUSED: Mapping[str, str] = {
     "init_expert_location": "upstream balances experts for one engine a process",
     "enable_precision_tracer": "upstream traces one engine a process",
     "hicache_storage": _NOT_IN_A_POOL,
-    "grammar_backend": "structured output is not supported in a pool",
+    "grammar_backend": "the pool compiles grammars itself, with llguidance",
     "use_sort_for_toppk_minp": "that path of upstream's sampler draws another law",
     "enable_mixed_chunk": "a batch that mixes prefill and decode has no log-probabilities",
     "allow_auto_truncate": "a prompt that is too long is an error here, never cut",
@@ -107,6 +109,7 @@ class PoolConfig:
     restart: bool = True
     max_restarts: int = 5
     step_timeout: float | None = 300.0
+    max_decode_steps: int = 1
     max_queued: int | None = None
     when_full: WhenFull = "block"
     tune_host: bool = False
@@ -123,6 +126,11 @@ class PoolConfig:
         self._require_one_of("when_full", get_args(WhenFull))
         self._require_count("tp_size", 1, "a count of devices, 1 or more")
         self._require_count("max_restarts", 0, "a count, 0 or more")
+        self._require(
+            "max_decode_steps",
+            is_int(self.max_decode_steps) and 1 <= self.max_decode_steps <= MAX_DECODE_STEPS,
+            f"a count from 1 to {MAX_DECODE_STEPS}; 1 for decode steps one by one",
+        )
         if self.max_queued is not None:
             self._require_count("max_queued", 1, "a count, or None for no limit")
         seconds("step_timeout", self.step_timeout, error=InvalidConfig)
@@ -180,7 +188,7 @@ class PoolConfig:
         args = {
             **{name: value for name, value in defaults.items() if name in fields},
             "log_level": "error",
-            "grammar_backend": "none",  # see sampling.py
+            "grammar_backend": "none",  # see engine/grammar.py
             **self.server_args,
             "tp_size": self.tp_size,
         }

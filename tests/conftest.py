@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jaxlib
 import pytest
 
 from enginepool import EnginePool, toy
@@ -25,10 +27,32 @@ from tests.support.pools import SMALL, MakePool
 from tests.support.reference import make_random_model
 
 
+class Kept(dict[bytes, bytes]):
+    """Executables by program, each in a file besides."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        if key not in self and (file := self._folder / key.hex()).exists():
+            super().__setitem__(key, file.read_bytes())
+        return super().get(key, default)
+
+    def __setitem__(self, key: bytes, executable: bytes) -> None:
+        super().__setitem__(key, executable)
+        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as part:
+            part.write(executable)
+        Path(part.name).rename(self._folder / key.hex())
+
+
 @pytest.fixture(scope="session", autouse=True)
-def one_cache() -> Iterator[ExecutableCache]:
-    """A program is compiled once a session instead of once a pool: most pools here are alike."""
+def one_cache(request: pytest.FixtureRequest) -> Iterator[ExecutableCache]:
+    """A program is compiled once instead of once a pool: most pools here are alike. It is kept in
+    .pytest_cache for the other process of this run, and for the next one."""
     cache = ExecutableCache()
+    assert request.config.cache is not None
+    folder = request.config.cache.mkdir(f"executables-{jaxlib.__version__}")
+    cache._serialized = Kept(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("enginepool.runtime.runtime.ExecutableCache", lambda: cache)
         yield cache
@@ -119,3 +143,20 @@ def four(pool: EnginePool, model_dir: Callable[[str], Path]) -> Iterator[EngineP
     """`pool`, put back to its own weights afterwards."""
     yield pool
     pool.update_weights(model_dir("qwen3"), weight_version=0)
+
+
+@pytest.fixture
+def retracted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests upstream took out of a running batch for want of KV cache, each time."""
+    from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+
+    counts: list[int] = []
+    retract = ScheduleBatch.retract_decode
+
+    def counting(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = retract(batch, *args, **kwargs)
+        counts.append(len(result[0]))
+        return result
+
+    monkeypatch.setattr(ScheduleBatch, "retract_decode", counting)
+    return counts

@@ -37,6 +37,8 @@ def server_args() -> dict[str, Any]:
         ({"tp_size": 0}, "tp_size=0: expected a count of devices, 1 or more"),
         ({"tp_size": 1.5}, "tp_size=1.5: expected a count"),
         ({"tp_size": True}, "tp_size=True: expected a count"),
+        ({"max_decode_steps": 0}, "max_decode_steps=0: expected a count from 1 to 8"),
+        ({"max_decode_steps": 9}, "max_decode_steps=9: expected a count from 1 to 8; 1 for"),
         ({"dp_size": 2}, "dp_size=2: every engine of a pool is its own replica; use devices="),
         ({"nnodes": 2}, "nnodes=2: a pool lives in one process"),
         ({"skip_tokenizer_init": True}, "skip_tokenizer_init=True: .*input_ids="),
@@ -58,7 +60,7 @@ def server_args() -> dict[str, Any]:
 def test_option(options: dict[str, Any], words: str) -> None:
     """A wrong option is refused by the constructor with its value and the reason or remedy."""
     (name,) = options
-    upstreams = "unknown" not in words and name not in ("warmup", "tp_size")
+    upstreams = "unknown" not in words and name not in ("warmup", "tp_size", "max_decode_steps")
     if upstreams and name not in server_args():
         pytest.skip(f"the installed upstream has no option {name}")
     with pytest.raises(InvalidConfig, match=words) as caught:
@@ -100,7 +102,7 @@ def test_tpu_defaults() -> None:
     assert "mem_fraction_static" not in unknown
     assert "mem_fraction_static" not in PoolConfig("model").for_engine("tpu", [0], V6E.hbm_bytes)
     known = PoolConfig(CONFIGS["4B"], server_args={"context_length": 4096})
-    assert known.for_engine("tpu", [0], V6E.hbm_bytes)["mem_fraction_static"] == 0.7
+    assert known.for_engine("tpu", [0], V6E.hbm_bytes)["mem_fraction_static"] == 0.69
     for platform in ("cpu", "gpu"):
         args = known.for_engine(platform, [0], V6E.hbm_bytes)
         assert not {"page_size", "mem_fraction_static"} & args.keys()
@@ -122,7 +124,7 @@ def test_an_opening_pool_says_what_a_tpu_makes_of_it(caplog: pytest.LogCaptureFi
 
     (memory,) = said(context_length=4096)
     assert memory.message == "enginepool.tpu_memory"
-    assert (memory.mem_fraction_static, memory.staging) == (0.7, "double")
+    assert (memory.mem_fraction_static, memory.staging) == (0.69, "double")
     (memory,) = said(context_length=40_960)
     assert (memory.mem_fraction_static, memory.staging) == (0.88, "stream")
     page, memory = said(context_length=4096, page_size=1)

@@ -15,11 +15,15 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(
     ("file", "upstream"),
-    [("constraints.txt", "0.1.0rc0"), ("constraints-0.0.3rc99.txt", "0.0.3rc99")],
+    [
+        ("constraints.txt", "0.1.0rc0"),
+        ("constraints-0.0.3rc99.txt", "0.0.3rc99"),
+        ("constraints-clients.txt", None),
+    ],
 )
 def test_constraints_are_names_and_exact_versions(file, upstream):
     lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
-    assert f"sglang-jax=={upstream}" in lines
+    assert upstream is None or f"sglang-jax=={upstream}" in lines
     for line in lines:
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!]*", line), line
     names = [re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower() for line in lines]
@@ -80,6 +84,7 @@ def test_the_wheel_has_the_toy_and_not_its_training(tmp_path):
     for checkpoint in ("add", "subtract"):
         shipped = {path.name for path in (ROOT / "enginepool/toy" / checkpoint).iterdir()}
         assert {n.partition("/")[2] for n in toy if n.startswith(f"{checkpoint}/")} == shipped
-    assert {"enginepool/py.typed", "enginepool/serve/page.html"} <= files
+    assert {f"enginepool/serve/{page}.html" for page in ("page", "docs")} <= files
+    assert "enginepool/py.typed" in files
     models = (ROOT / "enginepool/doctor/models").iterdir()
     assert {f"enginepool/doctor/models/{path.name}" for path in models} <= files

@@ -109,8 +109,9 @@ class _Clock:
     def beginning(self, scheduler: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def counting(*args: Any, **kwargs: Any) -> Any:
-            self.profile.steps += 1
-            self.profile.tokens += scheduler.cur_batch.batch_size()
+            steps = args[2] if method.__name__ == "dispatch" else 1
+            self.profile.steps += steps
+            self.profile.tokens += steps * scheduler.cur_batch.batch_size()
             return method(*args, **kwargs)
 
         return counting

@@ -26,6 +26,9 @@ BATCH_PADDINGS = tuple(1 << i for i in range(9))
 # 3.1 to 5.0 times its logits.
 _HIDDEN_STATES = 9
 _SAMPLER_COPIES = 6
+# A layer of a program that scores, or decodes steadily, as the compiler gave it for v5e: 2.2 MB of
+# Qwen3-0.6B, 1.4 of Qwen3-4B. (No array of its program has that size; the cause is not known.)
+_LAYER_TEMPORARIES = 2_200_000
 # The largest program of a full-depth model; as the compiler gave it.
 _PROGRAM_BYTES = 23 * 10**6
 # See engine/score_program.py.
@@ -212,10 +215,7 @@ class Memory:
         shape, tp_size = self.shape, self.settings.tp_size
         mlp = 2 * shape.mlp_width // tp_size
         a_token = (_HIDDEN_STATES * shape.hidden + mlp) * shape.itemsize
-        # What scores, and a steady step, was seen with K's projection of every layer once more (59
-        # of the 62 and 72 MB of Qwen3-0.6B's on a v5e).
-        k = shape.hidden * shape.kv_heads_on_chip(tp_size) * shape.head_dim * shape.itemsize
-        return max(self.settings.chunk * a_token, shape.layers * k)
+        return max(self.settings.chunk * a_token, shape.layers * _LAYER_TEMPORARIES)
 
     @property
     def sampler_temporaries(self) -> int:
@@ -224,18 +224,27 @@ class Memory:
         return _SAMPLER_COPIES * self.logits
 
     @property
+    def steady(self) -> bool:
+        """Whether batches that stay the same stay on their device: see engine/steady/."""
+        return not (self.shape.window and self.settings.hybrid_swa)
+
+    @property
+    def tallies(self) -> int:
+        """How often each request of a batch has given each id, where that is counted there."""
+        return self.largest_batch * self.shape.vocab * 4 if self.steady else 0
+
+    @property
     def program_count(self) -> int:
-        """Forward programs: two a bucket of decode's requests (upstream's, and the steady one where
-        there is one), one a bucket of prefill's tokens, and what scores tokens in three of these at
-        most."""
+        """Forward programs: three a bucket of decode's requests (upstream's, and where decode is
+        steady one of its own without and one with penalties), one a bucket of prefill's tokens, and
+        what scores tokens in three of these at most."""
         if self.compiled is not None:
             return self.compiled.count
         decode = len(_buckets(self.settings.batch_paddings, 1, self.largest_batch))
         most = self.settings.chunk
         prefill = len(_buckets(self.settings.token_paddings, self.largest_batch, most))
         score = min(prefill, _SCORE_BUCKETS) if most >= self.settings.page_size else 0
-        steady = 0 if self.shape.window and self.settings.hybrid_swa else decode
-        return decode + steady + prefill + score
+        return decode + (2 * decode if self.steady else 0) + prefill + score
 
     @property
     def programs(self) -> int:
@@ -245,10 +254,11 @@ class Memory:
 
     @property
     def reserve(self) -> int:
-        """Programs, a step's logits, and the larger of two temporaries. (In a steady step the
-        sampler's and the forward's meet; those of both are estimated well above the compiler's.)"""
+        """Programs, a step's logits, what is counted for penalties, and the larger of two
+        temporaries. (In a steady step the sampler's and the forward's meet; those of both are
+        estimated well above the compiler's.)"""
         temporaries = max(self.prefill_temporaries, self.sampler_temporaries)
-        return self.programs + self.logits + temporaries
+        return self.programs + self.logits + self.tallies + temporaries
 
     # What fits.
 

@@ -60,6 +60,7 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
     workloads = ["decode", "arrivals", "streams"]
     printed = run("benchmarks.busy", *options, "--workload", *workloads, "--json", file)
     assert "arrivals, batches of 2" in printed
+    assert "fell back" in printed
     rows = json.loads(file.read_text())["rows"]
     names = ("pool", "ceiling", "processes")
     assert [(row["workload"], row["name"]) for row in rows] == [
@@ -70,6 +71,8 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
         assert row["tokens_per_simulated_second"] < 2 / 0.003 + 1
         if row["name"] != "ceiling" and row["workload"] != "arrivals":
             assert row["tokens"] == 2 * 2 * 12
+        if row["name"] == "pool" and row["workload"] != "arrivals":
+            assert row["fallback_share"] == 0
 
 
 def test_an_accelerator_is_not_simulated_without_a_compiler(tmp_path):

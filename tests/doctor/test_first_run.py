@@ -159,6 +159,7 @@ def test_wrong_answers_are_seen(pool: EnginePool) -> None:
     assert goldens.differing(one_engine_differs, "subtract") == []
 
 
+@pytest.mark.slow
 def test_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, and the others are built without it."""
     from sgl_jax.srt.model_executor.model_runner import ModelRunner

@@ -1,6 +1,6 @@
 """The reference's runs: their phases, what must hold between them, and what happens if it does not.
 
-Each run is a process of its own, two at a time, so that bytes can be compared exactly.
+Each run is a process of its own, so that bytes can be compared exactly.
 """
 
 import json
@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,44 +105,40 @@ def wandb_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    wandb_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Ended]]]:
-    misfit = make_random_model(tmp_path_factory.mktemp("misfit"), "qwen3", num_layers=1)
+def ended(wandb_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """A run by its name; it runs once, when it is first asked for."""
     wandb = {"WANDB_MODE": "offline", "WANDB_DIR": str(wandb_dir)}
     offline = ("--wandb", "--wandb-project", "tests")
-    with ThreadPoolExecutor(2) as executor:
-        yield {
-            "kv-cycle": executor.submit(
-                start, "kv-cycle", "--devices", "2", "--verify-param-sharing", *offline, **wandb
-            ),
-            "swap": executor.submit(start, "swap", "--devices", "1", "--weights", SUBTRACT),
-            "flax-tree": executor.submit(
-                *(start, "swap", "--devices", "2", "--weights", SUBTRACT, "--from", "flax-tree"),
-                *("--keep-param-dict", "--verify-param-sharing"),
-            ),
-            # No project can be called that, so W&B will not have this run.
-            "hot-update": executor.submit(
-                *(start, "hot-update", "--devices", "1", "--wandb", "--wandb-project", "a/b"),
-                **wandb,
-            ),
-            "misfit": executor.submit(start, "swap", "--devices", "1", "--weights", str(misfit)),
-            "faults": executor.submit(
-                *(start, "kv-cycle", "--devices", "1", "--verify-param-sharing"),
-                *("--temperature", "5", "--max-new-tokens", "16"),
-                program=("-c", FAULTS),
-            ),
-            "no change": executor.submit(
-                *(start, "hot-update", "--devices", "1", "--noise-scale", "0"),
-                *("--noise-leaves", "1", "--prompt", SILENCE),
-            ),
-        }
-        executor.shutdown(cancel_futures=True)
 
+    def misfit() -> Ended:
+        model = make_random_model(tmp_path_factory.mktemp("misfit"), "qwen3", num_layers=1)
+        return start("swap", "--devices", "1", "--weights", str(model))
 
-@pytest.fixture
-def ended(runs: dict[str, Future[Ended]]) -> Callable[[str], Ended]:
-    return lambda name: runs[name].result()
+    runs: dict[str, Callable[[], Ended]] = {
+        "kv-cycle": lambda: start(
+            "kv-cycle", "--devices", "2", "--verify-param-sharing", *offline, **wandb
+        ),
+        "swap": lambda: start("swap", "--devices", "1", "--weights", SUBTRACT),
+        "flax-tree": lambda: start(
+            *("swap", "--devices", "2", "--weights", SUBTRACT, "--from", "flax-tree"),
+            *("--keep-param-dict", "--verify-param-sharing"),
+        ),
+        # No project can be called that, so W&B will not have this run.
+        "hot-update": lambda: start(
+            *("hot-update", "--devices", "1", "--wandb", "--wandb-project", "a/b"), **wandb
+        ),
+        "misfit": misfit,
+        "faults": lambda: start(
+            *("kv-cycle", "--devices", "1", "--verify-param-sharing"),
+            *("--temperature", "5", "--max-new-tokens", "16"),
+            program=("-c", FAULTS),
+        ),
+        "no change": lambda: start(
+            *("hot-update", "--devices", "1", "--noise-scale", "0"),
+            *("--noise-leaves", "1", "--prompt", SILENCE),
+        ),
+    }
+    return cache(lambda name: runs[name]())
 
 
 def passed(run: Ended, phases: list[str]) -> None:
@@ -217,6 +213,7 @@ def test_swap_from_flax_tree(ended: Callable[[str], Ended]) -> None:
     assert [engine["text_sha256"] for engine in result["engines"]] == [hashed(DIFFERENCE)] * 2
 
 
+@pytest.mark.slow
 def test_kv_cycle(ended: Callable[[str], Ended]) -> None:
     """Dropping the KV caches gives back exactly their bytes, a second set of parameters fits in
     meanwhile, and afterwards the output is the same, without a compilation."""
@@ -265,6 +262,7 @@ def test_hot_update(ended: Callable[[str], Ended]) -> None:
     assert run.phases["generate_text"]["generate_text"] == SUM
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit(ended: Callable[[str], Ended]) -> None:
     """A phase says what is wrong and what to do, then the run ends."""
     run = ended("misfit")
@@ -303,6 +301,7 @@ def test_nothing_changed_and_nothing_said(ended: Callable[[str], Ended]) -> None
     assert "generate_text: the text of engines [0] is empty" in run.stderr
 
 
+@pytest.mark.slow
 def test_wandb_file(ended: Callable[[str], Ended], wandb_dir: Path) -> None:
     """Offline, the run's file has a step a phase with the reference's keys, and the texts."""
     run = ended("kv-cycle")
@@ -362,6 +361,7 @@ def test_wandb_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'enginepool[wandb]'" in result.stderr
 
 
+@pytest.mark.slow
 def test_folder_of_wandb_runs_is_not_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

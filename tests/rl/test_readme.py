@@ -9,6 +9,7 @@ import pytest
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_example() -> None:
     """It runs as it is printed, and says what the README says that it does."""
     code = README.split("<!-- rl -->\n```python\n")[1].split("```\n<!-- /rl -->")[0]

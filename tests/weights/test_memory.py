@@ -93,7 +93,7 @@ def from_iterator(model: Path) -> Any:
     return ((name, jax.numpy.array(with_names.pop(name))) for name in list(with_names))
 
 
-@pytest.mark.parametrize("source", [from_directory, *slow(from_iterator)])
+@pytest.mark.parametrize("source", slow(from_directory, from_iterator))
 def test_streaming_takes_one_set_and_a_leaf(
     llama: EnginePool,
     model_dir: Callable[[str], Path],
@@ -118,7 +118,7 @@ def test_streaming_takes_one_set_and_a_leaf(
 
 
 @pytest.mark.parametrize("layout", [leaves, tensors], ids=["model's layout", "Hugging Face's"])
-@pytest.mark.parametrize("devices", [4, *slow(2)])
+@pytest.mark.parametrize("devices", [*slow(4), 2])
 def test_gathering_takes_a_leaf(
     llama: EnginePool,
     target: Callable[[str], Path],
@@ -153,7 +153,7 @@ WHERE = {
 }
 
 
-@pytest.mark.parametrize("where", [*slow(*list(WHERE)[:2]), *list(WHERE)[2:]])
+@pytest.mark.parametrize("where", slow(*WHERE))
 def test_every_layout_takes_a_leaf(
     make_pool: MakePool,
     model_dir: Callable[[str], Path],

@@ -53,6 +53,7 @@ def compile_programs(
     server_args: Mapping[str, Any],
     *,
     tp_size: int = 1,
+    max_decode_steps: int = PoolConfig.max_decode_steps,
     kinds: Collection[str] | None = None,
     without: Collection[str] = (),
     said: Callable[[Compiled], None] = lambda _: None,
@@ -64,7 +65,7 @@ def compile_programs(
 
     Args:
         config: The model's, as in its config.json.
-        server_args: As a pool is given them.
+        server_args, max_decode_steps: As a pool is given them.
         kinds: Which programs; all of them, if None.
         without: Names of patches to leave out, to see what they are good for.
         said: Called with each program when it is done.
@@ -79,7 +80,7 @@ def compile_programs(
         # The pool's own tokenizer is no part of the programs, and the folder has no weights.
         args |= {"skip_tokenizer_init": True, "load_format": "dummy"}
         with upstream_without_device(chips, hbm_bytes, record), suppress(NotLowered):
-            _compile(args, chips, record)
+            _compile(args, chips, record, max_decode_steps)
     return record
 
 
@@ -109,14 +110,22 @@ def _pool(
         yield PoolConfig(folder, tp_size=tp_size, server_args=server_args)
 
 
-def _compile(server_args: dict[str, Any], chips: list[Any], record: Record) -> None:
+def _compile(
+    server_args: dict[str, Any], chips: list[Any], record: Record, max_decode_steps: int
+) -> None:
     # Not at the top: importing sgl_jax has side effects that the patches must precede.
     from enginepool.doctor.ahead_of_time.steps import take_steps
     from enginepool.doctor.ahead_of_time.weight_programs import weight_programs
     from enginepool.engine.build import build_engine, dismantle
     from enginepool.engine.warmup import warm_up
 
-    channel = Channel(0, RequestQueue(), process_limiter(), EngineCondition())
+    channel = Channel(
+        0,
+        RequestQueue(),
+        process_limiter(),
+        EngineCondition(),
+        max_decode_steps=max_decode_steps,
+    )
     try:
         engine: Any = build_engine(server_args, chips[: server_args["tp_size"]], channel)
     except (AssertionError, ValueError) as error:  # how upstream refuses sizes

@@ -21,13 +21,13 @@ _STEPS = {
 # Of a change of weights: one for each shape of leaf.
 WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
 FORWARD = ("decode", "steady", "prefill", "score")
-STEP = (*FORWARD, "seat", "sampler", "logprobs", "top_logprobs")
+STEP = (*FORWARD, "seat", "tally", "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 
 _MIB = 2**20
 
 # What is donated, where it is not the KV cache alone.
-_IN_PLACE = {"steady": "KV cache and state", "seat": "state"}
+_IN_PLACE = {"steady": "KV cache and state", "seat": "state", "tally": "state"}
 
 
 @dataclass
@@ -190,9 +190,9 @@ def _of_a_flight(kind: str, lowered: Any) -> tuple[Any, Any]:
     """Of steady decode's programs (engine/steady/program.py): the arguments, beside the KV cache,
     that each step takes over from the one before, and those that stay as they are."""
     if kind == "steady":
-        (leaves, sampler, _, state, batch), _ = lowered.args_info
-        return state, (leaves, sampler, batch)
-    if kind == "seat":
+        (leaves, sampler, _, state, *others), _ = lowered.args_info
+        return state, (leaves, sampler, others)
+    if kind in ("seat", "tally"):
         (state, *others), _ = lowered.args_info
         return state, others
     return (), ()
@@ -202,7 +202,8 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     """The kind of a program and its bucket."""
     for arg in args:
         if hasattr(arg, "limits"):
-            return "steady", f"batch {arg.limits.shape[0]}"
+            penalties = "" if arg.penalties is None else ", penalties"
+            return "steady", f"batch {arg.limits.shape[0]}{penalties}"
         mode = getattr(arg, "forward_mode", None)
         if mode is not None:
             tokens = arg.input_ids.shape[0]

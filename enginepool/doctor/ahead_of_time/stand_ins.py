@@ -90,6 +90,9 @@ class AbstractArray(jax.Array):
     def block_until_ready(self) -> AbstractArray:
         return self
 
+    def is_ready(self) -> bool:
+        return True
+
     def copy_to_host_async(self) -> None: ...
 
     def __array__(

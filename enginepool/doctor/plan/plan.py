@@ -153,6 +153,7 @@ def _memory(memory: Memory, given: Mapping[str, Any]) -> dict[str, Any]:
         "prefill_temporary_bytes": memory.prefill_temporaries,
         "sampler_temporary_bytes": memory.sampler_temporaries,
         "logits_bytes": memory.logits,
+        "tally_bytes": memory.tallies,
         "program_count": memory.program_count,
         "program_bytes": memory.programs,
         "reserve_bytes": memory.reserve,
