@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, nargs="+", default=[64], help="requests of an engine at a time")
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
     add("--contestants", nargs="+", choices=list(_CONTESTANTS), default=list(_CONTESTANTS))
+    add("--max-decode-steps", type=int, nargs="+", help="a pool each; left out: a pool's default")
     add("--tokens", type=int, default=200, help="of a request of decode; default: 200")
     add("--temperature", type=float, default=0.0)
     add("--rounds", type=int, default=3)
@@ -79,10 +80,13 @@ def _contest(
     options, cache = _server_args(batch), model.parent / "compiled"
     with ExitStack() as stack:
         contestants = []
-        for name in args.contestants:
-            kind = _CONTESTANTS[name]
+        for name, kind, most in _names(args):
             processes, each = (1, engines) if kind == "pool" else (engines, 1)
-            contestant = Contestant(name, kind, processes, each, model, options, cache, hollow=True)
+            contestant = Contestant(
+                *(name, kind, processes, each, model, options, cache),
+                hollow=True,
+                max_decode_steps=most,
+            )
             stack.callback(contestant.close)
             contestants.append(contestant)
         for workload in args.workload:
@@ -91,6 +95,15 @@ def _contest(
                 _show(f"{workload}, batches of {batch}", found)
                 rows += found
     return rows
+
+
+def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, int | None]]:
+    for name in args.contestants:
+        kind = _CONTESTANTS[name]
+        if kind == "pool" and args.max_decode_steps:
+            yield from ((f"pool, max_decode_steps={n}", kind, n) for n in args.max_decode_steps)
+        else:
+            yield name, kind, None
 
 
 def _server_args(batch: int) -> dict[str, Any]:
@@ -121,7 +134,7 @@ def _measure(
             done = contestant.run(_job(workload, engines * batch, step_ms, args, seed=number))
             if number:  # the first round warms up
                 runs.setdefault(contestant.name, []).append(done)
-            if contestant.name == "pool" and number:
+            if contestant is contestants[0] and number and contestant.name.startswith("pool"):
                 alone = contestant.run({"step_ms": step_ms, "ceiling": args.tokens})
                 alone["busy_share"] *= engines  # it is one engine's
                 runs.setdefault("ceiling", []).append(alone)
@@ -176,7 +189,7 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 " ".join(f"{100 * share:.1f}" for share in row["spread"]),
                 f"{row['thread_ms_per_step']:.2f}" if row["thread_ms_per_step"] else "",
                 f"{row['cpu_ms_per_step']:.2f}",
-                f"{100 * row['fallback_share']:.1f} %" if row["name"] == "pool" else "",
+                f"{100 * row['fallback_share']:.1f} %" if row["name"].startswith("pool") else "",
             ]
             for row in rows
         ],

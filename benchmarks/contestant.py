@@ -30,11 +30,13 @@ class Contestant:
         cache: Path,
         *,
         hollow: bool = False,
+        max_decode_steps: int | None = None,
     ) -> None:
         """
         Args:
             kind: "pool", or "upstream" in its default, or "upstream, overlap off".
             hollow: See `simulated.install`.
+            max_decode_steps: Of a pool; None for its default.
         """
         self.name = name
         env = dict(os.environ)
@@ -47,6 +49,7 @@ class Contestant:
             "model": str(model),
             "server_args": server_args,
             "hollow": hollow,
+            "max_decode_steps": max_decode_steps,
         }
         self._processes = []
         for _ in range(processes):

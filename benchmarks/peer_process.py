@@ -83,7 +83,9 @@ class _Pool:
     def __init__(self, setup: dict[str, Any]) -> None:
         from enginepool import EnginePool
 
-        options = setup["server_args"]
+        options = dict(setup["server_args"])
+        if (most := setup["max_decode_steps"]) is not None:
+            options["max_decode_steps"] = most
         self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
         self._workers = self._pool._runtime().workers
 
