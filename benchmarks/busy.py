@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
     add("--contestants", nargs="+", choices=list(_CONTESTANTS), default=list(_CONTESTANTS))
     add("--max-decode-steps", type=int, nargs="+", help="a pool each; left out: a pool's default")
+    add("--turns", type=int, nargs="+", help="a pool each: engines in the host's part of a step")
     add("--tokens", type=int, default=200, help="of a request of decode; default: 200")
     add("--temperature", type=float, default=0.0)
     add("--rounds", type=int, default=3)
@@ -80,12 +82,10 @@ def _contest(
     options, cache = _server_args(batch), model.parent / "compiled"
     with ExitStack() as stack:
         contestants = []
-        for name, kind, most in _names(args):
+        for name, kind, extra in _names(args):
             processes, each = (1, engines) if kind == "pool" else (engines, 1)
             contestant = Contestant(
-                *(name, kind, processes, each, model, options, cache),
-                hollow=True,
-                max_decode_steps=most,
+                name, kind, processes, each, model, options, cache, hollow=True, **extra
             )
             stack.callback(contestant.close)
             contestants.append(contestant)
@@ -97,13 +97,17 @@ def _contest(
     return rows
 
 
-def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, int | None]]:
+def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Names, kinds and what a pool is told beside the others."""
     for name in args.contestants:
         kind = _CONTESTANTS[name]
-        if kind == "pool" and args.max_decode_steps:
-            yield from ((f"pool, max_decode_steps={n}", kind, n) for n in args.max_decode_steps)
-        else:
-            yield name, kind, None
+        if kind != "pool":
+            yield name, kind, {}
+            continue
+        for most, turns in product(args.max_decode_steps or [None], args.turns or [None]):
+            told = {"max_decode_steps": most, "turns": turns}
+            extra = {key: value for key, value in told.items() if value is not None}
+            yield ", ".join([name, *(f"{key}={extra[key]}" for key in extra)]), kind, extra
 
 
 def _server_args(batch: int) -> dict[str, Any]:

@@ -31,12 +31,14 @@ class Contestant:
         *,
         hollow: bool = False,
         max_decode_steps: int | None = None,
+        turns: int | None = None,
     ) -> None:
         """
         Args:
             kind: "pool", or "upstream" in its default, or "upstream, overlap off".
             hollow: See `simulated.install`.
-            max_decode_steps: Of a pool; None for its default.
+            max_decode_steps, turns: Of a pool; None for its default. `turns` is how many engines
+                are in the host's part of a step at once, 0 for all.
         """
         self.name = name
         env = dict(os.environ)
@@ -50,6 +52,7 @@ class Contestant:
             "server_args": server_args,
             "hollow": hollow,
             "max_decode_steps": max_decode_steps,
+            "turns": turns,
         }
         self._processes = []
         for _ in range(processes):

@@ -86,6 +86,12 @@ class _Pool:
         options = dict(setup["server_args"])
         if (most := setup["max_decode_steps"]) is not None:
             options["max_decode_steps"] = most
+        if (turns := setup["turns"]) is not None:
+            from enginepool.engine import worker
+            from enginepool.engine.gil_limiter import STEP_PATIENCE, Limiter
+
+            limiter = Limiter(turns or sys.maxsize, STEP_PATIENCE)
+            worker.process_limiter = lambda: limiter
         self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
         self._workers = self._pool._runtime().workers
 
