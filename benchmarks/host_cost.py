@@ -2,9 +2,10 @@
 
     python -m benchmarks.host_cost
 
-A tiny model, batches of one and of `--batch` requests in turn, medians. "GIL" is the processor
-time of the engine's thread, an upper bound of the time for which it holds the GIL. The last line
-is for a commit's message.
+A tiny model, batches of one and of `--batch` requests in turn, medians; then steps that prefill
+`--batch` prompts of four tokens, each of which ends with its first. "GIL" is the processor time of
+the engine's thread, an upper bound of the time for which it holds the GIL. The last line is for a
+commit's message.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from benchmarks.table import plain
 from enginepool import EnginePool
 from enginepool.doctor.profile import profile
 
+_TOKENS = 200  # of a request, where it decodes
+_PREFILLS = 25  # steps
+
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_cost", description=__doc__)
@@ -36,7 +40,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    runs: dict[int, list[dict[str, Any]]] = {1: [], args.batch: []}
+    # Name of a column: requests, tokens of each.
+    kinds = {
+        "1 request": (1, _TOKENS),
+        f"{args.batch} requests": (args.batch, _TOKENS),
+        f"prefill of {args.batch}": (args.batch * _PREFILLS, 1),
+    }
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
     options: dict[str, Any] = {
         "dtype": "float32",
         "context_length": 256,
@@ -49,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = write_model(Path(folder, "model"), nano_config())
         with EnginePool(str(model), devices=1, **options) as pool:
             for _ in range(args.rounds):
-                for batch, those in runs.items():
-                    those.append(profile(pool, requests=batch, tokens=200))
-    small, large = (_medians(those) for those in runs.values())
+                for name, (requests, tokens) in kinds.items():
+                    runs[name].append(profile(pool, requests=requests, tokens=tokens))
+    costs = [_medians(those) for those in runs.values()]
     lines = [
-        [name, *(f"{cost[name][key]:.3f}" for cost in (small, large) for key in ("ms", "gil_ms"))]
-        for name in small
+        [name, *(f"{cost[name][key]:.3f}" for cost in costs for key in ("ms", "gil_ms"))]
+        for name in costs[0]
     ]
-    plain(["section, ms a step", "1 request", "GIL", f"{args.batch} requests", "GIL"], lines)
-    step, both = small["whole step"]["gil_ms"], large["whole step"]["gil_ms"]
+    plain(["section, ms a step", *(part for name in kinds for part in (name, "GIL"))], lines)
+    step, both = (cost["whole step"]["gil_ms"] for cost in costs[:2])
     request = (both - step) / (args.batch - 1)
     print(f"host cost: {step - request:.3f} ms of GIL a step, and {request:.4f} a request in it")
     if args.json:

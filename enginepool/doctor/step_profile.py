@@ -17,6 +17,7 @@ from enginepool.engine.worker import EngineWorker
 
 # What the methods of a step are for; what a method calls counts for the inner one.
 _SCHEDULER = {
+    "admit": "admission",
     "get_next_batch_to_run": "scheduling",
     "run_batch": "batch",
     "process_batch_result": "bookkeeping",
@@ -29,7 +30,7 @@ _STEADY = {"dispatch": "dispatch", "take_over": "bookkeeping"}
 _BEGINS = ("forward_batch_generation", "dispatch")
 _RUNNER = {"forward": "dispatch", "sample": "sampling", "compute_logprobs": "sampling"}
 SECTIONS = (
-    *("scheduling", "batch", "transfers", "dispatch", "sampling"),
+    *("admission", "scheduling", "batch", "transfers", "dispatch", "sampling"),
     *("device", "bookkeeping", "output"),
 )
 
