@@ -39,7 +39,6 @@ UNSUPPORTED = (
     "image_data",
     "video_data",
     "audio_data",
-    "token_ids_logprob",
     "lora_path",
     "lora_id",
     "return_routed_experts",
@@ -131,6 +130,7 @@ class FrontEnd:
             obj.input_ids,
             return_logprob=return_logprob,
             top_logprobs_num=_one_for_all("top_logprobs_num", obj.top_logprobs_num),
+            token_ids_logprob=obj.token_ids_logprob,
             return_prompt_logprob=starts is not None or prompt_logprobs is not None,
             logprob_start_len=starts if prompt_logprobs is None else None,
             prompt_top_logprobs_num=prompt_logprobs,
@@ -142,7 +142,7 @@ class FrontEnd:
             weight_version=self.runtime.desired.weight_version,
         )
 
-    def make_score_call(self, input_ids: Any, continuation_ids: Any) -> Call:
+    def make_score_call(self, input_ids: Any, continuation_ids: Any, named_ids: Any) -> Call:
         """The requests of `pool.score`, one a continuation, for these engines."""
         return make_score_call(
             self.runtime.input_processor,
@@ -150,6 +150,7 @@ class FrontEnd:
             None,
             input_ids,
             continuation_ids,
+            token_ids_logprob=named_ids,
             pinned_to=self._pinned_to,
             weight_version=self.runtime.desired.weight_version,
         )

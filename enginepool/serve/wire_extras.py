@@ -18,7 +18,7 @@ def name_tokens(
     meta: dict[str, Any], kind: str, name: Callable[[int], str] | None, *, own: bool
 ) -> None:
     """Log-probabilities as upstream's classes read them: with each token's name, if any, and with
-    lists of the most probable ones.
+    lists of the most probable ones, and of those that were asked for by their ids.
 
     Args:
         kind: "input" or "output".
@@ -33,7 +33,9 @@ def name_tokens(
         return [(value, token, name(token)) for value, token, _ in entries]
 
     meta[each] = named(meta[each])
-    meta[top] = [None if place is None else named(place) for place in meta[top]]
+    for lists in (top, f"{kind}_token_ids_logprobs"):
+        if lists in meta:
+            meta[lists] = [None if place is None else named(place) for place in meta[lists]]
     if own and not meta[top]:
         meta[top] = [None if entry[0] is None else [entry] for entry in meta[each]]
 
