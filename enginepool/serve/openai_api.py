@@ -12,6 +12,7 @@ What is called is looked for when the server starts, and missed by name.
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -32,6 +33,7 @@ from enginepool.process.upstream import expect
 from enginepool.requests.grammar import KINDS
 from enginepool.serve.answer_form import form_of
 from enginepool.serve.bodies import CheckedRoute, with_ids
+from enginepool.serve.chat_stream import ChatStream
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
 from enginepool.serve.openai_fields import check_fields, check_template_options
@@ -136,6 +138,25 @@ class Chat(_Serving, OpenAIServingChat):
         # A chunk of a stream may hold several tokens; upstream gives all the first one's.
         return super()._process_logprobs_tokens(logprobs, use_token_index=True)
 
+    async def _generate_chat_stream(
+        self, adapted_request: Any, request: Any, raw_request: Any
+    ) -> AsyncGenerator[str, None]:
+        exchange: Any = self.tokenizer_manager
+        args = exchange.server_args
+        reasons = (
+            args.reasoning_parser is not None
+            and request.separate_reasoning
+            and self._get_reasoning_from_request(request)
+        )
+        stream = ChatStream(request, args, reasons=reasons)
+        outputs = exchange.generate_request(adapted_request, raw_request)
+        try:
+            async for chunk in stream.of(outputs, self._process_streaming_logprobs):
+                yield chunk
+        except ValueError:
+            yield ""  # the exchange knows why, and tells
+        yield "data: [DONE]\n\n"
+
 
 def token_name(token: int) -> str:
     """vLLM's, where ids are to be told from texts."""
@@ -154,7 +175,8 @@ def router(service: Service) -> APIRouter:
         EnginePoolError: Upstream's serving classes are not those that are known here.
     """
     expect(OpenAIServingCompletion, *_USED, "_get_echo_text")
-    expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens")
+    expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens", "_generate_chat_stream")
+    expect(OpenAIServingChat, "_get_reasoning_from_request", "_process_streaming_logprobs")
     expect(OpenAIServingScore, "_handle_non_streaming_request")
     routes = APIRouter(route_class=CheckedRoute)
 
