@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anyio.to_thread import run_sync
@@ -35,6 +35,8 @@ from enginepool.serve.wire_extras import name_tokens
 if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
 
+# Log-probabilities of outputs that are written down in a few milliseconds.
+_MANY_VALUES = 1 << 11
 _DONE = ("data: [DONE]\n\n", b"data: [DONE]\n\n")  # upstream's, and ours
 
 
@@ -205,11 +207,20 @@ class Exchange:
             return cut_short(self.call)
         return self.failure
 
-    async def _dress(self, output: Any) -> Any:
+    async def beside[T](self, make: Callable[[], T], outputs: Sequence[Any]) -> T:
+        """What is made of these outputs; beside the event loop, if they have many values."""
         assert self.call is not None
-        if self.call.requests[0].scoring is None:
-            return self._dressed(output)
-        return await run_sync(self._dressed, output)  # prompts may be long
+        first = self.call.requests[0]
+        tokens = sum(len(one["output_ids"]) for one in outputs) if first.return_logprob else 0
+        values = tokens * (1 + first.top_logprobs_num + len(first.named_ids))
+        # Prompts that are scored may be long.
+        if first.scoring is None and values < _MANY_VALUES:
+            return make()
+        return await run_sync(make)
+
+    async def _dress(self, output: Any) -> Any:
+        outputs = output if isinstance(output, list) else [output]
+        return await self.beside(lambda: self._dressed(output), outputs)
 
     def _dressed(self, output: Any) -> Any:
         """Log-probabilities as upstream's classes read them: with each token's text, and those of

@@ -12,6 +12,7 @@ What is called is looked for when the server starts, and missed by name.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
@@ -75,17 +76,23 @@ class _Serving:
                 echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
                 exchange.watchers.append(echoed.saw)
             return exchange.stream(pieces)
-        made = await self._handle_non_streaming_request(adapted, body, raw)
-        if exchange.failure is not None:
-            raise exchange.failure
-        if isinstance(made, Response):
-            return made
-        if body.return_token_ids or body.prompt_logprobs is not None:
-            reply = await run_sync(
-                lambda: orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
-            )
+        try:
+            made = await anext(exchange.generate_request(adapted, raw))
+        except ValueError as error:
+            raise exchange.failure or error from error
+        results = made if isinstance(made, list) else [made]
+
+        def whole() -> Response:
+            made = self._build(body, results, int(time.time()))
+            if isinstance(made, Response):
+                return made
+            if body.return_token_ids or body.prompt_logprobs is not None:
+                reply = orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
+            else:
+                reply = made.model_dump_json()
             return Response(reply, media_type="application/json")
-        return Response(made.model_dump_json(), media_type="application/json")
+
+        return await exchange.beside(whole, results)
 
     def _adapt(self: Any, body: Any) -> Any:
         """Upstream's GenerateReqInput for a body: it applies the chat template and encodes."""
@@ -115,6 +122,8 @@ class _Serving:
 
 
 class Completion(_Serving, OpenAIServingCompletion):
+    _build = OpenAIServingCompletion._build_completion_response
+
     def echo_text(self, body: CompletionBody, index: int) -> str:
         """The prompt of an output."""
         return super()._get_echo_text(body, index)
@@ -134,6 +143,8 @@ class Score(OpenAIServingScore):
 
 
 class Chat(_Serving, OpenAIServingChat):
+    _build = OpenAIServingChat._build_chat_response
+
     def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
         # A chunk of a stream may hold several tokens; upstream gives all the first one's.
         return super()._process_logprobs_tokens(logprobs, use_token_index=True)
@@ -165,7 +176,7 @@ def token_name(token: int) -> str:
 
 _USED = (
     *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
-    *("_handle_streaming_request", "_handle_non_streaming_request", "_build_sampling_params"),
+    *("_handle_streaming_request", "_build_sampling_params"),
 )
 
 
@@ -174,9 +185,10 @@ def router(service: Service) -> APIRouter:
     Raises:
         EnginePoolError: Upstream's serving classes are not those that are known here.
     """
-    expect(OpenAIServingCompletion, *_USED, "_get_echo_text")
+    expect(OpenAIServingCompletion, *_USED, "_get_echo_text", "_build_completion_response")
     expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens", "_generate_chat_stream")
     expect(OpenAIServingChat, "_get_reasoning_from_request", "_process_streaming_logprobs")
+    expect(OpenAIServingChat, "_build_chat_response")
     expect(OpenAIServingScore, "_handle_non_streaming_request")
     routes = APIRouter(route_class=CheckedRoute)
 
