@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -19,6 +18,7 @@ from enginepool.requests.request import Call
 from enginepool.requests.score_input import prompt_entries
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
+from enginepool.serve.presence import while_present
 from enginepool.serve.record import (
     CLIENT_GONE,
     ExchangeRecord,
@@ -70,6 +70,7 @@ class Exchange:
         rids: The client's own ids of its requests.
         token_names: The name of a token in log-probabilities, in the place of its text.
         names_own: Where the most probable tokens are not asked for, each place names its own.
+        reads_new: Who reads a stream looks in each output at what is new there, and at no more.
         watchers: Told of every output of a stream, which they may change.
         failure: What ended a streamed reply early.
     """
@@ -87,7 +88,7 @@ class Exchange:
         self.call: Call | None = None
         self.rids: frozenset[str] = frozenset()
         self.token_names: Callable[[int], str] = rendering.token_text
-        self.names_own = False
+        self.names_own = self.reads_new = False
         self.watchers: list[Callable[[dict[str, Any]], None]] = []
         self.failure: Exception | None = None
         self._started = time.perf_counter()
@@ -95,7 +96,7 @@ class Exchange:
         self._outputs: AsyncIterator[Any] | None = None
         self._first: Any = None
         self._texts = True
-        self._begun: set[int] = set()
+        self._seen: dict[int, int] = {}  # of each output of a stream, how many tokens
         self._ended = False
 
     def __getattr__(self, name: str) -> Any:
@@ -105,7 +106,7 @@ class Exchange:
         """The reply, or the error's. Ends the requests in the engines if the client leaves."""
         self._host.began(self)
         try:
-            response = await _while_present(self._raw, reply())
+            response = await while_present(self._raw, reply())
         except Exception as error:
             response = error_reply(error)
             self.failure = error
@@ -219,6 +220,9 @@ class Exchange:
         return await run_sync(make)
 
     async def _dress(self, output: Any) -> Any:
+        assert self.call is not None
+        if self.reads_new and self.call.requests[0].scoring is None:
+            return self._dressed(output)
         outputs = output if isinstance(output, list) else [output]
         return await self.beside(lambda: self._dressed(output), outputs)
 
@@ -227,22 +231,23 @@ class Exchange:
         the prompt with the first chunk of a stream, too."""
         for one in output if isinstance(output, list) else [output]:
             meta = one["meta_info"]
-            if (index := one.get("index")) is not None:
-                self._see(one, index)
-            for kind in ("input", "output"):
+            since = 0 if (index := one.get("index")) is None else self._see(one, index)
+            name = self.token_names if self._texts else None
+            for kind, first in (("input", 0), ("output", since if self.reads_new else 0)):
                 if f"{kind}_token_logprobs" in meta:
-                    name = self.token_names if self._texts else None
-                    name_tokens(meta, kind, name, own=self.names_own)
+                    name_tokens(meta, kind, name, own=self.names_own, since=first)
         return output
 
-    def _see(self, chunk: dict[str, Any], index: int) -> None:
+    def _see(self, chunk: dict[str, Any], index: int) -> int:
+        """Returns how many tokens of it were there before."""
         assert self.call is not None
         request = self.call.requests[index]
-        if request.scoring is not None and index not in self._begun:
+        if request.scoring is not None and index not in self._seen:
             chunk["meta_info"] |= prompt_entries(request)
-        self._begun.add(index)
+        since, self._seen[index] = self._seen.get(index, 0), len(chunk["output_ids"])
         for watch in self.watchers:
             watch(chunk)
+        return since
 
 
 class _Stream(StreamingResponse):
@@ -259,24 +264,6 @@ class _Stream(StreamingResponse):
             call, failure = self._exchange.call, self._exchange.failure
             gone = failure is None and call is not None and not call.done
             self._exchange.end(CLIENT_GONE if gone else self.status_code)
-
-
-async def _while_present(raw: Request, work: Awaitable[Response]) -> Response | None:
-    """Await `work` while the client is there; cancel it, and return None, when it leaves."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_left(raw))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _left(raw: Request) -> None:
-    while (await raw.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _ids(rid: Any, prompts: int, prefix: str | None) -> list[str] | None:

@@ -66,6 +66,7 @@ class _Serving:
         call, text = exchange.call, exchange.tokenizer.token_text
         assert call is not None
         if body.stream:
+            exchange.reads_new = True
             streamed = await self._handle_streaming_request(adapted, body, raw)
             pieces = streamed.body_iterator
             if body.return_token_ids:

@@ -15,7 +15,12 @@ _DATA, _DONE = "data: ", "data: [DONE]"
 
 
 def name_tokens(
-    meta: dict[str, Any], kind: str, name: Callable[[int], str] | None, *, own: bool
+    meta: dict[str, Any],
+    kind: str,
+    name: Callable[[int], str] | None,
+    *,
+    own: bool,
+    since: int = 0,
 ) -> None:
     """Log-probabilities as upstream's classes read them: with each token's name, if any, and with
     lists of the most probable ones, and of those that were asked for by their ids.
@@ -23,6 +28,7 @@ def name_tokens(
     Args:
         kind: "input" or "output".
         own: Where the most probable ones were not asked for, each place lists its own.
+        since: The first place that anybody looks at.
     """
     each, top = f"{kind}_token_logprobs", f"{kind}_top_logprobs"
     meta.setdefault(top, [])
@@ -32,12 +38,15 @@ def name_tokens(
     def named(entries: Any) -> list[tuple[float | None, int, str]]:
         return [(value, token, name(token)) for value, token, _ in entries]
 
-    meta[each] = named(meta[each])
+    meta[each][since:] = named(meta[each][since:])
     for lists in (top, f"{kind}_token_ids_logprobs"):
         if lists in meta:
-            meta[lists] = [None if place is None else named(place) for place in meta[lists]]
+            meta[lists][since:] = [
+                None if place is None else named(place) for place in meta[lists][since:]
+            ]
     if own and not meta[top]:
-        meta[top] = [None if entry[0] is None else [entry] for entry in meta[each]]
+        new = [None if entry[0] is None else [entry] for entry in meta[each][since:]]
+        meta[top] = [None] * since + new
 
 
 def prompt_logprobs_of(

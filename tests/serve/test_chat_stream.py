@@ -178,6 +178,21 @@ def test_responses_with_logprobs_and_calls(server: Running) -> None:
     assert {item.type for item in last.response.output} == {"function_call"}
 
 
+def test_a_token_is_named_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in every chunk that follows, of which each has all tokens so far."""
+    named: list[int] = []
+    monkeypatch.setattr(
+        "enginepool.serve.openai_api.token_name", lambda token: named.append(token) or f"n{token}"
+    )
+    body = {
+        "model": "toy", "messages": TURNS, "max_tokens": 60, "ignore_eos": True, "logprobs": True,
+        "return_tokens_as_token_ids": True, "return_token_ids": True, "stream": True,
+    }  # fmt: skip
+    made = of_chunks(post(server, CHAT, body))[0]
+    assert made["tokens"] == [f"n{token}" for token in made["ids"]]
+    assert named == made["ids"]
+
+
 # What models write: names and arguments of the calls, after some text.
 LOOK = ("look", {"place": "Rome", "days": 3})
 STOP = ("stop", {})
