@@ -124,6 +124,9 @@ class FrontEnd:
                 f"logprob_start_len={shown(obj.logprob_start_len)} says from where on a prompt's "
                 "log-probabilities are wanted: give return_logprob=True with it"
             )
+        extra_key = _one_for_all("extra_key", getattr(obj, "extra_key", None))
+        if not isinstance(extra_key, str | None):
+            raise InvalidRequest(f"extra_key={shown(extra_key)}: expected a string")
         return self.runtime.input_processor.make_call(
             obj.text,
             obj.sampling_params,
@@ -137,7 +140,7 @@ class FrontEnd:
             stream=obj.stream,
             clamp=clamp,
             pinned_to=self._pinned_to,
-            extra_key=getattr(obj, "extra_key", None),
+            extra_key=extra_key,
             rids=_as_list(obj.rid) if obj.rid else None,
             weight_version=self.runtime.desired.weight_version,
         )
