@@ -153,7 +153,14 @@ class Reasoning:
     def of(self, more: str, *, last: bool) -> Iterator[tuple[str, str]]:
         """Reasoning and text, of which one is empty."""
         for piece in self._markers.pieces(more, last=last):
-            yield self._parser.parse_stream_chunk(piece)
+            thought, said = self._parser.parse_stream_chunk(piece)
+            yield self._without_begin(thought), said
+        detector = self._parser.detector
+        if last and (left := detector._buffer):
+            yield (self._without_begin(left), "") if detector._in_reasoning else ("", left)
+
+    def _without_begin(self, thought: str) -> str:
+        return thought.replace(self._parser.detector.think_start_token, "")
 
 
 class _Answer:

@@ -18,7 +18,7 @@ from tests.support.liveness import SECONDS, at_rest, callers, running, until
 from tests.support.marks import steady_decode
 from tests.support.pools import MakePool, compilations, same
 from tests.support.scores import assert_named, assert_prompt_logprobs, ids, reference
-from tests.support.steady import LONGER, steps
+from tests.support.steady import steps
 
 ModelDir = Callable[[str], Path]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 20}
@@ -193,20 +193,21 @@ def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> 
 def test_who_comes_into_a_flight(make_pool: MakePool, model: Path) -> None:
     """It lands, and takes off again when nobody asks any more; nobody loses a token."""
     pool = make_pool("qwen3", 1)
-    prompts = [[5, 9, n] for n in range(2)]
-    options: Any = {"input_ids": prompts, "sampling_params": LONGER, "return_logprob": True}
+    prompts, few = [[5, 9, n] for n in range(2)], [ids(3), ids(7)]
+    params = GREEDY | {"max_new_tokens": 300}
+    options: Any = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
     expected = pool.generate_all(**options)
     with callers(1) as executor:
         steady, own = steps(pool)
         others = executor.submit(pool.generate_all, **options)
         until(lambda: running(pool) == 2 and steps(pool)[0] > steady)
         results = pool.generate_all(
-            input_ids=PROMPTS[:2], sampling_params=GREEDY, token_ids_logprob=NAMED[1:]
+            input_ids=few, sampling_params=GREEDY, token_ids_logprob=NAMED[1:]
         )
         assert not others.done()
         between = steps(pool)
         same(others.result(SECONDS), expected)
-    assert_outputs(model, PROMPTS[:2], NAMED[1:], results)
+    assert_outputs(model, few, NAMED[1:], results)
     assert between[1] >= own + 18
     assert steps(pool)[0] > between[0]
 

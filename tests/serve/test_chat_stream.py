@@ -253,11 +253,19 @@ def test_calls_in_pieces(parser: str, text: str, said: str, calls: Any, size: in
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9, 1000])
-def test_reasoning_in_pieces(size: int) -> None:
-    text = "<think>a < b, so</think>19 < 20"
-    told = list(in_pieces(Reasoning("qwen3", stream=True), text, size))
-    assert "".join(thought for thought, _ in told) == "a < b, so"
-    assert "".join(said for _, said in told) == "19 < 20"
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "thought", "said"),
+    [
+        ("<think>a < b, so</think>19 < 20", "a < b, so", "19 < 20"),
+        ("<think>cut in the mid<", "cut in the mid<", ""),
+        ("so</think>19<", "so", "19<"),
+    ],
+)
+def test_reasoning_in_pieces(text: str, thought: str, said: str, stream: bool, size: int) -> None:
+    told = list(in_pieces(Reasoning("qwen3", stream=stream), text, size))
+    assert "".join(one for one, _ in told) == thought
+    assert "".join(one for _, one in told) == said
 
 
 def test_long_arguments_are_not_parsed_anew_for_every_piece() -> None:
