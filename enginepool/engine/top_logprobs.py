@@ -79,7 +79,7 @@ class TopLogprobs:
     def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:
         self._latest = None
         if self._asking or self.warming:
-            named = np.zeros((len(token_logprobs), MAX_NAMED_IDS), np.int32)
+            named = np.zeros((token_logprobs.shape[0], MAX_NAMED_IDS), np.int32)
             for row, _, request in self._asking:
                 named[row, : len(request.named_ids)] = request.named_ids
             wanted = np.bool_(any(request.top_logprobs_num for *_, request in self._asking))

@@ -14,6 +14,7 @@ from enginepool.requests.submission import submitted
 from enginepool.requests.wait import async_wait_all
 from enginepool.serve.handler import Exchange
 from enginepool.serve.record import cut_short
+from enginepool.serve.request_limits import MAX_VALUES
 from enginepool.values import shown
 
 
@@ -69,6 +70,11 @@ class ScoreExchange(Exchange):
         if len(items) > limits[0]:
             raise InvalidRequest(
                 f"{len(items)} items: at most {limits[0]} are taken in one request (--max-prompts)"
+            )
+        if len(items) * len(labels) > MAX_VALUES:
+            raise InvalidRequest(
+                f"{len(items)} items with {len(labels)} labels are too much for one reply: at most "
+                f"{MAX_VALUES} probabilities; send several"
             )
         times = len(_chunks(labels))
         count = len(items) * times

@@ -248,6 +248,7 @@ def test_what_one_reply_may_say(plain: Running) -> None:
         ({"items": ["b"], "label_token_ids": [1]}, "both the same"),
         ({"query": "a", "items": ["b"], "label_token_ids": [100000]}, "100000"),
         ({"query": "a", "items": ["b"] * 600, "label_token_ids": [1] * 65}, "--max-queued"),
+        ({"query": "a", "items": ["b"] * 600, "label_token_ids": [1] * 9000}, "send several"),
         (
             {"query": "a" * 1_000_000, "items": ["b"] * 10, "label_token_ids": [1] * 65},
             "--max-body-bytes",
