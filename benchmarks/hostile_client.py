@@ -49,6 +49,10 @@ def bodies() -> dict[str, tuple[str, str]]:
         ),
         "131,072 prompts": (COMPLETIONS, {"prompt": ["1"] * 131_072, "max_tokens": 1}),
         "rids": (GENERATE, {"text": ["1"] * 900, "rid": ["r" * 16_000] * 900}),
+        "model": (CHAT, {"messages": SUM, "stream": True, "model": "m" * (15 << 20)}),
+        "extra key": (GENERATE, {"text": ["1" * 99] * 99, "extra_key": "k" * (15 << 20)}),
+        "stop": (CHAT, {"messages": SUM, "stop": "s" * (15 << 20)}),
+        "stops": (GENERATE, {"text": "1", "sampling_params": {"stop": ["ab"] * 20_000}}),
         "schema": (CHAT, {"messages": SUM, "response_format": _format(_wide(2_000))}),
         "deep schema": (CHAT, {"messages": SUM, "response_format": _format(_nested(60))}),
     }

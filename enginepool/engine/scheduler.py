@@ -94,7 +94,10 @@ class PinnedScheduler(Scheduler):
 
     def run_batch(self, batch: Any) -> Any:
         """A step; of decode as many as there are until something wants the step boundary."""
-        return _FLOWN if self.steady.run(batch) else super().run_batch(batch)
+        if self.steady.run(batch):
+            return _FLOWN
+        self._top_logprobs.begin(batch, self.running.held)
+        return super().run_batch(batch)
 
     def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> None:
         """Book a step; a flight has booked its own."""
@@ -110,7 +113,7 @@ class PinnedScheduler(Scheduler):
         running = self.running
         with running.lock:
             held = running.held
-            self._top_logprobs.collect(self.cur_batch, held)
+            self._top_logprobs.collect(held)
             if broken := _not_finite(reqs, held):
                 running.end_not_finite(broken)
                 self.condition.kv_not_finite = True
@@ -239,8 +242,6 @@ class PinnedScheduler(Scheduler):
                 dp_rank=0,
             )
         )
-        if request.top_logprobs_num:
-            self._top_logprobs.wanted = True
         req: Any = self.waiting_queue[-1]
         if request.output_ids:
             req.output_ids = list(request.output_ids)
@@ -301,8 +302,8 @@ class PinnedScheduler(Scheduler):
         """Which Hugging Face tensors make this engine's leaves. Any thread."""
         return HuggingFaceMapping(self.tp_worker.worker.model_runner, self.leaves.specs)
 
-    def want_top_logprobs(self, wanted: bool) -> None:
-        self._top_logprobs.wanted = wanted
+    def warm_top_logprobs(self, warming: bool) -> None:
+        self._top_logprobs.warming = warming
 
     def release_all(self) -> None:
         """Forget every request and give back all KV pages and slots; the prefix cache is empty.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
 # Logits (float32, of the whole vocabulary) are made for a slice of positions at a time: no more of
 # them than this, nor than a full sampling batch has, for which there is room; 8 positions at least.
@@ -23,7 +23,8 @@ class ScoreHead:
 
     Args:
         wanted: `rows` of the hidden states, of which the first `count` count, the ids after them
-            as `targets`, and whether `top` is wanted: the most probable ids.
+            as `targets`, and whether `top` is wanted: the most probable ids; whether `named` ones
+            are, which are rows of `names`, and for each row `whose`.
         batch: Of the largest sampling batch.
     """
 
@@ -40,23 +41,27 @@ class ScoreHead:
         slices = -(-len(picked) // rows)
         padding = slices * rows - len(picked)
         picked = jnp.pad(picked, ((0, padding), (0, 0)))
-        targets = jnp.pad(wanted["targets"], (0, padding))
+        targets, whose = (
+            jnp.pad(wanted[name], (0, padding)).reshape(slices, rows)
+            for name in ("targets", "whose")
+        )
         compute = partial(self._slice, lm_head)
         each = (
             picked.reshape(slices, rows, -1),
-            targets.reshape(slices, rows),
+            targets,
+            whose,
             jnp.arange(slices) * rows < wanted["count"],
         )
 
         def one(part: Any) -> Any:
-            hidden, ids, needed = part
-            return jax.lax.cond(needed, compute, self._nothing, hidden, ids)
+            *given, needed = part
+            return jax.lax.cond(needed, compute, self._nothing, *given)
 
         return jax.tree.map(
             lambda array: array.reshape(slices * rows, *array.shape[2:]), jax.lax.map(one, each)
         )
 
-    def _slice(self, lm_head: Any, hidden: jax.Array, ids: jax.Array) -> Any:
+    def _slice(self, lm_head: Any, hidden: jax.Array, ids: jax.Array, whose: jax.Array) -> Any:
         replicated = PartitionSpec(None)
         hidden = jax.sharding.reshard(hidden, PartitionSpec("data", None))
         logits = self._processor._get_logits(hidden, lm_head).astype(jnp.float32)
@@ -68,17 +73,24 @@ class ScoreHead:
             values, best = jax.lax.top_k(whole, self._width)
             return values - total[:, None], best
 
-        def none(_: jax.Array) -> Any:
-            return self._nothing(hidden, ids)[1:]
+        def named(logits: jax.Array) -> jax.Array:
+            table = PartitionSpec(None, None)
+            names = self._wanted["names"].at[whose].get(out_sharding=table)
+            values = logits.at[jnp.arange(len(ids))[:, None], names].get(out_sharding=table)
+            return values - total[:, None]
 
-        return own - total, *jax.lax.cond(self._wanted["top"], top, none, logits)
+        _, *no_top, no_named = self._nothing(hidden, ids, whose)
+        best = jax.lax.cond(self._wanted["top"], top, lambda _: tuple(no_top), logits)
+        of_named = jax.lax.cond(self._wanted["named"], named, lambda _: no_named, logits)
+        return own - total, *best, of_named
 
-    def _nothing(self, _: jax.Array, ids: jax.Array) -> Any:
+    def _nothing(self, _: jax.Array, ids: jax.Array, __: jax.Array) -> Any:
         count, width = len(ids), self._width
         return (
             jnp.zeros(count, jnp.float32),
             jnp.zeros((count, width), jnp.float32),
             jnp.zeros((count, width), jnp.int32),
+            jnp.zeros((count, MAX_NAMED_IDS), jnp.float32),
         )
 
 

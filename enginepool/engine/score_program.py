@@ -30,6 +30,7 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardM
 
 from enginepool.engine.score_head import ScoreHead
 from enginepool.process.upstream import expect
+from enginepool.requests.request import MAX_NAMED_IDS
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,25 @@ class Piece:
     Attributes:
         slots: Of the KV cache, for prefix and piece: whole pages.
         targets: What follows each of the last so many tokens of the piece.
+        named: Ids whose log-probabilities are wanted beside each of them.
     """
 
     ids: list[int]
     prefix: int
     slots: np.ndarray
     targets: list[int]
+    named: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Values:
-    """Of one piece, one row a target. The most probable tokens only where they were asked for."""
+    """Of one piece, one row a target. The most probable tokens, and named ones, only where they
+    were asked for."""
 
     logprobs: np.ndarray
     top_values: np.ndarray | None
     top_ids: np.ndarray | None
+    named: np.ndarray | None
 
 
 class ScoreProgram:
@@ -102,17 +107,14 @@ class ScoreProgram:
     @staticmethod
     def fetch(pieces: Sequence[Piece], results: Any, *, top: bool) -> list[Values]:
         """What `run` has computed for each piece."""
-        logprobs, *most_probable = jax.device_get(results if top else results[:1])
+        wanted = True, top, top, any(piece.named for piece in pieces)
+        fetched = jax.device_get(
+            [array if needed else None for array, needed in zip(results, wanted, strict=True)]
+        )
         ends = list(itertools.accumulate(len(piece.targets) for piece in pieces))
         parts = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-        values, ids = most_probable or (None, None)
         return [
-            Values(
-                logprobs[part],
-                None if values is None else values[part],
-                None if ids is None else ids[part],
-            )
-            for part in parts
+            Values(*(None if array is None else array[part] for array in fetched)) for part in parts
         ]
 
     def _run(self, bucket: int, pieces: Sequence[Piece], *, top: bool) -> Any:
@@ -121,7 +123,7 @@ class ScoreProgram:
         forward_batch = ForwardBatch.init_new(batch, runner)
         runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
         metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
-        wanted = _wanted(bucket, pieces, top, runner.mesh)
+        wanted = self._wanted(bucket, pieces, top)
         upstreams = runner.jitted_run_model
         runner.jitted_run_model = partial(self._instead, wanted)
         try:
@@ -169,6 +171,32 @@ class ScoreProgram:
         batch.logits_indices = np.zeros(self.sequences, np.int32)
         return batch
 
+    def _wanted(self, bucket: int, pieces: Sequence[Piece], top: bool) -> dict[str, jax.Array]:
+        """Which rows of the hidden states are looked at, first those that count, and for which
+        ids."""
+        starts = itertools.accumulate((len(piece.ids) for piece in pieces), initial=0)
+        rows = [
+            range(start + len(piece.ids) - len(piece.targets), start + len(piece.ids))
+            for start, piece in zip(starts, pieces, strict=False)
+        ]
+        names = np.zeros((self.sequences, MAX_NAMED_IDS), np.int32)
+        for place, piece in enumerate(pieces):
+            names[place, : len(piece.named)] = piece.named
+        whole = {
+            "targets": _padded(bucket, [piece.targets for piece in pieces]),
+            "whose": _padded(bucket, [[place] * len(one) for place, one in enumerate(rows)]),
+            "names": names,
+            "count": np.int32(sum(map(len, rows))),
+            "top": np.bool_(top),
+            "named": np.bool_(any(piece.named for piece in pieces)),
+        }
+        mesh = self._runner.mesh
+        by_data = NamedSharding(mesh, PartitionSpec("data"))
+        return {
+            "rows": jax.device_put(_padded(bucket, rows), by_data),
+            **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())),
+        }
+
 
 def _program(vocab_size: int, batch: int) -> Any:
     head = partial(ScoreHead, vocab_size=vocab_size, batch=batch)
@@ -190,24 +218,6 @@ def _program(vocab_size: int, batch: int) -> Any:
         return model(forward_batch, memory_pools, logits_metadata)
 
     return score
-
-
-def _wanted(bucket: int, pieces: Sequence[Piece], top: bool, mesh: Any) -> dict[str, jax.Array]:
-    """Which rows of the hidden states are looked at, first those that count, and for which ids."""
-    starts = itertools.accumulate((len(piece.ids) for piece in pieces), initial=0)
-    rows = [
-        range(start + len(piece.ids) - len(piece.targets), start + len(piece.ids))
-        for start, piece in zip(starts, pieces, strict=False)
-    ]
-    whole = {
-        "targets": _padded(bucket, [piece.targets for piece in pieces]),
-        "count": np.int32(sum(map(len, rows))),
-        "top": np.bool_(top),
-    }
-    return {
-        "rows": jax.device_put(_padded(bucket, rows), NamedSharding(mesh, PartitionSpec("data"))),
-        **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())),
-    }
 
 
 def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:

@@ -67,6 +67,7 @@ class _Prompt:
         first = self.scoring.start == 0
         self.logprobs: list[float | None] = [None] if first else []
         self.top_logprobs: list[tuple[list[float], list[int]] | None] = [None] if first else []
+        self.named_logprobs: list[list[float] | None] = [None] if first else []
 
     def next_piece(self, room: int, page: int) -> Piece | None:
         """As much as fits, in whole pages unless it is the end."""
@@ -79,7 +80,8 @@ class _Prompt:
         assert self.slots is not None
         targets = self.ids[max(self.computed + 1, self.scoring.start) : end + 1]
         slots = self.slots[: _whole_pages(end, page)]
-        return Piece(self.ids[self.computed : end], self.computed, slots, targets)
+        named = self.scoring.named_ids
+        return Piece(self.ids[self.computed : end], self.computed, slots, targets, named)
 
     def take(self, piece: Piece, values: Values) -> None:
         self.computed += len(piece.ids)
@@ -88,10 +90,15 @@ class _Prompt:
             assert values.top_ids is not None
             best = zip(values.top_values[:, :k], values.top_ids[:, :k], strict=True)
             self.top_logprobs += [(row.tolist(), ids.tolist()) for row, ids in best]
+        if piece.named:
+            assert values.named is not None
+            self.named_logprobs += values.named[:, : len(piece.named)].tolist()
 
     def result(self) -> Scored:
         assert self.update is not None
-        return Scored(self.logprobs, self.top_logprobs, self.version, self.update)
+        return Scored(
+            self.logprobs, self.top_logprobs, self.named_logprobs, self.version, self.update
+        )
 
 
 class Scorer:

@@ -1,4 +1,4 @@
-"""The most probable tokens of each step, for requests that ask for them.
+"""The most probable tokens of each step, and tokens that are named, for requests that ask for them.
 
 Reaches into upstream's model runner: its `compute_logprobs` is replaced.
 
@@ -13,11 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from enginepool.process.upstream import expect_parameters
-from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from enginepool.requests.request import Request
@@ -28,42 +29,79 @@ _NEVER = -1e30
 
 
 class TopLogprobs:
-    """The most probable tokens of a step, in one program of fixed width for every batch."""
+    """The most probable tokens of a step, and those that requests name, in one program of fixed
+    widths for every batch.
+
+    Attributes:
+        warming: The program runs in every step, whatever the batch.
+    """
 
     def __init__(self, model_runner: Any) -> None:
         expect_parameters(model_runner.compute_logprobs, "logits", "token_ids")
         self._original = model_runner.compute_logprobs
         width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
-        self._latest: tuple[jax.Array, jax.Array] | None = None
-        self.wanted = False
-        replicated = NamedSharding(model_runner.mesh, PartitionSpec(None, None))
+        self._asking: list[tuple[int, Any, Request]] = []
+        self._latest: tuple[jax.Array, ...] | None = None
+        self.warming = False
+        self._replicated = NamedSharding(model_runner.mesh, PartitionSpec())
+        table = NamedSharding(model_runner.mesh, PartitionSpec(None, None))
 
         # Without `self`: in a cycle the last step's arrays would outlive a closed engine.
         @jax.jit
-        def top(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jax.lax.top_k(jax.sharding.reshard(logprobs, replicated), width)
+        def top(
+            logprobs: jax.Array, wanted: jax.Array, named: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            rows = len(logprobs)
+
+            def best(logprobs: jax.Array) -> Any:
+                return tuple(jax.lax.top_k(jax.sharding.reshard(logprobs, table), width))
+
+            def none(_: jax.Array) -> Any:
+                zeros = (jnp.zeros((rows, width), kind) for kind in (logprobs.dtype, jnp.int32))
+                return tuple(jax.sharding.reshard(array, table) for array in zeros)
+
+            of_named = logprobs.at[jnp.arange(rows)[:, None], named].get(out_sharding=table)
+            return *jax.lax.cond(wanted, best, none, logprobs), of_named
 
         self._top = top
         model_runner.compute_logprobs = self._compute
 
+    def begin(self, batch: Any, held: dict[str, Request]) -> None:
+        """The next step is of this batch."""
+        reqs = [req for info in batch.reqs_info for req in info.reqs or ()]
+        self._asking = [
+            (row, req, request)
+            for row, req in enumerate(reqs)
+            if (request := held.get(req.rid)) is not None
+            and (request.top_logprobs_num or request.named_ids)
+        ]
+
     def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:
-        self._latest = self._top(token_logprobs) if self.wanted else None
+        self._latest = None
+        if self._asking or self.warming:
+            named = np.zeros((token_logprobs.shape[0], MAX_NAMED_IDS), np.int32)
+            for row, _, request in self._asking:
+                named[row, : len(request.named_ids)] = request.named_ids
+            wanted = np.bool_(any(request.top_logprobs_num for *_, request in self._asking))
+            given = jax.device_put((wanted, named), self._replicated)
+            self._latest = self._top(token_logprobs, *given)
         return self._original(token_logprobs, token_ids)
 
-    def collect(self, batch: Any, held: dict[str, Request]) -> None:
-        """Append this step's row to each request that asked; rows are in the batch's order."""
+    def collect(self, held: dict[str, Request]) -> None:
+        """Append this step's values to each request that asked and is still here."""
         latest, self._latest = self._latest, None
-        self.wanted = any(request.top_logprobs_num for request in held.values())
-        if latest is None or batch is None:
+        asking, self._asking = self._asking, []
+        if latest is None:
             return
-        values, ids = (np.asarray(array) for array in jax.device_get(latest))
-        reqs = [req for info in batch.reqs_info for req in info.reqs or ()]
-        for row, req in enumerate(reqs):
-            request = held.get(req.rid)
-            if request is None or not request.top_logprobs_num:
+        values, ids, named = jax.device_get(latest)
+        for row, req, request in asking:
+            if held.get(req.rid) is not request:
                 continue
-            if len(request.top_logprobs) < len(req.output_ids):
-                k = request.top_logprobs_num
+            count = len(req.output_ids)
+            if (k := request.top_logprobs_num) and len(request.top_logprobs) < count:
                 # Fewer where a grammar allows fewer: the others have float32's lowest.
                 k = min(k, int((values[row] > _NEVER).sum()))
                 request.top_logprobs.append((values[row, :k].tolist(), ids[row, :k].tolist()))
+            if request.named_ids and len(request.named_logprobs) < count:
+                own = named[row, : len(request.named_ids)]
+                request.named_logprobs.append(np.where(own > _NEVER, own, -np.inf).tolist())

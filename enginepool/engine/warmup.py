@@ -43,7 +43,7 @@ def warm_up(scheduler: PinnedScheduler) -> None:
         return batch
 
     manager._make_dummy_batch = seeded
-    scheduler.want_top_logprobs(True)
+    scheduler.warm_top_logprobs(True)
     try:
         with no_progress_bars():
             worker.run_precompile()
@@ -51,5 +51,5 @@ def warm_up(scheduler: PinnedScheduler) -> None:
         scheduler.kv_cache.compile()
         scheduler.steady.compile()
     finally:
-        scheduler.want_top_logprobs(False)
+        scheduler.warm_top_logprobs(False)
         del manager._make_dummy_batch

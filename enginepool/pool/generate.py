@@ -194,6 +194,7 @@ def _make_call(
         checked.get("input_ids"),
         return_logprob=checked.get("return_logprob"),
         top_logprobs_num=checked.get("top_logprobs_num"),
+        token_ids_logprob=checked.get("token_ids_logprob"),
         return_prompt_logprob=checked.get("return_prompt_logprob"),
         logprob_start_len=checked.get("logprob_start_len"),
         prompt_indices=checked.get("prompt_indices"),

@@ -16,6 +16,7 @@ from enginepool.values import flag, seconds
 
 Texts = str | Sequence[str] | None
 Ids = Sequence[int] | Sequence[Sequence[int]] | None
+Named = Sequence[int] | Sequence[Sequence[int] | None] | None
 
 
 class ScoreCalls(Opening):
@@ -29,6 +30,7 @@ class ScoreCalls(Opening):
         input_ids: Ids = None,
         continuation_ids: Ids = None,
         top_logprobs_num: int | None = None,
+        token_ids_logprob: Named = None,
         timeout: float | None = None,
         raise_on_error: bool = False,
     ) -> dict[str, Any] | list[dict[str, Any]]:
@@ -46,6 +48,8 @@ class ScoreCalls(Opening):
                 token ids in `continuation_ids`. A text is tokenized by itself, without special
                 tokens, and joined to its prompt's.
             top_logprobs_num: Give the most probable ids in each place as well; at most 20.
+            token_ids_logprob: Give those of these ids in each place as well: one list for all
+                continuations, or one a continuation, of 64 at most.
             timeout: Seconds for the whole call. What is not finished then keeps its place,
                 without values, and `finish_reason {"type": "abort", "err_type": "timeout"}`.
             raise_on_error: Raise if one ended early, instead of returning it as it is.
@@ -53,7 +57,7 @@ class ScoreCalls(Opening):
         Returns:
             One dict a continuation, in input order; a lone dict for a lone prompt and a lone
             continuation. `logprobs` has one number a token of `continuation_ids`, `top_logprobs`
-            (if asked for) a list of (logprob, id, None) a token.
+            and `token_ids_logprobs` (if asked for) a list of (logprob, id, None) a token.
 
         Raises:
             InvalidRequest: Bad input, before anything has started.
@@ -63,7 +67,7 @@ class ScoreCalls(Opening):
         timeout, raises = seconds("timeout", timeout), flag("raise_on_error", raise_on_error)
         runtime = self._runtime()
         given = prompts, continuations, input_ids, continuation_ids
-        call = _make_call(runtime, given, top_logprobs_num)
+        call = _make_call(runtime, given, top_logprobs_num, token_ids_logprob)
         return _lone(call, run_call(runtime, call, timeout, raises))
 
     async def async_score(
@@ -74,6 +78,7 @@ class ScoreCalls(Opening):
         input_ids: Ids = None,
         continuation_ids: Ids = None,
         top_logprobs_num: int | None = None,
+        token_ids_logprob: Named = None,
         timeout: float | None = None,
         raise_on_error: bool = False,
     ) -> dict[str, Any] | list[dict[str, Any]]:
@@ -81,15 +86,23 @@ class ScoreCalls(Opening):
         timeout, raises = seconds("timeout", timeout), flag("raise_on_error", raise_on_error)
         runtime = await self._async_runtime()
         given = prompts, continuations, input_ids, continuation_ids
-        call = await anyio.to_thread.run_sync(_make_call, runtime, given, top_logprobs_num)
+        call = await anyio.to_thread.run_sync(
+            _make_call, runtime, given, top_logprobs_num, token_ids_logprob
+        )
         return _lone(call, await async_run_call(runtime, call, timeout, raises))
 
 
-def _make_call(runtime: Runtime, given: tuple[Any, ...], top_logprobs_num: int | None) -> Call:
+def _make_call(
+    runtime: Runtime,
+    given: tuple[Any, ...],
+    top_logprobs_num: int | None,
+    token_ids_logprob: Named,
+) -> Call:
     return make_score_call(
         runtime.input_processor,
         *given,
         top_logprobs_num=top_logprobs_num,
+        token_ids_logprob=token_ids_logprob,
         weight_version=runtime.desired.weight_version,
     )
 

@@ -39,7 +39,6 @@ UNSUPPORTED = (
     "image_data",
     "video_data",
     "audio_data",
-    "token_ids_logprob",
     "lora_path",
     "lora_id",
     "return_routed_experts",
@@ -125,24 +124,28 @@ class FrontEnd:
                 f"logprob_start_len={shown(obj.logprob_start_len)} says from where on a prompt's "
                 "log-probabilities are wanted: give return_logprob=True with it"
             )
+        extra_key = _one_for_all("extra_key", getattr(obj, "extra_key", None))
+        if not isinstance(extra_key, str | None):
+            raise InvalidRequest(f"extra_key={shown(extra_key)}: expected a string")
         return self.runtime.input_processor.make_call(
             obj.text,
             obj.sampling_params,
             obj.input_ids,
             return_logprob=return_logprob,
             top_logprobs_num=_one_for_all("top_logprobs_num", obj.top_logprobs_num),
+            token_ids_logprob=obj.token_ids_logprob,
             return_prompt_logprob=starts is not None or prompt_logprobs is not None,
             logprob_start_len=starts if prompt_logprobs is None else None,
             prompt_top_logprobs_num=prompt_logprobs,
             stream=obj.stream,
             clamp=clamp,
             pinned_to=self._pinned_to,
-            extra_key=getattr(obj, "extra_key", None),
+            extra_key=extra_key,
             rids=_as_list(obj.rid) if obj.rid else None,
             weight_version=self.runtime.desired.weight_version,
         )
 
-    def make_score_call(self, input_ids: Any, continuation_ids: Any) -> Call:
+    def make_score_call(self, input_ids: Any, continuation_ids: Any, named_ids: Any) -> Call:
         """The requests of `pool.score`, one a continuation, for these engines."""
         return make_score_call(
             self.runtime.input_processor,
@@ -150,6 +153,7 @@ class FrontEnd:
             None,
             input_ids,
             continuation_ids,
+            token_ids_logprob=named_ids,
             pinned_to=self._pinned_to,
             weight_version=self.runtime.desired.weight_version,
         )

@@ -22,11 +22,16 @@ class CallOptions(TypedDict, total=False):
             They are those of softmax(logits / temperature) before top-k, top-p and min-p, at
             temperature 0 of softmax(logits); of logits after the penalties and `min_new_tokens`.
         top_logprobs_num: Give the most probable ids of each step as well; at most 20.
+        token_ids_logprob: Give the log-probabilities of these ids in each step as well, in
+            `meta_info["output_token_ids_logprobs"]`: one list for all prompts, or one a prompt, of
+            64 at most. They are -inf where an id cannot come. A batch with such a request takes
+            upstream's step, which is slower.
         return_prompt_logprob: Give `meta_info["input_token_logprobs"]`, one (logprob, id, None) a
             token of the prompt, at temperature 1; the first token's is None. They are computed
             apart from the sampling, before it, by the weights that
             `meta_info["input_logprobs_weight_version"]` names; once for the samples of a prompt.
-            With `top_logprobs_num` also `meta_info["input_top_logprobs"]`. A stream has them in
+            With `top_logprobs_num` also `meta_info["input_top_logprobs"]`, with
+            `token_ids_logprob` also `meta_info["input_token_ids_logprobs"]`. A stream has them in
             its last chunk.
         logprob_start_len: From which token of the prompt on; one for all prompts, or one a prompt.
         prompt_indices: Which prompts of a larger batch these are, one number a prompt: what
@@ -35,8 +40,9 @@ class CallOptions(TypedDict, total=False):
         sample_indices: Likewise which sample each is; each is one (n=1).
         partial_outputs: What of each output is there already, None or a dict as results and
             chunks are: `output_ids`, and of `meta_info` `output_token_logprobs` and
-            `output_top_logprobs` (needed if the call asks for them) and `weight_versions`. The
-            output goes on behind it and comes back whole, as if it had been made in one go:
+            `output_top_logprobs` and `output_token_ids_logprobs` (needed if the call asks for
+            them) and `weight_versions`. The output goes on behind it and comes back whole, as if
+            it had been made in one go:
             `max_new_tokens` and `completion_tokens` count it, `prompt_tokens` does not. One
             that is complete comes back without a step. Each is one sample (n=1).
         timeout: Seconds for the whole call. What is not finished then keeps its place, with what
@@ -46,6 +52,7 @@ class CallOptions(TypedDict, total=False):
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None
     return_logprob: bool
     top_logprobs_num: int
+    token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None
     return_prompt_logprob: bool
     logprob_start_len: int | Sequence[int]
     prompt_indices: Sequence[int] | None

@@ -11,8 +11,9 @@ from enginepool.errors import InvalidGrammar, InvalidRequest
 from enginepool.requests.grammar import Grammar
 from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.limits import Limits, check_ids, check_length
+from enginepool.requests.logprob_options import check_named_ids, check_top_logprobs
 from enginepool.requests.part import read_part
-from enginepool.requests.request import MAX_TOP_LOGPROBS, Call, Request
+from enginepool.requests.request import Call, Request
 from enginepool.requests.sampling import Sampling, Seeds, make_sampling
 from enginepool.requests.scoring import Scoring
 from enginepool.requests.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class InputProcessor:
         *,
         return_logprob: bool | None = None,
         top_logprobs_num: int | None = None,
+        token_ids_logprob: Any = None,
         return_prompt_logprob: bool | None = None,
         logprob_start_len: int | Sequence[int] | None = None,
         prompt_top_logprobs_num: int | None = None,
@@ -75,7 +77,9 @@ class InputProcessor:
         prompt_top = top_logprobs_num
         if prompt_top_logprobs_num is not None:
             prompt_top = check_top_logprobs(prompt_top_logprobs_num)
+        named = check_named_ids(token_ids_logprob, len(token_ids), self.limits.vocab_size)
         return_logprob = flag("return_logprob", return_logprob) or top_logprobs_num > 0
+        return_logprob = return_logprob or any(named)
         if rids is not None and len(rids) != len(token_ids):
             raise InvalidRequest(f"{len(rids)} request ids for {len(token_ids)} prompts")
         for index, prompt in enumerate(token_ids):
@@ -92,12 +96,16 @@ class InputProcessor:
             self.limits,
             return_logprob=return_logprob,
             top_logprobs_num=top_logprobs_num,
+            named_ids=named,
         )
         grammars = self._grammars(sampling)
         call = Call(weight_version, lone=lone)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             start, alone = starts[index], one.params.max_new_tokens == 0
             prompt_index, given = part.prompt_indices[index], part.partial_outputs[index]
+            scoring = None
+            if start is not None:
+                scoring = Scoring(start, prompt_top, named[index], alone=alone)
             sample = partial(
                 Request,
                 call,
@@ -107,10 +115,11 @@ class InputProcessor:
                 rid=rids[index] if rids else "",
                 return_logprob=return_logprob,
                 top_logprobs_num=top_logprobs_num,
+                named_ids=named[index],
                 stream=stream,
                 pinned_to=pinned_to,
                 extra_key=extra_key,
-                scoring=None if start is None else Scoring(start, prompt_top, alone=alone),
+                scoring=scoring,
                 grammar=grammars[index],
             )
             for sample_index in part.samples(index, one.n):
@@ -281,17 +290,6 @@ def _plain_ids(name: str, index: int, prompt: Any) -> list[int]:
         if not is_int(token_id):
             raise InvalidRequest(f"{name}: {shown(token_id)} is not an integer", prompt_index=index)
     return ids
-
-
-def check_top_logprobs(number: Any) -> int:
-    number = plain(number)
-    if number is None:
-        return 0
-    if not (is_int(number) and 0 <= number <= MAX_TOP_LOGPROBS):
-        raise InvalidRequest(
-            f"top_logprobs_num={shown(number)}: expected an integer from 0 to {MAX_TOP_LOGPROBS}"
-        )
-    return number
 
 
 def _is_upstreams(params: Any) -> bool:

@@ -7,7 +7,12 @@ from typing import Any
 
 from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
 from enginepool.requests.request import Call, Request, aborted
-from enginepool.requests.score_input import prompt_entries, score_result
+from enginepool.requests.score_input import (
+    named_entries,
+    prompt_entries,
+    score_result,
+    top_entries,
+)
 from enginepool.requests.tokenizer import Tokenizer
 from enginepool.requests.wait import Chunk
 
@@ -77,10 +82,10 @@ def _as_dict(
             for logprob, token_id in zip(logprobs, output_ids, strict=False)
         ]
         if request.top_logprobs_num:
-            meta["output_top_logprobs"] = [
-                [(value, token_id, None) for value, token_id in zip(values, ids, strict=True)]
-                for values, ids in request.top_logprobs[: len(output_ids)]
-            ]
+            meta["output_top_logprobs"] = top_entries(request.top_logprobs[:count])
+        if request.named_ids:
+            rows = request.named_logprobs[:count]
+            meta["output_token_ids_logprobs"] = named_entries(rows, request.named_ids)
     return {
         "text": text,
         "output_ids": output_ids,

@@ -21,6 +21,7 @@ class Partial:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
+    named_logprobs: list[list[float]] = field(default_factory=list)
     weight_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
 
@@ -33,6 +34,7 @@ class Partial:
             "output_ids": list(self.output_ids),
             "logprobs": list(self.logprobs),
             "top_logprobs": list(self.top_logprobs),
+            "named_logprobs": list(self.named_logprobs),
             "weight_versions": [list(span) for span in self.weight_versions],
             "prompt_weight_versions": list(self.prompt_weight_versions),
         }
@@ -61,6 +63,7 @@ def read_part(
     *,
     return_logprob: bool,
     top_logprobs_num: int,
+    named_ids: Sequence[Sequence[int]],
 ) -> Part:
     """
     Raises:
@@ -79,7 +82,7 @@ def read_part(
     if partial_outputs is not None:
         given = _one_a_prompt("partial_outputs", partial_outputs, count)
         partials = [
-            _Reading(index, one, return_logprob, top_logprobs_num).partial(limits)
+            _Reading(index, one, return_logprob, top_logprobs_num, named_ids[index]).partial(limits)
             for index, one in enumerate(given)
         ]
     for index, (partial, one) in enumerate(zip(partials, sampling, strict=True)):
@@ -129,12 +132,20 @@ def _check_length(index: int, partial: Partial, sampling: Sampling, room: int) -
 class _Reading:
     """One entry of `partial_outputs`: a result, or as much of one as there is."""
 
-    def __init__(self, index: int, given: Any, return_logprob: bool, top_logprobs: int) -> None:
-        self._index = index
+    def __init__(
+        self,
+        index: int,
+        given: Any,
+        return_logprob: bool,
+        top_logprobs: int,
+        named_ids: Sequence[int],
+    ) -> None:
+        self._index, self._named_ids = index, named_ids
         self._given: Mapping[str, Any] = {} if given is None else given
         self._needed = {
             "output_token_logprobs": "return_logprob=True" if return_logprob else "",
             "output_top_logprobs": f"top_logprobs_num={top_logprobs}" if top_logprobs else "",
+            "output_token_ids_logprobs": "token_ids_logprob" if named_ids else "",
         }
 
     def partial(self, limits: Limits) -> Partial:
@@ -156,6 +167,7 @@ class _Reading:
             list(ids),
             self._logprobs(meta, ids),
             [([e[0] for e in entries], [e[1] for e in entries]) for entries in top or ()],
+            self._named(meta, len(ids)),
             self._spans(meta, len(ids)),
             list(meta.get("prompt_weight_versions") or ()),
         )
@@ -174,6 +186,23 @@ class _Reading:
                 )
             values.append(float(value))
         return values
+
+    def _named(self, meta: Mapping[str, Any], count: int) -> list[list[float]]:
+        if not self._named_ids:
+            return []
+        rows = []
+        for row in self._entries(meta, "output_token_ids_logprobs", count) or ():
+            try:
+                values, ids = zip(*((value, token_id) for value, token_id, *_ in row), strict=True)
+            except (TypeError, ValueError):
+                values, ids = (), ()
+            if ids != tuple(self._named_ids) or not all(map(is_number, values)):
+                raise self._refusal(
+                    f"output_token_ids_logprobs: {shown(row)}: expected (logprob, id, None) of "
+                    f"{shown(list(self._named_ids))}, as results have them"
+                )
+            rows.append([float(value) for value in values])
+        return rows
 
     def _entries(self, meta: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
         """One an id; None if there are none and nobody needs them."""

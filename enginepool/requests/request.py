@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ from enginepool.requests.scoring import Scored, Scoring
 
 # The widest `top_logprobs_num`: OpenAI's limit. Engines compute one width for all.
 MAX_TOP_LOGPROBS = 20
+# The most ids of `token_ids_logprob`; the same width for all, likewise.
+MAX_NAMED_IDS = 64
 
 
 class Signal(Protocol):
@@ -68,6 +70,7 @@ class Request:
     rid: str = ""  # the caller's name for it, if it gave one
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    named_ids: Sequence[int] = ()  # those of `token_ids_logprob`
     stream: bool = False
     extra_key: str | None = None
     pinned_to: int | None = None  # the only engine that may run it
@@ -80,6 +83,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
+    named_logprobs: list[list[float]] = field(default_factory=list)  # of `named_ids`, a token
     weight_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
@@ -129,6 +133,7 @@ class Request:
             count -= 1
         self.output_ids, self.logprobs = output_ids[:count], logprobs[:count]
         del self.top_logprobs[count:]
+        del self.named_logprobs[count:]
         spans = self.weight_versions
         while spans and spans[-1][0] >= count:
             spans.pop()

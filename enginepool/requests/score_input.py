@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginepool.errors import InvalidRequest
-from enginepool.requests.input_processor import InputProcessor, check_top_logprobs
+from enginepool.requests.input_processor import InputProcessor
 from enginepool.requests.limits import check_ids
+from enginepool.requests.logprob_options import check_named_ids, check_top_logprobs
 from enginepool.requests.request import Call, Request
 from enginepool.requests.scoring import Scoring
 
@@ -20,6 +21,7 @@ def make_score_call(
     continuation_ids: Sequence[int] | Sequence[Sequence[int]] | None,
     *,
     top_logprobs_num: int | None = None,
+    token_ids_logprob: Any = None,
     pinned_to: int | None = None,
     weight_version: int | str = 0,
 ) -> Call:
@@ -46,6 +48,7 @@ def make_score_call(
             "prompt for all of them"
         )
     top = check_top_logprobs(top_logprobs_num)
+    named = check_named_ids(token_ids_logprob, len(before), limits.vocab_size)
     for index, (prompt, continuation) in enumerate(zip(before, after, strict=True)):
         check_ids(prompt, "the prompt", index, limits)
         check_ids(continuation, "the continuation", index, limits)
@@ -59,7 +62,7 @@ def make_score_call(
             )
     call = Call(weight_version, lone=lone and one)
     for index, (prompt, continuation) in enumerate(zip(before, after, strict=True)):
-        scoring = Scoring(len(prompt), top, alone=True)
+        scoring = Scoring(len(prompt), top, named[index], alone=True)
         request = Request(
             call,
             prompt + continuation,
@@ -83,6 +86,9 @@ def score_result(request: Request) -> dict[str, Any]:
     }
     if scoring.top_logprobs_num:
         result["top_logprobs"] = [] if scored is None else top_entries(scored.top_logprobs)
+    if named := scoring.named_ids:
+        rows = [] if scored is None else scored.named_logprobs
+        result["token_ids_logprobs"] = named_entries(rows, named)
     return result | {
         "meta_info": {
             "id": request.shown_rid,
@@ -109,6 +115,9 @@ def prompt_entries(request: Request) -> dict[str, Any]:
     }
     if scoring.top_logprobs_num:
         entries["input_top_logprobs"] = []
+    if scoring.named_ids:
+        rows = [] if scored is None else scored.named_logprobs
+        entries["input_token_ids_logprobs"] = named_entries(rows, scoring.named_ids)
     if scored is not None:
         entries["input_logprobs_weight_version"] = scored.version
         entries["input_token_logprobs"] = [
@@ -119,7 +128,7 @@ def prompt_entries(request: Request) -> dict[str, Any]:
     return entries
 
 
-def top_entries(rows: Sequence[tuple[list[float], list[int]] | None]) -> list[Any]:
+def top_entries(rows: Sequence[tuple[Sequence[float], Sequence[int]] | None]) -> list[Any]:
     """(log-probability, id, None) as upstream has them; None for what follows nothing."""
     return [
         None
@@ -127,3 +136,8 @@ def top_entries(rows: Sequence[tuple[list[float], list[int]] | None]) -> list[An
         else [(value, token_id, None) for value, token_id in zip(*row, strict=True)]
         for row in rows
     ]
+
+
+def named_entries(rows: Sequence[list[float] | None], ids: Sequence[int]) -> list[Any]:
+    """The same of ids that a call names."""
+    return top_entries([None if row is None else (row, ids) for row in rows])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anyio.to_thread import run_sync
@@ -19,6 +18,7 @@ from enginepool.requests.request import Call
 from enginepool.requests.score_input import prompt_entries
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
+from enginepool.serve.presence import while_present
 from enginepool.serve.record import (
     CLIENT_GONE,
     ExchangeRecord,
@@ -35,6 +35,8 @@ from enginepool.serve.wire_extras import name_tokens
 if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
 
+# Log-probabilities of outputs that are written down in a few milliseconds.
+_MANY_VALUES = 1 << 11
 _DONE = ("data: [DONE]\n\n", b"data: [DONE]\n\n")  # upstream's, and ours
 
 
@@ -68,6 +70,7 @@ class Exchange:
         rids: The client's own ids of its requests.
         token_names: The name of a token in log-probabilities, in the place of its text.
         names_own: Where the most probable tokens are not asked for, each place names its own.
+        reads_new: Who reads a stream looks in each output at what is new there, and at no more.
         watchers: Told of every output of a stream, which they may change.
         failure: What ended a streamed reply early.
     """
@@ -85,7 +88,7 @@ class Exchange:
         self.call: Call | None = None
         self.rids: frozenset[str] = frozenset()
         self.token_names: Callable[[int], str] = rendering.token_text
-        self.names_own = False
+        self.names_own = self.reads_new = False
         self.watchers: list[Callable[[dict[str, Any]], None]] = []
         self.failure: Exception | None = None
         self._started = time.perf_counter()
@@ -93,7 +96,7 @@ class Exchange:
         self._outputs: AsyncIterator[Any] | None = None
         self._first: Any = None
         self._texts = True
-        self._begun: set[int] = set()
+        self._seen: dict[int, int] = {}  # of each output of a stream, how many tokens
         self._ended = False
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +106,7 @@ class Exchange:
         """The reply, or the error's. Ends the requests in the engines if the client leaves."""
         self._host.began(self)
         try:
-            response = await _while_present(self._raw, reply())
+            response = await while_present(self._raw, reply())
         except Exception as error:
             response = error_reply(error)
             self.failure = error
@@ -205,33 +208,46 @@ class Exchange:
             return cut_short(self.call)
         return self.failure
 
+    async def beside[T](self, make: Callable[[], T], outputs: Sequence[Any]) -> T:
+        """What is made of these outputs; beside the event loop, if they have many values."""
+        assert self.call is not None
+        first = self.call.requests[0]
+        tokens = sum(len(one["output_ids"]) for one in outputs) if first.return_logprob else 0
+        values = tokens * (1 + first.top_logprobs_num + len(first.named_ids))
+        # Prompts that are scored may be long.
+        if first.scoring is None and values < _MANY_VALUES:
+            return make()
+        return await run_sync(make)
+
     async def _dress(self, output: Any) -> Any:
         assert self.call is not None
-        if self.call.requests[0].scoring is None:
+        if self.reads_new and self.call.requests[0].scoring is None:
             return self._dressed(output)
-        return await run_sync(self._dressed, output)  # prompts may be long
+        outputs = output if isinstance(output, list) else [output]
+        return await self.beside(lambda: self._dressed(output), outputs)
 
     def _dressed(self, output: Any) -> Any:
         """Log-probabilities as upstream's classes read them: with each token's text, and those of
         the prompt with the first chunk of a stream, too."""
         for one in output if isinstance(output, list) else [output]:
             meta = one["meta_info"]
-            if (index := one.get("index")) is not None:
-                self._see(one, index)
-            for kind in ("input", "output"):
+            since = 0 if (index := one.get("index")) is None else self._see(one, index)
+            name = self.token_names if self._texts else None
+            for kind, first in (("input", 0), ("output", since if self.reads_new else 0)):
                 if f"{kind}_token_logprobs" in meta:
-                    name = self.token_names if self._texts else None
-                    name_tokens(meta, kind, name, own=self.names_own)
+                    name_tokens(meta, kind, name, own=self.names_own, since=first)
         return output
 
-    def _see(self, chunk: dict[str, Any], index: int) -> None:
+    def _see(self, chunk: dict[str, Any], index: int) -> int:
+        """Returns how many tokens of it were there before."""
         assert self.call is not None
         request = self.call.requests[index]
-        if request.scoring is not None and index not in self._begun:
+        if request.scoring is not None and index not in self._seen:
             chunk["meta_info"] |= prompt_entries(request)
-        self._begun.add(index)
+        since, self._seen[index] = self._seen.get(index, 0), len(chunk["output_ids"])
         for watch in self.watchers:
             watch(chunk)
+        return since
 
 
 class _Stream(StreamingResponse):
@@ -248,24 +264,6 @@ class _Stream(StreamingResponse):
             call, failure = self._exchange.call, self._exchange.failure
             gone = failure is None and call is not None and not call.done
             self._exchange.end(CLIENT_GONE if gone else self.status_code)
-
-
-async def _while_present(raw: Request, work: Awaitable[Response]) -> Response | None:
-    """Await `work` while the client is there; cancel it, and return None, when it leaves."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_left(raw))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _left(raw: Request) -> None:
-    while (await raw.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _ids(rid: Any, prompts: int, prefix: str | None) -> list[str] | None:

@@ -12,6 +12,8 @@ What is called is looked for when the server starts, and missed by name.
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -32,6 +34,7 @@ from enginepool.process.upstream import expect
 from enginepool.requests.grammar import KINDS
 from enginepool.serve.answer_form import form_of
 from enginepool.serve.bodies import CheckedRoute, with_ids
+from enginepool.serve.chat_stream import ChatStream
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
 from enginepool.serve.openai_fields import check_fields, check_template_options
@@ -63,6 +66,7 @@ class _Serving:
         call, text = exchange.call, exchange.tokenizer.token_text
         assert call is not None
         if body.stream:
+            exchange.reads_new = True
             streamed = await self._handle_streaming_request(adapted, body, raw)
             pieces = streamed.body_iterator
             if body.return_token_ids:
@@ -73,17 +77,23 @@ class _Serving:
                 echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
                 exchange.watchers.append(echoed.saw)
             return exchange.stream(pieces)
-        made = await self._handle_non_streaming_request(adapted, body, raw)
-        if exchange.failure is not None:
-            raise exchange.failure
-        if isinstance(made, Response):
-            return made
-        if body.return_token_ids or body.prompt_logprobs is not None:
-            reply = await run_sync(
-                lambda: orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
-            )
+        try:
+            made = await anext(exchange.generate_request(adapted, raw))
+        except ValueError as error:
+            raise exchange.failure or error from error
+        results = made if isinstance(made, list) else [made]
+
+        def whole() -> Response:
+            made = self._build(body, results, int(time.time()))
+            if isinstance(made, Response):
+                return made
+            if body.return_token_ids or body.prompt_logprobs is not None:
+                reply = orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
+            else:
+                reply = made.model_dump_json()
             return Response(reply, media_type="application/json")
-        return Response(made.model_dump_json(), media_type="application/json")
+
+        return await exchange.beside(whole, results)
 
     def _adapt(self: Any, body: Any) -> Any:
         """Upstream's GenerateReqInput for a body: it applies the chat template and encodes."""
@@ -113,6 +123,8 @@ class _Serving:
 
 
 class Completion(_Serving, OpenAIServingCompletion):
+    _build = OpenAIServingCompletion._build_completion_response
+
     def echo_text(self, body: CompletionBody, index: int) -> str:
         """The prompt of an output."""
         return super()._get_echo_text(body, index)
@@ -132,9 +144,30 @@ class Score(OpenAIServingScore):
 
 
 class Chat(_Serving, OpenAIServingChat):
+    _build = OpenAIServingChat._build_chat_response
+
     def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
         # A chunk of a stream may hold several tokens; upstream gives all the first one's.
         return super()._process_logprobs_tokens(logprobs, use_token_index=True)
+
+    async def _generate_chat_stream(
+        self, adapted_request: Any, request: Any, raw_request: Any
+    ) -> AsyncGenerator[str, None]:
+        exchange: Any = self.tokenizer_manager
+        args = exchange.server_args
+        reasons = (
+            args.reasoning_parser is not None
+            and request.separate_reasoning
+            and self._get_reasoning_from_request(request)
+        )
+        stream = ChatStream(request, args, reasons=reasons)
+        outputs = exchange.generate_request(adapted_request, raw_request)
+        try:
+            async for chunk in stream.of(outputs, self._process_streaming_logprobs):
+                yield chunk
+        except ValueError:
+            yield ""  # the exchange knows why, and tells
+        yield "data: [DONE]\n\n"
 
 
 def token_name(token: int) -> str:
@@ -144,7 +177,7 @@ def token_name(token: int) -> str:
 
 _USED = (
     *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
-    *("_handle_streaming_request", "_handle_non_streaming_request", "_build_sampling_params"),
+    *("_handle_streaming_request", "_build_sampling_params"),
 )
 
 
@@ -153,8 +186,10 @@ def router(service: Service) -> APIRouter:
     Raises:
         EnginePoolError: Upstream's serving classes are not those that are known here.
     """
-    expect(OpenAIServingCompletion, *_USED, "_get_echo_text")
-    expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens")
+    expect(OpenAIServingCompletion, *_USED, "_get_echo_text", "_build_completion_response")
+    expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens", "_generate_chat_stream")
+    expect(OpenAIServingChat, "_get_reasoning_from_request", "_process_streaming_logprobs")
+    expect(OpenAIServingChat, "_build_chat_response")
     expect(OpenAIServingScore, "_handle_non_streaming_request")
     routes = APIRouter(route_class=CheckedRoute)
 

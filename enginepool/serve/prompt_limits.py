@@ -13,9 +13,12 @@ from typing import Any
 from enginepool.errors import InvalidRequest
 from enginepool.requests.chat import check_messages
 from enginepool.requests.tokenizer import Tokenizer
+from enginepool.values import shown
 
 # Fields whose lists of token ids are as long as prompts are.
 _IDS = ("prompt", "input_ids", "token_ids", "tokens")
+# Fields that come again, in every chunk of a stream or at every step, and how long they may be.
+_NAMES, _LONGEST_NAME = ("model", "extra_key"), 1024
 _CONVERSATION = ("messages", "tools", "chat_template_kwargs", "input", "instructions")
 # A message, a tool or a text part is a few JSON values, and a token or more.
 _VALUES_A_TOKEN = 4
@@ -45,6 +48,14 @@ class PromptLimits:
         Returns:
             The fields that hold token ids and nothing else.
         """
+        for name in _NAMES:
+            values = body.get(name)
+            for value in values if isinstance(values, list) else [values]:
+                if isinstance(value, str) and len(value) > _LONGEST_NAME:
+                    raise InvalidRequest(
+                        f"{name}={shown(value)}: {len(value)} characters, expected at most "
+                        f"{_LONGEST_NAME}"
+                    )
         ids = {name: body[name] for name in _IDS if self._are_ids(body.get(name))}
         at_most = _OTHER_VALUES + _VALUES_A_TOKEN * self._tokens
         values, _ = _count({k: v for k, v in body.items() if k not in ids}, at_most)

@@ -18,7 +18,7 @@ from enginepool.serve.options import ServeOptions
 from enginepool.values import shown
 
 MAX_RID = 256  # characters of a request's id
-_MAX_VALUES = 1 << 20  # log-probabilities of prompts in one reply: each is worked on one by one
+MAX_VALUES = 1 << 20  # log-probabilities of prompts in one reply: each is worked on one by one
 
 
 class BodyLimit:
@@ -95,14 +95,15 @@ def check_counts(obj: Any, prompts: int, options: ServeOptions, max_queued: int 
 def check_values(call: Call) -> None:
     """Bound what a reply says of its prompts, which every sample repeats."""
     values = sum(
-        (len(request.input_ids) - request.scoring.start) * (1 + request.scoring.top_logprobs_num)
+        (len(request.input_ids) - scoring.start)
+        * (1 + scoring.top_logprobs_num + len(scoring.named_ids))
         for request in call.requests
-        if request.scoring is not None
+        if (scoring := request.scoring) is not None
     )
-    if values > _MAX_VALUES:
+    if values > MAX_VALUES:
         raise InvalidRequest(
             f"{values} log-probabilities of prompts are too many for one reply: at most "
-            f"{_MAX_VALUES}; ask for fewer of the most probable tokens or samples, or send several"
+            f"{MAX_VALUES}; ask for fewer other tokens or samples, or send several"
         )
 
 

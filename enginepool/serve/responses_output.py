@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from enginepool.requests.request import Call
@@ -143,13 +143,11 @@ class Events:
 
     def _chunk(self, choice: dict[str, Any]) -> Iterator[str]:
         delta: dict[str, Any] = defaultdict(lambda: None, choice["delta"])
-        if delta["role"]:  # the first, which repeats what the second has
-            return
         if delta["reasoning_content"]:
             yield from self._begun("reasoning", summary=[], content=_reasoning(""))
             yield self._grown("reasoning_text", delta["reasoning_content"])
         logprobs = (choice.get("logprobs") or {}).get("content") or []
-        if delta["content"] or logprobs:
+        if delta["content"] or (logprobs and self._says_nothing_else(delta)):
             yield from self._begun("message", role="assistant", content=[_text("", [])])
             assert self._item is not None
             self._item["content"][0]["logprobs"] += logprobs
@@ -163,6 +161,12 @@ class Events:
                 assert self._item is not None
                 self._item["arguments"] += arguments
                 yield self._of_item("response.function_call_arguments.delta", delta=arguments)
+
+    def _says_nothing_else(self, delta: Mapping[str, Any]) -> bool:
+        """Whether log-probabilities without a text are those of one."""
+        if delta["reasoning_content"] or delta["tool_calls"]:
+            return False
+        return not self._answer.items or (self._item or {}).get("type") == "message"
 
     def _begun(self, kind: str, **fields: Any) -> Iterator[str]:
         """Have an item of that kind to write to."""

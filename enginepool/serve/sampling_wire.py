@@ -9,6 +9,9 @@ from enginepool.errors import InvalidRequest
 from enginepool.values import is_int, shown
 
 _INT32, _INT64 = 1 << 31, 1 << 63
+# Strings that end an output are looked for in every row after every step, in as much of the output
+# as the longest of them takes.
+_STOPS, _STOP_CHARACTERS = 256, 4096
 
 
 def as_taken(params: Any) -> Any:
@@ -16,18 +19,29 @@ def as_taken(params: Any) -> Any:
     are, and a seed of up to 64 bits is folded into the 32 that an engine's has.
 
     Raises:
-        InvalidRequest: A wider seed.
+        InvalidRequest: A wider seed, or more `stop` than can be looked for.
     """
     if isinstance(params, list):
         return [as_taken(one) for one in params]
     if not isinstance(params, Mapping):
         return params
     taken = dict(params)
+    _check_stop(taken.get("stop"))
     if is_int(taken.get("top_k")) and taken["top_k"] == 0:
         taken["top_k"] = -1
     if is_int(taken.get("sampling_seed")):
         taken["sampling_seed"] = _folded(taken["sampling_seed"])
     return taken
+
+
+def _check_stop(stop: Any) -> None:
+    stops = [one for one in (stop if isinstance(stop, list) else [stop]) if isinstance(one, str)]
+    characters = sum(map(len, stops))
+    if len(stops) > _STOPS or characters > _STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop: {len(stops)} strings of {characters} characters: at most {_STOPS} are taken, "
+            f"of {_STOP_CHARACTERS} characters together"
+        )
 
 
 def _folded(seed: int) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 from anyio.to_thread import run_sync
 
 from enginepool.errors import InvalidRequest
-from enginepool.requests.request import Call
+from enginepool.requests.request import MAX_NAMED_IDS, Call
 from enginepool.requests.submission import submitted
 from enginepool.requests.wait import async_wait_all
 from enginepool.serve.handler import Exchange
 from enginepool.serve.record import cut_short
+from enginepool.serve.request_limits import MAX_VALUES
 from enginepool.values import shown
 
 
@@ -31,7 +32,7 @@ class ScoreExchange(Exchange):
     ) -> list[list[float]]:
         """For each item the probability of each label as the next token, after query and item.
 
-        Each label is a continuation of its own, so a prompt is computed once for each.
+        A prompt is computed once for as many labels as one request can name.
         """
         del request
         try:
@@ -46,7 +47,9 @@ class ScoreExchange(Exchange):
         values = [
             value
             for one in self.call.requests
-            if one.scored is not None and (value := one.scored.logprobs[0]) is not None
+            if one.scored is not None
+            for place in one.scored.named_logprobs
+            for value in place or ()
         ]
         rows = [list(row) for row in itertools.batched(values, len(labels))]
         return [_softmax(row) if apply_softmax else [math.exp(v) for v in row] for row in rows]
@@ -54,6 +57,12 @@ class ScoreExchange(Exchange):
     def _prompts(self, query: Any, items: Any, labels: list[int], item_first: bool) -> list[Any]:
         if not labels:
             raise InvalidRequest("label_token_ids: give the ids of the tokens that are meant")
+        size = self._front.runtime.input_processor.limits.vocab_size
+        for label in labels:
+            if not 0 <= label < size:
+                raise InvalidRequest(
+                    f"label_token_ids: token id {label} is outside the vocabulary of {size} tokens"
+                )
         items = [items] if isinstance(items, str) else items
         if not items:
             raise InvalidRequest("items: give at least one")
@@ -62,10 +71,17 @@ class ScoreExchange(Exchange):
             raise InvalidRequest(
                 f"{len(items)} items: at most {limits[0]} are taken in one request (--max-prompts)"
             )
-        if limits[1] is not None and len(items) * len(labels) > limits[1]:
+        if len(items) * len(labels) > MAX_VALUES:
             raise InvalidRequest(
-                f"{len(items)} items times {len(labels)} labels are too many for one call: at most "
-                f"{limits[1]} may wait (--max-queued-requests)"
+                f"{len(items)} items with {len(labels)} labels are too much for one reply: at most "
+                f"{MAX_VALUES} probabilities; send several"
+            )
+        times = len(_chunks(labels))
+        count = len(items) * times
+        if limits[1] is not None and count > limits[1]:
+            raise InvalidRequest(
+                f"{len(items)} items with {len(labels)} labels are {count} requests, too many for "
+                f"one call: at most {limits[1]} may wait (--max-queued-requests)"
             )
         kind = str if isinstance(query, str) else list
         if query is None or any(not isinstance(item, kind) for item in items):
@@ -73,12 +89,12 @@ class ScoreExchange(Exchange):
                 f"query={shown(query)}: query and items are either texts or lists of token ids, "
                 "both the same"
             )
-        size = sum(len(query) + len(item) for item in items) * len(labels)
+        size = sum(len(query) + len(item) for item in items) * times
         if size > self._options.max_body_bytes:
             raise InvalidRequest(
-                f"{len(items)} items with the query before each, {len(labels)} labels times, are "
-                f"{size} characters or ids: at most {self._options.max_body_bytes} are taken "
-                "(--max-body-bytes); send several"
+                f"{len(items)} items with the query before each, computed {times} times for "
+                f"{len(labels)} labels, are {size} characters or ids: at most "
+                f"{self._options.max_body_bytes} are taken (--max-body-bytes); send several"
             )
         return [item + query if item_first else query + item for item in items]
 
@@ -87,8 +103,13 @@ class ScoreExchange(Exchange):
             for text in prompts:
                 self.tokenizer.check_text(text)
             prompts = self._front.runtime.input_processor.tokenizer.encode(prompts)
-        each = [prompt for prompt in prompts for _ in labels]
-        return self._front.make_score_call(each, [[label] for _ in prompts for label in labels])
+        pairs = [(prompt, chunk) for prompt in prompts for chunk in _chunks(labels)]
+        # One of the labels follows, so that there is a place for all of them.
+        return self._front.make_score_call(
+            [prompt for prompt, _ in pairs],
+            [chunk[:1] for _, chunk in pairs],
+            [chunk for _, chunk in pairs],
+        )
 
     async def _wait(self, call: Call) -> None:
         dispatch = self._front.runtime.dispatch
@@ -96,6 +117,10 @@ class ScoreExchange(Exchange):
             await async_wait_all(dispatch, call, self._options.request_timeout)
         if (error := call.failure or cut_short(call)) is not None:
             raise error
+
+
+def _chunks(labels: list[int]) -> list[list[int]]:
+    return [list(chunk) for chunk in itertools.batched(labels, MAX_NAMED_IDS)]
 
 
 def _softmax(row: list[float]) -> list[float]:

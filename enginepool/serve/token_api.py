@@ -89,6 +89,7 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     await exchange.begin(obj, prompt_logprobs=sampling.prompt_logprobs)
     outputs = exchange.generate_request(obj)
     if body.stream:
+        exchange.reads_new = True
         return exchange.stream(_chunks(outputs))
     made = await anext(outputs)
     results = made if isinstance(made, list) else [made]

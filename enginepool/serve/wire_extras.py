@@ -15,14 +15,20 @@ _DATA, _DONE = "data: ", "data: [DONE]"
 
 
 def name_tokens(
-    meta: dict[str, Any], kind: str, name: Callable[[int], str] | None, *, own: bool
+    meta: dict[str, Any],
+    kind: str,
+    name: Callable[[int], str] | None,
+    *,
+    own: bool,
+    since: int = 0,
 ) -> None:
     """Log-probabilities as upstream's classes read them: with each token's name, if any, and with
-    lists of the most probable ones.
+    lists of the most probable ones, and of those that were asked for by their ids.
 
     Args:
         kind: "input" or "output".
         own: Where the most probable ones were not asked for, each place lists its own.
+        since: The first place that anybody looks at.
     """
     each, top = f"{kind}_token_logprobs", f"{kind}_top_logprobs"
     meta.setdefault(top, [])
@@ -32,10 +38,15 @@ def name_tokens(
     def named(entries: Any) -> list[tuple[float | None, int, str]]:
         return [(value, token, name(token)) for value, token, _ in entries]
 
-    meta[each] = named(meta[each])
-    meta[top] = [None if place is None else named(place) for place in meta[top]]
+    meta[each][since:] = named(meta[each][since:])
+    for lists in (top, f"{kind}_token_ids_logprobs"):
+        if lists in meta:
+            meta[lists][since:] = [
+                None if place is None else named(place) for place in meta[lists][since:]
+            ]
     if own and not meta[top]:
-        meta[top] = [None if entry[0] is None else [entry] for entry in meta[each]]
+        new = [None if entry[0] is None else [entry] for entry in meta[each][since:]]
+        meta[top] = [None] * since + new
 
 
 def prompt_logprobs_of(

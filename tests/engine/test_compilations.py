@@ -56,6 +56,8 @@ def random_call(pool: EnginePool, rng: random.Random) -> int:
         "input_ids": prompts,
         "return_logprob": rng.random() < 0.5,
         "top_logprobs_num": rng.choice([0, 0, 1, 3, 20]),
+        "token_ids_logprob": rng.choice([None, None, [7], rng.choices(range(256), k=64)]),
+        "return_prompt_logprob": rng.random() < 0.2,
     }
     kind = rng.choice(["all", "all", "stream", "leave", "timeout", "flush", "pause"])
     if kind in ("all", "timeout"):

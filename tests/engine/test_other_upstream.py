@@ -38,6 +38,7 @@ REACHES = {
     "engine/top_logprobs.py",
     "engine/warmup.py",
     "serve/answer_form.py",
+    "serve/chat_stream.py",
     "serve/openai_api.py",
     "weights/leaves.py",
     "weights/mapping.py",

@@ -218,7 +218,7 @@ def test_instructor_says_what_is_wrong(running: Running) -> None:
         client.create(model="toy", messages=TOO_LONG, response_model=Answer, max_retries=0)
 
 
-# LiteLLM. With tools it imports mcp, which it does not depend on and whose pydantic is newer.
+# LiteLLM. With tools it imports mcp, which it does not depend on.
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
@@ -240,6 +240,38 @@ def test_litellm(running: Running, loop: Runner, provider: str) -> None:
     assert [one.token for one in made.choices[0].logprobs.content][:2] == ["1", "9"]
     with pytest.raises(litellm.BadRequestError, match="too long"):
         litellm.completion(**(options | {"messages": TOO_LONG}))
+
+
+def test_litellm_tools(running: Running) -> None:
+    """Calls that must be made, whole and in a stream, and their results sent back."""
+    where = {"api_base": f"{running.url()}/v1", "api_key": "none", "max_retries": 0}
+    options: dict[str, Any] = {
+        "model": "hosted_vllm/toy",
+        "tools": [openai.pydantic_function_tool(Look)],
+        **where,
+    }
+    asked = options | {"messages": SUM, "temperature": 1.0, "seed": 3, "max_tokens": 400}
+    for choice in ("required", {"type": "function", "function": {"name": "Look"}}):
+        made = litellm.completion(**asked, tool_choice=choice)
+        chunks = list(litellm.completion(**asked, tool_choice=choice, stream=True))
+        built = litellm.stream_chunk_builder(chunks, messages=SUM)
+        whole, streamed = (
+            [(call.function.name, call.function.arguments) for call in one.message.tool_calls]
+            for one in (made.choices[0], built.choices[0])
+        )
+        assert whole == streamed
+        for name, arguments in whole:
+            assert name == "Look"
+            Look.model_validate_json(arguments)
+        for one in (made, built):
+            assert one.choices[0].finish_reason == "tool_calls"
+    answer = made.choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in answer.tool_calls
+    ]
+    turns = [*SUM, answer.model_dump(exclude_none=True), *results]
+    made = litellm.completion(**options, messages=turns, tool_choice="none", max_tokens=20)
+    assert made.choices[0].message.content
 
 
 def test_litellm_text(running: Running) -> None:

@@ -143,19 +143,38 @@ def test_perplexity(lm: Any, model: Path, tmp_path: Path) -> None:
         assert value == pytest.approx(total, abs=1e-4 * len(tokens))
 
 
+GENERATION: dict[str, Any] = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[0]}}",
+    "target_delimiter": "",
+    "generation_kwargs": {"until": ["a"], "max_gen_toks": 12, "do_sample": False},
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
 def test_generation(lm: Any, pool: EnginePool, tmp_path: Path) -> None:
     """Greedy up to a stop string, as the pool itself generates."""
-    results = evaluate(
-        lm,
-        tmp_path,
-        DOCUMENTS,
-        output_type="generate_until",
-        doc_to_text="{{question}}",
-        doc_to_target="{{choices[0]}}",
-        target_delimiter="",
-        generation_kwargs={"until": ["a"], "max_gen_toks": 12, "do_sample": False},
-        metric_list=[{"metric": "exact_match"}],
-    )
+    assert_generated(pool, evaluate(lm, tmp_path, DOCUMENTS, **GENERATION))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_generation_over_http(
+    pool: EnginePool, model: Path, tmp_path: Path, batch_size: int
+) -> None:
+    """The same by `local-completions`."""
+    pytest.importorskip("tenacity")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    with serving(pool) as running:
+        client = LocalCompletionsAPI(
+            base_url=f"{running.url()}/v1/completions", model=str(model), batch_size=batch_size,
+            max_retries=1, max_length=256,
+        )  # fmt: skip
+        assert_generated(pool, evaluate(client, tmp_path, DOCUMENTS, **GENERATION))
+
+
+def assert_generated(pool: EnginePool, results: Any) -> None:
     samples = sorted(results["samples"]["sums"], key=lambda sample: sample["doc_id"])
     expected = pool.generate_all(
         [document["question"] for document in DOCUMENTS],

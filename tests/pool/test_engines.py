@@ -200,7 +200,6 @@ def test_shutdown_names_close(scripted: EnginePool, index: int):
     ("arguments", "message"),
     [
         ({"logprob_start_len": 0}, "logprob_start_len=0"),
-        ({"token_ids_logprob": [5]}, "token_ids_logprob"),
         ({"lora_path": "x"}, "lora_path"),
         ({"sampling_params": {"top_p": 7}}, "top_p=7"),
     ],

@@ -86,7 +86,8 @@ def test_sampling_parameters(pool: EnginePool, ask: Asked, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["prompts", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "timeout",
-     "raise_on_error", "progress", "return_prompt_logprob", "logprob_start_len"],
+     "raise_on_error", "progress", "return_prompt_logprob", "logprob_start_len",
+     "token_ids_logprob"],
 )  # fmt: skip
 def test_arguments(pool: EnginePool, ask: Asked, name: str) -> None:
     """The arguments of a call itself."""
@@ -106,7 +107,7 @@ def test_arguments(pool: EnginePool, ask: Asked, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["prompts", "continuations", "input_ids", "continuation_ids", "top_logprobs_num", "timeout",
-     "raise_on_error"],
+     "raise_on_error", "token_ids_logprob"],
 )  # fmt: skip
 def test_score(pool: EnginePool, ask: Asked, name: str) -> None:
     for value in hostile():
@@ -148,7 +149,7 @@ def test_engines_own_generate(pool: EnginePool, ask: Asked) -> None:
     """The same through upstream's Engine."""
     engine = pool.engines[0]
     for name in ("prompt", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num",
-                 "logprob_start_len"):  # fmt: skip
+                 "logprob_start_len", "token_ids_logprob"):  # fmt: skip
         for value in hostile():
             given: dict[str, Any] = {"sampling_params": GREEDY, name: value}
             if name != "prompt":

@@ -15,7 +15,13 @@ from enginepool import EnginePool, InvalidRequest, PoolClosed, RequestsFailed
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
 from tests.support.pools import SMALL, MakePool, compilations, same
 from tests.support.reference import make_random_model
-from tests.support.scores import assert_prompt_logprobs, assert_scores, ids
+from tests.support.scores import (
+    assert_named,
+    assert_prompt_logprobs,
+    assert_scores,
+    ids,
+    reference,
+)
 
 # Eight pieces of 64 tokens, and seven.
 LONG = [ids(300), ids(400)], [ids(200, 1), ids(40, 1)]
@@ -152,14 +158,24 @@ def test_outputs_that_fill_the_kv_cache(one: EnginePool, versions: list[Path]) -
             assert_scores(versions[0], *LONG, answer.result(SECONDS))
 
 
+NAMED = [7, 200, 0]
+
+
+def assert_with_named(model: Path, which: tuple[Any, Any], results: Any) -> None:
+    assert_scores(model, *which, results)
+    for rows, result in zip(reference(model, *which), results, strict=True):
+        assert_named(rows, NAMED, result["token_ids_logprobs"])
+
+
 def test_a_prompt_makes_way(one: EnginePool, versions: list[Path]) -> None:
     """It gives back its KV cache in the middle, and begins anew."""
-    with under_way(one, lambda: score(one)) as (answer, let_go):
+    call = lambda: score(one, token_ids_logprob=NAMED)  # noqa: E731
+    with under_way(one, call, pieces=7) as (answer, let_go):
         held = scorer(one).holds_kv
         job = one._runtime().workers[0].channel.run(lambda: scorer(one).make_way(1024))
         let_go.set()
         job.result(SECONDS)
-        assert_scores(versions[0], *LONG, answer.result(SECONDS))
+        assert_with_named(versions[0], LONG, answer.result(SECONDS))
     assert held
 
 
@@ -187,7 +203,8 @@ def test_a_prompt_that_never_fits(
 def test_a_swap_in_the_middle_of_a_prompt(one: EnginePool, versions: list[Path], mode: Any) -> None:
     """All values of a result are of the weights that it names: what has begun ends first when an
     update drains, and begins anew otherwise."""
-    with under_way(one, lambda: score(one)) as (answer, let_go), callers(1) as executor:
+    call = lambda: score(one, token_ids_logprob=NAMED)  # noqa: E731
+    with under_way(one, call, pieces=7) as (answer, let_go), callers(1) as executor:
         swap = executor.submit(one.update_weights, versions[1], mode=mode, weight_version=1)
         until(lambda: jobs(one) or mode == "drain")
         let_go.set()
@@ -198,7 +215,7 @@ def test_a_swap_in_the_middle_of_a_prompt(one: EnginePool, versions: list[Path],
     for index, (result, version) in enumerate(zip(results, found, strict=True)):
         part = [LONG[0][index]], [LONG[1][index]]
         result["meta_info"]["prompt_index"] = 0
-        assert_scores(versions[version], *part, [result])
+        assert_with_named(versions[version], part, [result])
 
 
 def test_a_swap_that_aborts(one: EnginePool, versions: list[Path]) -> None:

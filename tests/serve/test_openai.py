@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from typing import Any
 
 import openai
@@ -131,6 +132,35 @@ def test_logprobs_in_a_stream(one_sum: EnginePool) -> None:
     for entry in content:
         assert entry.top_logprobs[0].token == entry.token
         assert math.isclose(entry.top_logprobs[0].logprob, entry.logprob, abs_tol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Chat", "Completion"])
+def test_large_replies_are_made_beside_the_loop(
+    plain: Running, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On which everybody is served: of many log-probabilities upstream makes an object each."""
+    from enginepool.serve import openai_api
+
+    serving, made = getattr(openai_api, kind), []
+    build = serving._build
+
+    def noting(*args: Any) -> Any:
+        made.append(threading.current_thread().name)
+        return build(*args)
+
+    monkeypatch.setattr(serving, "_build", noting)
+    path, said = {
+        "Chat": ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 20}),
+        "Completion": ("/v1/completions", {"prompt": SUM, "logprobs": 20}),
+    }[kind]
+    for n in (1, 8):
+        body = {"model": "toy", "max_tokens": 20, "ignore_eos": True, "n": n, **said}
+        with plain.http() as client:
+            reply = client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+    few, many = made
+    assert few == "server"
+    assert many != "server"
 
 
 def test_stop(plain: Running) -> None:

@@ -10,7 +10,7 @@ import pytest
 from enginepool import EnginePool, toy
 from enginepool.serve.wire_extras import EchoedPrompts
 from tests.support.forced import LOGPROB_TOLERANCE
-from tests.support.scores import assert_prompt_logprobs, chosen, reference
+from tests.support.scores import assert_named, assert_prompt_logprobs, chosen, reference
 from tests.support.servers import Running
 
 SUM = "12+7="
@@ -46,6 +46,32 @@ def test_generate(plain: Running, start: int) -> None:
     for row, place in zip(rows_of(IDS)[max(start - 1, 0) :], places, strict=True):
         assert [token for _, token, _ in place] == row.argsort()[::-1][:2].tolist()
     assert len(meta["output_token_logprobs"]) == 3
+
+
+def test_generate_with_named_ids(plain: Running) -> None:
+    """sglang's `token_ids_logprob`, of prompt and output, with texts; null is no log-probability
+    at all."""
+    named = [*b"19", 258, 5]
+    body = {
+        "input_ids": IDS, "return_logprob": True, "logprob_start_len": 2,
+        "token_ids_logprob": named, "sampling_params": {"temperature": 0, "regex": "[0-9]{2}"},
+    }  # fmt: skip
+    result = post(plain, "/generate", body)
+    assert result["text"] == "19"
+    meta = result["meta_info"]
+    assert_named(rows_of(IDS)[1:], named, meta["input_token_ids_logprobs"])
+    first, *_ = meta["output_token_ids_logprobs"]
+    assert [entry[2] for entry in first] == ["1", "9", "<|im_end|>", "\x05"]
+    assert [entry[0] for entry in first[2:]] == [None, None]
+    assert first[0][0] == pytest.approx(0, abs=1e-2)
+    body |= {"stream": True, "logprob_start_len": -1}
+    with plain.http() as client:
+        reply = client.post("/generate", json=body)
+    *chunks, done = [line[6:] for line in reply.text.splitlines() if line]
+    assert done == "[DONE]"
+    last = json.loads(chunks[-1])["meta_info"]
+    assert last["output_token_ids_logprobs"] == meta["output_token_ids_logprobs"]
+    assert "input_token_ids_logprobs" not in last
 
 
 def test_nothing_is_generated(plain: Running) -> None:
@@ -182,9 +208,23 @@ def test_score(plain: Running, sums: EnginePool, item_first: bool, softmax: bool
         values = np.exp(row[labels])
         scores.append(values / values.sum() if softmax else values)
     for given in (texts, ids):
+        before = sums.stats()["finished"]
         made = post(plain, "/v1/score", {**options, **given})
         assert made["object"] == "scoring"
         assert np.abs(np.array(made["scores"]) - scores).max() < 1e-4
+        assert sums.stats()["finished"] == before + 3  # a prompt is computed once
+
+
+def test_score_of_many_labels(plain: Running, sums: EnginePool) -> None:
+    """A prompt is computed once for 64 of them; each keeps its place."""
+    labels = [*range(150), 5]
+    body = {"model": "toy", "query": "12+", "items": ["7=", "8="], "label_token_ids": labels}
+    before = sums.stats()["finished"]
+    scores = np.array(post(plain, "/v1/score", body)["scores"])
+    assert sums.stats()["finished"] == before + 2 * 3
+    for row, item in zip(scores, (b"7=", b"8="), strict=True):
+        (expected,) = reference(MODEL, [list(b"12+" + item)], [[0]])[0]
+        assert np.abs(row - np.exp(expected[labels])).max() < 1e-4
 
 
 def test_what_one_reply_may_say(plain: Running) -> None:
@@ -207,9 +247,10 @@ def test_what_one_reply_may_say(plain: Running) -> None:
         ({"query": "a", "items": [[1]], "label_token_ids": [1]}, "both the same"),
         ({"items": ["b"], "label_token_ids": [1]}, "both the same"),
         ({"query": "a", "items": ["b"], "label_token_ids": [100000]}, "100000"),
-        ({"query": "a", "items": ["b"] * 1000, "label_token_ids": [1, 2]}, "--max-queued"),
+        ({"query": "a", "items": ["b"] * 600, "label_token_ids": [1] * 65}, "--max-queued"),
+        ({"query": "a", "items": ["b"] * 600, "label_token_ids": [1] * 9000}, "send several"),
         (
-            {"query": "a" * 1_000_000, "items": ["b"] * 10, "label_token_ids": [1, 2]},
+            {"query": "a" * 1_000_000, "items": ["b"] * 10, "label_token_ids": [1] * 65},
             "--max-body-bytes",
         ),
         ({"query": "a", "items": ["b" * 600], "label_token_ids": [1]}, "too long"),

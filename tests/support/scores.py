@@ -51,3 +51,10 @@ def assert_prompt_logprobs(model: Path, prompt: list[int], meta: dict[str, Any])
         start = 1
     rows = reference(model, [prompt[:start]], [prompt[start:]])[0] if values else np.zeros((0, 1))
     assert np.abs(chosen(rows, prompt[start:]) - values).max(initial=0) < LOGPROB_TOLERANCE
+
+
+def assert_named(rows: np.ndarray, named: Sequence[int], entries: Sequence[Any]) -> None:
+    """In each place the log-probabilities of these ids, in their order."""
+    assert [[token_id for _, token_id, _ in place] for place in entries] == [[*named]] * len(rows)
+    values = np.array([[value for value, _, _ in place] for place in entries])
+    np.testing.assert_allclose(values, rows[:, [*named]], rtol=0, atol=LOGPROB_TOLERANCE)

@@ -92,6 +92,9 @@ def _waves(scheduler: Any) -> Iterator[list[Request]]:
         request.top_logprobs_num = 5
     yield again
     yield _resumed(again[0])
+    named = make((3, 3, {}), (5, 2, {}))
+    named[0].named_ids = [0]
+    yield named
 
 
 def _resumed(done: Request) -> list[Request]:

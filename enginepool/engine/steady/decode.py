@@ -66,7 +66,7 @@ class SteadyDecode:
 
     def _fly(self, batch: Any, program: StepProgram) -> bool:
         scheduler, channel = self._scheduler, self._channel
-        if not booking.flies(batch):
+        if not self._flies(batch):
             return False
         if any(req is not None for req in scheduler.chunked_reqs) or scheduler.scorer.holds_kv:
             return False
@@ -157,7 +157,7 @@ class SteadyDecode:
         if not batch.is_empty():
             reqs = list(batch.reqs_info[0].reqs)
             running.merge_batch(batch)
-            if not booking.flies(running):
+            if not self._flies(running):
                 return False
             flight.join(reqs)
         return True
@@ -188,6 +188,15 @@ class SteadyDecode:
         tokens = sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
         return tokens <= min(limit for limit in limits if limit and limit > 0)
+
+    def _flies(self, batch: Any) -> bool:
+        """Whether nobody in it needs upstream's own step, which alone has the log-probabilities of
+        ids that a request names."""
+        held = self._channel.running.held
+        return booking.flies(batch) and not any(
+            (request := held.get(req.rid)) is not None and request.named_ids
+            for req in batch.reqs_info[0].reqs
+        )
 
     def _asking(self, req: Any) -> Request | None:
         """The pool's request, if it wants the most probable ids."""

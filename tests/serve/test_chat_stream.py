@@ -1,0 +1,287 @@
+"""A stream says what the reply says, whatever is asked for, and however its text comes."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from enginepool.serve.chat_stream import Calls, Reasoning
+from tests.support.pools import MakePool
+from tests.support.servers import Running, serving
+
+TURNS: Any = [{"role": "user", "content": "12+7="}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def tool(name: str, **properties: str) -> dict[str, Any]:
+    bounds = {"string": {"maxLength": 4}, "integer": {"minimum": 0, "maximum": 99}}
+    short = {key: {"type": kind, **bounds[kind]} for key, kind in properties.items()}
+    schema = {
+        "type": "object", "properties": short, "required": list(short),
+        "additionalProperties": False,
+    }  # fmt: skip
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("look", place="string", days="integer"), tool("stop")]
+
+
+@pytest.fixture(scope="module")
+def server(make_pool: MakePool) -> Iterator[Running]:
+    pool = make_pool(
+        "toy", 1, tool_call_parser="qwen25", constrained_json_disable_any_whitespace=True
+    )
+    with serving(pool) as running:
+        yield running
+
+
+def post(server: Running, path: str, body: dict[str, Any]) -> Any:
+    """The reply, or the chunks of the stream."""
+    with server.http() as client:
+        reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    if not body.get("stream"):
+        return reply.json()
+    *chunks, done = [line[6:] for line in reply.text.splitlines() if line]
+    assert done == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks]
+
+
+def of_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """What a reply says of one answer."""
+    message = choice.get("message") or {"content": choice.get("text")}
+    logprobs = choice["logprobs"] or {}
+    content = logprobs.get("content") or []
+    return {
+        "text": (message["content"] or "").strip(),
+        "calls": [
+            (call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls") or ()
+        ],
+        "finish": choice["finish_reason"],
+        "tokens": [entry["token"] for entry in content] + (logprobs.get("tokens") or []),
+        "ids": choice.get("token_ids"),
+    }
+
+
+def of_chunks(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+    """The same, put together; each answer has one role and one end."""
+    made: dict[int, dict[str, Any]] = {}
+    arguments: dict[tuple[int, int], str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            one = made.setdefault(
+                index, {"text": "", "calls": [], "finish": None, "tokens": [], "ids": None}
+            )
+            assert one["finish"] is None, "after its end"
+            delta = choice.get("delta") or {"content": choice.get("text")}
+            one["text"] += delta["content"] or ""
+            for call in delta.get("tool_calls") or ():
+                place = index, call["index"]
+                if call["id"] is not None:
+                    assert call["index"] == len(one["calls"])
+                    one["calls"].append(call["function"]["name"])
+                arguments[place] = arguments.get(place, "") + call["function"]["arguments"]
+            logprobs = choice["logprobs"] or {}
+            one["tokens"] += [entry["token"] for entry in logprobs.get("content") or ()]
+            one["tokens"] += logprobs.get("tokens") or []
+            if choice.get("token_ids") is not None:
+                one["ids"] = (one["ids"] or []) + choice["token_ids"]
+            one["finish"] = choice["finish_reason"]
+    for index, one in made.items():
+        one["text"] = one["text"].strip()
+        one["calls"] = [
+            (name, _arguments(arguments[index, place])) for place, name in enumerate(one["calls"])
+        ]
+    return made
+
+
+def _arguments(text: str) -> Any:
+    """Those of a call that was cut are what there is of them."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def asked(rng: random.Random, path: str) -> dict[str, Any]:
+    """Any combination of what changes the form of an answer."""
+    body: dict[str, Any] = {
+        "model": "toy", "max_tokens": rng.choice([1, 5, 200]), "seed": rng.randrange(99),
+        "temperature": rng.choice([0, 1.0]), "n": rng.choice([1, 2, 3]),
+    }  # fmt: skip
+    if rng.random() < 0.5:
+        body["return_token_ids"] = True
+    if rng.random() < 0.3:
+        body["return_tokens_as_token_ids"] = True
+    if rng.random() < 0.2:
+        body["stop"] = rng.choice(["9", ["1", "4"]])
+    if path == COMPLETIONS:
+        body["prompt"] = rng.choice(["12+7=", ["12+7=", "30+4="], [49, 43, 49, 61]])
+        body["logprobs"] = rng.choice([None, 0, 2])
+        body["echo"] = rng.random() < 0.3
+        return body
+    body["messages"] = TURNS
+    body["logprobs"] = rng.random() < 0.5
+    kind = rng.choice(["text", "text", "auto", "required", "named", "form", "both"])
+    if kind in ("auto", "required", "named", "both"):
+        body.pop("stop", None)  # it would cut calls as well
+        body["tools"] = TOOLS
+        body["tool_choice"] = kind if kind in ("auto", "required") else "auto"
+        if kind == "named":
+            body["tool_choice"] = {"type": "function", "function": {"name": "stop"}}
+    if kind in ("form", "both"):
+        schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"],
+                  "additionalProperties": False}  # fmt: skip
+        body["response_format"] = {
+            "type": "json_schema", "json_schema": {"name": "a", "schema": schema},
+        }  # fmt: skip
+    return body
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_combination(server: Running, path: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(12):
+        body = asked(rng, path)
+        reply = post(server, path, body)
+        usage = rng.random() < 0.5
+        options = {"stream": True} | ({"stream_options": {"include_usage": True}} if usage else {})
+        chunks = post(server, path, body | options)
+        expected = {choice["index"]: of_choice(choice) for choice in reply["choices"]}
+        got = of_chunks(chunks)
+        for index, one in expected.items():
+            if "tools" in body and one["finish"] == "length":
+                # A call that was cut is text in a reply, and in a stream the call as far as it is.
+                one |= {name: got[index][name] for name in ("text", "calls")}
+        assert got == expected, body
+        if usage:
+            assert chunks[-1]["choices"] == []
+            assert chunks[-1]["usage"] == reply["usage"]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_responses_with_logprobs_and_calls(server: Running) -> None:
+    """Those of a call's tokens begin no message."""
+    tool: Any = {"type": "function", **TOOLS[0]["function"]}
+    events = server.openai().responses.create(
+        model="toy", input="12+7=", stream=True, max_output_tokens=200, tools=[tool],
+        tool_choice={"type": "function", "name": "look"},
+        include=["message.output_text.logprobs"], top_logprobs=2,
+    )  # fmt: skip
+    *_, last = events
+    assert last.type == "response.completed"
+    assert {item.type for item in last.response.output} == {"function_call"}
+
+
+def test_a_token_is_named_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in every chunk that follows, of which each has all tokens so far."""
+    named: list[int] = []
+    monkeypatch.setattr(
+        "enginepool.serve.openai_api.token_name", lambda token: named.append(token) or f"n{token}"
+    )
+    body = {
+        "model": "toy", "messages": TURNS, "max_tokens": 60, "ignore_eos": True, "logprobs": True,
+        "return_tokens_as_token_ids": True, "return_token_ids": True, "stream": True,
+    }  # fmt: skip
+    made = of_chunks(post(server, CHAT, body))[0]
+    assert made["tokens"] == [f"n{token}" for token in made["ids"]]
+    assert named == made["ids"]
+
+
+# What models write: names and arguments of the calls, after some text.
+LOOK = ("look", {"place": "Rome", "days": 3})
+STOP = ("stop", {})
+
+
+def as_json(*calls: tuple[str, dict[str, Any]]) -> str:
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        for name, arguments in calls
+    )
+
+
+def as_xml(*calls: tuple[str, dict[str, Any]]) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def in_pieces(parser: Any, text: str, size: int) -> Iterator[Any]:
+    for start in range(0, len(text), size):
+        yield from parser.of(text[start : start + size], last=start + size >= len(text))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 9, 13, 40, 1000])
+@pytest.mark.parametrize(
+    ("parser", "text", "said", "calls"),
+    [
+        ("qwen25", "hello " + as_json(LOOK, LOOK), "hello", [LOOK, LOOK]),
+        ("qwen25", as_json(STOP), "", [STOP]),
+        ("qwen25", as_json(STOP, LOOK, STOP), "", [STOP, LOOK, STOP]),
+        ("qwen25", as_json(("look", {"place": "a</tool_call>\n", "days": [{"é": "}"}]})), "", None),
+        ("qwen25", "a < b and <tool", "a < b and <tool", []),
+        ("qwen25", "", "", []),
+        ("qwen3_coder", "hello " + as_xml(LOOK, LOOK), "hello", [LOOK, LOOK]),
+    ],
+)
+def test_calls_in_pieces(parser: str, text: str, said: str, calls: Any, size: int) -> None:
+    """The same calls, with the same text before them."""
+    from sgl_jax.srt.entrypoints.openai.protocol import Tool
+
+    made: dict[int, list[str]] = {}
+    content = ""
+    for delta in in_pieces(Calls([Tool(**one) for one in TOOLS], parser), text, size):
+        content += delta.content or ""
+        for call in delta.tool_calls or ():
+            assert (call.id is not None) == (call.index not in made)
+            whole = made.setdefault(call.index, ["", ""])
+            whole[0] += call.function.name or ""
+            whole[1] += call.function.arguments or ""
+    assert content.strip() == said
+    found = [(name, json.loads(arguments)) for name, arguments in made.values()]
+    if calls is None:
+        calls = [("look", {"place": "a</tool_call>\n", "days": [{"é": "}"}]})]
+    assert found == calls
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 9, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "thought", "said"),
+    [
+        ("<think>a < b, so</think>19 < 20", "a < b, so", "19 < 20"),
+        ("<think>cut in the mid<", "cut in the mid<", ""),
+        ("so</think>19<", "so", "19<"),
+    ],
+)
+def test_reasoning_in_pieces(text: str, thought: str, said: str, stream: bool, size: int) -> None:
+    told = list(in_pieces(Reasoning("qwen3", stream=stream), text, size))
+    assert "".join(one for one, _ in told) == thought
+    assert "".join(one for _, one in told) == said
+
+
+def test_long_arguments_are_not_parsed_anew_for_every_piece() -> None:
+    from sgl_jax.srt.entrypoints.openai.protocol import Tool
+
+    calls = Calls([Tool(**one) for one in TOOLS], "qwen25")
+    looked_at = 0
+    increment = calls._parser.detector.parse_streaming_increment
+
+    def counting(text: str, tools: Any) -> Any:
+        nonlocal looked_at
+        looked_at += len(calls._parser.detector._buffer) + len(text)
+        return increment(text, tools)
+
+    calls._parser.detector.parse_streaming_increment = counting  # type: ignore[method-assign]
+    text = as_json(("look", {"place": "x y " * 4000, "days": 3}))
+    deltas = list(in_pieces(calls, text, 4))
+    assert len(deltas) > 20
+    assert looked_at < 60 * len(text)
