@@ -223,6 +223,6 @@ def test_a_closed_pool_holds_nothing(target: Callable[[str], Path]) -> None:
     staged = pool.stage_weights(target("qwen3"))
     pool.close()
     assert "was closed" in repr(staged)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # idle ones of others may have ended meanwhile
     with pytest.raises(PoolClosed):
         staged.commit()
