@@ -29,7 +29,7 @@ from tests.swap.test_faults import broken_commit, states, unchanged, versions
 def failing(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
     """Two engines of their own, to be failed."""
     options = {"devices": 2, "warmup": "none", "max_restarts": 1000}
-    with EnginePool(str(model_dir("qwen3")), step_timeout=20.0, **options, **SMALL) as pool:
+    with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
         yield pool
         pool.update_weights(model_dir("qwen3"), weight_version=0)
 
