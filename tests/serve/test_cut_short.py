@@ -144,7 +144,9 @@ def test_sighup_drains() -> None:
         sent = threads.submit(httpx.post, f"{url}/generate", json=body, timeout=SECONDS)
 
         def busy() -> bool:
-            return any(load["running"] for load in httpx.get(f"{url}/get_load", timeout=SECONDS).json())
+            return any(
+                load["running"] for load in httpx.get(f"{url}/get_load", timeout=SECONDS).json()
+            )
 
         until(lambda: sent.done() or busy())
         one.process.send_signal(signal.SIGHUP)
