@@ -13,7 +13,7 @@ from enginepool import EnginePool, toy
 from enginepool.engine import score_head
 from tests.pool.test_bad_input import refused
 from tests.support.forced import LOGPROB_TOLERANCE
-from tests.support.liveness import at_rest
+from tests.support.liveness import at_rest, until
 from tests.support.marks import slow
 from tests.support.pools import NATIVE_PAGES, SMALL, MakePool, compilations
 from tests.support.reference import make_random_model
@@ -41,7 +41,7 @@ def test_families(tmp_path: Path, family: str) -> None:
             results = pool.score(input_ids=prompts, continuation_ids=continuations)
             alone = pool.score(input_ids=prompts[7], continuation_ids=continuations[7])
         assert seen == []
-        assert at_rest(pool)
+        until(lambda: at_rest(pool))
     assert_scores(model, prompts, continuations, results)
     assert isinstance(alone, dict)
     assert alone["logprobs"] == pytest.approx(results[7]["logprobs"], abs=LOGPROB_TOLERANCE)
@@ -73,7 +73,7 @@ def test_pages(make_pool: MakePool, model_dir: ModelDir) -> None:
     prompts, continuations = ([ids(pair[i], seed=i) for pair in LENGTHS] for i in (0, 1))
     results = pool.score(input_ids=prompts, continuation_ids=continuations)
     assert_scores(model_dir("qwen3"), prompts, continuations, results)
-    assert at_rest(pool)
+    until(lambda: at_rest(pool))
 
 
 @pytest.mark.slow
@@ -296,7 +296,7 @@ def test_prompts_of_no_output(pool: EnginePool, model_dir: ModelDir) -> None:
     for index in (0, 39, 40, 41, 42):
         meta = results[index]["meta_info"]
         assert_prompt_logprobs(model_dir("qwen3"), prompts[meta["prompt_index"]], meta)
-    assert at_rest(pool)
+    until(lambda: at_rest(pool))
 
 
 def test_prompt_of_one_engines_own_call(pool: EnginePool, model_dir: ModelDir) -> None:

@@ -29,8 +29,10 @@ def waiting(pool: EnginePool) -> int:
 
 
 def at_rest(pool: EnginePool) -> bool:
-    """No engine holds a request, or KV cache that the prefix cache could not give back."""
-    return all(load["running"] == load["kv_used_tokens"] == 0 for load in pool.get_load())
+    """No engine holds a request, or KV cache that the prefix cache could not give back; all that
+    ended has been counted."""
+    empty = all(load["running"] == load["kv_used_tokens"] == 0 for load in pool.get_load())
+    return empty and idle(pool)
 
 
 def idle(pool: EnginePool) -> bool:
