@@ -48,7 +48,7 @@ def serves_on(pool: EnginePool, expected: list[dict[str, Any]]) -> Iterator[None
     until(lambda: at_rest(pool))
     assert pool.checksum() == checksum
     same(ask(pool), expected)
-    until(lambda: threads() == before)
+    until(lambda: threads() <= before)  # idle ones may have ended meanwhile
 
 
 def threads() -> set[str]:
