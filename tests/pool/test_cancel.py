@@ -417,7 +417,7 @@ def test_retracted_request_that_fills_the_cache(make_pool: MakePool) -> None:
     """A request that needs all of an engine's KV cache goes on after a pause with `retract`;
     upstream would reserve room for its whole output beside the part that it has, and never start
     it again."""
-    pool = make_pool("qwen3", 1, max_total_tokens=512)
+    pool = make_pool("qwen3", 1, max_total_tokens=512, warmup="none")
     params = {"temperature": 0.0, "max_new_tokens": 440, "ignore_eos": True}
     prompt = list(range(40, 100))
     (undisturbed,) = pool.generate_all(input_ids=[prompt], sampling_params=params)

@@ -138,7 +138,7 @@ def test_logits_are_made_a_slice_at_a_time(
             noting(*args, **options) if args else (lambda f: noting(f, **options))
         ),
     )
-    options = SMALL | {"max_running_requests": 32, "precompile_bs_paddings": [32]}
+    options = SMALL | {"max_running_requests": 32, "precompile_bs_paddings": [32], "warmup": "none"}
     with EnginePool(str(model_dir("qwen3")), devices=1, **options) as pool:
         assert pool._runtime().input_processor.limits.vocab_size == vocabulary
         prompts, continuations = [ids(1), ids(200)], [ids(150, 1), ids(1, 1)]
@@ -236,7 +236,7 @@ def test_bad_input(
 
 def test_a_small_kv_cache_is_the_limit(make_pool: MakePool, model_dir: ModelDir) -> None:
     """All of it can be used, and nothing follows the last token."""
-    pool = make_pool("qwen3", 1, max_total_tokens=128)
+    pool = make_pool("qwen3", 1, max_total_tokens=128, warmup="none")
     results = [pool.score(input_ids=ids(100), continuation_ids=ids(29, 1))]
     assert_scores(model_dir("qwen3"), [ids(100)], [ids(29, 1)], results)
     too_long = lambda: pool.score(input_ids=ids(100), continuation_ids=ids(30))  # noqa: E731

@@ -13,7 +13,6 @@ from tests.support.pools import SMALL
 from tests.support.reference import make_random_model
 from tests.support.spans import assert_each_span_is_its_versions, assert_spans
 
-OPTIONS = SMALL | {"max_total_tokens": 512}
 PARAMS = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 8}
 SHARED = [3 * i % 250 for i in range(30)]  # too short for routing to hold copies of it back
 LONG = [(7 * i + 1) % 250 for i in range(150)]  # three steps: 64 tokens a step
@@ -30,7 +29,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def one(versions: list[Path]) -> Iterator[EnginePool]:
     """One engine, on version 0."""
-    with EnginePool(str(versions[0]), devices=1, **OPTIONS) as pool:
+    with EnginePool(str(versions[0]), devices=1, **SMALL) as pool:
         yield pool
 
 

@@ -35,10 +35,6 @@ IN_FLIGHT = 64
 STEPS = 16  # of four engines, between two swaps: an output of 18 tokens sees several
 
 
-# A step takes little, so that swaps under load do.
-MICRO = SMALL | {"max_total_tokens": 512}
-
-
 def steps(pool: EnginePool) -> int:
     return sum(engine["steps"] for engine in pool.stats()["engines"])
 
@@ -54,7 +50,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def opened(versions: list[Path]) -> Iterator[EnginePool]:
-    with EnginePool(str(versions[0]), devices=4, **MICRO) as pool:
+    with EnginePool(str(versions[0]), devices=4, **SMALL) as pool:
         yield pool
 
 
@@ -315,7 +311,7 @@ def test_release_weights(micro: EnginePool, versions: list[Path]) -> None:
 
 def test_closing_ends_a_swap_that_waits(versions: list[Path]) -> None:
     """`close` while a swap waits for running outputs: the swap raises PoolClosed."""
-    pool = EnginePool(str(versions[0]), devices=1, warmup="none", **MICRO).open()
+    pool = EnginePool(str(versions[0]), devices=1, warmup="none", **SMALL).open()
     hang = hang_in_step(pool, 0, at=3)
     with callers(2) as executor:
         try:
