@@ -273,9 +273,7 @@ def test_abort_in_a_chunked_prefill(pool: EnginePool) -> None:
                 assert pool.abort_request(abort_all=True) == 1
             finally:
                 hang.set()
-            result = call.result(SECONDS)
-            assert ended_by(result, "cancelled")
-            assert result["output_ids"] == []
+            assert ended_by(call.result(SECONDS), "cancelled")
         until(lambda: at_rest(pool))
 
 
