@@ -18,6 +18,18 @@ class Fault(RuntimeError):
     """What the faults raise."""
 
 
+class Hang(threading.Event):
+    """What hangs goes on when this is set.
+
+    Attributes:
+        begun: Set once it hangs; what began before is over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+
 def scheduler_of(pool: EnginePool, engine_index: int) -> Any:
     return pool.engines[engine_index].scheduler_info["scheduler"]
 
@@ -120,7 +132,7 @@ def spoil_leaf(pool: EnginePool, engine_index: int, leaf: int = 3) -> None:
     leaves[leaf] = leaves[leaf] * jnp.nan
 
 
-def hang_in_step(pool: EnginePool, engine_index: int, at: int = 1) -> threading.Event:
+def hang_in_step(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
     """The forward does not return until the event is set."""
     return _hang(_steps(scheduler_of(pool, engine_index)), at)
 
@@ -135,25 +147,26 @@ def raise_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> None:
     _once([(scheduler_of(pool, engine_index).scorer.program, "run")], at, wrong)
 
 
-def hang_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> threading.Event:
+def hang_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
     """A piece of prompts that are scored is not computed until the event is set."""
     return _hang([(scheduler_of(pool, engine_index).scorer.program, "run")], at)
 
 
-def hang_in_reset(pool: EnginePool, engine_index: int) -> threading.Event:
+def hang_in_reset(pool: EnginePool, engine_index: int) -> Hang:
     """The next time the KV cache is to be made anew, that takes until the event is set."""
     return _hang([(scheduler_of(pool, engine_index).kv_cache, "renew")])
 
 
-def hang_in_commit(pool: EnginePool, engine_index: int) -> threading.Event:
+def hang_in_commit(pool: EnginePool, engine_index: int) -> Hang:
     """The next time new weights are put in place, that takes until the event is set."""
     return _hang([(scheduler_of(pool, engine_index).leaves, "replace")])
 
 
-def _hang(places: list[tuple[Any, str]], at: int = 1) -> threading.Event:
-    let_go = threading.Event()
+def _hang(places: list[tuple[Any, str]], at: int = 1) -> Hang:
+    let_go = Hang()
 
     def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
+        let_go.begun.set()
         let_go.wait()
         return original(*args, **kwargs)
 

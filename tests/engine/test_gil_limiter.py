@@ -11,9 +11,8 @@ import pytest
 
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.gil_limiter import Limiter, process_limiter
+from tests.support.liveness import SECONDS, until
 from tests.support.pools import MakePool
-
-SECONDS = 60.0
 
 
 class Taker:
@@ -178,9 +177,13 @@ def test_a_failed_step_keeps_no_slot(make_pool: MakePool) -> None:
 
     worker.forward_batch_generation = failing
     params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
-    results = pool.generate_all(["1+1="] * 8, params, timeout=SECONDS)
+    pool.engines[1].pause_generation()  # or it might do all of it
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(pool.generate_all, ["1+1="] * 8, params, timeout=SECONDS)
+        until(lambda: pool.stats()["engines"][0]["state"] == "quarantined")
+        pool.engines[1].continue_generation()
+        results = call.result(SECONDS)
     assert [result["meta_info"]["completion_tokens"] for result in results] == [4] * 8
-    assert pool.stats()["engines"][0]["state"] == "quarantined"
     those = process_limiter()
     taker = Taker(those)
     assert taker.has.wait(SECONDS)

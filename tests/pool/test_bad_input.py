@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from enginepool import EnginePool, InvalidRequest
-from tests.support.liveness import until
+from tests.support.liveness import idle, until
 from tests.support.pools import MakePool
 
 IDS = [65, 66, 67]
@@ -17,12 +17,8 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
 
 
 def traces(pool: EnginePool) -> tuple[Any, ...]:
-    """Everything by which a call that has started could be noticed.
-
-    Of what the engines did before, also the iteration is over in which they find nothing to do.
-    """
-    workers = pool._runtime().workers
-    until(lambda: all(worker.condition.stepping_since is None for worker in workers))
+    """Everything by which a call that has started could be noticed."""
+    until(lambda: idle(pool))
     stats = pool.stats()
     counts = [stats[name] for name in ("finished", "aborted", "prompt_tokens", "waiting")]
     return *counts, *[engine["steps"] for engine in stats["engines"]]

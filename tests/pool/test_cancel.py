@@ -7,8 +7,22 @@ from typing import Any
 import anyio
 import pytest
 
+from benchmarks import faults
 from enginepool import EnginePool, RequestFailed, RequestsFailed
-from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
+from tests.support.liveness import (
+    SECONDS,
+    all_hang,
+    at_rest,
+    callers,
+    hanging_in_steps,
+    has_jobs,
+    idle,
+    let_go,
+    paused,
+    running,
+    until,
+    waiting,
+)
 from tests.support.pools import MakePool, same
 
 PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(8)]
@@ -48,19 +62,23 @@ def test_timeout(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     stays finished, and another call that runs meanwhile is untouched."""
     short = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
     params = [LONG if i % 2 else short for i in range(8)]
-    with callers(1) as executor:
+    with callers(2) as executor:
         other = executor.submit(
             pool.generate_all, input_ids=PROMPTS, sampling_params=SIXTY, return_logprob=True
         )
-        results = pool.generate_all(input_ids=PROMPTS, sampling_params=params, timeout=0.8)
+        call = executor.submit(
+            pool.generate_all, input_ids=PROMPTS, sampling_params=params, timeout=2.0
+        )
         same(other.result(SECONDS), expected)
+        with paused(pool):  # or what is long might end in time
+            results = call.result(SECONDS)
     for i, (result, full) in enumerate(zip(results, expected, strict=True)):
         assert result["meta_info"]["prompt_index"] == i
         count = min(len(result["output_ids"]), 60)
         assert result["output_ids"][:count] == full["output_ids"][:count]
         if i % 2:
             assert ended_by(result, "timeout")
-            assert "timeout=0.8 seconds" in result["meta_info"]["finish_reason"]["message"]
+            assert "timeout=2.0 seconds" in result["meta_info"]["finish_reason"]["message"]
             assert len(result["output_ids"]) < 450
         else:
             assert result["meta_info"]["finish_reason"]["type"] == "length"
@@ -78,7 +96,7 @@ def test_timeout_while_waiting(pool: EnginePool) -> None:
 
         for backend in ("asyncio", "trio"):
             assert ended_by(anyio.run(on_a_loop, backend=backend), "timeout")
-    stream = pool.stream(input_ids=[65], sampling_params=LONG, timeout=1)
+    stream = pool.stream(input_ids=[65], sampling_params=LONG, timeout=2)
     next(stream)
     with paused(pool):
         *_, last = stream
@@ -88,13 +106,18 @@ def test_timeout_while_waiting(pool: EnginePool) -> None:
 def test_raise_on_error(pool: EnginePool) -> None:
     """With `raise_on_error` the early ends are raised as a group, and the results are in it."""
     short = {"temperature": 0.0, "max_new_tokens": 1}
-    with pytest.raises(RequestsFailed, match="1 of 2 outputs") as caught:
-        pool.generate_all(
+    finished = pool.stats()["finished"]
+    with callers(1) as executor:
+        call = executor.submit(
+            pool.generate_all,
             input_ids=PROMPTS[:2],
             sampling_params=[short, LONG],
-            timeout=0.5,
+            timeout=1.0,
             raise_on_error=True,
         )
+        until(lambda: call.done() or pool.stats()["finished"] > finished)
+        with paused(pool), pytest.raises(RequestsFailed, match="1 of 2 outputs") as caught:
+            call.result(SECONDS)
     (error,) = caught.value.exceptions
     assert isinstance(error, RequestFailed)
     assert (error.prompt_index, error.err_type) == (1, "timeout")
@@ -143,7 +166,7 @@ def test_cancel_task(pool: EnginePool) -> None:
 
     async def consume() -> None:
         async for _ in pool.async_stream(input_ids=[65] * 5, sampling_params=LONG):
-            pass
+            await pool.async_pause_generation("in_place")  # or it might end in time
 
     async def main() -> None:
         task = asyncio.create_task(pool.async_generate(input_ids=[65] * 5, sampling_params=LONG))
@@ -157,6 +180,7 @@ def test_cancel_task(pool: EnginePool) -> None:
 
     aborted = pool.stats()["aborted"]
     asyncio.run(main())
+    pool.continue_generation()
     until(lambda: at_rest(pool))
     assert pool.stats()["aborted"] == aborted + 2
 
@@ -185,6 +209,7 @@ def test_close_iterator(pool: EnginePool) -> None:
 
 def test_iterator_never_started(pool: EnginePool) -> None:
     """An iterator that nobody asked for its first chunk has started nothing."""
+    until(lambda: idle(pool))
     before = pool.stats()
     iterators = [pool.stream(input_ids=[65]), pool.as_completed(input_ids=[65])]
     del iterators
@@ -237,13 +262,17 @@ def test_abort_all(pool: EnginePool) -> None:
 
 def test_abort_in_a_chunked_prefill(pool: EnginePool) -> None:
     """A prompt that is aborted between two chunks of its prefill leaves nothing behind."""
-    for _ in range(3):
-        with callers(1) as executor, paused(pool):
-            call = executor.submit(pool.generate, input_ids=[65, 66] * 200, sampling_params=SIXTY)
-            until(lambda: waiting(pool) == 1)
-            pool.continue_generation()
-            until(lambda: running(pool) == 1)
-            assert pool.abort_request(abort_all=True) == 1
+    engine, prompt = pool.engines[0], [65, 66] * 200
+    for chunk in (1, 3, 6):
+        pool.flush_cache()
+        hang = faults.hang_in_step(pool, 0, at=chunk)
+        with callers(1) as executor:
+            try:
+                call = executor.submit(engine.generate, input_ids=prompt, sampling_params=SIXTY)
+                assert hang.begun.wait(SECONDS)
+                assert pool.abort_request(abort_all=True) == 1
+            finally:
+                hang.set()
             assert ended_by(call.result(SECONDS), "cancelled")
         until(lambda: at_rest(pool))
 
@@ -256,16 +285,24 @@ def test_abort_in_a_chunked_prefill(pool: EnginePool) -> None:
 def test_pause(pool: EnginePool, expected: list[dict[str, Any]], mode: str, moment: str) -> None:
     """A pause loses nothing: ids and log-probabilities are as without it, paused six times, right
     after the prefill or while tokens come. Meanwhile no step is made."""
-    with callers(1) as executor:
+    first = 1 if moment == "prefill" else 4
+    with callers(2) as executor, hanging_in_steps(pool, first) as hangs:
         finished = pool.stats()["finished"]
         call = executor.submit(
             pool.generate_all, input_ids=PROMPTS, sampling_params=SIXTY, return_logprob=True
         )
         for number in range(6):
-            until(lambda: running(pool) or call.done())
-            if moment == "decode":
-                until_steps(pool, 3, call.done)
-            pool.pause_generation(mode)
+            if number == 0:
+                until(lambda: all_hang(hangs))
+                pause = executor.submit(pool.pause_generation, mode)
+                until(lambda: has_jobs(pool))
+                let_go(hangs)
+                pause.result(SECONDS)
+            else:
+                until(lambda: running(pool) or call.done())
+                if moment == "decode":
+                    until_steps(pool, 3, call.done)
+                pool.pause_generation(mode)
             stats = pool.stats()
             assert all(engine["state"] == "paused" for engine in stats["engines"])
             held = stats["running"] + stats["waiting"]
@@ -324,12 +361,15 @@ def test_pause_abort(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
 
 def test_pause_drain(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """The pause that drains lets what runs finish; what waits, goes on waiting."""
-    with callers(1) as executor:
+    with callers(2) as executor, hanging_in_steps(pool, 2) as hangs:
         call = executor.submit(
             pool.generate_all, input_ids=PROMPTS * 4, sampling_params=SIXTY, return_logprob=True
         )
-        until(lambda: running(pool) == 16 and waiting(pool) == 16)
-        pool.pause_generation("drain")
+        until(lambda: all_hang(hangs) and running(pool) == waiting(pool) == 16)
+        pause = executor.submit(pool.pause_generation, "drain")
+        until(lambda: has_jobs(pool))
+        let_go(hangs)
+        pause.result(SECONDS)
         stats = pool.stats()
         assert [engine["state"] for engine in stats["engines"]] == ["paused"] * 4
         assert at_rest(pool)
@@ -375,7 +415,7 @@ def test_retracted_request_that_fills_the_cache(make_pool: MakePool) -> None:
     """A request that needs all of an engine's KV cache goes on after a pause with `retract`;
     upstream would reserve room for its whole output beside the part that it has, and never start
     it again."""
-    pool = make_pool("qwen3", 1, max_total_tokens=512)
+    pool = make_pool("qwen3", 1, max_total_tokens=512, warmup="none")
     params = {"temperature": 0.0, "max_new_tokens": 440, "ignore_eos": True}
     prompt = list(range(40, 100))
     (undisturbed,) = pool.generate_all(input_ids=[prompt], sampling_params=params)
@@ -398,7 +438,7 @@ def test_timeout_with_a_slow_reader(pool: EnginePool) -> None:
         return sum(engine["steps"] for engine in pool.stats()["engines"])
 
     chunks = []
-    for chunk in pool.stream(input_ids=PROMPTS[0], sampling_params=LONG, timeout=0.3):
+    for chunk in pool.stream(input_ids=PROMPTS[0], sampling_params=LONG, timeout=0.1):
         chunks.append(chunk)
         read = steps()
         until(lambda read=read: running(pool) == 0 or steps() >= read + 3)

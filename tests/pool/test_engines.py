@@ -168,14 +168,14 @@ def test_one_engine_goes_on_in_a_paused_pool(scripted: EnginePool):
 def test_abort_request_is_its_engines_alone(scripted: EnginePool):
     """`abort_all` on one engine leaves the requests of the others."""
     first, second = scripted.engines
-    streams = [engine.generate("0", params(300)[0], stream=True) for engine in (first, second)]
+    streams = [engine.generate("0", params(450)[0], stream=True) for engine in (first, second)]
     for stream in streams:
         next(stream)
     first.abort_request(abort_all=True)
     ends = [list(stream)[-1] for stream in streams]
     assert ends[0]["meta_info"]["finish_reason"]["type"] == "abort"
-    assert ends[1]["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
-    assert len(ends[1]["output_ids"]) == 300
+    assert ends[1]["meta_info"]["finish_reason"] == {"type": "length", "length": 450}
+    assert len(ends[1]["output_ids"]) == 450
 
 
 def test_server_info(scripted: EnginePool, index: int):

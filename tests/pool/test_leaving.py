@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.faults import hang_in_step
 from enginepool import EnginePool, PoolClosed
 from tests.support.liveness import SECONDS, callers, running, until
 from tests.support.marks import slow
@@ -77,10 +78,17 @@ def test_results_of_a_closed_pool(model_dir: Callable[[str], Path], verb: str) -
     def call() -> Any:
         return list(getattr(pool, verb)(input_ids=[[65, 66]] * 2, sampling_params=params))
 
-    with callers(1) as executor:
-        answer = executor.submit(call)
-        until(lambda: running(pool) == 1 and pool.stats()["finished"] == 1)
-        pool.close()
+    channel, hang = pool._runtime().workers[0].channel, hang_in_step(pool, 0, at=9)
+    with callers(2) as executor:
+        try:
+            answer = executor.submit(call)
+            assert hang.begun.wait(SECONDS)
+            assert (running(pool), pool.stats()["finished"]) == (1, 1)
+            closing = executor.submit(pool.close)
+            until(channel.has_jobs)
+        finally:
+            hang.set()
+        closing.result(SECONDS)
         with pytest.raises(PoolClosed) as caught:
             answer.result(SECONDS)
     first, second = caught.value.results

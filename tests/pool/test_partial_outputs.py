@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from enginepool import EnginePool, InvalidRequest
+from tests.support.liveness import idle, until
 from tests.support.pools import same
 
 PROMPTS = [[3 + i, 40 + i, 7] * (1 + i % 3) for i in range(8)]
@@ -125,6 +126,7 @@ def test_the_most_probable_tokens_of_all_of_it(pool: EnginePool) -> None:
 def test_complete_outputs_take_no_step_and_are_not_counted_again(pool: EnginePool) -> None:
     params = {"temperature": 0.0, "max_new_tokens": 6}
     expected = whole(pool, params)
+    until(lambda: idle(pool))
     before = pool.stats()
     got = whole(pool, params, partial_outputs=[cut(result, 6) for result in expected])
     after = pool.stats()

@@ -13,7 +13,7 @@ from enginepool import EnginePool, toy
 from enginepool.engine import score_head
 from tests.pool.test_bad_input import refused
 from tests.support.forced import LOGPROB_TOLERANCE
-from tests.support.liveness import at_rest
+from tests.support.liveness import at_rest, until
 from tests.support.marks import slow
 from tests.support.pools import NATIVE_PAGES, SMALL, MakePool, compilations
 from tests.support.reference import make_random_model
@@ -41,7 +41,7 @@ def test_families(tmp_path: Path, family: str) -> None:
             results = pool.score(input_ids=prompts, continuation_ids=continuations)
             alone = pool.score(input_ids=prompts[7], continuation_ids=continuations[7])
         assert seen == []
-        assert at_rest(pool)
+        until(lambda: at_rest(pool))
     assert_scores(model, prompts, continuations, results)
     assert isinstance(alone, dict)
     assert alone["logprobs"] == pytest.approx(results[7]["logprobs"], abs=LOGPROB_TOLERANCE)
@@ -73,7 +73,7 @@ def test_pages(make_pool: MakePool, model_dir: ModelDir) -> None:
     prompts, continuations = ([ids(pair[i], seed=i) for pair in LENGTHS] for i in (0, 1))
     results = pool.score(input_ids=prompts, continuation_ids=continuations)
     assert_scores(model_dir("qwen3"), prompts, continuations, results)
-    assert at_rest(pool)
+    until(lambda: at_rest(pool))
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_logits_are_made_a_slice_at_a_time(
             noting(*args, **options) if args else (lambda f: noting(f, **options))
         ),
     )
-    options = SMALL | {"max_running_requests": 32, "precompile_bs_paddings": [32]}
+    options = SMALL | {"max_running_requests": 32, "precompile_bs_paddings": [32], "warmup": "none"}
     with EnginePool(str(model_dir("qwen3")), devices=1, **options) as pool:
         assert pool._runtime().input_processor.limits.vocab_size == vocabulary
         prompts, continuations = [ids(1), ids(200)], [ids(150, 1), ids(1, 1)]
@@ -236,7 +236,7 @@ def test_bad_input(
 
 def test_a_small_kv_cache_is_the_limit(make_pool: MakePool, model_dir: ModelDir) -> None:
     """All of it can be used, and nothing follows the last token."""
-    pool = make_pool("qwen3", 1, max_total_tokens=128)
+    pool = make_pool("qwen3", 1, max_total_tokens=128, warmup="none")
     results = [pool.score(input_ids=ids(100), continuation_ids=ids(29, 1))]
     assert_scores(model_dir("qwen3"), [ids(100)], [ids(29, 1)], results)
     too_long = lambda: pool.score(input_ids=ids(100), continuation_ids=ids(30))  # noqa: E731
@@ -296,7 +296,7 @@ def test_prompts_of_no_output(pool: EnginePool, model_dir: ModelDir) -> None:
     for index in (0, 39, 40, 41, 42):
         meta = results[index]["meta_info"]
         assert_prompt_logprobs(model_dir("qwen3"), prompts[meta["prompt_index"]], meta)
-    assert at_rest(pool)
+    until(lambda: at_rest(pool))
 
 
 def test_prompt_of_one_engines_own_call(pool: EnginePool, model_dir: ModelDir) -> None:

@@ -1,7 +1,6 @@
 """Scoring beside everything else: sampling, swaps, pauses, faults, callers that leave."""
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,14 +84,13 @@ def scorer(pool: EnginePool) -> Any:
 @contextmanager
 def under_way(
     pool: EnginePool, call: Callable[[], Any], pieces: int = 3
-) -> Iterator[tuple[Any, threading.Event]]:
+) -> Iterator[tuple[Any, faults.Hang]]:
     """The block runs while the first engine is in the so-manieth piece of what `call` scores."""
     let_go = faults.hang_in_score(pool, 0, at=pieces)
-    condition = pool._runtime().workers[0].condition
     with callers(1) as executor:
         try:
             answer = executor.submit(call)
-            until(lambda: "run" not in vars(scorer(pool).program) and condition.stepping_since)
+            assert let_go.begun.wait(SECONDS)
             yield answer, let_go
         finally:
             let_go.set()
@@ -243,7 +241,7 @@ def test_swaps_do_not_starve_a_prompt(one: EnginePool, versions: list[Path]) -> 
         again = faults.hang_in_score(one, 0, at=2)
         let_go.set()
         first.result(SECONDS)
-        until(lambda: "run" not in vars(scorer(one).program))
+        assert again.begun.wait(SECONDS)
         second = swap(2)
         until(lambda: jobs(one))
         again.set()
@@ -256,14 +254,12 @@ def test_swaps_do_not_starve_a_prompt(one: EnginePool, versions: list[Path]) -> 
 def test_an_output_over_a_swap(one: EnginePool, versions: list[Path]) -> None:
     """Its prompt's values stay those of the weights that they name."""
     prompt = ids(100)
-    channel = one._runtime().workers[0].channel
     with callers(1) as executor:
-        steps = channel.steps
         let_go = faults.hang_in_step(one, 0, at=5)
         answer = executor.submit(
             one.generate, input_ids=prompt, sampling_params=GREEDY, return_prompt_logprob=True
         )
-        until(lambda: channel.steps > steps + 4)
+        assert let_go.begun.wait(SECONDS)
         with callers(1) as swapper:
             swap = swapper.submit(one.update_weights, versions[1], mode="retract", weight_version=1)
             until(lambda: jobs(one))
@@ -318,7 +314,7 @@ def test_a_piece_that_does_not_return(versions: list[Path]) -> None:
 def test_timeout(one: EnginePool) -> None:
     """Results keep their places, without values; what is finished has them."""
     held = one._runtime().workers[0].channel.running.held
-    call = lambda: score(one, timeout=0.5)  # noqa: E731
+    call = lambda: score(one, timeout=2.0)  # noqa: E731
     with under_way(one, call) as (answer, let_go):
         until(lambda: all(request.abort_reason for request in held.values()))
         let_go.set()
@@ -344,7 +340,7 @@ def test_cancel(one: EnginePool, backend: str) -> None:
     async def ask() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: one.async_score(input_ids=LONG[0], continuation_ids=LONG[1]))
-            while "run" in vars(scorer(one).program):
+            while not let_go.begun.is_set():
                 await anyio.sleep(0.01)
             group.cancel_scope.cancel()
 

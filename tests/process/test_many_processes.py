@@ -1,7 +1,9 @@
 """A JAX program of several processes: a pool in each, on its own devices."""
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -30,12 +32,20 @@ def models(model_dir: Callable[[str], Path], target: Callable[[str], Path]) -> d
     return {"old": model_dir("qwen3"), "new": target("qwen3")}
 
 
+def free_port() -> int:
+    """Below those that Linux gives to whoever asks for any, which another process may do before
+    the first of ours has bound it."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 @pytest.fixture(scope="module")
 def both(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     folder = tmp_path_factory.mktemp("output")
     with ExitStack() as stack:

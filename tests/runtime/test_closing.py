@@ -19,8 +19,18 @@ import pytest
 
 from benchmarks import faults
 from enginepool import EnginePool, PoolClosed
+from enginepool.engine.build import Assembly
 from tests.process.test_faults import SCRIPT
-from tests.support.liveness import SECONDS, callers, running, until
+from tests.support.liveness import (
+    SECONDS,
+    all_hang,
+    callers,
+    hanging_in_steps,
+    has_jobs,
+    let_go,
+    running,
+    until,
+)
 from tests.support.pools import SMALL
 
 PROMPTS = [[65 + i, 90 - i, 40 + i] for i in range(12)]
@@ -64,12 +74,12 @@ def weights(pool: EnginePool) -> list[Any]:
 
 
 @contextmanager
-def hanging(let_go: threading.Event) -> Iterator[threading.Event]:
+def hanging(hang: faults.Hang) -> Iterator[faults.Hang]:
     """What hangs goes on at the end in any case."""
     try:
-        yield let_go
+        yield hang
     finally:
-        let_go.set()
+        hang.set()
 
 
 def hear(calls: list[Future[Any]]) -> None:
@@ -138,14 +148,16 @@ def threading_future(target: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-@pytest.mark.parametrize("step_timeout", [None, 0.5])
+@pytest.mark.parametrize("step_timeout", [None, 2.0])
 def test_while_an_engine_is_stuck(make: Callable[..., EnginePool], step_timeout: Any) -> None:
     """In a step that does not return, noticed already or not: also who waits for weights or for a
     pause hears of it. Its thread stays until the step returns."""
     pool = make(step_timeout=step_timeout, warmup="sequential")
-    with callers() as executor, hanging(faults.hang_in_step(pool, 1)) as let_go:
-        calls = [executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=LONG)]
-        until(lambda: not fault_waits(pool, 1))
+    with callers() as executor, hanging(faults.hang_in_step(pool, 1)) as hang:
+        # Many: the other engine must not be through with them before the pool is closed.
+        prompts = PROMPTS * 4
+        calls = [executor.submit(pool.generate_all, input_ids=prompts, sampling_params=LONG)]
+        assert hang.begun.wait(SECONDS)
         if step_timeout is not None:
             until(lambda: state(pool, 1) == "abandoned")
         calls += [
@@ -156,26 +168,21 @@ def test_while_an_engine_is_stuck(make: Callable[..., EnginePool], step_timeout:
         closed_in_time(pool)
         hear(calls)
         until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
-        let_go.set()
+        hang.set()
         until(lambda: not threads(pool))
-
-
-def fault_waits(pool: EnginePool, engine: int) -> bool:
-    """Whether the fault waits still for its step."""
-    return "forward_batch_generation" in vars(faults.scheduler_of(pool, engine).tp_worker)
 
 
 def test_second_close_has_its_own_deadline(make: Callable[..., EnginePool]) -> None:
     """Who closes with a short deadline does not wait for another who has a long one."""
     pool = make()
-    with callers() as executor, hanging(faults.hang_in_step(pool, 1)) as let_go:
+    with callers() as executor, hanging(faults.hang_in_step(pool, 1)) as hang:
         calls = [executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=LONG)]
-        until(lambda: not fault_waits(pool, 1))
+        assert hang.begun.wait(SECONDS)
         first = executor.submit(pool.close, None)
         until(lambda: pool.closed)
         closed_in_time(pool)
         assert not first.done()
-        let_go.set()
+        hang.set()
         first.result(MOST)
         hear(calls)
     assert threads(pool) == []
@@ -184,26 +191,41 @@ def test_second_close_has_its_own_deadline(make: Callable[..., EnginePool]) -> N
 def test_while_an_engine_is_reset(make: Callable[..., EnginePool]) -> None:
     """Nor does `close` wait for a reset that does not return."""
     pool = make()
-    with callers() as executor, hanging(faults.hang_in_reset(pool, 1)) as let_go:
+    with callers() as executor, hanging(faults.hang_in_reset(pool, 1)) as hang:
         calls = load(pool, executor)
         faults.raise_in_step(pool, 1)
         until(lambda: state(pool, 1) == "resetting")
         closed_in_time(pool)
         hear(calls)
         until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
-        let_go.set()
+        hang.set()
         until(lambda: not threads(pool))
 
 
-def test_while_an_engine_is_rebuilt(make: Callable[..., EnginePool]) -> None:
+def test_while_an_engine_is_rebuilt(
+    make: Callable[..., EnginePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given the time, `close` returns when the engine is through with that and its thread ends."""
     pool = make()
+    rebuild, begun, go_on = Assembly.rebuild, threading.Event(), threading.Event()
+
+    def late(self: Assembly, *, dummy_weights: bool) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        rebuild(self, dummy_weights=dummy_weights)
+
+    monkeypatch.setattr(Assembly, "rebuild", late)
     with callers() as executor:
         calls = load(pool, executor)
+        pool.engines[0].pause_generation("in_place")  # or its requests might end before
         faults.raise_in_reset(pool, 1)
         faults.raise_in_step(pool, 1)
-        until(lambda: state(pool, 1) == "rebuilding")
-        pool.close(SECONDS)
+        assert begun.wait(SECONDS)
+        assert state(pool, 1) == "rebuilding"
+        closing = executor.submit(pool.close, SECONDS)
+        until(lambda: pool.closed)
+        go_on.set()
+        closing.result(SECONDS)
         assert threads(pool) == []
         hear(calls)
 
@@ -211,31 +233,32 @@ def test_while_an_engine_is_rebuilt(make: Callable[..., EnginePool]) -> None:
 def test_while_engines_drain_for_a_swap(make: Callable[..., EnginePool]) -> None:
     """The update hears of it too."""
     pool = make()
-    with callers() as executor:
+    with callers() as executor, hanging_in_steps(pool, 9) as hangs:
         calls = load(pool, executor)
+        until(lambda: all_hang(hangs))
         calls.append(executor.submit(pool.update_weights, weights(pool)))
+        until(lambda: has_jobs(pool))  # it has staged
+        let_go(hangs)
         until(lambda: state(pool, 0) == "draining")
-        wait = [call for call in calls if not call.done()]  # some may have ended before
-        assert calls[-1] in wait
         pool.close(SECONDS)
         assert threads(pool) == []
-        hear(wait)
+        hear(calls)
 
 
 def test_in_the_commit_of_a_swap(make: Callable[..., EnginePool]) -> None:
     """An engine that does not come back from putting new weights in place is left behind, and the
     update hears of it at once."""
     pool = make()
-    with callers() as executor, hanging(faults.hang_in_commit(pool, 1)) as let_go:
+    with callers() as executor, hanging(faults.hang_in_commit(pool, 1)) as hang:
         calls = load(pool, executor)
         calls.append(executor.submit(pool.update_weights, weights(pool), mode="retract"))
-        until(lambda: "replace" not in vars(faults.scheduler_of(pool, 1).leaves))
+        assert hang.begun.wait(SECONDS)
         wait = [call for call in calls if not call.done()]  # some may have ended before
         assert calls[-1] in wait
         closed_in_time(pool)
         hear(wait)
         until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
-        let_go.set()
+        hang.set()
         until(lambda: not threads(pool))
 
 

@@ -28,11 +28,25 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(tmp_path_factory.mktemp("target"), "qwen3", seed=7)
 
 
-@pytest.fixture(params=[3])
-def pool(request: pytest.FixtureRequest, model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
-    options = {"devices": request.param, "warmup": "none", "max_restarts": 1000}
-    # Longer than a program takes to compile.
-    with EnginePool(str(model_dir("qwen3")), step_timeout=20.0, **options, **SMALL) as pool:
+@pytest.fixture(scope="module")
+def opened(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+    """Three engines that compile nothing in a step, which would take longer than it may."""
+    options = {"devices": 3, "max_restarts": 1000, "step_timeout": 5.0}
+    with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
+        yield pool
+
+
+@pytest.fixture
+def pool(opened: EnginePool, model_dir: Callable[[str], Path]) -> EnginePool:
+    opened.update_weights(model_dir("qwen3"), weight_version=0)
+    return opened
+
+
+@pytest.fixture
+def alone(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+    """One engine."""
+    options = {"devices": 1, "warmup": "none", "max_restarts": 1000}
+    with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
         yield pool
 
 
@@ -40,13 +54,12 @@ def states(pool: EnginePool) -> list[str]:
     return [engine["state"] for engine in pool.stats()["engines"]]
 
 
-@pytest.mark.parametrize("pool", [1], indirect=True)
 def test_the_only_engine_loses_its_weights(
-    pool: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
+    alone: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rebuild that fails takes the weights of an update along; the next one succeeds, without
     any. The call that waits raises, and a part of the weights is no way out: a whole set is."""
-    pool.update_weights(target)
+    alone.update_weights(target)
     rebuild, attempts = Assembly.rebuild, []
 
     def failing(self: Assembly, *, dummy_weights: bool) -> None:
@@ -57,22 +70,22 @@ def test_the_only_engine_loses_its_weights(
         rebuild(self, dummy_weights=dummy_weights)
 
     monkeypatch.setattr(Assembly, "rebuild", failing)
-    faults.raise_in_reset(pool, 0)
-    faults.raise_in_step(pool, 0)
+    faults.raise_in_reset(alone, 0)
+    faults.raise_in_step(alone, 0)
     with callers(1) as executor:
-        call = executor.submit(pool.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+        call = executor.submit(alone.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
         with pytest.raises(NoWeights, match="weights are gone"):
             call.result(SECONDS)
     assert attempts == [True, True]  # the checkpoint's are not what the pool has
-    assert states(pool) == ["unloaded"]
-    assert "weights are gone" in pool.stats()["engines"][0]["reason"]
-    assert pool.events()[-1]["event"] == "engine_recovered"
-    assert "engine_unloaded" in [event["event"] for event in pool.events()]
+    assert states(alone) == ["unloaded"]
+    assert "weights are gone" in alone.stats()["engines"][0]["reason"]
+    assert alone.events()[-1]["event"] == "engine_recovered"
+    assert "engine_unloaded" in [event["event"] for event in alone.events()]
     part = dict([next(iter(leaves(target).items()))])
     with pytest.raises(InvalidWeights, match="has no weights to keep"):
-        pool.update_weights(part, strict=False)
-    pool.update_weights(target)
-    serves(pool, target)
+        alone.update_weights(part, strict=False)
+    alone.update_weights(target)
+    serves(alone, target)
 
 
 def test_weights_are_donated_while_a_step_hangs(pool: EnginePool, target: Path) -> None:

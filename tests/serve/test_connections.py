@@ -8,13 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from enginepool import EnginePool
-from tests.support.liveness import callers, paused, until, waiting
+from tests.support.liveness import SECONDS, callers, paused, until, waiting
 from tests.support.servers import Running, generate, serving
 
 BODY = b'{"text": "12+7=", "sampling_params": {"temperature": 0}}'
 HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
-SECONDS = 60.0  # for a server that never closes
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from enginepool import EnginePool
 from tests.serve.test_command import FEW_PROGRAMS, process
 from tests.serve.test_native import samples
-from tests.support.liveness import callers, paused, running, until, waiting
+from tests.support.liveness import SECONDS, callers, paused, running, until, waiting
 from tests.support.servers import Running, generate, serving
 
 SUM = "12+7="
@@ -141,10 +141,12 @@ def test_sighup_drains() -> None:
     with process(**FEW_PROGRAMS) as one, callers() as threads:
         url = f"http://127.0.0.1:{one.wait_for('serving')['port']}"
         body = {"text": SUM, "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
-        sent = threads.submit(httpx.post, f"{url}/generate", json=body, timeout=60)
+        sent = threads.submit(httpx.post, f"{url}/generate", json=body, timeout=SECONDS)
 
         def busy() -> bool:
-            return any(load["running"] for load in httpx.get(f"{url}/get_load").json())
+            return any(
+                load["running"] for load in httpx.get(f"{url}/get_load", timeout=SECONDS).json()
+            )
 
         until(lambda: sent.done() or busy())
         one.process.send_signal(signal.SIGHUP)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,11 +12,12 @@ from itertools import chain
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from enginepool import EnginePool
 from tests.serve.test_command import FEW_PROGRAMS
-from tests.support.liveness import callers, until
+from tests.support.liveness import SECONDS, callers, until
 from tests.support.marks import slow
 from tests.support.servers import serving
 
@@ -28,10 +28,18 @@ FIELDS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+def port_of(server: subprocess.Popen[bytes]) -> int:
+    """Where it listens, as the operating system has it: its own log cannot be read."""
+    ports: list[int] = []
+
+    def listens() -> bool:
+        assert server.poll() is None, "the server ended"
+        sockets = psutil.Process(server.pid).net_connections("tcp")
+        ports.extend(one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN)
+        return bool(ports)
+
+    until(listens)
+    return ports[0]
 
 
 @contextlib.contextmanager
@@ -59,7 +67,6 @@ def unwritable(kind: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["full disk", *slow("closed", "broken pipe", "nobody reads")])
 def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
-    port = free_port()
     command = [
         *(
             sys.executable,
@@ -67,7 +74,7 @@ def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
             "enginepool.cli.main",
             "serve",
             "--port",
-            str(port),
+            "0",
             "--devices",
             "1",
         ),
@@ -76,7 +83,8 @@ def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
     with unwritable(kind) as options:
         server = subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": ""}, **options)
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            url = f"http://127.0.0.1:{port_of(server)}"
+            with httpx.Client(base_url=url, timeout=SECONDS) as http:
 
                 def ready() -> bool:
                     assert server.poll() is None, "the server ended"
@@ -103,7 +111,7 @@ def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
                     *_, last, done = lines
                 assert done == "data: [DONE]"
                 assert json.loads(last[6:])["meta_info"]["completion_tokens"] == 100
-            assert server.wait(60) == 0
+            assert server.wait(SECONDS) == 0
         finally:
             server.kill()
             server.wait()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.faults import hang_in_step
 from enginepool import EnginePool, toy
-from tests.support.liveness import callers, until, waiting
+from tests.support.liveness import SECONDS, callers, until, waiting
 from tests.support.servers import Running, generate, serving
 
 SUM = "12+7="
@@ -166,14 +167,22 @@ def test_requests_during_a_reload(sums: EnginePool, reject: bool) -> None:
         "sampling_params": {"max_new_tokens": 490, "ignore_eos": True},
     }
     options: dict[str, Any] = {"enable_admin": True, "model_root": Path(SUBTRACT).parent}
+    options |= {"engine_ports": (0, 0, 0, 0), "reject_while_reloading": reject}
+    hang = hang_in_step(sums, 0, at=5)
     with (
-        serving(sums, **options, reject_while_reloading=reject) as running,
+        serving(sums, **options) as running,
         running.http() as client,
+        running.http(0) as one,
         callers() as threads,
     ):
-        first = threads.submit(client.post, "/generate", json=held)
-        until(lambda: sums.stats()["running"])
-        reload = threads.submit(client.post, "/admin/reload_weights", json={"model_path": SUBTRACT})
+        first = threads.submit(one.post, "/generate", json=held)
+        try:
+            assert hang.begun.wait(SECONDS)
+            body = {"model_path": SUBTRACT}
+            reload = threads.submit(client.post, "/admin/reload_weights", json=body)
+            until(sums._runtime().workers[0].channel.has_jobs)  # it has staged
+        finally:
+            hang.set()
         # Before that, while weights are staged, engines serve the old ones.
         until(lambda: "draining" in states(sums))
         if reject:

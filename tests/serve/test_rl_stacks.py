@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.faults import hang_in_step
 from enginepool import EnginePool, toy
 from enginepool.serve import probe
-from tests.support.liveness import callers, until
+from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import in_use
 from tests.support.scores import assert_prompt_logprobs
 from tests.support.servers import Running, generate, serving
@@ -69,19 +70,25 @@ def test_slime(administered: Running, sums: EnginePool) -> None:
         post(client, "/abort_request", {"abort_all": True})
 
 
-def test_areal(administered: Running) -> None:
+def test_areal(administered: Running, sums: EnginePool) -> None:
     """Scores by `logprob_start_len`, and new weights that end what runs."""
-    with administered.http() as client, callers() as threads:
+    with administered.http() as client, administered.http(0) as one, callers() as threads:
         body = {
             "input_ids": IDS, "return_logprob": True, "logprob_start_len": 0, "stream": False,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0, "top_k": int(1e8)},
         }  # fmt: skip
         scored = post(client, "/generate", body)
         assert_prompt_logprobs(Path(TOY), IDS, scored["meta_info"])
-        late = threads.submit(generate, client, SUM, **LONG)
-        until(lambda: any(running_on(client)))
-        body = {"model_path": SUBTRACT, "abort_all_requests": True}
-        assert post(client, "/update_weights_from_disk", body)["success"] is True
+        hang = hang_in_step(sums, 0, at=5)
+        late = threads.submit(generate, one, SUM, **LONG)
+        try:
+            assert hang.begun.wait(SECONDS)
+            body = {"model_path": SUBTRACT, "abort_all_requests": True}
+            update = threads.submit(post, client, "/update_weights_from_disk", body)
+            until(sums._runtime().workers[0].channel.has_jobs)  # it has staged
+        finally:
+            hang.set()
+        assert update.result()["success"] is True
         assert late.result()["meta_info"]["finish_reason"]["type"] == "abort"
         assert generate(client, SUM)["text"] == "5"
         for tags in (["kv_cache"], ["weights", "kv_cache"]):

@@ -1,13 +1,14 @@
 """Many clients at once: while weights change, and while they leave."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from enginepool import EnginePool, toy
-from tests.support.liveness import at_rest, paused, running, until, waiting
+from tests.support.liveness import SECONDS, at_rest, paused, running, until, waiting
 from tests.support.servers import Running, serving
 
 CLIENTS, REQUESTS = 64, 200
@@ -35,9 +36,8 @@ def test_reloads_under_load(
 ) -> None:
     """No request is lost, and each is answered by the weights that it names, and no others."""
 
-    async def client(http: httpx.AsyncClient, work: list[str], done: list[Any]) -> None:
-        while work:
-            text = work.pop()
+    async def client(http: httpx.AsyncClient, asked: Iterator[str], done: list[Any]) -> None:
+        for text in asked:
             reply = await http.post("/generate", json={"text": text, "sampling_params": PARAMS})
             done.append((text, reply))
 
@@ -52,17 +52,23 @@ def test_reloads_under_load(
 
     async def main() -> tuple[list[Any], dict[int, int]]:
         versions, done = {0: 0}, []
-        work = [SUMS[i % len(SUMS)] for i in range(REQUESTS)]
-        async with httpx.AsyncClient(base_url=administered.url(), timeout=60) as http:
+
+        def work() -> Iterator[str]:
+            """So many, and until there were two reloads."""
+            while asked[0] < REQUESTS or len(versions) < 3:
+                asked[0] += 1
+                yield SUMS[asked[0] % len(SUMS)]
+
+        async with httpx.AsyncClient(base_url=administered.url(), timeout=SECONDS) as http:
             reloads = asyncio.create_task(reload(http, versions))
-            await asyncio.gather(*(client(http, work, done) for _ in range(CLIENTS)))
+            await asyncio.gather(*(client(http, work(), done) for _ in range(CLIENTS)))
             reloads.cancel()
             await asyncio.gather(reloads, return_exceptions=True)
         return done, versions
 
+    asked = [0]
     done, versions = asyncio.run(main())
-    assert len(done) == REQUESTS
-    assert len(versions) > 2
+    assert len(done) == asked[0]
     # A reload whose reply was not waited for comes after the last that is known.
     versions[max(versions) + 1] = 1 - versions[max(versions)]
     seen = set()
@@ -91,8 +97,8 @@ def stream_body(path: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 def test_clients_that_leave(plain: Running, sums: EnginePool, path: str) -> None:
-    """A hundred clients hang up mid-stream; within a second of the last nothing of theirs runs,
-    waits or is kept."""
+    """A hundred clients hang up mid-stream; soon after the last nothing of theirs runs, waits or is
+    kept, long before it would have ended by itself."""
 
     async def leave(http: httpx.AsyncClient) -> None:
         async with http.stream("POST", path, json=stream_body(path)) as reply:
@@ -103,12 +109,12 @@ def test_clients_that_leave(plain: Running, sums: EnginePool, path: str) -> None
 
     async def main() -> None:
         limits = httpx.Limits(max_connections=LEAVERS)
-        async with httpx.AsyncClient(base_url=plain.url(), timeout=60, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=plain.url(), timeout=SECONDS, limits=limits) as http:
             await asyncio.gather(*(leave(http) for _ in range(LEAVERS)))
 
     before = sums.stats()["aborted"]
     asyncio.run(main())
-    until(lambda: at_rest(sums) and not waiting(sums), seconds=1.0)
+    until(lambda: at_rest(sums) and not waiting(sums))
     assert sums.stats()["aborted"] - before > LEAVERS / 2  # few can have finished meanwhile
 
 
@@ -119,8 +125,8 @@ def test_leaving_before_the_reply(plain: Running, sums: EnginePool, stream: bool
     with plain.http() as http, paused(sums):
         with pytest.raises(httpx.ReadTimeout):
             http.post("/generate", json=body, timeout=0.3)
-        until(lambda: not waiting(sums), seconds=1.0)
-    until(lambda: at_rest(sums), seconds=1.0)
+        until(lambda: not waiting(sums))
+    until(lambda: at_rest(sums))
 
 
 def test_two_trips(one_sum: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +144,7 @@ def test_two_trips(one_sum: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None
     with serving(one_sum) as server, server.http() as http:
         with http.stream("POST", "/generate", json=stream_body("/generate")) as reply:
             next(reply.iter_lines())
-        until(lambda: at_rest(one_sum), seconds=1.0)
+        until(lambda: at_rest(one_sum))
     assert running(one_sum) == 0
     assert worker.channel.steps <= noticed[0] + 2
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.faults import Hang, hang_in_step
 from enginepool import EnginePool
 
 SECONDS = 120.0
@@ -20,7 +21,7 @@ def until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
 
 
 def running(pool: EnginePool) -> int:
-    return pool.stats()["running"]
+    return sum(load["running"] for load in pool.get_load())
 
 
 def waiting(pool: EnginePool) -> int:
@@ -28,8 +29,42 @@ def waiting(pool: EnginePool) -> int:
 
 
 def at_rest(pool: EnginePool) -> bool:
-    """No engine holds a request, or KV cache that the prefix cache could not give back."""
-    return all(load["running"] == load["kv_used_tokens"] == 0 for load in pool.get_load())
+    """No engine holds a request, or KV cache that the prefix cache could not give back; all that
+    ended has been counted."""
+    empty = all(load["running"] == load["kv_used_tokens"] == 0 for load in pool.get_load())
+    return empty and idle(pool)
+
+
+def idle(pool: EnginePool) -> bool:
+    """No engine steps, nor will it before it is asked for something: after its last output each
+    has one more iteration, in which it finds nothing to do."""
+    workers = pool._runtime().workers
+    return not any(w.condition.stepping_since or w.channel.has_work() for w in workers)
+
+
+def has_jobs(pool: EnginePool) -> bool:
+    """Every engine has something to do at its next step boundary."""
+    return all(worker.channel.has_jobs() for worker in pool._runtime().workers)
+
+
+@contextmanager
+def hanging_in_steps(pool: EnginePool, at: int = 1) -> Iterator[list[Hang]]:
+    """Every engine hangs in its so-manieth step from now, until `let_go` or the end of the block.
+    For a block that gives every engine so many."""
+    hangs = [hang_in_step(pool, index, at) for index in range(len(pool.engines))]
+    try:
+        yield hangs
+    finally:
+        let_go(hangs)
+
+
+def let_go(hangs: list[Hang]) -> None:
+    for hang in hangs:
+        hang.set()
+
+
+def all_hang(hangs: list[Hang]) -> bool:
+    return all(hang.begun.is_set() for hang in hangs)
 
 
 @contextmanager

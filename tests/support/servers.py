@@ -12,8 +12,7 @@ import openai
 from enginepool import EnginePool
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.server import Server
-
-SECONDS = 60.0
+from tests.support.liveness import SECONDS
 
 
 @dataclass

@@ -179,14 +179,14 @@ def test_later_engine(
 ) -> None:
     """Others have the new weights already, so it goes forward: this engine is out with the reason,
     what ran on it ends on its siblings, and the next update brings it back."""
-    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 40}
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
     with callers(1) as executor:
         call = executor.submit(four.generate_all, input_ids=PROMPTS * 4, sampling_params=params)
         until(lambda: running(four) == 16)
         with full(2, FOR_EVER):
             report = four.update_weights(target("qwen3"), weight_version=1, **options)
         results = call.result(SECONDS)
-    assert [len(result["output_ids"]) for result in results] == [40] * 16
+    assert [len(result["output_ids"]) for result in results] == [160] * 16
     assert report.failed.keys() == {2}
     assert FULL in report.failed[2]
     assert str(jax.devices()[2]) in report.failed[2]

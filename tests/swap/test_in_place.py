@@ -8,12 +8,11 @@ import pytest
 
 from benchmarks.faults import hang_in_step
 from enginepool import EnginePool
-from tests.support.liveness import SECONDS, at_rest, callers, until
+from tests.support.liveness import SECONDS, at_rest, callers, idle, until
 from tests.support.pools import SMALL
 from tests.support.reference import make_random_model
 from tests.support.spans import assert_each_span_is_its_versions, assert_spans
 
-OPTIONS = SMALL | {"max_total_tokens": 512}
 PARAMS = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 8}
 SHARED = [3 * i % 250 for i in range(30)]  # too short for routing to hold copies of it back
 LONG = [(7 * i + 1) % 250 for i in range(150)]  # three steps: 64 tokens a step
@@ -30,7 +29,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def one(versions: list[Path]) -> Iterator[EnginePool]:
     """One engine, on version 0."""
-    with EnginePool(str(versions[0]), devices=1, **OPTIONS) as pool:
+    with EnginePool(str(versions[0]), devices=1, **SMALL) as pool:
         yield pool
 
 
@@ -39,10 +38,8 @@ def swap_between_chunks(
 ) -> list[dict[str, Any]]:
     """Send LONG, then prompts that wait in the engine while it is prefilled, and swap in place
     before its last chunk."""
-    worker = pool._runtime().workers[0]
-    channel = worker.channel
-    # Of what the engine did before, also the iteration in which it finds nothing to do is over.
-    until(lambda: worker.condition.stepping_since is None and not channel.has_work())
+    channel = pool._runtime().workers[0].channel
+    until(lambda: idle(pool))
     steps = channel.steps
     # The second is put in place first: each, when its turn comes, leaves what was there before it.
     second_step = hang_in_step(pool, 0, at=2)
@@ -50,11 +47,12 @@ def swap_between_chunks(
     with callers(3) as executor:
         try:
             long = executor.submit(pool.generate, None, PARAMS, input_ids=LONG)
-            until(lambda: worker.condition.stepping_since is not None)
+            assert first_step.begun.wait(SECONDS)
             rest = executor.submit(pool.generate_all, None, PARAMS, input_ids=waiting)
             until(lambda: pool.stats()["waiting"] == len(waiting))
             first_step.set()
-            until(lambda: channel.steps == steps + 2)
+            assert second_step.begun.wait(SECONDS)
+            assert channel.steps == steps + 2
             swap = executor.submit(pool.update_weights, source, mode="in_place", weight_version=1)
             until(lambda: channel._jobs._jobs)  # the swap waits for the step boundary
         finally:

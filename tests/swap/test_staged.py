@@ -29,7 +29,7 @@ from tests.swap.test_faults import broken_commit, states, unchanged, versions
 def failing(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
     """Two engines of their own, to be failed."""
     options = {"devices": 2, "warmup": "none", "max_restarts": 1000}
-    with EnginePool(str(model_dir("qwen3")), step_timeout=20.0, **options, **SMALL) as pool:
+    with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
         yield pool
         pool.update_weights(model_dir("qwen3"), weight_version=0)
 
@@ -223,6 +223,6 @@ def test_a_closed_pool_holds_nothing(target: Callable[[str], Path]) -> None:
     staged = pool.stage_weights(target("qwen3"))
     pool.close()
     assert "was closed" in repr(staged)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # idle ones of others may have ended meanwhile
     with pytest.raises(PoolClosed):
         staged.commit()

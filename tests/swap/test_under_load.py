@@ -1,7 +1,6 @@
 """Swaps under load: no output is lost, every token is booked on the weights that it came from."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,20 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from benchmarks.faults import hang_in_step
 from enginepool import EnginePool, InvalidRequest, NoWeights, PoolClosed
 from tests.support.forced import output_logits
 from tests.support.layouts import leaves, placed
-from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
+from tests.support.liveness import (
+    SECONDS,
+    at_rest,
+    callers,
+    has_jobs,
+    paused,
+    running,
+    until,
+    waiting,
+)
 from tests.support.pools import SMALL, in_use, same
 from tests.support.reference import make_random_model
 from tests.support.spans import assert_each_span_is_its_versions, assert_spans
@@ -23,10 +32,11 @@ PROMPTS = [[i + 1, 2 * i + 3, 200 - i] * (1 + i % 3) for i in range(12)]
 MODES = ["drain", "retract", "abort", "in_place"]
 SWAPS = 8
 IN_FLIGHT = 64
+STEPS = 16  # of four engines, between two swaps: an output of 18 tokens sees several
 
 
-# A step takes little, so that swaps under load do.
-MICRO = SMALL | {"max_total_tokens": 512}
+def steps(pool: EnginePool) -> int:
+    return sum(engine["steps"] for engine in pool.stats()["engines"])
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +50,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def opened(versions: list[Path]) -> Iterator[EnginePool]:
-    with EnginePool(str(versions[0]), devices=4, **MICRO) as pool:
+    with EnginePool(str(versions[0]), devices=4, **SMALL) as pool:
         yield pool
 
 
@@ -54,7 +64,7 @@ def micro(opened: EnginePool, versions: list[Path]) -> EnginePool:
 def swap_under_load(
     pool: EnginePool, versions: list[Path], mode: Any, swaps: int, in_flight: int, **options: Any
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Swaps, each 50 ms after the last returned, under so many requests at any time.
+    """Swaps, each some steps after the last returned, under so many requests at any time.
 
     Returns:
         The prompts of all requests, and their results.
@@ -77,7 +87,8 @@ def swap_under_load(
                 pool.update_weights(
                     versions[number % 2], mode=mode, weight_version=number, **options
                 )
-                time.sleep(0.05)
+                done = steps(pool)
+                until(lambda done=done: steps(pool) >= done + STEPS)
         finally:
             over.set()
         pairs = [pair for call in calls for pair in call.result(SECONDS)]
@@ -159,7 +170,7 @@ def test_drain_of_a_paused_pool_is_refused(micro: EnginePool, versions: list[Pat
     on afterwards as if nothing had been asked."""
     with callers(1) as executor:
         call = executor.submit(
-            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 40}
+            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 400}
         )
         until(lambda: running(micro) == 1)
         with paused(micro):
@@ -167,7 +178,7 @@ def test_drain_of_a_paused_pool_is_refused(micro: EnginePool, versions: list[Pat
                 micro.update_weights(versions[1])
             micro.update_weights(versions[1], mode="in_place", weight_version=1)
             assert not call.done()
-        assert len(call.result(SECONDS)["output_ids"]) == 40
+        assert len(call.result(SECONDS)["output_ids"]) == 400
     assert micro.stats()["weight_version"] == 1
 
 
@@ -184,24 +195,30 @@ def test_drain_of_a_paused_pool_is_refused_always(
         micro.update_weights(versions[1])
         micro.continue_generation()
         call.result(SECONDS)
-    for number in range(5):
-        prompt = [number + 7] * 400
-        with callers(1) as executor:
-            call = executor.submit(
-                micro.generate, input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 2}
-            )
-            until(lambda: running(micro) == 1)
-            with paused(micro, mode):
-                if not call.done():
-                    with pytest.raises(InvalidRequest, match="continue_generation"):
-                        micro.update_weights(versions[0])
+    channel = micro._runtime().workers[0].channel
+    for chunk in range(1, 6):  # of seven
+        asked = {"input_ids": [chunk + 7] * 400, "sampling_params": {**GREEDY, "max_new_tokens": 2}}
+        hang = hang_in_step(micro, 0, at=chunk)
+        with callers(2) as executor:
+            try:
+                call = executor.submit(micro.engines[0].generate, **asked)
+                assert hang.begun.wait(SECONDS)
+                pause = executor.submit(micro.pause_generation, mode)
+                until(channel.has_jobs)
+            finally:
+                hang.set()
+            pause.result(SECONDS)
+            with pytest.raises(InvalidRequest, match="continue_generation"):
+                micro.update_weights(versions[0])
+            assert not call.done()
+            micro.continue_generation()
             assert len(call.result(SECONDS)["output_ids"]) == 2
 
 
 def test_drain_beside_one_paused_engine(micro: EnginePool, versions: list[Path]) -> None:
     """An engine that is paused and has nothing keeps no drain from waiting for the others; one
     that has something does."""
-    long = {**GREEDY, "max_new_tokens": 60}
+    long = {**GREEDY, "max_new_tokens": 300}
     engine = micro.engines[0]
     with callers(2) as executor:
         engine.pause_generation("in_place")
@@ -239,7 +256,7 @@ def test_options(micro: EnginePool, versions: list[Path]) -> None:
 def test_kv_cache(micro: EnginePool, versions: list[Path]) -> None:
     """Dropping frees what it reports and rebuilding takes it again; requests wait meanwhile, and
     what they give is what they give without."""
-    params = {**GREEDY, "max_new_tokens": 50}
+    params = {**GREEDY, "max_new_tokens": 100}
     expected = micro.generate_all(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
     before = in_use(micro)
     freed = micro.release_memory_occupation()
@@ -276,7 +293,7 @@ def test_release_weights(micro: EnginePool, versions: list[Path]) -> None:
         call = executor.submit(
             micro.generate_all,
             input_ids=PROMPTS,
-            sampling_params={**GREEDY, "max_new_tokens": 60},
+            sampling_params={**GREEDY, "max_new_tokens": 100},
             return_logprob=True,
         )
         until(lambda: running(micro) >= 6)
@@ -294,13 +311,18 @@ def test_release_weights(micro: EnginePool, versions: list[Path]) -> None:
 
 def test_closing_ends_a_swap_that_waits(versions: list[Path]) -> None:
     """`close` while a swap waits for running outputs: the swap raises PoolClosed."""
-    pool = EnginePool(str(versions[0]), devices=1, warmup="none", **MICRO).open()
+    pool = EnginePool(str(versions[0]), devices=1, warmup="none", **SMALL).open()
+    hang = hang_in_step(pool, 0, at=3)
     with callers(2) as executor:
-        call = executor.submit(
-            pool.generate, input_ids=[5], sampling_params={**GREEDY, "max_new_tokens": 400}
-        )
-        until(lambda: running(pool) == 1)
-        swap = executor.submit(pool.update_weights, versions[1])
+        try:
+            call = executor.submit(
+                pool.generate, input_ids=[5], sampling_params={**GREEDY, "max_new_tokens": 400}
+            )
+            assert hang.begun.wait(SECONDS)
+            swap = executor.submit(pool.update_weights, versions[1])
+            until(lambda: has_jobs(pool))
+        finally:
+            hang.set()
         until(lambda: pool.stats()["engines"][0]["state"] == "draining")
         closing = threading.Thread(target=pool.close)
         closing.start()
@@ -313,16 +335,23 @@ def test_closing_ends_a_swap_that_waits(versions: list[Path]) -> None:
 
 def test_a_pause_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> None:
     """An output that a swap waits for is not stopped by a pause; that comes after the swap."""
+    hang = hang_in_step(micro, 0, at=3)
     with callers(3) as executor:
-        call = executor.submit(
-            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 200}
-        )
-        until(lambda: running(micro) == 1)
-        swap = executor.submit(micro.update_weights, versions[1], weight_version=1)
+        try:
+            call = executor.submit(
+                micro.engines[0].generate,
+                input_ids=[5, 6],
+                sampling_params={**GREEDY, "max_new_tokens": 400},
+            )
+            assert hang.begun.wait(SECONDS)
+            swap = executor.submit(micro.update_weights, versions[1], weight_version=1)
+            until(micro._runtime().workers[0].channel.has_jobs)  # it has staged
+        finally:
+            hang.set()
         until(lambda: "draining" in {e["state"] for e in micro.stats()["engines"]})
         executor.submit(micro.pause_generation, "in_place").result(SECONDS)
         assert {engine["state"] for engine in micro.stats()["engines"]} == {"paused"}
         micro.continue_generation()  # first: a pause that came too early would hold the output up
-        assert call.result(SECONDS)["meta_info"]["weight_versions"] == [[0, 200, 0]]
+        assert call.result(SECONDS)["meta_info"]["weight_versions"] == [[0, 400, 0]]
         assert swap.result(SECONDS).weight_version == 1
     assert micro.generate(input_ids=[5], sampling_params=GREEDY)["meta_info"]["weight_version"] == 1

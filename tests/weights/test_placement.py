@@ -168,7 +168,7 @@ def test_donated_source_of_one_engine(
     tree = placed(leaves(target("qwen3")), PartitionSpec(), devices=1)
     four.update_weights(tree)
     before = len(four.events())
-    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 100}
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
     with callers(1) as executor, caplog.at_level("WARNING", "enginepool"):
         if busy:
             call = executor.submit(four.generate_all, None, params, input_ids=PROMPTS * 4)
@@ -178,7 +178,7 @@ def test_donated_source_of_one_engine(
         if not busy:
             call = executor.submit(four.generate_all, None, params, input_ids=PROMPTS * 4)
         results = call.result(SECONDS)
-    assert [len(result["output_ids"]) for result in results] == [100] * 16
+    assert [len(result["output_ids"]) for result in results] == [200] * 16
     (event,) = four.events()[before:]
     assert (event["event"], event["engine"]) == ("engine_unloaded", 0)
     assert "copy=True" in event["reason"]
