@@ -26,7 +26,7 @@ $(COMPAT)/.installed: constraints-0.0.3rc99.txt
 $(TPU)/.installed: constraints.txt
 $(TPU)/.installed: EXTRAS := tpu,dev
 $(RAY)/.installed: constraints.txt
-$(RAY)/.installed: EXTRAS := cpu,dev,ray
+$(RAY)/.installed: EXTRAS := cpu,dev,ray,ray-data
 $(TUNIX)/.installed: constraints.txt
 $(TUNIX)/.installed: EXTRAS := cpu,dev,tunix,lm-eval
 $(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed $(TUNIX)/.installed $(RAY)/.installed: \
