@@ -53,7 +53,7 @@ class Generate:
 
 
 def run(given: argparse.Namespace) -> None:
-    source, output = str(given.input), str(given.output)
+    source, output = map(_absolute, (given.input, given.output))
     DataContext.get_current().checkpoint_config = CheckpointConfig(
         "id",
         f"{output.rstrip('/')}.checkpoint",
@@ -79,6 +79,11 @@ def run(given: argparse.Namespace) -> None:
         results.write_json(output)
 
 
+def _absolute(path: str) -> str:
+    """As hosts with other working directories read it; a bucket's URL as it is."""
+    return path if "://" in path else str(Path(path).resolve())
+
+
 def _pool_args(given: argparse.Namespace) -> dict[str, Any]:
     return {"model": given.model, "devices": given.devices, **given.pool_args}
 
@@ -86,8 +91,8 @@ def _pool_args(given: argparse.Namespace) -> dict[str, Any]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("input", type=Path, help="a file or a directory of JSONL or Parquet")
-    parser.add_argument("output", type=Path, help="a directory")
+    parser.add_argument("input", help="a file or a directory of JSONL or Parquet")
+    parser.add_argument("output", help="a directory")
     parser.add_argument("--parquet", action="store_true", help="the input is a directory of it")
     parser.add_argument("--model", help="left out, the toy")
     parser.add_argument("--hosts", type=int, default=1)
