@@ -26,7 +26,7 @@ $(COMPAT)/.installed: constraints-0.0.3rc99.txt
 $(TPU)/.installed: constraints.txt
 $(TPU)/.installed: EXTRAS := tpu,dev
 $(RAY)/.installed: constraints.txt
-$(RAY)/.installed: EXTRAS := cpu,dev,ray
+$(RAY)/.installed: EXTRAS := cpu,dev,ray,ray-data
 $(TUNIX)/.installed: constraints.txt
 $(TUNIX)/.installed: EXTRAS := cpu,dev,tunix,lm-eval
 $(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed $(TUNIX)/.installed $(RAY)/.installed: \
@@ -72,7 +72,7 @@ test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.insta
 	$(BIN)/python $(PYTEST) $(ARGS) tests/integrations
 	$(TUNIX)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py
 	$(CLIENTS)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_clients.py tests/integrations/test_renderers.py
-	$(RAY)/bin/python -m pytest --durations=10 $(ARGS) tests/integrations/test_ray.py
+	$(RAY)/bin/python -m pytest --durations=10 $(ARGS) tests/integrations/test_ray*.py
 
 .PHONY: lint
 lint: setup ## Check style, formatting and which room imports which

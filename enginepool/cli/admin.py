@@ -1,35 +1,66 @@
-"""`enginepool admin`: ask a running server for what administrators may."""
+"""`enginepool admin`: ask running servers for what administrators may."""
 
 from __future__ import annotations
 
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
 from enginepool.console.complaints import complain
 from enginepool.engine.states import PauseMode
+from enginepool.errors import InvalidConfig
 from enginepool.serve.options import TOKEN_VARIABLE
 
-admin = typer.Typer(no_args_is_help=True, help="Ask a running server for what administrators may.")
+admin = typer.Typer(
+    no_args_is_help=True,
+    help="Ask a running server, or many of them at once, for what administrators may.",
+)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Who is asked, and how."""
+
+    urls: list[str]
+    token: str | None
+    timeout: float
 
 
 @admin.callback()
 def _where(
     context: typer.Context,
-    base_url: Annotated[str, typer.Option(help="Any port of the server.")],
+    base_url: Annotated[
+        list[str], typer.Option(help="Any port of a server; once for each server.")
+    ],
+    every_address: Annotated[
+        bool,
+        typer.Option(
+            "--every-address",
+            help="Ask a server at every address that the name has, as a headless Service's.",
+        ),
+    ] = False,
     token: Annotated[
         str | None, typer.Option(help="The admin token.", envvar=TOKEN_VARIABLE)
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds.")] = 600.0,
 ) -> None:
-    context.obj = (base_url, token, timeout)
+    urls = [url for one in base_url for url in (addresses(one) if every_address else [one])]
+    context.obj = Servers(list(dict.fromkeys(urls)), token, timeout)
 
 
 @admin.command()
 def checksum(context: typer.Context) -> None:
-    """The reference's checksum, and a fingerprint of all weights."""
-    _ask(context, "GET", "weights_checksum")
+    """The reference's checksum, and a fingerprint of all weights; exits with 1 where servers'
+    differ."""
+    answers = _ask(context, "GET", "weights_checksum")
+    if len({answer["fingerprint"] for answer in answers}) > 1:
+        complain("the servers' weights differ")
+        raise typer.Exit(1)
 
 
 @admin.command()
@@ -44,9 +75,21 @@ def perturb(
 
 
 @admin.command()
-def reload(context: typer.Context, model_path: str) -> None:
+def reload(
+    context: typer.Context,
+    model_path: str,
+    weight_version: Annotated[
+        str | None, typer.Option(help="A label, the same on every server. Default: its own count.")
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="Of running requests: drain, retract, abort or in_place."),
+    ] = None,
+) -> None:
     """Load a checkpoint on every engine."""
-    _ask(context, "POST", "reload_weights", model_path=model_path)
+    given = {"weight_version": weight_version, "mode": mode}
+    body = {name: value for name, value in given.items() if value is not None}
+    _ask(context, "POST", "reload_weights", model_path=model_path, **body)
 
 
 @admin.command()
@@ -67,24 +110,59 @@ def resume(context: typer.Context) -> None:
     _ask(context, "POST", "continue")
 
 
-def _ask(context: typer.Context, method: str, name: str, **body: Any) -> None:
-    """Print the answer as JSON; exit with 1 if it is no success."""
+def addresses(base_url: str) -> list[str]:
+    """The URL with each address that its host's name has, in their order.
+
+    Raises:
+        InvalidConfig: It has none.
+    """
+    parts = urlsplit(base_url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"--base-url {base_url}: {error}") from None
+    hosts = sorted({str(where[0]) for *_, where in found})
+    port = "" if parts.port is None else f":{parts.port}"
+    return [
+        parts._replace(netloc=(f"[{host}]" if ":" in host else host) + port).geturl()
+        for host in hosts
+    ]
+
+
+def _ask(context: typer.Context, method: str, name: str, **body: Any) -> list[Any]:
+    """Print each answer as JSON, of several servers with their URLs; exit with 1 unless all are
+    successes, when all have answered."""
+    servers: Servers = context.obj
+    with ThreadPoolExecutor(len(servers.urls)) as executor:
+        said = list(
+            executor.map(lambda url: _answer(servers, url, method, name, body), servers.urls)
+        )
+    for url, (_, answer) in zip(servers.urls, said, strict=True):
+        if answer is not None:
+            shown = answer if len(said) == 1 else {"base_url": url, "answer": answer}
+            print(json.dumps(shown, ensure_ascii=False))
+    if not all(succeeded for succeeded, _ in said):
+        raise typer.Exit(1)
+    return [answer for _, answer in said]
+
+
+def _answer(
+    servers: Servers, url: str, method: str, name: str, body: dict[str, Any]
+) -> tuple[bool, Any]:
+    """Whether it is a success, and what it says; None, after a complaint, if it says nothing."""
     import httpx
 
-    base_url, token, timeout = context.obj
+    token = servers.token
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         reply = httpx.request(
             method,
-            f"{base_url.rstrip('/')}/admin/{name}",
+            f"{url.rstrip('/')}/admin/{name}",
             json=body or None,
             headers=headers,
-            timeout=timeout,
+            timeout=servers.timeout,
         )
-        answer = reply.json()
+        return not reply.is_error, reply.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        complain(f"{base_url}: {error!r}")
-        raise typer.Exit(1) from None
-    print(json.dumps(answer, ensure_ascii=False))
-    if reply.is_error:
-        raise typer.Exit(1)
+        complain(f"{url}: {error!r}")
+        return False, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,7 @@ class Output:
         position: In its call's results.
         options: As `Item` has them, without what there is already.
         latest: What there is, as a result; the result in the end.
-        deaths: How many hosts in a row were lost with it, without a new token in between.
-        alone: It is to run with nothing beside it.
+        lost_on: The host that was lost with it, if there is no new token since.
     """
 
     call: Call
@@ -39,26 +38,39 @@ class Output:
     group: Hashable
     latest: dict[str, Any] | None = None
     done: bool = False
-    deaths: int = 0
-    tokens_at_death: int = 0
-    alone: bool = False
+    lost_on: int | None = None
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may be what takes hosts down."""
+        return self.lost_on is not None
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.latest is None else len(self.latest["output_ids"])
 
     def item(self, key: int) -> Item:
         """The next attempt, which goes on with what there is."""
-        options = self.options
-        if self.latest is not None and self.latest["output_ids"]:
+        params, options = self.sampling_params, self.options
+        if params is not None and self.suspect:
+            params = {**params, "stream_interval": 1}  # its next token clears it
+        if self.tokens:
             options = {**options, "partial_outputs": [self.latest]}
-        return Item(key, self.input_ids, self.sampling_params, options)
+        return Item(key, self.input_ids, params, options)
+
+    def gain(self, chunk: dict[str, Any]) -> None:
+        """What it has by now."""
+        before, self.latest = self.tokens, chunk
+        if self.tokens > before:
+            self.lost_on = None
 
     def lost_with(self, host: int) -> bool:
-        """A host was lost with it; returns whether it may go on. One that was alone may not."""
-        if self.alone:
-            self.end("poisoned", f"host {host} was lost while it ran this alone, as others before")
+        """A host was lost with it; returns whether it may go on. After two it may not."""
+        if self.lost_on is not None:
+            message = f"hosts {self.lost_on} and {host} were lost with it, without a token between"
+            self.end("poisoned", message)
             return False
-        tokens = 0 if self.latest is None else len(self.latest["output_ids"])
-        self.deaths = 1 if tokens > self.tokens_at_death else self.deaths + 1
-        self.tokens_at_death = tokens
-        self.alone = self.deaths >= 2
+        self.lost_on = host
         return True
 
     def end(self, err_type: str, message: str) -> None:
@@ -92,7 +104,6 @@ class Call:
         self.homes: dict[Hashable, int] = {}
         self.done = threading.Event()
         self.news: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
-        self.on_done: Callable[[], None] = self.done.set
         self._every = every
         self._remaining = 0
 
@@ -150,7 +161,7 @@ class Call:
 
     def close(self) -> None:
         self.news.put(None)
-        self.on_done()
+        self.done.set()
 
     def results(self, raise_on_error: bool = False) -> list[dict[str, Any]]:
         """All of them, in order.

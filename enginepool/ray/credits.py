@@ -19,13 +19,13 @@ class HostLoad:
     Attributes:
         slots: How many outputs it runs at a time.
         outstanding: How many it was given and has not answered.
-        reserved: It runs one that is to run alone, so it gets nothing beside it.
+        suspect: One of them may be what takes hosts down, so it gets no second of that kind.
     """
 
     index: int
     slots: int
     outstanding: int
-    reserved: bool = False
+    suspect: bool = False
 
     @property
     def window(self) -> int:
@@ -40,12 +40,13 @@ class Waiting:
     Attributes:
         group: What shares a prompt, or the beginning of one, stays on a host where it can.
         home: The host that the group's last one went to, if there is one.
-        alone: It may be what takes hosts down: it runs with nothing beside it.
+        suspect: It may be what takes hosts down. A host has one of them at a time: were it lost
+            with two, nobody could say which of them it was.
     """
 
     group: Hashable
     home: int | None = None
-    alone: bool = False
+    suspect: bool = False
 
 
 def assign(hosts: Sequence[HostLoad], waiting: Sequence[Waiting]) -> list[tuple[int, int]]:
@@ -59,25 +60,22 @@ def assign(hosts: Sequence[HostLoad], waiting: Sequence[Waiting]) -> list[tuple[
     """
     loads = {host.index: host.outstanding for host in hosts}
     slots = {host.index: host.slots for host in hosts}
-    windows = {host.index: 0 if host.reserved else host.window for host in hosts}
+    windows = {host.index: host.window for host in hosts}
+    suspected = {host.index for host in hosts if host.suspect}
     homes: dict[Hashable, int] = {}
     given: list[tuple[int, int]] = []
     for position, one in enumerate(waiting):
         free = [index for index in loads if loads[index] < windows[index]]
         if not free:
             break
-        if one.alone:
-            chosen = next((index for index in free if not loads[index]), None)
-            if chosen is not None:
-                windows[chosen] = 0
-            elif not any(host.reserved for host in hosts):
-                # One host runs empty for it: the one that is nearest to that.
-                windows[min(free, key=lambda index: (loads[index], index))] = 0
-        else:
-            home = homes.get(one.group, one.home)
-            chosen = _choose(home, free, loads, slots)
+        if one.suspect:
+            free = [index for index in free if index not in suspected]
+        home = None if one.suspect else homes.get(one.group, one.home)
+        chosen = _choose(home, free, loads, slots)
         if chosen is not None:
             loads[chosen] += 1
+            if one.suspect:
+                suspected.add(chosen)
             homes[one.group] = chosen
             given.append((position, chosen))
     return given
@@ -92,4 +90,4 @@ def _choose(
             return home
         if not idle:
             return None  # it waits for its host: nobody stands idle meanwhile
-    return min(idle or free, key=lambda index: (loads[index] / slots[index], index))
+    return min(idle or free, key=lambda index: (loads[index] / slots[index], index), default=None)

@@ -1,84 +1,30 @@
-"""The hosts, and what each of them has: all on one event loop, in a thread of the driver's.
+"""The hosts: started, listened to, started again; all on one event loop, in a thread of its own.
 
-Ray does placement, processes, restarts and transport. What is here is credits, prompts that move
-on from a host that is lost, and hosts that are barred until they have the current weights.
+Ray does placement, processes, restarts and transport. What is here is hosts that are lost, and
+hosts that are barred until they have the current weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import ActorUnavailableError, RayError  # pyright: ignore[reportMissingImports]
 
-from enginepool import EnginePoolError, InvalidRequest, PoolClosed, PoolFailed
-from enginepool.ray.call import Call, Output
-from enginepool.ray.credits import HostLoad, Waiting, assign
-from enginepool.ray.wire import News, Refused, Weights
+from enginepool import EnginePoolError, PoolClosed, PoolFailed
+from enginepool.ray.call import Call
+from enginepool.ray.dispatch import Dispatch
+from enginepool.ray.link import HostLink, HostLost
+from enginepool.ray.wire import News, Weights
 
 _logger = logging.getLogger("enginepool.ray")
-# How many of the oldest waiting outputs are looked at.
-_WINDOW = 1024
 # How often in a row a host may fail to start before it stays out.
 _ATTEMPTS = 3
 _BACKOFF = 1.0
-
-
-class HostLost(Exception):
-    """A host does not answer, or not as one that is well.
-
-    Attributes:
-        end: Whether its process is still there, and has to go.
-        returns: Whether Ray is starting it again at this moment.
-    """
-
-    def __init__(self, message: str, *, end: bool = False, returns: bool = False) -> None:
-        super().__init__(message)
-        self.end = end
-        self.returns = returns
-
-
-class HostLink:
-    """A host as its driver sees it.
-
-    Attributes:
-        state: "starting", "catching up", "serving" or "lost"; "failed" is for good.
-        number: The update of weights that it has.
-        running: The outputs that it was given, by the key of the attempt.
-    """
-
-    def __init__(self, index: int, actor: Any) -> None:
-        self.index = index
-        self.actor = actor
-        self.state = "starting"
-        self.reason: str | None = None
-        self.number = 0
-        self.slots = 0
-        self.pid: int | None = None
-        self.node: str | None = None
-        self.starts = 0
-        self.running: dict[int, Output] = {}
-
-    def load(self) -> HostLoad:
-        reserved = any(output.alone for output in self.running.values())
-        return HostLoad(self.index, self.slots, len(self.running), reserved)
-
-    def about(self) -> dict[str, Any]:
-        return {
-            "host_index": self.index,
-            "state": self.state,
-            "reason": self.reason,
-            "pid": self.pid,
-            "node": self.node,
-            "slots": self.slots,
-            "outstanding": len(self.running),
-            "restarts": max(0, self.starts - 1),
-        }
 
 
 class Fleet:
@@ -93,19 +39,14 @@ class Fleet:
     """
 
     def __init__(self, actors: Sequence[Any], hang_timeout: float | None) -> None:
-        self.hosts = [HostLink(index, actor) for index, actor in enumerate(actors)]
+        self.hosts = [HostLink(i, actor, hang_timeout) for i, actor in enumerate(actors)]
+        self.dispatch = Dispatch(self.hosts, self._ready, self._tell)
         self.number = 0
         self.undone: set[int] = set()
         self.weight_version: int | str = 0
         self.updates: list[Weights] = []
         self.paused = False
         self.closed = False
-        self._hang_timeout = hang_timeout
-        self._keys = itertools.count()
-        self._waiting: dict[int, Output] = {}  # by arrival; what resumes keeps its place
-        self._arrivals: dict[Output, int] = {}
-        self._arrival = itertools.count()
-        self._calls: set[Call] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self.changing = asyncio.Lock()
@@ -117,7 +58,17 @@ class Fleet:
     # From other threads
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        """
+        Raises:
+            PoolClosed: The pool was closed meanwhile.
+        """
+        try:
+            return asyncio.run_coroutine_threadsafe(self._tracked(coroutine), self._loop).result()
+        except concurrent.futures.CancelledError:
+            raise PoolClosed("the pool was closed") from None
+
+    async def _tracked(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await self._spawn(coroutine)
 
     def post(self, function: Callable[..., Any], *args: Any) -> None:
         self._loop.call_soon_threadsafe(function, *args)
@@ -146,16 +97,16 @@ class Fleet:
 
     async def close(self, error: EnginePoolError) -> None:
         self.closed = True
-        for call in list(self._calls):
-            call.fail(error)
-        self._waiting.clear()
-        for task in self._tasks:
+        self.dispatch.fail_all(lambda: error)
+        others = self._tasks - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _start(self, host: HostLink) -> None:
         host.state = "starting"
-        about = await self.ask(host, "start")
+        await host.ask("ping")  # until Ray has placed it, which may take any time
+        about = await host.ask("start", watched=True)
         host.starts += 1
         host.pid, host.node, host.slots = about["pid"], about["node"], about["slots"]
         host.number, host.state = about["number"], "catching up"
@@ -163,8 +114,7 @@ class Fleet:
             if host.number in self.undone:
                 raise HostLost("it has weights that no other host got", end=True)
             for weights in self.updates:
-                await self.ask(
-                    host,
+                await host.ask(
                     "update",
                     weights.number,
                     weights.weight_version,
@@ -174,7 +124,7 @@ class Fleet:
                 )
                 host.number = weights.number
             if self.paused:
-                await self.ask(host, "pause", "retract", watched=True)
+                await host.ask("pause", "retract", watched=True)
             if host.number == self.number:
                 host.state, host.reason = "serving", None
 
@@ -185,7 +135,7 @@ class Fleet:
             try:
                 if host.state != "serving":
                     await self._start(host)
-                self.pump()
+                self.dispatch.pump()
                 attempts = 0
                 await self._listen(host)
             except (HostLost, EnginePoolError) as error:
@@ -199,25 +149,21 @@ class Fleet:
     async def _listen(self, host: HostLink) -> None:
         seen = 0
         while True:
-            news: News = await self.ask(host, "poll", seen, within=self._hang_timeout)
+            news: News = await host.ask("poll", seen, within=host.hang_timeout)
             if news.number > seen:
                 seen = news.number
-                self._heard(host, news)
-                self.pump()
+                self.dispatch.heard(host, news)
+                self.dispatch.pump()
 
     def _lost(self, host: HostLink, error: Exception) -> None:
         """Its outputs go on elsewhere; one that hangs is ended."""
-        host.state, host.reason = "lost", str(error)
-        _logger.warning("host %s is lost: %s", host.index, error)
+        ended_by_us = host.state == "lost"
+        if not ended_by_us:
+            host.state, host.reason = "lost", str(error)
+        _logger.warning("host %s is lost: %s", host.index, host.reason)
         if isinstance(error, HostLost) and error.end:
             ray.kill(host.actor, no_restart=False)
-        running, host.running = host.running, {}
-        for output in running.values():
-            output.call.homes.pop(output.group, None)
-            if not output.done and output.lost_with(host.index):
-                self._waiting[self._arrivals[output]] = output
-        self._waiting = dict(sorted(self._waiting.items()))
-        self.pump()
+        self.dispatch.move(host, blamed=not ended_by_us)
 
     def end(self, host: HostLink, why: str) -> None:
         """End a host's process; `_listen` hears of it, and it starts again."""
@@ -226,9 +172,11 @@ class Fleet:
 
     def _failed(self, host: HostLink) -> None:
         host.state = "failed"
-        if all(other.state == "failed" for other in self.hosts):
-            for call in list(self._calls):
-                call.fail(self.failure())
+        if self._none_left():
+            self.dispatch.fail_all(self.failure)
+
+    def _none_left(self) -> bool:
+        return all(host.state == "failed" for host in self.hosts)
 
     def failure(self) -> EnginePoolError:
         """What to raise where no host can do it."""
@@ -237,181 +185,52 @@ class Fleet:
         said = "; ".join(f"host {h.index}: {h.state} ({h.reason})" for h in self.hosts)
         return PoolFailed(f"no host is left ({said})")
 
-    # Asking a host
-
-    async def ask(
-        self,
-        host: HostLink,
-        method: str,
-        *args: Any,
-        within: float | None = None,
-        watched: bool = False,
-    ) -> Any:
-        """Call a method of the actor.
-
-        Args:
-            within: Seconds after which it hangs.
-            watched: It may take long; whether it hangs is asked meanwhile.
-
-        Raises:
-            HostLost: It died, hangs or failed in a way that it has no words for.
-            EnginePoolError: What it raises itself.
-        """
-        answer = asyncio.wrap_future(getattr(host.actor, method).remote(*args).future())
-        # Looked at here: nobody may be left to, once the host is found to hang.
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            if watched:
-                await self._watch(host, answer)
-            reply = await asyncio.wait_for(answer, within)
-        except TimeoutError as error:
-            why = f"no answer to {method} within hang_timeout={self._hang_timeout}"
-            raise HostLost(why, end=True) from error
-        except RayError as error:
-            lines = str(error).strip().splitlines() or [repr(error)]
-            returns = isinstance(error, ActorUnavailableError)
-            raise HostLost(f"{type(error).__name__}: {lines[-1]}", returns=returns) from error
-        if isinstance(reply, Refused):
-            raise reply.error
-        return reply
-
-    async def _watch(self, host: HostLink, answer: asyncio.Future[Any]) -> None:
-        while not answer.done():
-            await asyncio.wait([answer], timeout=1.0)
-            if not answer.done():
-                await self.ask(host, "ping", within=self._hang_timeout)
-
-    @property
-    def waiting(self) -> int:
-        """How many outputs no host has."""
-        return len(self._waiting)
-
     def serving(self) -> list[HostLink]:
         return [host for host in self.hosts if host.state == "serving"]
 
-    # Outputs
+    def _ready(self) -> list[HostLink]:
+        return [host for host in self.serving() if host.number == self.number]
+
+    # Asking
 
     async def check(self, prompts: Any, sampling_params: Any, options: Any) -> Any:
         """`Host.check`, on whichever host is there; waits for one."""
         while True:
             for host in self.serving():
                 try:
-                    return await self.ask(
-                        host, "check", prompts, sampling_params, options, watched=True
-                    )
+                    return await host.ask("check", prompts, sampling_params, options, watched=True)
                 except HostLost as error:
                     _logger.debug("host %s did not check a call: %s", host.index, error)
-            if self.closed or all(host.state == "failed" for host in self.hosts):
+            if self.closed or self._none_left():
                 raise self.failure()
             await asyncio.sleep(0.1)
 
     def submit(self, call: Call) -> None:
-        if self.closed or all(host.state == "failed" for host in self.hosts):
+        if self.closed or self._none_left():
             call.fail(self.failure())
-            return
-        if not call.outputs:
-            call.close()
-            return
-        self._calls.add(call)
-        for output in call.outputs:
-            self._arrivals[output] = number = next(self._arrival)
-            self._waiting[number] = output
-        self.pump()
+        else:
+            self.dispatch.submit(call)
 
-    def leave(self, call: Call, err_type: str, message: str) -> None:
-        """End what of a call is not finished; it keeps what it has."""
-        for host in self.hosts:
-            keys = [key for key, output in host.running.items() if output.call is call]
-            for key in keys:
-                del host.running[key]
-            if keys and host.state == "serving":
-                self._spawn(self._tell(host, "cancel", keys))
-        for output in call.outputs:
-            self._waiting.pop(self._arrivals.get(output, -1), None)
-            if not output.done:
-                output.end(err_type, message)
-        self._forget(call)
-        self.pump()
+    def _tell(self, host: HostLink, method: str, *args: Any) -> None:
+        self._spawn(self._told(host, method, *args))
 
-    def pump(self) -> None:
-        """Give out what waits."""
-        ready = [h for h in self.serving() if h.number == self.number]
-        if not ready or not self._waiting:
-            return
-        waiting = list(itertools.islice(self._waiting.items(), _WINDOW))
-        entries = [
-            Waiting(output.group, output.call.homes.get(output.group), output.alone)
-            for _, output in waiting
-        ]
-        given: dict[int, list[Output]] = {}
-        for position, index in assign([host.load() for host in ready], entries):
-            number, output = waiting[position]
-            del self._waiting[number]
-            output.call.homes[output.group] = index
-            given.setdefault(index, []).append(output)
-        for index, outputs in given.items():
-            host = self.hosts[index]
-            items = []
-            for output in outputs:
-                key = next(self._keys)
-                host.running[key] = output
-                items.append(output.item(key))
-            # A process that has just come back refuses them; `_listen` finds that out, too.
-            self._spawn(self._tell(host, "submit", items, self.number))
-
-    async def _tell(self, host: HostLink, method: str, *args: Any) -> Any:
-        """`ask`, where `_listen` hears of it too if the host is lost."""
+    async def _told(self, host: HostLink, method: str, *args: Any) -> None:
         try:
-            return await self.ask(host, method, *args)
-        except HostLost as error:
+            await host.ask(method, *args)
+        except HostLost as error:  # who listens to it hears of it, too
             _logger.debug("host %s: %s: %s", host.index, method, error)
 
-    def _heard(self, host: HostLink, news: News) -> None:
-        for key, result in news.finished:
-            output = host.running.pop(key, None)
-            if output is not None:
-                output.call.finish(output, result)
-                self._ended(output)
-        for key, chunk in news.progress.items():
-            output = host.running.get(key)
-            if output is not None:
-                output.latest = chunk
-                output.call.show(output)
-        for key, error in news.failed:
-            output = host.running.get(key)
-            if output is None:
-                continue
-            if isinstance(error, (PoolFailed, PoolClosed)):
-                raise HostLost(f"its pool failed: {error}", end=True)
-            del host.running[key]
-            if isinstance(error, InvalidRequest):
-                output.call.fail(error)
-            else:
-                output.end("host_error", str(error))
-            self._ended(output)
-
-    def _ended(self, output: Output) -> None:
-        self._arrivals.pop(output, None)
-        if all(other.done for other in output.call.outputs):
-            self._forget(output.call)
-
-    def _forget(self, call: Call) -> None:
-        self._calls.discard(call)
-        for output in call.outputs:
-            self._arrivals.pop(output, None)
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def on_all(
         self, method: str, *args: Any, hosts: Iterable[HostLink] | None = None
     ) -> dict[int, Any]:
         """Ask hosts at the same time; what each says, or its error, by host index."""
         asked = self.serving() if hosts is None else list(hosts)
-        answers: list[Awaitable[Any]] = [
-            self.ask(host, method, *args, watched=True) for host in asked
-        ]
+        answers: list[Awaitable[Any]] = [host.ask(method, *args, watched=True) for host in asked]
         said = await asyncio.gather(*answers, return_exceptions=True)
         return {host.index: one for host, one in zip(asked, said, strict=True)}

@@ -127,12 +127,17 @@ class Host:
             if (task := self._tasks.get(key)) is not None:
                 task.cancel()
 
+    @_answering
     async def poll(self, seen: int) -> News:
         """What has happened since; nothing, if nothing does for a while.
 
         Args:
             seen: The number of the news that were heard last; later ones are told again.
+
+        Raises:
+            PoolClosed: Nothing will ever happen: this process is another one than before.
         """
+        self._open()
         if seen >= self._told.number:
             self._told = News(seen)
         if not self._told and not self._news:

@@ -19,7 +19,8 @@ from enginepool import (
     SwapReport,
     WeightUpdateFailed,
 )
-from enginepool.ray.fleet import Fleet, HostLink
+from enginepool.ray.fleet import Fleet
+from enginepool.ray.link import HostLink
 from enginepool.ray.wire import Weights, pack_tree
 
 # `EnginePool.update_weights`'s.
@@ -89,7 +90,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
                 host.number = number
             elif host.state == "serving":  # it only goes forward: this one starts again
                 fleet.end(host, f"it did not get update {number}")
-    fleet.pump()
+    fleet.dispatch.pump()
     ended = time.perf_counter()
     seconds = {"put": put_seconds, "stage": at - started, "commit": ended - at}
     missing = {

@@ -1,12 +1,8 @@
-"""Pools on two hosts under Ray: two nodes in this machine, two engines each, on the toy.
-
-Needs the extra `ray`. Ray starts once; object stores are small, and every process ends with it.
-"""
+"""Pools on two hosts under Ray: two nodes in this machine, two engines each, on the toy."""
 
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,8 +11,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster  # noqa: E402
-
+from benchmarks.many_hosts.nodes import two_nodes  # noqa: E402
 from enginepool import (  # noqa: E402
     EnginePool,
     InvalidConfig,
@@ -30,7 +25,6 @@ from enginepool.toy.files import read_checkpoint  # noqa: E402
 from tests.support.liveness import SECONDS, callers, until  # noqa: E402
 from tests.support.pools import SMALL, same  # noqa: E402
 
-STORE = 200 << 20
 PROMPTS = [[3 + i % 50, 40 + i % 7, 7] * (1 + i % 3) for i in range(60)]
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12}
 SEEDED = {"temperature": 1.0, "sampling_seed": 7, "ignore_eos": True, "max_new_tokens": 12}
@@ -38,23 +32,8 @@ SEEDED = {"temperature": 1.0, "sampling_seed": 7, "ignore_eos": True, "max_new_t
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two nodes of one core each. `ray.init` is the user's."""
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    nodes = Cluster()
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        for _ in range(2):
-            nodes.add_node(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
-        ray.init(address=nodes.address, runtime_env={"env_vars": environment})
+    with two_nodes():
         yield
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
-        signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="module")

@@ -48,21 +48,32 @@ def test_an_attempt_goes_on_with_what_was_reported() -> None:
 def test_it_is_not_blamed_while_it_gains_tokens() -> None:
     (output,) = call_of(1).outputs
     for tokens in range(1, 9):
-        output.latest = result(output, [7] * tokens, None)
         assert output.lost_with(tokens % 2)
-        assert not output.alone
+        assert output.suspect
+        output.gain(result(output, [7] * tokens, None))
+        assert not output.suspect
 
 
-def test_what_takes_hosts_down_runs_alone_and_is_poisoned() -> None:
+def test_a_suspect_says_at_once_that_it_goes_on() -> None:
     (output,) = call_of(1).outputs
+    first = output.item(0).sampling_params
+    output.lost_with(0)
+    again = output.item(1).sampling_params
+    assert first is not None
+    assert again is not None
+    assert first["stream_interval"] > again["stream_interval"] == 1
+
+
+def test_what_takes_two_hosts_down_is_poisoned() -> None:
+    (output,) = call_of(1).outputs
+    output.gain(result(output, [3], None))
     assert output.lost_with(0)
-    assert not output.alone
-    assert output.lost_with(1)
-    assert output.alone
-    assert not output.lost_with(0)
+    output.gain(result(output, [3], None))  # nothing new
+    assert not output.lost_with(1)
+    assert output.done
     (ended,) = output.call.results()
     assert ended["meta_info"]["finish_reason"]["err_type"] == "poisoned"
-    assert ended["meta_info"]["prompt_tokens"] == 2
+    assert ended["output_ids"] == [3]
     with pytest.raises(RequestsFailed) as caught:
         output.call.results(raise_on_error=True)
     assert caught.value.results == [ended]

@@ -17,13 +17,14 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from enginepool import toy
+from enginepool import EnginePool, toy
+from enginepool.cli.admin import addresses
 from enginepool.cli.arguments import parse_ports
 from enginepool.cli.main import app
 from enginepool.cli.server_args import parse_upstream_flags
 from enginepool.errors import InvalidConfig
-from tests.support.liveness import SECONDS, until
-from tests.support.servers import Running
+from tests.support.liveness import SECONDS, callers, until
+from tests.support.servers import Running, serving
 
 SUBTRACT = str(toy.checkpoint().parent / "subtract")
 FEW_PROGRAMS = {
@@ -231,3 +232,54 @@ def test_admin_client(administered: Running) -> None:
     assert admin("continue") == {"ok": True}
     silent = CliRunner().invoke(app, ["admin", "--base-url", "http://127.0.0.1:9", "status"])
     assert silent.exit_code == 1
+
+
+def test_admin_of_many_servers(administered: Running, one_sum: EnginePool) -> None:
+    """All are asked, also where one does not answer or refuses; then the exit code is 1."""
+    nobody = "http://127.0.0.1:9"
+
+    def admin(urls: list[str], *args: str, code: int = 0) -> dict[str, Any]:
+        where = chain.from_iterable(("--base-url", url) for url in urls)
+        result = CliRunner().invoke(app, ["admin", *where, *args])
+        assert result.exit_code == code, result.output
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
+        return {line["base_url"]: line["answer"] for line in lines}
+
+    root = toy.checkpoint().parent
+    with serving(one_sum, enable_admin=True, model_root=root) as other:
+        both = [administered.url(), other.url()]
+        before = admin(both, "checksum")
+        assert [*before] == both
+        new = admin(both, "reload", SUBTRACT, "--weight-version", "new", "--mode", "retract")
+        assert all(answer["ok"] for answer in new.values())
+        after = admin(both, "checksum")
+        assert after[both[0]]["fingerprint"] == after[both[1]]["fingerprint"]
+        assert after[both[0]] != before[both[0]]
+        stati = admin([both[0], nobody, both[1]], "status", code=1)
+        assert [*stati] == both
+        assert {one["weight_version"] for one in stati.values()} == {"new"}
+        one_sum.update_weights(toy.checkpoint(), weight_version=0)
+        assert len(admin(both, "checksum", code=1)) == 2
+    with serving(one_sum, enable_admin=True) as strict:  # only what it started with
+        both = [strict.url(), administered.url()]
+        done = admin(both, "reload", SUBTRACT, code=1)
+        assert [answer.get("ok", False) for answer in done.values()] == [False, True]
+
+
+def test_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a headless Service's name has: an address for each pod."""
+    pods = ["10.0.0.7", "10.0.0.5", "10.0.0.7", "fd00::5"]
+
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        assert (host, port) == ("hosts.example", 30000)
+        return [(0, 0, 0, "", (pod, port)) for pod in pods]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert addresses("http://hosts.example:30000/x") == [
+        "http://10.0.0.5:30000/x",
+        "http://10.0.0.7:30000/x",
+        "http://[fd00::5]:30000/x",
+    ]
+    monkeypatch.undo()
+    with pytest.raises(InvalidConfig, match=r"nobody\.invalid"):
+        addresses("http://nobody.invalid")

@@ -2,6 +2,7 @@
 
 import configparser
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
+from enginepool.cli.main import app
 from enginepool.serve.options import ServeOptions
 from tests.cli.test_config_file import read
 from tests.support.servers import Running, generate
@@ -20,13 +23,16 @@ DEPLOY = ROOT / "deploy"
 EXITS = 25  # seconds after the drain: what it cut hands over what it has, connections, interpreter
 
 
-def objects() -> dict[str, Any]:
-    every = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
-    return {one["kind"]: one for one in every}
+def objects(file: str = "kubernetes.yaml") -> dict[str, Any]:
+    """By kind; a second Service by its name."""
+    found: dict[str, Any] = {}
+    for one in yaml.safe_load_all((DEPLOY / file).read_text()):
+        found[one["metadata"]["name"] if one["kind"] in found else one["kind"]] = one
+    return found
 
 
-def container() -> dict[str, Any]:
-    (one,) = objects()["Deployment"]["spec"]["template"]["spec"]["containers"]
+def container(file: str = "kubernetes.yaml") -> dict[str, Any]:
+    (one,) = objects(file)["Deployment"]["spec"]["template"]["spec"]["containers"]
     return one
 
 
@@ -86,6 +92,74 @@ def test_kubernetes(plain: Running) -> None:
     stop = int(one["lifecycle"]["preStop"]["exec"]["command"][1])
     grace = pod["spec"]["terminationGracePeriodSeconds"]
     assert grace >= stop + ServeOptions.drain_timeout + EXITS
+
+
+def test_many_hosts(tmp_path: Path) -> None:
+    """A pod is the one host's, with administration, and a name has the addresses of all of them."""
+    one, many = container(), container("kubernetes-hosts.yaml")
+    for name in ("args", "ports", "resources", "startupProbe", "readinessProbe", "livenessProbe"):
+        assert many[name] == one[name]
+    every = objects("kubernetes-hosts.yaml")
+    deployment = every["Deployment"]["spec"]
+    pod = deployment["template"]
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in many["volumeMounts"]} == volumes
+    grace = objects()["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] == grace
+    hosts = every["enginepool-hosts"]["spec"]
+    assert hosts["clusterIP"] == "None"
+    for selector in (hosts["selector"], every["Service"]["spec"]["selector"]):
+        assert selector == pod["metadata"]["labels"] == deployment["selector"]["matchLabels"]
+    config = every["ConfigMap"]["data"]["serve.yaml"]
+    said = yaml.safe_load(config)
+    mounts = {mount["mountPath"] for mount in many["volumeMounts"]}
+    assert said["model_root"] in mounts
+    assert Path(said["model"]).parent == Path(said["model_root"])
+    in_pod = tmp_path / "serve.yaml"
+    in_pod.write_text(config.replace(said["model_root"], str(tmp_path)))
+    own = read("--config", str(in_pod))[0]
+    assert (own["enable_admin"], own["port"]) == (True, hosts["ports"][0]["port"])
+    (command,) = re.findall(
+        r"enginepool (admin .*\n.*)\n", (DEPLOY / "kubernetes-hosts.yaml").read_text()
+    )
+    words = shlex.split(command.replace("\\\n#", ""))
+    assert f"http://enginepool-hosts:{own['port']}" in words
+    shown = CliRunner().invoke(app, [*words, "--help"])
+    assert shown.exit_code == 0, shown.output
+
+
+def ray_groups() -> list[dict[str, Any]]:
+    (cluster,) = yaml.safe_load_all((DEPLOY / "raycluster.yaml").read_text())
+    assert cluster["kind"] == "RayCluster"
+    spec = cluster["spec"]
+    assert f"ray=={spec['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
+    return spec["workerGroupSpecs"]
+
+
+@pytest.mark.parametrize("group", ray_groups(), ids=lambda group: group["groupName"])
+def test_ray_cluster(group: dict[str, Any]) -> None:
+    """A host's chips are all there, and on a slice of several hosts a process is bounded to its
+    own."""
+    pod = group["template"]["spec"]
+    (one,) = pod["containers"]
+    asked, limits = one["resources"]["requests"], one["resources"]["limits"]
+    chips = asked["google.com/tpu"]
+    assert {name: asked[name] for name in limits} == limits
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    assert math.prod(map(int, topology.split("x"))) == chips * group["numOfHosts"]
+    assert group["groupName"] == f"v5e-{chips * group['numOfHosts']}"
+    assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in one["volumeMounts"]} == volumes
+    variables = {each["name"]: each["value"] for each in one.get("env", ())}
+    if group["numOfHosts"] == 1:
+        assert not variables
+        return
+    bounds = variables["TPU_CHIPS_PER_PROCESS_BOUNDS"].split(",")
+    assert math.prod(map(int, bounds)) == chips
+    assert variables["TPU_PROCESS_BOUNDS"] == "1,1,1"
+    assert variables["TPU_VISIBLE_CHIPS"] == ",".join(map(str, range(chips)))
+    assert variables["RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS"] == "1"
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,174 @@
+"""Outputs that wait, outputs that hosts have, and what hosts say of them: on the fleet's loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from enginepool import InvalidRequest, PoolClosed, PoolFailed
+from enginepool.ray.call import Call, Output
+from enginepool.ray.credits import Waiting, assign
+from enginepool.ray.link import HostLink, HostLost
+from enginepool.ray.wire import News
+
+# How many of the oldest waiting outputs are looked at.
+_WINDOW = 1024
+
+
+class Dispatch:
+    """Which output goes where, and what becomes of it.
+
+    Args:
+        ready: Those of the hosts that may be given something now.
+        tell: Begins a call of a host's method; who listens to the host hears if it is lost.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[HostLink],
+        ready: Callable[[], list[HostLink]],
+        tell: Callable[..., None],
+    ) -> None:
+        self.calls: set[Call] = set()
+        self._hosts = hosts
+        self._ready = ready
+        self._tell = tell
+        self._keys = itertools.count()
+        self._waiting: dict[int, Output] = {}  # by arrival; what resumes keeps its place
+        self._arrivals: dict[Output, int] = {}
+        self._arrival = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        """How many outputs no host has."""
+        return len(self._waiting)
+
+    def submit(self, call: Call) -> None:
+        if not call.outputs:
+            call.close()
+            return
+        self.calls.add(call)
+        for output in call.outputs:
+            self._arrivals[output] = number = next(self._arrival)
+            self._waiting[number] = output
+        self.pump()
+
+    def leave(self, call: Call, err_type: str, message: str) -> None:
+        """End what of a call is not finished; it keeps what it has."""
+        self._cancel(call)
+        for output in call.outputs:
+            if not output.done:
+                output.end(err_type, message)
+        self.pump()
+
+    def _cancel(self, call: Call) -> None:
+        for host in self._hosts:
+            keys = [key for key, output in host.running.items() if output.call is call]
+            for key in keys:
+                del host.running[key]
+            if keys and host.state == "serving":
+                self._tell(host, "cancel", keys)
+        self._forget(call)
+
+    def fail_all(self, error: Callable[[], Exception]) -> None:
+        """Raise an error of its own in every call that waits."""
+        for call in list(self.calls):
+            call.fail(error())
+            self._forget(call)
+
+    def pump(self) -> None:
+        """Give out what waits."""
+        ready = self._ready()
+        if not ready or not self._waiting:
+            return
+        waiting = self._oldest(len(ready))
+        entries = [
+            Waiting(output.group, output.call.homes.get(output.group), output.suspect)
+            for _, output in waiting
+        ]
+        given: dict[int, list[Output]] = {}
+        for position, index in assign([host.load() for host in ready], entries):
+            number, output = waiting[position]
+            del self._waiting[number]
+            output.call.homes[output.group] = index
+            given.setdefault(index, []).append(output)
+        for host in ready:
+            items = []
+            for output in given.get(host.index, ()):
+                key = next(self._keys)
+                host.running[key] = output
+                items.append(output.item(key))
+            if items:
+                # A process that has just come back refuses them; who listens finds that out, too.
+                self._tell(host, "submit", items, host.number)
+
+    def _oldest(self, hosts: int) -> list[tuple[int, Output]]:
+        """Of suspects no more than could be given out: others pass them."""
+        found: list[tuple[int, Output]] = []
+        suspects = 0
+        for number, output in self._waiting.items():
+            if output.suspect:
+                suspects += 1
+                if suspects > hosts:
+                    continue
+            found.append((number, output))
+            if len(found) == _WINDOW:
+                break
+        return found
+
+    def heard(self, host: HostLink, news: News) -> None:
+        """
+        Raises:
+            HostLost: Its pool has failed.
+        """
+        for key, result in news.finished:
+            output = host.running.pop(key, None)
+            if output is not None:
+                output.call.finish(output, result)
+                self._ended(output)
+        for key, chunk in news.progress.items():
+            output = host.running.get(key)
+            if output is not None and not output.done:
+                output.gain(chunk)
+                output.call.show(output)
+        for key, error in news.failed:
+            output = host.running.get(key)
+            if output is None:
+                continue
+            if isinstance(error, (PoolFailed, PoolClosed)):
+                raise HostLost(f"its pool failed: {error}", end=True)
+            del host.running[key]
+            if isinstance(error, InvalidRequest):
+                output.call.fail(error)
+                self._cancel(output.call)
+            else:
+                output.end("host_error", str(error))
+                self._ended(output)
+
+    def move(self, host: HostLink, *, blamed: bool) -> None:
+        """What a lost host had waits again, or ends here.
+
+        Args:
+            blamed: It was lost with them, and not ended by us.
+        """
+        running, host.running = host.running, {}
+        for output in running.values():
+            output.call.homes.pop(output.group, None)
+            if output.done:
+                continue
+            if blamed and not output.lost_with(host.index):
+                self._ended(output)
+            else:
+                self._waiting[self._arrivals[output]] = output
+        self._waiting = dict(sorted(self._waiting.items()))
+        self.pump()
+
+    def _ended(self, output: Output) -> None:
+        self._arrivals.pop(output, None)
+        if output.call.done.is_set():
+            self._forget(output.call)
+
+    def _forget(self, call: Call) -> None:
+        self.calls.discard(call)
+        for output in call.outputs:
+            self._waiting.pop(self._arrivals.pop(output, -1), None)

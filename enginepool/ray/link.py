@@ -1,0 +1,110 @@
+"""One host as its driver sees it, and asking it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.exceptions import (  # pyright: ignore[reportMissingImports]
+    ActorUnavailableError,
+    RayError,
+)
+
+from enginepool import PoolClosed, PoolFailed
+from enginepool.ray.call import Output
+from enginepool.ray.credits import HostLoad
+from enginepool.ray.wire import Refused
+
+
+class HostLost(Exception):
+    """A host does not answer, or not as one that is well.
+
+    Attributes:
+        end: Whether its process is still there, and has to go.
+        returns: Whether Ray is starting it again at this moment.
+    """
+
+    def __init__(self, message: str, *, end: bool = False, returns: bool = False) -> None:
+        super().__init__(message)
+        self.end = end
+        self.returns = returns
+
+
+class HostLink:
+    """A host's actor, and what the driver knows of it.
+
+    Attributes:
+        state: "starting", "catching up", "serving" or "lost"; "failed" is for good.
+        number: The update of weights that it has.
+        running: The outputs that it was given, by the key of the attempt.
+    """
+
+    def __init__(self, index: int, actor: Any, hang_timeout: float | None) -> None:
+        self.index = index
+        self.actor = actor
+        self.state = "starting"
+        self.reason: str | None = None
+        self.number = 0
+        self.slots = 0
+        self.pid: int | None = None
+        self.node: str | None = None
+        self.starts = 0
+        self.running: dict[int, Output] = {}
+        self.hang_timeout = hang_timeout
+
+    def load(self) -> HostLoad:
+        suspect = any(output.suspect for output in self.running.values())
+        return HostLoad(self.index, self.slots, len(self.running), suspect)
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "host_index": self.index,
+            "state": self.state,
+            "reason": self.reason,
+            "pid": self.pid,
+            "node": self.node,
+            "slots": self.slots,
+            "outstanding": len(self.running),
+            "restarts": max(0, self.starts - 1),
+        }
+
+    async def ask(
+        self, method: str, *args: Any, within: float | None = None, watched: bool = False
+    ) -> Any:
+        """Call a method of the actor.
+
+        Args:
+            within: Seconds after which it hangs.
+            watched: It may take long; whether it hangs is asked meanwhile.
+
+        Raises:
+            HostLost: It died, hangs or failed in a way that it has no words for.
+            EnginePoolError: What it raises itself.
+        """
+        answer = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
+        # Looked at here: nobody may be left to, once the host is found to hang.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            if watched:
+                await self._watch(answer)
+            reply = await asyncio.wait_for(answer, within)
+        except TimeoutError as error:
+            why = f"no answer to {method} within hang_timeout={self.hang_timeout}"
+            raise HostLost(why, end=True) from error
+        except RayError as error:
+            lines = str(error).strip().splitlines() or [repr(error)]
+            returns = isinstance(error, ActorUnavailableError)
+            raise HostLost(f"{type(error).__name__}: {lines[-1]}", returns=returns) from error
+        if not isinstance(reply, Refused):
+            return reply
+        if isinstance(reply.error, (PoolClosed, PoolFailed)):
+            # Closed: the process has started again, and its pool is still to be opened.
+            end = isinstance(reply.error, PoolFailed)
+            raise HostLost(f"its pool is not there: {reply.error}", end=end)
+        raise reply.error
+
+    async def _watch(self, answer: asyncio.Future[Any]) -> None:
+        while not answer.done():
+            await asyncio.wait([answer], timeout=1.0)
+            if not answer.done():
+                await self.ask("ping", within=self.hang_timeout)

@@ -1,0 +1,140 @@
+"""What all hosts do together: weights, pauses and what they say of themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import anyio.to_thread
+
+from enginepool import EnginesDiffer
+from enginepool.ray.link import HostLost
+from enginepool.ray.opening import Opening
+from enginepool.ray.update import FleetReport, shared, update
+from enginepool.ray.wire import Weights
+
+Mode = Literal["drain", "retract", "abort", "in_place"]
+
+
+class Steering(Opening):
+    """Mixin of `RayEnginePool`: calls that reach every host, each with its async twin."""
+
+    def update_weights(
+        self,
+        source: Any,
+        *,
+        weight_version: int | str | None = None,
+        mode: Mode = "drain",
+        strict: bool = True,
+        copy: bool = False,
+    ) -> FleetReport:
+        """New weights on every host or, if one refuses, on none: staged on all, then committed.
+
+        Args:
+            source: A path or hub id that every host reads by itself; or arrays, as
+                `EnginePool.update_weights` takes them, which go through Ray's object store and
+                stay there for hosts that come back, until the next update.
+            weight_version, mode, strict, copy: As `EnginePool.update_weights`.
+
+        Raises:
+            InvalidWeights, WeightUpdateFailed, InvalidRequest: What a host says; none has them.
+        """
+        fleet = self._opened()
+        started = time.perf_counter()
+        label = "" if weight_version is None else weight_version
+        weights = Weights(0, label, shared(source), {"strict": strict, "copy": copy})
+        return fleet.run(update(fleet, weights, mode, time.perf_counter() - started))
+
+    async def async_update_weights(
+        self,
+        source: Any,
+        *,
+        weight_version: int | str | None = None,
+        mode: Mode = "drain",
+        strict: bool = True,
+        copy: bool = False,
+    ) -> FleetReport:
+        """`update_weights` without blocking the event loop; cancelling does not stop it."""
+        return await anyio.to_thread.run_sync(
+            lambda: self.update_weights(
+                source, weight_version=weight_version, mode=mode, strict=strict, copy=copy
+            )
+        )
+
+    def checksum(self) -> str:
+        """`EnginePool.checksum` of every host that serves.
+
+        Raises:
+            EnginesDiffer: Hosts have different weights.
+        """
+        sums = self._ask_all("checksum")
+        if len(set(sums.values())) > 1:
+            listed = ", ".join(f"host {index}: {value}" for index, value in sums.items())
+            raise EnginesDiffer(f"the hosts' weights differ: {listed}", checksums=sums)
+        return next(iter(sums.values()))
+
+    async def async_checksum(self) -> str:
+        """`checksum` without blocking the event loop."""
+        return await anyio.to_thread.run_sync(self.checksum)
+
+    def pause_generation(self, mode: str = "retract") -> None:
+        """As `EnginePool.pause_generation`, on every host; one that comes back is paused, too."""
+        self._steer(True, "pause", mode)
+
+    async def async_pause_generation(self, mode: str = "retract") -> None:
+        """`pause_generation` without blocking the event loop."""
+        await anyio.to_thread.run_sync(self.pause_generation, mode)
+
+    def continue_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._steer(False, "go_on")
+
+    async def async_continue_generation(self) -> None:
+        """`continue_generation` without blocking the event loop."""
+        await anyio.to_thread.run_sync(self.continue_generation)
+
+    def stats(self) -> dict[str, Any]:
+        """`hosts`, one entry each: state, pid, node, and `EnginePool.stats()` of those that
+        serve; and what waits in the driver."""
+        fleet = self._opened()
+        said = fleet.run(fleet.on_all("stats"))
+        hosts = []
+        for host in fleet.hosts:
+            pool = said.get(host.index)
+            hosts.append(host.about() | (pool if isinstance(pool, dict) else {}))
+        return {
+            "hosts": hosts,
+            "waiting": fleet.dispatch.waiting,
+            "running": sum(host["outstanding"] for host in hosts),
+            "weight_version": fleet.weight_version,
+        }
+
+    async def async_stats(self) -> dict[str, Any]:
+        """`stats` without blocking the event loop."""
+        return await anyio.to_thread.run_sync(self.stats)
+
+    def _steer(self, paused: bool, method: str, *args: Any) -> None:
+        fleet = self._opened()
+
+        async def steer() -> dict[int, Any]:
+            async with fleet.changing:
+                fleet.paused = paused
+                return await fleet.on_all(method, *args)
+
+        _raise_first(fleet.run(steer()))  # hosts that are away come back to it
+
+    def _ask_all(self, method: str) -> dict[int, Any]:
+        fleet = self._opened()
+        said = _raise_first(fleet.run(fleet.on_all(method)))
+        if not said:
+            raise fleet.failure()
+        return said
+
+
+def _raise_first(said: Mapping[int, Any]) -> dict[int, Any]:
+    """What hosts have said, without those that were lost meanwhile."""
+    for answer in said.values():
+        if isinstance(answer, Exception) and not isinstance(answer, HostLost):
+            raise answer
+    return {index: one for index, one in said.items() if not isinstance(one, HostLost)}

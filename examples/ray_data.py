@@ -1,0 +1,113 @@
+"""Offline batches with Ray Data: prompts from JSONL or Parquet, results into the same, resumable.
+
+    pip install -e '.[tpu,ray-data]'
+    python examples/ray_data.py prompts.jsonl results --model Qwen/Qwen3-4B --hosts 4 \\
+        --devices 4 --tpus 4 --sampling-params '{"max_new_tokens": 256, "temperature": 0.7}'
+
+Rows have `id`, an integer of their own, and `prompt`; what else they have stays. Results are the
+rows with `output`, `output_ids` and `finish_reason`, in files in the order in which they ended.
+Each host has one actor with an `EnginePool`; Ray Data feeds it several batches at a time, moves
+those of an actor that dies, and starts another one.
+
+Started again after anything, with the same command, it does what is missing: ids whose results
+are written are in `results.checkpoint`, which every host must see, as it must see `results`.
+With a `sampling_seed` the samples of a row are the same however often it was started, and on
+however many hosts: they depend on the seed and the row's id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+from ray.data.checkpoint import CheckpointConfig
+
+
+class Generate:
+    """An actor of Ray Data's: one host's pool."""
+
+    def __init__(self, pool_args: dict[str, Any], sampling_params: dict[str, Any] | None) -> None:
+        from enginepool import EnginePool
+
+        self._pool = EnginePool(**pool_args).open()
+        self._sampling_params = sampling_params
+
+    async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        results = await self._pool.async_generate_all(
+            [str(prompt) for prompt in batch["prompt"]],
+            self._sampling_params,
+            prompt_indices=[int(one) for one in batch["id"]],
+        )
+        reasons = [result["meta_info"]["finish_reason"] for result in results]
+        yield {
+            **batch,
+            "output": [result["text"] for result in results],
+            "output_ids": [result["output_ids"] for result in results],
+            "finish_reason": [reason.get("err_type") or reason["type"] for reason in reasons],
+        }
+
+
+def run(given: argparse.Namespace) -> None:
+    source, output = map(_absolute, (given.input, given.output))
+    DataContext.get_current().checkpoint_config = CheckpointConfig(
+        "id",
+        f"{output.rstrip('/')}.checkpoint",
+        delete_checkpoint_on_success=False,  # a later start finds nothing to do, or new rows
+    )
+    parquet = ".parquet" in source or given.parquet
+    rows = ray.data.read_parquet(source) if parquet else ray.data.read_json(source, lines=True)
+    # Small blocks: one is the least that is written, and what an actor that dies begins again.
+    rows = rows.repartition(target_num_rows_per_block=given.batch_size)
+    results = rows.map_batches(
+        Generate,
+        fn_constructor_args=(_pool_args(given), given.sampling_params),
+        batch_size=given.batch_size,
+        compute=ActorPoolStrategy(size=given.hosts, max_tasks_in_flight_per_actor=given.in_flight),
+        max_concurrency=given.in_flight,
+        num_cpus=given.cpus,
+        resources={"TPU": given.tpus} if given.tpus else None,
+        max_restarts=-1,
+    )
+    if parquet:
+        results.write_parquet(output)
+    else:
+        results.write_json(output)
+
+
+def _absolute(path: str) -> str:
+    """As hosts with other working directories read it; a bucket's URL as it is."""
+    return path if "://" in path else str(Path(path).resolve())
+
+
+def _pool_args(given: argparse.Namespace) -> dict[str, Any]:
+    return {"model": given.model, "devices": given.devices, **given.pool_args}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("input", help="a file or a directory of JSONL or Parquet")
+    parser.add_argument("output", help="a directory")
+    parser.add_argument("--parquet", action="store_true", help="the input is a directory of it")
+    parser.add_argument("--model", help="left out, the toy")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--devices", type=int, help="of each host; left out, all")
+    parser.add_argument("--tpus", type=float, help="chips that Ray is to hold for an actor")
+    parser.add_argument("--cpus", type=float, default=1)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--in-flight", type=int, default=8, help="batches at a time on a host")
+    parser.add_argument("--sampling-params", type=json.loads, help="JSON")
+    parser.add_argument("--pool-args", type=json.loads, default={}, help="JSON, of EnginePool")
+    parser.add_argument("--address", help="of a Ray cluster; left out, RAY_ADDRESS or this machine")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = _parse()
+    ray.init(address=arguments.address)
+    run(arguments)
