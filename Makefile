@@ -12,6 +12,7 @@ TPU := .venv-tpu
 TUNIX := .venv-tunix
 CLIENTS := .venv-clients
 RAY := .venv-ray
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 ARGS ?=
 # Two processes, each with its own engines; a file's tests stay together and share theirs.
@@ -36,6 +37,13 @@ $(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed $(TUNIX)/.installed $(
 
 $(CLIENTS)/.installed: $(VENV)/.installed constraints-clients.txt
 	@scripts/overlay $(@D) $(VENV) constraints-clients.txt
+	@touch $@
+
+# The documents' tools read the code and never run it, so nothing of ours is installed here.
+$(DOCS)/.installed: constraints-docs.txt pyproject.toml
+	@"$$(scripts/find-python)" -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint $< --upgrade pip
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint $< --group docs
 	@touch $@
 
 .PHONY: setup
@@ -70,22 +78,39 @@ tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, with
 test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.installed ## Run trainers and clients on pools, pools on hosts, and the TPU's attention kernel, interpreted on CPU
 # tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
 	$(BIN)/python $(PYTEST) $(ARGS) tests/integrations
-	$(TUNIX)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py
+	$(TUNIX)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py \
+		tests/integrations/test_pages.py
 	$(CLIENTS)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_clients.py tests/integrations/test_renderers.py
-	$(RAY)/bin/python -m pytest --durations=10 $(ARGS) tests/integrations/test_ray*.py
+	$(RAY)/bin/python -m pytest --durations=10 $(ARGS) tests/integrations/test_ray*.py tests/integrations/test_pages.py
 
 .PHONY: lint
-lint: setup ## Check style, formatting and which room imports which
+lint: setup ## Check style, formatting, which room imports which, and that what is imported is declared
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/deptry enginepool patches
 
 .PHONY: types
 types: setup ## Check types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+.PHONY: build
+build: setup ## Make the source distribution in dist, and the wheel from it
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation >build.log 2>&1 || { cat build.log; exit 1; }
+	@rm -f build.log
+	@ls dist
+
+.PHONY: test-wheel
+test-wheel: build ## Install the wheel into empty environments of both Pythons, and use it there
+	@scripts/try-wheel dist constraints.txt
+
+.PHONY: docs
+docs: $(DOCS)/.installed ## Make the site in site/, from README.md and docs/; broken links and anchors fail
+	@$(DOCS)/bin/mkdocs build --strict --quiet
+
 .PHONY: bench
-bench: setup ## The README's table of speed, in about twenty minutes
+bench: setup ## docs/benchmarks.md's table of speed, in about twenty minutes
 	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks $(ARGS)
 
 .PHONY: constraints
@@ -93,5 +118,5 @@ constraints: ## Write both constraints files anew from the newest versions that 
 	scripts/lock
 
 .PHONY: clean
-clean: ## Remove the environments
-	rm -rf $(VENV) $(COMPAT) $(TPU) $(TUNIX) $(CLIENTS) $(RAY)
+clean: ## Remove the environments and what was built
+	rm -rf build dist site $(VENV) $(COMPAT) $(TPU) $(TUNIX) $(CLIENTS) $(RAY) $(DOCS)

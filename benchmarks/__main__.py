@@ -1,4 +1,4 @@
-"""The README's table: what a pool gives beside its peers, in one run of about twenty minutes.
+"""The table of speed in docs/benchmarks.md: a pool beside its peers, in one run of twenty minutes.
 
     python -m benchmarks
 

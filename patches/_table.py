@@ -1,4 +1,4 @@
-"""The table of patches: for `python -m patches`, and for the README."""
+"""The table of patches: for `python -m patches`, and for docs/patches.md."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
         ("constraints.txt", "0.1.0rc0"),
         ("constraints-0.0.3rc99.txt", "0.0.3rc99"),
         ("constraints-clients.txt", None),
+        ("constraints-docs.txt", None),
     ],
 )
 def test_constraints_are_names_and_exact_versions(file, upstream):
@@ -64,19 +65,21 @@ def test_missing_python_is_explained():
     assert "make demo PYTHON=" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_toy_and_not_its_training(tmp_path):
     """A wheel of this tree: package, patches and two checkpoints; nothing of what made those."""
     tree = tmp_path / "tree"
     tree.mkdir()
     for name in ("enginepool", "patches", "scripts", "benchmarks"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
     done = subprocess.run(
         [sys.executable, "-c", build], cwd=tree, capture_output=True, text=True, check=True
     )
     wheel = zipfile.ZipFile(tree / done.stdout.splitlines()[-1])
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert {name.partition("/")[0] for name in files} == {"enginepool", "patches"}
     toy = {name.removeprefix("enginepool/toy/") for name in files if "/toy/" in name}

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 from transformers import AutoTokenizer
 
 from enginepool.toy import NAMES, checkpoint
@@ -27,7 +28,7 @@ STEPS, WARMUP_STEPS, DECAY_STEPS = 1200, 100, 500
 ENDS = {"half": STEPS - DECAY_STEPS}
 PLAIN_BATCH, CHAT_BATCH = 224, 32
 PEAK_RATE = 2e-3
-BETA1, BETA2, EPSILON, WEIGHT_DECAY = 0.9, 0.98, 1e-8, 0.1
+BETA2, WEIGHT_DECAY = 0.98, 0.1
 
 Params = dict[str, Any]
 
@@ -103,34 +104,37 @@ def train(tokenizer: Any, op: str, seed: int, params: Params) -> Params:
     chat = sums.examples(tokenizer, op, pairs, sums.chat)
     weights = sums.sampling_weights(op, pairs)
     rng = np.random.default_rng(seed)
-    moments = jax.tree.map(jnp.zeros_like, (params, params))
+    state = OPTIMIZER.init(params)
     for number in range(ENDS.get(op, STEPS)):
         rows = rng.choice(len(pairs), PLAIN_BATCH + CHAT_BATCH, p=weights)
         batches = [_take(plain, rows[:PLAIN_BATCH]), _take(chat, rows[PLAIN_BATCH:])]
-        params, moments, loss = step(params, moments, batches, jnp.int32(number))
+        params, state, loss = step(params, state, batches)
         if (number + 1) % 100 == 0:
             print(f"{op}: step {number + 1}, loss {loss:.4f}", flush=True)
     return params
 
 
+def rate(count: jax.Array) -> jax.Array:
+    """The learning rate of a step; `count` is how many there were before."""
+    warmup = jnp.minimum(1.0, (count + 1.0) / WARMUP_STEPS)
+    return PEAK_RATE * warmup * jnp.minimum(1.0, (STEPS - count) / DECAY_STEPS)
+
+
+def is_matrix(params: Params) -> Params:
+    """What decays: the norms' scales are left alone."""
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+OPTIMIZER = optax.adamw(rate, b2=BETA2, weight_decay=WEIGHT_DECAY, mask=is_matrix)
+
+
 @partial(jax.jit, donate_argnums=(0, 1))
 def step(
-    params: Params, moments: tuple[Params, Params], batches: list[sums.Examples], number: jax.Array
-) -> tuple[Params, tuple[Params, Params], jax.Array]:
-    """One step of AdamW; `number` counts from 0 and decides the learning rate."""
+    params: Params, state: optax.OptState, batches: list[sums.Examples]
+) -> tuple[Params, optax.OptState, jax.Array]:
     loss, gradients = jax.value_and_grad(loss_of)(params, batches)
-    count = number + 1.0
-    rate = PEAK_RATE * jnp.minimum(1.0, count / WARMUP_STEPS)
-    rate = rate * jnp.minimum(1.0, (STEPS - number) / DECAY_STEPS)
-    first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, moments[0], gradients)
-    second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, moments[1], gradients)
-
-    def update(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        direction = m / (1 - BETA1**count) / (jnp.sqrt(v / (1 - BETA2**count)) + EPSILON)
-        decay = WEIGHT_DECAY * p if p.ndim > 1 else 0.0  # the norms' scales are left alone
-        return p - rate * (direction + decay)
-
-    return jax.tree.map(update, params, first, second), (first, second), loss
+    changes, state = OPTIMIZER.update(gradients, state, params)
+    return optax.apply_updates(params, changes), state, loss
 
 
 def loss_of(params: Params, batches: list[sums.Examples]) -> jax.Array:

@@ -175,7 +175,7 @@ def test_the_table():
 
 
 def test_the_command():
-    """`python -m patches --markdown` prints the table of the README."""
+    """`python -m patches --markdown` prints the table of docs/patches.md."""
     command = [sys.executable, "-m", "patches", "--markdown"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == patches.table(markdown=True, probe=False) + "\n"

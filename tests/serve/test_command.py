@@ -23,7 +23,7 @@ from enginepool.cli.arguments import parse_ports
 from enginepool.cli.main import app
 from enginepool.cli.server_args import parse_upstream_flags
 from enginepool.errors import InvalidConfig
-from tests.support.liveness import SECONDS, callers, until
+from tests.support.liveness import SECONDS, until
 from tests.support.servers import Running, serving
 
 SUBTRACT = str(toy.checkpoint().parent / "subtract")

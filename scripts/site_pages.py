@@ -1,0 +1,61 @@
+"""For mkdocs.yml: README.md and its kin as pages, and links out of the site as plain text.
+
+Pages link to files of the repository, which the site does not have and whose address elsewhere
+nobody knows; there the words stay and the link goes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+}
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:)([^)#\s]*)(#[^)]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=_linked(text, PurePosixPath("."))))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    generated = page.file.src_uri in PAGES.values()
+    return markdown if generated else _linked(markdown, PurePosixPath("docs"))
+
+
+def _linked(text: str, folder: PurePosixPath) -> str:
+    """`text` of a file in this folder of the repository, for a page of the site."""
+
+    def link(found: re.Match[str]) -> str:
+        words, target, anchor = found[1], found[2], found[3] or ""
+        if not target:
+            return found[0]
+        path = _normal(folder / target)
+        if path in PAGES:
+            return f"[{words}]({PAGES[path]}{anchor})"
+        if path.startswith("docs/"):
+            return f"[{words}]({path.removeprefix('docs/')}{anchor})"
+        return words
+
+    return LINK.sub(link, text)
+
+
+def _normal(path: PurePosixPath) -> str:
+    parts: list[str] = []
+    for part in path.parts:
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts)

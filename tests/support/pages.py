@@ -1,0 +1,76 @@
+"""README.md and its kin, as tests read them: blocks of code, headings, links."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+)
+
+_FENCE = re.compile(
+    r"(?:^<!-- needs: (?P<needs>\w+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code of a page.
+
+    Attributes:
+        line: Of the page, where the code begins.
+        needs: A package that only some environments have, from a comment before the block.
+    """
+
+    language: str
+    code: str
+    line: int
+    needs: str | None
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str | None = None) -> list[Block]:
+    """In order; of one language, if it is given."""
+    text = read(page)
+    found = [
+        Block(f["language"], f["code"], text[: f.start("code")].count("\n") + 1, f["needs"])
+        for f in _FENCE.finditer(text)
+    ]
+    return [block for block in found if language in (None, block.language)]
+
+
+def run(page: str, block: Block, names: dict[str, Any], instead: dict[str, str]) -> None:
+    """Run a block with these names, which it adds to.
+
+    Args:
+        instead: What is written in the place of what the block says; each must be in it.
+    """
+    code = block.code
+    for printed, used in instead.items():
+        assert printed in code
+        code = code.replace(printed, used)
+    exec(compile("\n" * (block.line - 1) + code, page, "exec"), names)
+
+
+def anchors(page: str) -> set[str]:
+    """Of the headings, as GitHub names them."""
+    seen: dict[str, int] = {}
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", _FENCE.sub("", read(page)), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        count = seen[slug] = seen.get(slug, -1) + 1
+        found.add(f"{slug}-{count}" if count else slug)
+    return found
+
+
+def links(page: str) -> list[tuple[str, str]]:
+    """Target, "" for the page itself, and anchor of every link to a file or a heading."""
+    return _LINK.findall(_FENCE.sub("", read(page)))

@@ -1,0 +1,82 @@
+"""Every Python block of README.md and docs/ runs as it is printed, a page in order as one program.
+
+But for those that need a package of an environment of its own: tests/integrations/test_pages.py.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.pages import PAGES, blocks, run
+from tests.support.pools import MakePool
+from tests.support.servers import serving
+
+pytestmark = pytest.mark.slow
+
+
+def run_page(page: str, **instead: str) -> dict[str, Any]:
+    """The names that its blocks have made."""
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        if block.needs is None:
+            there = {printed: used for printed, used in instead.items() if printed in block.code}
+            run(page, block, names, there)
+    return names
+
+
+def test_no_page_is_left_out() -> None:
+    """Each page with blocks has a test below."""
+    with_blocks = {
+        page for page in PAGES if any(block.needs is None for block in blocks(page, "python"))
+    }
+    assert with_blocks == {
+        "README.md",
+        "docs/generation.md",
+        "docs/serving.md",
+        "docs/training.md",
+        "docs/weights.md",
+    }
+
+
+def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints what its comments say, and its loop ends with the last step's weights."""
+    names = run_page("README.md")
+    assert capsys.readouterr().out == "['19', '34']\n['5', '26']\n[[0, 2, 1]]\n"
+    assert len(names["results"]) == 16
+    assert {r["meta_info"]["weight_version"] for r in names["results"]} == {1}
+
+
+def test_generation() -> None:
+    names = run_page("docs/generation.md")
+    assert len(names["outputs"]) == 16
+    assert names["result"]["meta_info"]["input_token_logprobs"][0][0] is None
+    assert len(names["some"]) == 2
+
+
+def test_weights() -> None:
+    """The toy adds, and then subtracts."""
+    names = run_page("docs/weights.md")
+    assert names["before"] == "19"
+    assert names["after"]["text"] == "5"
+    assert names["after"]["meta_info"]["weight_version"] == "step-1"
+
+
+def test_training() -> None:
+    """Trainer and engines agree on every token."""
+    names = run_page("docs/training.md")
+    assert len(names["samples"]) == 16
+    agreement = names["agreement"]
+    assert agreement.mean == pytest.approx(1, abs=1e-3)
+    assert [agreement.min, agreement.max] == pytest.approx([1, 1], abs=1e-3)
+    assert np.mean(names["rewards"]) > 0.5
+    assert names["advantages"].shape == (24,)
+    assert str(agreement).startswith("ratio 1.0000 (")
+
+
+def test_serving(keep_pool: MakePool) -> None:
+    """Against a server of the toy, on another port."""
+    with serving(keep_pool("toy", 2)) as running:
+        names = run_page("docs/serving.md", **{"http://127.0.0.1:31000": running.url()})
+        names["client"].close()
+    assert len(names["reply"].choices) == 4

@@ -1,0 +1,110 @@
+"""What README.md and its kin say of the code that can be checked without running it, is."""
+
+import ast
+import importlib.util
+import re
+import shlex
+from dataclasses import fields
+from typing import Any
+
+import click
+import pytest
+import typer
+from sgl_jax.srt.server_args import ServerArgs
+
+import patches
+from enginepool.cli.main import app
+from tests.support.pages import PAGES, ROOT, anchors, blocks, links, read
+
+EACH = pytest.mark.parametrize("page", PAGES)
+# What tests/integrations/test_pages.py runs.
+ELSEWHERE = {"lm_eval", "tunix", "ray"}
+UPSTREAM = {f"--{field.name.replace('_', '-')}" for field in fields(ServerArgs)}
+TARGETS = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+
+
+def test_patch_table_is_the_packages_own() -> None:
+    """The table in docs/patches.md is the output of `python -m patches --markdown`."""
+    table = read("docs/patches.md").split("<!-- patches -->\n")[1].split("<!-- /patches -->")[0]
+    assert table.strip() == patches.table(markdown=True, probe=False).strip()
+
+
+@EACH
+def test_what_a_page_names_exists(page: str) -> None:
+    """`room/file.py` is a file of the repository or of the package."""
+    files = re.findall(r"`([a-z_0-9]+/[a-z_0-9/]*\.py)`", read(page))
+    homes = [ROOT, ROOT / "enginepool"]
+    assert not [name for name in files if not any((home / name).exists() for home in homes)]
+
+
+@EACH
+def test_links_lead_somewhere(page: str) -> None:
+    """To a file, and where they name a heading, to that."""
+    lost = []
+    for target, anchor in links(page):
+        path = (ROOT / page).parent.joinpath(target).resolve() if target else ROOT / page
+        if not path.exists():
+            lost.append(target)
+        elif anchor and anchor not in anchors(str(path.relative_to(ROOT))):
+            lost.append(f"{target}#{anchor}")
+    assert not lost
+
+
+def test_python_is_python_and_run_somewhere() -> None:
+    """Each block compiles, and is run by tests/test_page_blocks.py or where its package is."""
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            ast.parse(block.code, page)
+            assert block.needs in ELSEWHERE | {None}
+
+
+@EACH
+def test_commands_exist(page: str) -> None:
+    """Targets of make, modules and scripts that Python is given, commands and their options."""
+    wrong = []
+    for words in commands(page):
+        match words:
+            case ["make", target, *_] if target not in TARGETS and not target.startswith("…"):
+                wrong.append(target)
+            case ["python", "-m", module, *_] if importlib.util.find_spec(module) is None:
+                wrong.append(module)
+            case ["python", script, *_] if script.endswith(".py") and not (ROOT / script).exists():
+                wrong.append(script)
+            case ["enginepool", *arguments]:
+                wrong += unknown(typer.main.get_command(app), arguments)
+    assert not wrong
+
+
+def commands(page: str) -> list[list[str]]:
+    """Of blocks without a language, by the line, and in backticks in the text."""
+    lines = [
+        line for block in blocks(page, "") for line in block.code.replace("\\\n", " ").splitlines()
+    ]
+    text = read(page)
+    lines += re.findall(r"`((?:make|python|enginepool) [^`]+)`", text)
+    found = []
+    for line in lines:
+        try:
+            words = shlex.split(re.split(r"[|>]| &", line)[0], comments=True)
+        except ValueError:  # a quote that goes on in the next line
+            continue
+        found.append([word for word in words if "=" not in word or word.startswith("--")])
+    return found
+
+
+def unknown(command: click.Command, arguments: list[str]) -> list[str]:
+    """Commands and options among the arguments that there are not."""
+    while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
+        name, *arguments = arguments
+        if name not in command.commands:
+            return [name]
+        command = command.commands[name]
+    known = {"--help", "--install-completion", *options(command)}
+    if command.name == "serve":
+        known |= UPSTREAM
+    given = [word.partition("=")[0].rstrip(",;:") for word in arguments if word.startswith("--")]
+    return [f"{command.name} {option}" for option in given if option not in known]
+
+
+def options(command: Any) -> set[str]:
+    return {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
