@@ -8,7 +8,8 @@ client is upstream's `bench_serving` with the same prompts, through /v1/completi
     python -m benchmarks.serving --step-ms 20 --running 16 --concurrency 64 --requests 256
 
 has simulated accelerators (`simulated.py`) in both servers: a step takes so long and leaves the
-cores alone, as on a TPU. Upstream is as its users run it, overlap scheduling on.
+cores alone, as on a TPU; of Qwen3 models, the toy among them. Upstream is as its users run it,
+overlap scheduling on.
 """
 
 from __future__ import annotations
