@@ -107,7 +107,7 @@ test-wheel: build ## Install the wheel into empty environments of both Pythons, 
 
 .PHONY: docs
 docs: $(DOCS)/.installed ## Make the site in site/, from README.md and docs/; broken links and anchors fail
-	@$(DOCS)/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 .PHONY: bench
 bench: setup ## docs/benchmarks.md's table of speed, in about twenty minutes

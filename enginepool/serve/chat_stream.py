@@ -22,6 +22,7 @@ from typing import Any
 from sgl_jax.srt.entrypoints.openai.protocol import (
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
+    ChoiceLogprobs,
     DeltaMessage,
     FunctionResponse,
     ToolCall,
@@ -167,13 +168,14 @@ class _Answer:
     """What was sent of one answer.
 
     Attributes:
-        tokens: Whose log-probabilities were sent.
+        logprobs: For the next chunk.
     """
 
     def __init__(self, calls: Calls | None, reasoning: Reasoning | None) -> None:
         self.calls, self._reasoning = calls, reasoning
         self._text = ""
-        self.tokens = 0
+        self._tokens = 0
+        self.logprobs: list[Any] = []
 
     def of(self, text: str, *, last: bool) -> Iterator[DeltaMessage]:
         more, self._text = text[len(self._text) :], text
@@ -186,6 +188,12 @@ class _Answer:
             if said:
                 yield from self._said(said, last=False)
         yield from self._said("", last=last)
+
+    def take(self, output: dict[str, Any], logprobs: Any) -> None:
+        """The log-probabilities of what is new."""
+        since, self._tokens = self._tokens, len(output["output_ids"])
+        if since < self._tokens:
+            self.logprobs += logprobs(output, since).content
 
     def _said(self, more: str, *, last: bool) -> Iterator[DeltaMessage]:
         if self.calls is not None:
@@ -234,9 +242,11 @@ class ChatStream:
         if (answer := self._answers.get(index)) is None:
             answer = self._answers[index] = self._begun()
             yield self._delta(index, DeltaMessage(role="assistant", content=""))
+        if self._body.logprobs:
+            answer.take(output, logprobs)
         ended = meta["finish_reason"]
         for delta in answer.of(output["text"], last=ended is not None):
-            yield self._delta(index, delta, logprobs=self._new(answer, output, logprobs))
+            yield self._delta(index, delta, logprobs=_taken(answer))
         if ended is None:
             return
         kind = ended["type"]
@@ -245,7 +255,7 @@ class ChatStream:
         yield self._delta(
             index,
             DeltaMessage(),
-            logprobs=self._new(answer, output, logprobs),
+            logprobs=_taken(answer),
             finish_reason=kind,
             matched_stop=ended.get("matched"),
         )
@@ -259,16 +269,6 @@ class ChatStream:
             reasoning = Reasoning(args.reasoning_parser, stream=body.stream_reasoning)
         return _Answer(calls, reasoning)
 
-    def _new(self, answer: _Answer, output: dict[str, Any], logprobs: Any) -> Any:
-        """Of the tokens since the last chunk."""
-        if not self._body.logprobs:
-            return None
-        count = len(output["meta_info"]["output_token_logprobs"])
-        if count == answer.tokens:
-            return None
-        since, answer.tokens = answer.tokens, count
-        return logprobs(output, since)
-
     def _delta(self, index: int, delta: DeltaMessage, **fields: Any) -> str:
         return self._chunk([ChatCompletionResponseStreamChoice(index=index, delta=delta, **fields)])
 
@@ -281,6 +281,11 @@ class ChatStream:
             usage=usage,
         )
         return f"data: {chunk.model_dump_json()}\n\n"
+
+
+def _taken(answer: _Answer) -> ChoiceLogprobs | None:
+    content, answer.logprobs = answer.logprobs, []
+    return ChoiceLogprobs(content=content) if content else None
 
 
 def _call(place: int, name: str | None, arguments: str) -> DeltaMessage:

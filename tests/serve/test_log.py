@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from enginepool import EnginePool
-from tests.serve.test_command import FEW_PROGRAMS
+from tests.serve.test_command import FEW_PROGRAMS, QUICK_TO_COMPILE
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.marks import slow
 from tests.support.servers import serving
@@ -81,7 +81,9 @@ def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
         *chain.from_iterable(FEW_PROGRAMS.items()),
     ]
     with unwritable(kind) as options:
-        server = subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": ""}, **options)
+        server = subprocess.Popen(
+            command, env={**os.environ, "XLA_FLAGS": QUICK_TO_COMPILE}, **options
+        )
         try:
             url = f"http://127.0.0.1:{port_of(server)}"
             with httpx.Client(base_url=url, timeout=SECONDS) as http:

@@ -7,8 +7,10 @@ import os
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=" + (
-    "4" if sys.argv[1:2] == ["idle"] else "2"
+# Not optimised: what a few tokens need is compiled in two thirds of the time.
+os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count={4 if sys.argv[1:2] == ['idle'] else 2} "
+    "--xla_backend_optimization_level=0"
 )
 os.environ["HF_HUB_OFFLINE"] = "1"
 # What upstream sets whenever a ServerArgs is made, in tests before this one too.
