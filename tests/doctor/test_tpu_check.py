@@ -192,12 +192,23 @@ print(json.dumps(Counter(program.kind for program in programs)))
 
 
 @needs_libtpu
-def test_steps_need_what_the_warm_up_compiles() -> None:
-    """Requests of every shape, served on a chip that is not there."""
-    code, report, said = check("--kind", "kv_zeros")
+@pytest.mark.parametrize("most", [1, 8])
+def test_steps_need_what_the_warm_up_compiles(most: int) -> None:
+    """Requests of every shape, served on a chip that is not there, with one decode step a dispatch
+    and with several."""
+    code, report, said = check("--kind", "kv_zeros", "--max-decode-steps", str(most))
     assert (code, [program["kind"] for program in report["programs"]]) == (0, ["kv_zeros"]), said
     assert report["steps"] > 50
     assert report["steady_steps"] > 20
+
+
+@needs_libtpu
+def test_several_steps_a_dispatch_compile() -> None:
+    """The loop on the device takes KV cache and state over, as one step does."""
+    code, report, said = check("--kind", "steady", "--max-decode-steps", "8")
+    assert (code, len(report["programs"])) == (0, 2), said  # without penalties and with
+    for program in report["programs"]:
+        assert 0 < program["donated"] <= program["aliased"] < program["arguments"]
 
 
 @needs_libtpu

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from enginepool.config import PoolConfig
 from enginepool.console.complaints import clear_errors
 from enginepool.doctor.ahead_of_time.models import MODELS, model_config
 from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs, refuse_what_fails
@@ -43,6 +44,7 @@ def _check(options: argparse.Namespace) -> bool:
             host,
             config,
             sizes.server_args(),
+            max_decode_steps=options.max_decode_steps,
             kinds=kinds,
             without=options.without,
             said=lambda program: print(program.line(), file=sys.stderr, flush=True),
@@ -96,6 +98,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", type=int, default=usual.prefill, help="tokens")
     parser.add_argument("--context", type=int, default=usual.context)
     parser.add_argument("--page-size", type=int, default=usual.page_size)
+    parser.add_argument("--max-decode-steps", type=int, default=PoolConfig.max_decode_steps)
     parser.add_argument(
         "--mem-fraction", type=float, help="mem_fraction_static (default: the pool's)"
     )
