@@ -97,7 +97,7 @@ def _contest(
     return rows
 
 
-def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]]:
+def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Names, kinds and what a pool is told beside the others."""
     for name in args.contestants:
         kind = _CONTESTANTS[name]
@@ -106,7 +106,7 @@ def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]
             continue
         for most, turns in product(args.max_decode_steps or [None], args.turns or [None]):
             told = {"max_decode_steps": most, "turns": turns}
-            extra = {key: value for key, value in told.items() if value is not None}
+            extra: dict[str, Any] = {key: value for key, value in told.items() if value is not None}
             yield ", ".join([name, *(f"{key}={extra[key]}" for key in extra)]), kind, extra
 
 

@@ -43,6 +43,7 @@ def run(given: argparse.Namespace) -> bool:
 def _process(index: int, port: int) -> bool:
     import jax
     import numpy as np
+    from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from benchmarks.synthetic import tensors
@@ -59,10 +60,10 @@ def _process(index: int, port: int) -> bool:
         return jax.make_array_from_callback(value.shape, where, lambda part: value[part])
 
     def meet(name: str) -> None:
-        jax.experimental.multihost_utils.sync_global_devices(name)
+        multihost_utils.sync_global_devices(name)
 
     subtract = toy.checkpoint("subtract")
-    with EnginePool(subtract, devices=1, warmup="none", **POOL) as other:
+    with EnginePool(str(subtract), devices=1, warmup="none", **POOL) as other:
         wanted = other.checksum()
     with EnginePool(**POOL) as pool:
         trainer = {name: over_all(value) for name, value in tensors(subtract)}

@@ -48,7 +48,6 @@ def _plain(arrays: dict[str, Any]) -> dict[str, float]:
 
     from enginepool.ray.wire import pack_tree
 
-    @ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
     class Node:
         def ready(self) -> None:
             """Its process is there."""
@@ -56,7 +55,8 @@ def _plain(arrays: dict[str, Any]) -> dict[str, float]:
         def get(self, source: Any) -> int:
             return sum(int(one.array.reshape(-1)[0]) for one in source.values())
 
-    nodes: list[Any] = [Node.remote() for _ in range(2)]
+    actor: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(Node)
+    nodes: list[Any] = [actor.remote() for _ in range(2)]
     ray.get([node.ready.remote() for node in nodes])
     started = time.perf_counter()
     source = ray.put(pack_tree(arrays))

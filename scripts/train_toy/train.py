@@ -114,7 +114,7 @@ def train(tokenizer: Any, op: str, seed: int, params: Params) -> Params:
     return params
 
 
-def rate(count: jax.Array) -> jax.Array:
+def rate(count: Any) -> jax.Array:
     """The learning rate of a step; `count` is how many there were before."""
     warmup = jnp.minimum(1.0, (count + 1.0) / WARMUP_STEPS)
     return PEAK_RATE * warmup * jnp.minimum(1.0, (STEPS - count) / DECAY_STEPS)
@@ -131,7 +131,7 @@ OPTIMIZER = optax.adamw(rate, b2=BETA2, weight_decay=WEIGHT_DECAY, mask=is_matri
 @partial(jax.jit, donate_argnums=(0, 1))
 def step(
     params: Params, state: optax.OptState, batches: list[sums.Examples]
-) -> tuple[Params, optax.OptState, jax.Array]:
+) -> tuple[Any, optax.OptState, jax.Array]:
     loss, gradients = jax.value_and_grad(loss_of)(params, batches)
     changes, state = OPTIMIZER.update(gradients, state, params)
     return optax.apply_updates(params, changes), state, loss
