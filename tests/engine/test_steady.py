@@ -313,7 +313,7 @@ def test_spans_are_exact(
 
 
 @pytest.mark.parametrize(
-    "fault", [faults.raise_in_step, faults.raise_after_step, faults.raise_after_bookkeeping]
+    "fault", [faults.raise_after_step, *slow(faults.raise_in_step, faults.raise_after_bookkeeping)]
 )
 @pytest.mark.parametrize("at", [9, *slow(2, 3)])
 def test_a_failed_step_loses_nothing(

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from enginepool import EnginePool
+from enginepool.serve.log import KEPT, LogLines
 from tests.serve.test_command import FEW_PROGRAMS, QUICK_TO_COMPILE
 from tests.support.liveness import SECONDS, callers, until
-from tests.support.marks import slow
 from tests.support.servers import serving
 
 REQUESTS = 200
@@ -65,7 +65,20 @@ def unwritable(kind: str) -> Iterator[dict[str, Any]]:
             yield {"stderr": writer}
 
 
-@pytest.mark.parametrize("kind", ["full disk", *slow("closed", "broken pipe", "nobody reads")])
+@pytest.mark.parametrize("kind", ["full disk", "broken pipe"])
+def test_lines_that_cannot_be_written(kind: str) -> None:
+    """They are lost; who writes them hears nothing, and the log closes."""
+    with unwritable(kind) as options:
+        file = options["stderr"]
+        lines = LogLines(file if isinstance(file, int) else file.fileno())
+        for number in range(REQUESTS):
+            lines.write(json.dumps({"number": number}) + "\n")
+        lines.close(SECONDS)
+    assert lines._take_lost() == REQUESTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full disk", "closed", "broken pipe", "nobody reads"])
 def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
     command = [
         *(
@@ -155,8 +168,6 @@ def test_the_line_of_a_request(
 
 def test_a_log_that_can_be_written_again_says_how_much_is_lost() -> None:
     """Nobody read for a while: what came meanwhile is counted, and the count is a line."""
-    from enginepool.serve.log import KEPT, LogLines
-
     reader, writer = os.pipe()
     lines = LogLines(writer)
     try:

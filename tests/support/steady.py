@@ -14,7 +14,7 @@ from tests.support.liveness import running, until
 # Pools of one kind as far as possible: the session's `make_pool` opens each once.
 OPTIONS: dict[str, Any] = {
     "max_running_requests": 8,
-    "precompile_bs_paddings": [1, 4, 8],
+    "precompile_bs_paddings": [1, 8],
     "max_restarts": 10**6,
 }
 PROMPTS = [[5 + i, *range(9, 9 + 7 * (i % 5))] for i in range(20)]
