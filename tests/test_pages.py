@@ -7,7 +7,6 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
-import click
 import pytest
 import typer
 from sgl_jax.srt.server_args import ServerArgs
@@ -19,6 +18,7 @@ from tests.support.pages import PAGES, ROOT, anchors, blocks, links, read
 EACH = pytest.mark.parametrize("page", PAGES)
 # What tests/integrations/test_pages.py runs.
 ELSEWHERE = {"lm_eval", "tunix", "ray"}
+COMMAND = typer.main.get_command(app)
 UPSTREAM = {f"--{field.name.replace('_', '-')}" for field in fields(ServerArgs)}
 TARGETS = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
 
@@ -71,7 +71,7 @@ def test_commands_exist(page: str) -> None:
             case ["python", script, *_] if script.endswith(".py") and not (ROOT / script).exists():
                 wrong.append(script)
             case ["enginepool", *arguments]:
-                wrong += unknown(typer.main.get_command(app), arguments)
+                wrong += unknown(COMMAND, arguments)
     assert not wrong
 
 
@@ -92,9 +92,9 @@ def commands(page: str) -> list[list[str]]:
     return found
 
 
-def unknown(command: click.Command, arguments: list[str]) -> list[str]:
+def unknown(command: Any, arguments: list[str]) -> list[str]:
     """Commands and options among the arguments that there are not."""
-    while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
+    while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
         if name not in command.commands:
             return [name]
