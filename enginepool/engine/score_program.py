@@ -108,13 +108,14 @@ class ScoreProgram:
     def fetch(pieces: Sequence[Piece], results: Any, *, top: bool) -> list[Values]:
         """What `run` has computed for each piece."""
         wanted = True, top, top, any(piece.named for piece in pieces)
-        fetched = jax.device_get(
+        logprobs, *others = jax.device_get(
             [array if needed else None for array, needed in zip(results, wanted, strict=True)]
         )
         ends = list(itertools.accumulate(len(piece.targets) for piece in pieces))
         parts = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         return [
-            Values(*(None if array is None else array[part] for array in fetched)) for part in parts
+            Values(logprobs[part], *(None if array is None else array[part] for array in others))
+            for part in parts
         ]
 
     def _run(self, bucket: int, pieces: Sequence[Piece], *, top: bool) -> Any:

@@ -70,7 +70,7 @@ class Calls:
     def __init__(self, tools: Any, parser: str) -> None:
         self._make = lambda: FunctionCallParser(tools, parser)
         self._parser = self._make()
-        detector = self._parser.detector
+        detector: Any = self._parser.detector
         self._markers = Markers((*_TAGS, detector.bot_token, detector.eot_token))
         self._waiting = ""
         self._fed = 0  # since the last marker or text
