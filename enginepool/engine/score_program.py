@@ -108,14 +108,13 @@ class ScoreProgram:
     def fetch(pieces: Sequence[Piece], results: Any, *, top: bool) -> list[Values]:
         """What `run` has computed for each piece."""
         wanted = True, top, top, any(piece.named for piece in pieces)
-        fetched: list[Any] = jax.device_get(
+        logprobs, *others = jax.device_get(
             [array if needed else None for array, needed in zip(results, wanted, strict=True)]
         )
         ends = list(itertools.accumulate(len(piece.targets) for piece in pieces))
         parts = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-        own, *others = fetched
         return [
-            Values(own[part], *(None if array is None else array[part] for array in others))
+            Values(logprobs[part], *(None if array is None else array[part] for array in others))
             for part in parts
         ]
 
