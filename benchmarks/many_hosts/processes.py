@@ -43,6 +43,7 @@ def run(given: argparse.Namespace) -> bool:
 def _process(index: int, port: int) -> bool:
     import jax
     import numpy as np
+    from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from benchmarks.synthetic import tensors
@@ -58,11 +59,8 @@ def _process(index: int, port: int) -> bool:
         where = NamedSharding(mesh, cut)
         return jax.make_array_from_callback(value.shape, where, lambda part: value[part])
 
-    def meet(name: str) -> None:
-        jax.experimental.multihost_utils.sync_global_devices(name)
-
     subtract = toy.checkpoint("subtract")
-    with EnginePool(subtract, devices=1, warmup="none", **POOL) as other:
+    with EnginePool(str(subtract), devices=1, warmup="none", **POOL) as other:
         wanted = other.checksum()
     with EnginePool(**POOL) as pool:
         trainer = {name: over_all(value) for name, value in tensors(subtract)}
@@ -80,5 +78,6 @@ def _process(index: int, port: int) -> bool:
             f"{[result['text'] for result in results]}, the trainer's weights: {good}",
             flush=True,
         )
-        meet("before the pools close")  # JAX ends a process whose sibling is gone
+        # JAX ends a process whose sibling is gone.
+        multihost_utils.sync_global_devices("before the pools close")
     return good
