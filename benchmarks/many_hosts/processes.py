@@ -59,9 +59,6 @@ def _process(index: int, port: int) -> bool:
         where = NamedSharding(mesh, cut)
         return jax.make_array_from_callback(value.shape, where, lambda part: value[part])
 
-    def meet(name: str) -> None:
-        multihost_utils.sync_global_devices(name)
-
     subtract = toy.checkpoint("subtract")
     with EnginePool(str(subtract), devices=1, warmup="none", **POOL) as other:
         wanted = other.checksum()
@@ -81,5 +78,6 @@ def _process(index: int, port: int) -> bool:
             f"{[result['text'] for result in results]}, the trainer's weights: {good}",
             flush=True,
         )
-        meet("before the pools close")  # JAX ends a process whose sibling is gone
+        # JAX ends a process whose sibling is gone.
+        multihost_utils.sync_global_devices("before the pools close")
     return good
