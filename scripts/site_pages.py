@@ -10,7 +10,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
