@@ -9,7 +9,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ def train(tokenizer: Any, op: str, seed: int, params: Params) -> Params:
     return params
 
 
-def rate(count: jax.Array) -> jax.Array:
+def rate(count: Any) -> jax.Array:
     """The learning rate of a step; `count` is how many there were before."""
     warmup = jnp.minimum(1.0, (count + 1.0) / WARMUP_STEPS)
     return PEAK_RATE * warmup * jnp.minimum(1.0, (STEPS - count) / DECAY_STEPS)
@@ -134,7 +134,7 @@ def step(
 ) -> tuple[Params, optax.OptState, jax.Array]:
     loss, gradients = jax.value_and_grad(loss_of)(params, batches)
     changes, state = OPTIMIZER.update(gradients, state, params)
-    return optax.apply_updates(params, changes), state, loss
+    return cast(Params, optax.apply_updates(params, changes)), state, loss
 
 
 def loss_of(params: Params, batches: list[sums.Examples]) -> jax.Array:
