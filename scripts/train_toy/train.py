@@ -9,7 +9,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ def step(
 ) -> tuple[Any, optax.OptState, jax.Array]:
     loss, gradients = jax.value_and_grad(loss_of)(params, batches)
     changes, state = OPTIMIZER.update(gradients, state, params)
-    return optax.apply_updates(params, changes), state, loss
+    return cast(Params, optax.apply_updates(params, changes)), state, loss
 
 
 def loss_of(params: Params, batches: list[sums.Examples]) -> jax.Array:
