@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from sgl_jax.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -51,6 +51,21 @@ class CompletionBody(WireFields, CompletionRequest):
 
 class ChatBody(WireFields, ChatCompletionRequest):
     parallel_tool_calls: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def calls_need_no_content(cls, values: Any) -> Any:
+        """OpenAI's clients leave it out of an assistant's turn that is calls alone."""
+        messages = values.get("messages") if isinstance(values, dict) else None
+        if not isinstance(messages, list):
+            return values
+        return {**values, "messages": [_with_content(message) for message in messages]}
+
+
+def _with_content(message: Any) -> Any:
+    if isinstance(message, dict) and message.get("tool_calls"):
+        return {"content": None, **message}
+    return message
 
 
 class PromptLogprob(BaseModel):

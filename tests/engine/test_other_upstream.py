@@ -40,6 +40,7 @@ REACHES = {
     "serve/answer_form.py",
     "serve/chat_stream.py",
     "serve/openai_api.py",
+    "serve/stream_parsers.py",
     "weights/leaves.py",
     "weights/mapping.py",
     "weights/sibling_loader.py",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.serve.chat_stream import Calls, Reasoning
+from enginepool.serve.stream_parsers import Calls, Reasoning
 from tests.support.pools import MakePool
 from tests.support.servers import Running, serving
 

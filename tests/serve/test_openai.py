@@ -319,6 +319,20 @@ def test_text_parts(one_sum: EnginePool, template: str) -> None:
     assert tokens == [len(tokenizer(rendered(("user", SUM)))["input_ids"])] * 2
 
 
+def test_calls_without_content(plain: Running) -> None:
+    """As LiteLLM sends an assistant's turn back."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns: Any = [
+        *CHAT,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "19"},
+    ]
+    with plain.http() as client:
+        body = {"model": "toy", "messages": turns, "max_tokens": 3}
+        reply = client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+
+
 def test_other_parts(plain: Running) -> None:
     image: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
     with pytest.raises(openai.BadRequestError, match=r"takes text only.*'image_url'"):

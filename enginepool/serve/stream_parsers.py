@@ -1,0 +1,171 @@
+"""Calls and reasoning in a text that grows.
+
+Reaches into upstream's parsers of tool calls and of reasoning: what they are fed, and when.
+
+What breaks: Where the text of several tokens comes at once, calls and the text before them are
+lost, and so is a call without arguments, with all that follow it; for every token a call is parsed
+from its beginning.
+Why: They expect one token a piece.
+Remove when: In pieces they find what they find in the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from sgl_jax.srt.entrypoints.openai.protocol import DeltaMessage, FunctionResponse, ToolCall
+from sgl_jax.srt.function_call.function_call_parser import FunctionCallParser
+from sgl_jax.srt.reasoning_parser import ReasoningParser
+
+from enginepool.logs import logger
+
+# A parser looks at a call from its beginning again whenever it is fed: with this share of it more.
+_MORE = 1 / 16
+# Around a call, as all of upstream's parsers have it; some under a name of their own, or none.
+_TAGS = ("<tool_call>", "</tool_call>")
+
+
+class Markers:
+    """Cuts a text that grows where one of these words begins and ends."""
+
+    def __init__(self, words: Collection[str | None]) -> None:
+        self.words = {stripped for word in words if word and (stripped := word.strip())}
+        self._cut = re.compile(f"({'|'.join(map(re.escape, sorted(self.words)))})")
+        self._held = ""
+
+    def pieces(self, more: str, *, last: bool) -> list[str]:
+        """What there is, without an end that may become a word."""
+        text = self._held + more
+        if not self.words:
+            return [text] if text else []
+        longest = max(map(len, self.words))
+        begun = [
+            size
+            for size in range(1, min(longest, 1 + len(text)))
+            if any(word.startswith(text[-size:]) and word != text[-size:] for word in self.words)
+        ]
+        kept = len(text) if last or not begun else len(text) - max(begun)
+        self._held = text[kept:]
+        return [piece for piece in self._cut.split(text[:kept]) if piece]
+
+
+class Calls:
+    """Text and calls of one answer."""
+
+    def __init__(self, tools: Any, parser: str) -> None:
+        self._make = lambda: FunctionCallParser(tools, parser)
+        self._parser = self._make()
+        detector: Any = self._parser.detector
+        self._markers = Markers((*_TAGS, detector.bot_token, detector.eot_token))
+        self._waiting = ""
+        self._fed = 0  # since the last marker or text
+        self._whole = self._text = ""
+        self._told: list[tuple[str, str]] = []  # name and arguments of each call
+        self._places: dict[int, int] = {}  # in that list, by the parser's own number
+
+    @property
+    def any(self) -> bool:
+        return bool(self._told)
+
+    def of(self, more: str, *, last: bool) -> Iterator[DeltaMessage]:
+        self._whole += more
+        for piece in self._markers.pieces(more, last=last):
+            if marker := piece in self._markers.words:
+                yield from self._feed()
+                self._fed = 0
+            self._waiting += piece
+            if marker or len(self._waiting) > self._fed * _MORE:
+                yield from self._feed()
+        if last:
+            yield from self._feed()
+            yield from self._rest()
+
+    def _feed(self) -> Iterator[DeltaMessage]:
+        """The parser gives one thing at a time, of a character at least."""
+        text, self._waiting = self._waiting, ""
+        self._fed += len(text)
+        for _ in range(2 + len(self._whole)):
+            try:
+                said, items = self._parser.parse_stream_chunk(text)
+            except Exception as error:  # over what a model has written
+                logger().warning("enginepool.tool_calls", error=repr(error))
+                return
+            if said:
+                self._text, self._fed = self._text + said, 0
+                yield DeltaMessage(content=said)
+            for item in items:
+                yield from self._told_of(item.tool_index, item.name, item.parameters or "")
+            if not (said or items):
+                return
+            text = ""
+
+    def _told_of(self, number: int, name: str | None, arguments: str) -> Iterator[DeltaMessage]:
+        if name:
+            self._places[number] = len(self._told)
+            self._told.append((name, arguments))
+            yield _call(len(self._told) - 1, name, arguments)
+        elif arguments and number in self._places:
+            place = self._places[number]
+            self._told[place] = (self._told[place][0], self._told[place][1] + arguments)
+            yield _call(place, None, arguments)
+
+    def _rest(self) -> Iterator[DeltaMessage]:
+        """What is only found when the whole is looked at."""
+        parser = self._make()
+        if not parser.has_tool_call(self._whole):
+            if self._whole.startswith(self._text) and (left := self._whole[len(self._text) :]):
+                yield DeltaMessage(content=left)
+            return
+        try:
+            _, calls = parser.parse_non_stream(self._whole)
+            found = [(call.name or "", _forms(call.parameters or "{}")) for call in calls]
+        except Exception as error:
+            logger().warning("enginepool.tool_calls", error=repr(error))
+            return
+        for place, (name, forms) in enumerate(found):
+            if place == len(self._told):
+                self._told.append((name, forms[0]))
+                yield _call(place, name, forms[0])
+                continue
+            told_name, told = self._told[place]
+            left = [form[len(told) :] for form in forms if form.startswith(told)]
+            if told_name == name and left and left[0]:
+                yield _call(place, None, left[0])
+
+
+class Reasoning:
+    """Reasoning of one answer, and what comes after it."""
+
+    def __init__(self, parser: str, *, stream: bool) -> None:
+        self._parser = ReasoningParser(parser, stream)
+        detector = self._parser.detector
+        words = detector.think_start_token, detector.think_end_token, detector.tool_start_token
+        self._markers = Markers(words)
+
+    def of(self, more: str, *, last: bool) -> Iterator[tuple[str, str]]:
+        """Reasoning and text, of which one is empty."""
+        for piece in self._markers.pieces(more, last=last):
+            thought, said = self._parser.parse_stream_chunk(piece)
+            yield self._without_begin(thought), said
+        detector = self._parser.detector
+        if last and (left := detector._buffer):
+            yield (self._without_begin(left), "") if detector._in_reasoning else ("", left)
+
+    def _without_begin(self, thought: str) -> str:
+        return thought.replace(self._parser.detector.think_start_token, "")
+
+
+def _call(place: int, name: str | None, arguments: str) -> DeltaMessage:
+    """The first of a call has its name, and a new id."""
+    one = None if name is None else f"call_{uuid.uuid4().hex[:24]}"
+    function = FunctionResponse(name=name, arguments=arguments)
+    return DeltaMessage(tool_calls=[ToolCall(id=one, index=place, function=function)])
+
+
+def _forms(arguments: str) -> list[str]:
+    """As parsers write them in a stream: JSON in ASCII, or as in a reply."""
+    return [json.dumps(json.loads(arguments)), arguments]
