@@ -100,6 +100,8 @@ def unknown(command: Any, arguments: list[str]) -> list[str]:
             return [name]
         command = command.commands[name]
     known = {"--help", "--install-completion", *options(command)}
+    inner = getattr(command, "commands", {})  # after options of the outer one
+    known.update(*(options(inner[word]) for word in arguments if word in inner))
     if command.name == "serve":
         known |= UPSTREAM
     given = [word.partition("=")[0].rstrip(",;:") for word in arguments if word.startswith("--")]

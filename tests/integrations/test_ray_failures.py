@@ -44,8 +44,9 @@ def expected() -> list[dict[str, Any]]:
         return run(pool)
 
 
-def run(pool: Any) -> list[dict[str, Any]]:
-    return pool.generate_all(input_ids=PROMPTS, sampling_params=PARAMS, return_logprob=True)
+def run(pool: Any, count: int = len(PROMPTS)) -> list[dict[str, Any]]:
+    ids = PROMPTS[:count]
+    return pool.generate_all(input_ids=ids, sampling_params=PARAMS, return_logprob=True)
 
 
 def pids(pool: RayEnginePool) -> list[int]:
@@ -83,9 +84,11 @@ def test_a_prompt_takes_two_hosts_down(
     """It is the only one that was on both without a token, and the only one that ends."""
     before = pids(hosts)
     links = hosts._opened().hosts
+    count = 5  # what one host may have outstanding: each has room for what the other loses
+    expected = expected[:count]
     hosts.pause_generation()
     with callers(1) as executor:
-        call = executor.submit(run, hosts)
+        call = executor.submit(run, hosts, count)
         until(lambda: all(link.running for link in links))
         culprit = min(links[0].running.values(), key=lambda output: output.position)
         os.kill(before[0], signal.SIGKILL)
