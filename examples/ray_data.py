@@ -59,8 +59,9 @@ def run(given: argparse.Namespace) -> None:
         f"{output.rstrip('/')}.checkpoint",
         delete_checkpoint_on_success=False,  # a later start finds nothing to do, or new rows
     )
+    # Both as Arrow, which the checkpoint's filter takes; lines=True would give it pandas.
     parquet = ".parquet" in source or given.parquet
-    rows = ray.data.read_parquet(source) if parquet else ray.data.read_json(source, lines=True)
+    rows = ray.data.read_parquet(source) if parquet else ray.data.read_json(source)
     # Small blocks: one is the least that is written, and what an actor that dies begins again.
     rows = rows.repartition(target_num_rows_per_block=given.batch_size)
     results = rows.map_batches(
