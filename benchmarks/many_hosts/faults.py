@@ -4,6 +4,9 @@ Killed actors, actors that are stopped for ten seconds, updates that do not fit,
 stage and commit, restarts by Ray. No output may be lost or doubled, none may have a token of a
 version older than the last commit that had returned when its call began, and at the end the
 hosts' weights are equal and those of the last update.
+
+Faults here fall on anyone: an output that is on a host alone as a suspect, and loses that one too
+before its next token, ends as poisoned by the rule. A lost host can end one so, and no more.
 """
 
 from __future__ import annotations
@@ -101,10 +104,12 @@ class Run:
             self.wrong.append(f"{len(params)} prompts of {n} samples gave {found}")
         for result, meta in zip(results, metas, strict=True):
             wanted = params[meta["prompt_index"]]["max_new_tokens"]
-            if meta["finish_reason"]["type"] != "length" or len(result["output_ids"]) != wanted:
+            if meta["finish_reason"].get("err_type") == "poisoned":
+                self.counts["outputs poisoned"] += 1
+            elif meta["finish_reason"]["type"] != "length" or len(result["output_ids"]) != wanted:
                 self.wrong.append(f"{len(result['output_ids'])} of {wanted}: {meta}")
             versions = [version for *_, version in meta["weight_versions"]]
-            if min(versions) < floor:
+            if min(versions, default=floor) < floor:
                 self.wrong.append(f"versions {versions} after {floor} was committed")
 
     # Weights
@@ -143,10 +148,12 @@ class Run:
     # Faults
 
     def fault(self, rng: random.Random) -> str:
-        """One more; which."""
-        hosts = self.pool._opened().serving()
-        if not hosts:
-            return "nobody to hurt"
+        """One more, when there is a host to hurt; which."""
+        deadline = time.monotonic() + 60.0
+        while not (hosts := self.pool._opened().serving()):
+            if time.monotonic() > deadline:
+                return "nobody to hurt"
+            time.sleep(0.1)
         host = rng.choice(hosts)
         kinds: dict[str, Callable[[], Any]] = {
             "kill -9": lambda: _signal(host.pid, signal.SIGKILL),
@@ -193,6 +200,8 @@ def run(given: argparse.Namespace) -> bool:
         print("load has ended", flush=True)
         wrong = running.wrong + _at_the_end(pool, running.committed)
         restarts = [host["restarts"] for host in pool.stats()["hosts"]]
+        if running.counts["outputs poisoned"] > sum(restarts):
+            wrong.append(f"{running.counts['outputs poisoned']} poisoned, restarts {restarts}")
     for name, count in sorted(running.counts.items()):
         print(f"{count:6} {name}")
     print(f"restarts by host: {restarts}")

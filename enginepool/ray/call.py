@@ -82,8 +82,14 @@ class Output:
                 "id": "",
                 "prompt_tokens": len(self.input_ids),
                 "completion_tokens": 0,
+                "cached_tokens": 0,
+                "host_index": None,
+                "engine_index": None,
                 "prompt_index": self.prompt_index,
                 "sample_index": self.sample_index,
+                "weight_version": self.call.weight_version,
+                "weight_versions": [],
+                "prompt_weight_versions": [],
             },
         }
         reason = {"type": "abort", "message": message, "err_type": err_type}
@@ -94,11 +100,13 @@ class Output:
 class Call:
     """The outputs of one call. `finish`, `show` and `fail` from the fleet's thread."""
 
-    def __init__(self, *, every: bool) -> None:
+    def __init__(self, *, every: bool, weight_version: int | str = 0) -> None:
         """
         Args:
             every: Whether its caller wants what unfinished outputs have.
+            weight_version: When it was made: that of outputs without a token, as a pool's.
         """
+        self.weight_version = weight_version
         self.outputs: list[Output] = []
         self.failure: Exception | None = None
         self.homes: dict[Hashable, int] = {}

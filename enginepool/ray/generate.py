@@ -117,7 +117,7 @@ class Generation(Opening):
         indices = options.get("prompt_indices")
         if indices is not None and len(indices) != len(checked):
             raise InvalidRequest(f"prompt_indices: {len(indices)} for {len(checked)} prompts")
-        call = Call(every=every)
+        call = Call(every=every, weight_version=fleet.weight_version)
         kept = {
             name: value
             for name, value in options.items()

@@ -107,3 +107,26 @@ def test_arrays_travel_without_a_copy(dtype: Any) -> None:
     assert other["a"]["b"].dtype == dtype
     np.testing.assert_array_equal(other["a"]["b"], source["a"]["b"])
     np.testing.assert_array_equal(other["c"][0], source["c"][0])
+
+
+def test_what_ends_without_a_token_says_as_much_as_a_pools() -> None:
+    call = Call(every=False, weight_version="new")
+    call.fill([([1, 2], 1)], None, {}, None)
+    call.outputs[0].end("poisoned", "why")
+    (ended,) = call.results()
+    assert ended["output_ids"] == []
+    reason = {"type": "abort", "message": "why", "err_type": "poisoned"}
+    assert ended["meta_info"] == {
+        "id": "",
+        "finish_reason": reason,
+        "prompt_tokens": 2,
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "host_index": None,
+        "engine_index": None,
+        "prompt_index": 0,
+        "sample_index": 0,
+        "weight_version": "new",
+        "weight_versions": [],
+        "prompt_weight_versions": [],
+    }
