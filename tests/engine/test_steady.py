@@ -133,7 +133,7 @@ def test_requests_join(kind: EnginePool, joined: list[int]) -> None:
         expected = ask(kind, params, prompts)
     assert not joined
     same(ask(kind, params, prompts), expected)
-    assert len(joined) > 5
+    assert joined
     kind.flush_cache()
     assert at_rest(kind)
 

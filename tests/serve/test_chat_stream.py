@@ -259,17 +259,33 @@ def test_calls_in_pieces(parser: str, text: str, said: str, calls: Any, size: in
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9, 1000])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("text", "thought", "said"),
+    ("parser", "text", "thought", "said"),
     [
-        ("<think>a < b, so</think>19 < 20", "a < b, so", "19 < 20"),
-        ("<think>cut in the mid<", "cut in the mid<", ""),
-        ("so</think>19<", "so", "19<"),
+        ("qwen3", "<think>a < b, so</think>19 < 20", "a < b, so", "19 < 20"),
+        ("qwen3", "<think>cut in the mid<", "cut in the mid<", ""),
+        ("deepseek-r1", "so</think>19<", "so", "19<"),
     ],
 )
-def test_reasoning_in_pieces(text: str, thought: str, said: str, stream: bool, size: int) -> None:
-    told = list(in_pieces(Reasoning("qwen3", stream=stream), text, size))
-    assert "".join(one for one, _ in told) == thought
-    assert "".join(one for _, one in told) == said
+def test_reasoning_in_pieces(
+    parser: str, text: str, thought: str, said: str, stream: bool, size: int
+) -> None:
+    assert reasoning_in_pieces(parser, text, stream, size) == (thought, said)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_the_end_of_reasoning(stream: bool, size: int) -> None:
+    """Some of upstream's versions read what is before it as reasoning, others as an answer."""
+    from sgl_jax.srt.reasoning_parser import ReasoningParser
+
+    text = "so</think>19<"
+    thought, said = ReasoningParser("qwen3", stream).parse_non_stream(text)
+    assert reasoning_in_pieces("qwen3", text, stream, size) == (thought or "", said or "")
+
+
+def reasoning_in_pieces(parser: str, text: str, stream: bool, size: int) -> tuple[str, str]:
+    told = list(in_pieces(Reasoning(parser, stream=stream), text, size))
+    return "".join(thought for thought, _ in told), "".join(said for _, said in told)
 
 
 def test_long_arguments_are_not_parsed_anew_for_every_piece() -> None:
