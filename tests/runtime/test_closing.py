@@ -27,7 +27,6 @@ from tests.support.liveness import (
     callers,
     hanging_in_steps,
     has_jobs,
-    let_go,
     running,
     until,
 )
@@ -233,12 +232,12 @@ def test_while_an_engine_is_rebuilt(
 def test_while_engines_drain_for_a_swap(make: Callable[..., EnginePool]) -> None:
     """The update hears of it too."""
     pool = make()
-    with callers() as executor, hanging_in_steps(pool, 9) as hangs:
+    with callers() as executor:
         calls = load(pool, executor)
-        until(lambda: all_hang(hangs))
-        calls.append(executor.submit(pool.update_weights, weights(pool)))
-        until(lambda: has_jobs(pool))  # it has staged
-        let_go(hangs)
+        with hanging_in_steps(pool) as hangs:
+            until(lambda: all_hang(hangs))
+            calls.append(executor.submit(pool.update_weights, weights(pool)))
+            until(lambda: has_jobs(pool))  # it has staged
         until(lambda: state(pool, 0) == "draining")
         pool.close(SECONDS)
         assert threads(pool) == []
