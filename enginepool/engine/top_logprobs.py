@@ -1,4 +1,5 @@
-"""The most probable tokens of each step, and tokens that are named, for requests that ask for them.
+"""Of upstream's own steps: the most probable tokens, and tokens that are named, for who asks for them.
+A steady step has its own (`steady/sample.py`).
 
 Reaches into upstream's model runner: its `compute_logprobs` is replaced.
 

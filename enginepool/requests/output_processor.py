@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
+from enginepool.requests.detokenizer import detokenize
 from enginepool.requests.request import Call, Request, aborted
 from enginepool.requests.score_input import (
     named_entries,
@@ -27,7 +28,7 @@ def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     if request.sampling is None:
         return score_result(request)
     try:
-        text = tokenizer.text(request, request.output_ids)
+        text = detokenize(request, request.output_ids, tokenizer)
     except Exception as error:  # whatever it is, it must not take the other results along
         text, reason = "", f"the tokenizer failed on the output: {error!r}"
         if (request.finish_reason or {}).get("type") != "abort":
@@ -42,7 +43,7 @@ def make_chunk(chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Any]:
         Exception: Whatever the tokenizer raises.
     """
     request = chunk.request
-    text = tokenizer.text(request, chunk.output_ids, final=chunk.final)
+    text = detokenize(request, chunk.output_ids, tokenizer, final=chunk.final)
     made = _as_dict(request, text, chunk.output_ids, chunk.logprobs, final=chunk.final)
     made["index"] = request.position
     return made

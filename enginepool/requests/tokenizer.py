@@ -1,4 +1,4 @@
-"""Text to ids and back: once, in the pool, off the engine threads."""
+"""Text to ids: once, in the pool, off the engine threads. The way back is `detokenizer.py`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from enginepool.errors import InvalidRequest
 from enginepool.process.guest import no_generation_warnings
 from enginepool.requests.chat import ChatTemplate, check_messages
 from enginepool.requests.fair_lock import FairLock
-from enginepool.requests.request import Request
 from enginepool.values import shown
 
 # How many tokens of the prompt are decoded before the output, for tokenizers whose text of a
 # token depends on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
 _CONTEXT = 5
-_REPLACEMENT = "\ufffd"
 _GROUP = 1 << 16  # characters that are encoded before others have their turn
 # The fields of generation_config.json that upstream's Engine takes as defaults.
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
@@ -32,6 +30,7 @@ class Tokenizer:
     Attributes:
         lock: To be held by whoever encodes with `hf` itself.
         chat: What its chat template takes.
+        decode_context: How many ids before an output are to be decoded with it.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -40,7 +39,7 @@ class Tokenizer:
         # A fast tokenizer is mutable while it encodes ("Already borrowed").
         self.lock = FairLock()
         decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
-        self._context = 0 if "ByteLevel" in type(decoder).__name__ else _CONTEXT
+        self.decode_context = 0 if "ByteLevel" in type(decoder).__name__ else _CONTEXT
 
     @classmethod
     def load(cls, server_args: Any) -> Tokenizer:
@@ -105,41 +104,8 @@ class Tokenizer:
                 f"the chat template does not take {shown(messages)}: {error}", prompt_index=index
             ) from error
 
-    def text(self, request: Request, output_ids: Sequence[int], *, final: bool = True) -> str:
-        """The text of an output so far.
-
-        The stop token or string at its end is cut, as upstream does, unless `no_stop_trim`. While
-        the request runs, a character whose bytes are not complete yet is held back, and so is
-        what may become a stop string, so each text of a stream continues the one before.
-        """
-        sampling, reason = request.sampling, request.finish_reason or {}
-        if not final:
-            text = self._decode(request, output_ids).rstrip(_REPLACEMENT)
-            return _hold_back_stop(text, [] if sampling.no_stop_trim else sampling.stop_strs)
-        matched = None if sampling.no_stop_trim else reason.get("matched")
-        if isinstance(matched, int) and output_ids and output_ids[-1] == matched:
-            output_ids = output_ids[:-1]
-        text = self._decode(request, output_ids)
-        if isinstance(matched, str) and (end := text.find(matched)) >= 0:
-            text = text[:end]
-        return text
-
     def token_text(self, token_id: int) -> str:
         return self.hf.decode([token_id])
-
-    def _decode(self, request: Request, output_ids: Sequence[int]) -> str:
-        sampling = request.sampling
-        options = {
-            "skip_special_tokens": sampling.skip_special_tokens,
-            "spaces_between_special_tokens": sampling.spaces_between_special_tokens,
-        }
-        context = request.input_ids[-self._context :]
-        if self._context and context:
-            before = self.hf.decode(context, **options)
-            text = self.hf.decode([*context, *output_ids], **options)
-            if text.startswith(before):
-                return text[len(before) :]
-        return self.hf.decode(list(output_ids), **options)
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -154,17 +120,6 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _hold_back_stop(text: str, stops: Sequence[str]) -> str:
-    """Cut a tail that is the beginning of a stop string."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop), len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return text[: len(text) - longest] if longest else text
 
 
 def generation_defaults(server_args: Any) -> dict[str, Any]:

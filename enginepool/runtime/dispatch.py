@@ -16,8 +16,8 @@ from enginepool.errors import (
     QueueFull,
 )
 from enginepool.process.forks import Home
-from enginepool.requests.admission import Admission
 from enginepool.requests.queue import RequestQueue
+from enginepool.requests.queue_limit import QueueLimit
 from enginepool.requests.request import Call, Request, aborted
 from enginepool.runtime.desired import DesiredState
 from enginepool.runtime.steering_lock import SteeringLock
@@ -54,7 +54,7 @@ class Dispatch:
         self.name = name
         self.home = Home(name)
         self.queue = RequestQueue()
-        self.admission = Admission(self.queue, config.max_queued, config.when_full)
+        self.queue_limit = QueueLimit(self.queue, config.max_queued, config.when_full)
         self.workers: list[EngineWorker] = []
         self.counts = Counts()
         self.closed = False
@@ -66,7 +66,7 @@ class Dispatch:
     @property
     def waiting(self) -> int:
         """How many requests no engine holds yet."""
-        return len(self.queue) + len(self.admission)
+        return len(self.queue) + len(self.queue_limit)
 
     def serving(self) -> list[EngineWorker]:
         """Engines that may be given requests."""
@@ -94,7 +94,7 @@ class Dispatch:
             if call.requests:
                 self._calls.add(call)
         try:
-            self.admission.enter(call)
+            self.queue_limit.enter(call)
         except QueueFull:
             with self.lock:
                 self._calls.discard(call)
@@ -131,7 +131,7 @@ class Dispatch:
                 continue
             # First: whoever moves the request from here on looks at this.
             request.abort_reason = reason
-            if self.queue.discard(request) or self.admission.discard(request):
+            if self.queue.discard(request) or self.queue_limit.discard(request):
                 request.call.finish(request, reason)
             elif request.engine_index is not None:
                 by_engine.setdefault(request.engine_index, []).append(request)
@@ -163,7 +163,7 @@ class Dispatch:
 
     def take_waiting(self) -> list[Request]:
         """Take out everything that no engine holds."""
-        return self.queue.drain() + self.admission.drain()
+        return self.queue.drain() + self.queue_limit.drain()
 
     def fail(self, requests: Iterable[Request], error: EnginePoolError) -> None:
         """End requests, and raise `error` where their callers wait."""
@@ -214,6 +214,6 @@ class Dispatch:
             self.fail(self.take_waiting(), self.failure(None))
         for worker in self.workers:
             if not self._will_be_served(worker.index):
-                outside = self.admission.take_pinned_to(worker.index)
+                outside = self.queue_limit.take_pinned_to(worker.index)
                 inside = self.queue.take_pinned_to(worker.index)
                 self.fail(outside + inside, self.failure(worker.index))

@@ -1,16 +1,14 @@
 """An engine that failed: its requests move on, and it comes back as the pool is by then.
 
 What is to become of each is decided in `recovery_policy.py` and done here, on the engine's own
-thread; an engine never comes back in the middle of a swap. A step that does not return is found
-by a thread that looks for it.
+thread; an engine never comes back in the middle of a swap. `watchdog.py` finds a step that does
+not return.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Literal
 
 from enginepool.engine.recovery_protocol import Decision
@@ -221,30 +219,3 @@ def _copy_weights(worker: EngineWorker, sibling: EngineWorker) -> None:
         array = place(theirs[path], spec.sharding, spec.dtype)
         array.block_until_ready()
         mine.replace({path: array})
-
-
-@contextmanager
-def watching(
-    name: str, workers: Sequence[EngineWorker], step_timeout: float, recovery: Recovery
-) -> Iterator[None]:
-    """Abandon engines whose step takes longer. Ends with the block.
-
-    Looks ten times in `step_timeout`, so a step is found stuck up to a tenth of it late.
-    """
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(min(step_timeout / 10, 30.0)):
-            for worker in workers:
-                since = worker.condition.stepping_since
-                if since is not None and (took := time.perf_counter() - since) > step_timeout:
-                    reason = f"a step has not returned for {took:.1f} s ({step_timeout=})"
-                    recovery.engine_stuck(worker, since, reason)
-
-    thread = threading.Thread(target=watch, name=f"{name}-watchdog", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

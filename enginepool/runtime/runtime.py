@@ -25,10 +25,11 @@ from enginepool.process.tuning import tuned
 from enginepool.runtime.desired import DesiredState
 from enginepool.runtime.dispatch import Dispatch
 from enginepool.runtime.events import Events
-from enginepool.runtime.recovery import Recovery, watching
+from enginepool.runtime.recovery import Recovery
 from enginepool.runtime.recovery_policy import Policy
 from enginepool.runtime.startup import advise, make_input_processor, patched, start_workers
 from enginepool.runtime.steering_lock import SteeringLock
+from enginepool.runtime.watchdog import watching
 from enginepool.weights.placement import least_free_bytes
 
 

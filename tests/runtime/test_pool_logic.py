@@ -1,6 +1,6 @@
 """The pool's logic, driven one move at a time: every request is in one place and ends once.
 
-Queue, admission, routing, channel, worker and recovery are the real ones, in a real `Runtime`, and
+Queue, its limit, routing, channel, worker and recovery are the real ones, in a real `Runtime`, and
 each worker runs its own loop on its own thread; only the engines are scripted. One thread runs at
 a time: an engine's waits where it may lose its turn, and goes on when the test says so. So the test
 makes the moves of engines, callers and the watchdog in an order that Hypothesis chooses.
@@ -392,7 +392,7 @@ class PoolLogic(RuleBasedStateMachine):
                 script=list(range(start, start + length)), poison=position == poison
             )
             call.add(Request(call, prompt, script, stream=stream, pinned_to=pinned))
-        behind = len(self.dispatch.admission)
+        behind = len(self.dispatch.queue_limit)
         try:
             self.dispatch.submit(call)
         except QueueFull:
@@ -405,7 +405,7 @@ class PoolLogic(RuleBasedStateMachine):
         else:
             self.calls.append(call)
             if behind and not call.done:  # those who came first go first
-                assert call in self.dispatch.admission._outside
+                assert call in self.dispatch.queue_limit._outside
 
     @rule(
         which=st.integers(0, 100),
@@ -444,7 +444,7 @@ class PoolLogic(RuleBasedStateMachine):
             assert all(r in held or r.finish_reason is not None for r in group)
 
     def on_taken(self) -> None:
-        self.dispatch.admission._let_in()
+        self.dispatch.queue_limit._let_in()
         group, self.on_the_way = self.on_the_way, []
         self.dispatch.abort(group, "the caller left", "cancelled")
 
@@ -499,7 +499,7 @@ class PoolLogic(RuleBasedStateMachine):
         ]
         if request.finish_reason is not None:
             found.append("ended")
-        elif request.call in self.dispatch.admission._outside:
+        elif request.call in self.dispatch.queue_limit._outside:
             found.append("in front of the queue")
         for worker in self.workers:
             if request.internal_rid in worker.channel.running.held:
@@ -612,9 +612,9 @@ class PoolLogic(RuleBasedStateMachine):
         if limit is not None and len(new) > limit:
             assert len({request.call for request in new}) == 1
             assert len(new[0].call.requests) > limit
-        assert len(queue) or not len(self.dispatch.admission)
+        assert len(queue) or not len(self.dispatch.queue_limit)
         if limit is None or self.runtime.config.when_full == "raise":
-            assert not len(self.dispatch.admission)
+            assert not len(self.dispatch.queue_limit)
 
     # How it ends
 
@@ -650,7 +650,7 @@ class PoolLogic(RuleBasedStateMachine):
         else:
             pytest.fail("the engines do not come to rest")
         assert {request.internal_rid for request in self.requests()} == self.ended.keys()
-        assert len(self.dispatch.queue) == len(self.dispatch.admission) == 0
+        assert len(self.dispatch.queue) == len(self.dispatch.queue_limit) == 0
 
     def check(self) -> None:
         self.one_place()

@@ -11,7 +11,7 @@ from enginepool.requests.queue import RequestQueue
 from enginepool.requests.request import Call, Request
 
 
-class Admission:
+class QueueLimit:
     """Lets whole calls into the queue, first come first served. Thread-safe."""
 
     def __init__(self, queue: RequestQueue, limit: int | None, when_full: WhenFull) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from enginepool import QueueFull
-from enginepool.requests.admission import Admission, WhenFull
 from enginepool.requests.queue import RequestQueue
+from enginepool.requests.queue_limit import QueueLimit, WhenFull
 from enginepool.requests.request import Call, Request
 from tests.support.liveness import SECONDS, callers, paused, until, waiting
 from tests.support.pools import MakePool
@@ -17,10 +17,10 @@ def make_call(count: int) -> Call:
     return call
 
 
-def admission(limit: int | None, when_full: WhenFull = "block") -> tuple[RequestQueue, Admission]:
+def limited(limit: int | None, when_full: WhenFull = "block") -> tuple[RequestQueue, QueueLimit]:
     queue = RequestQueue()
     queue.attach(0, lambda: 0, lambda: None)
-    return queue, Admission(queue, limit, when_full)
+    return queue, QueueLimit(queue, limit, when_full)
 
 
 def take(queue: RequestQueue, room: int) -> list[Request]:
@@ -30,7 +30,7 @@ def take(queue: RequestQueue, room: int) -> list[Request]:
 def test_calls_wait_their_turn() -> None:
     """A call enters when all of it fits, in the order in which calls came: a small one does not
     pass a large one that waits."""
-    queue, gate = admission(4)
+    queue, gate = limited(4)
     first, large, small = make_call(3), make_call(4), make_call(1)
     for call in (first, large, small):
         gate.enter(call)
@@ -44,7 +44,7 @@ def test_calls_wait_their_turn() -> None:
 
 
 def test_a_call_beyond_the_limit_enters_an_empty_queue() -> None:
-    queue, gate = admission(2)
+    queue, gate = limited(2)
     call = make_call(5)
     gate.enter(call)
     assert take(queue, 5) == call.requests
@@ -52,7 +52,7 @@ def test_a_call_beyond_the_limit_enters_an_empty_queue() -> None:
 
 def test_refusal() -> None:
     """It names the numbers and the remedy, and leaves the queue as it was."""
-    queue, gate = admission(4, "raise")
+    queue, gate = limited(4, "raise")
     gate.enter(make_call(3))
     with pytest.raises(QueueFull, match=r"3 requests wait already .* has 2, max_queued=4: try"):
         gate.enter(make_call(2))
@@ -61,7 +61,7 @@ def test_refusal() -> None:
 
 
 def test_a_call_that_ended_outside_does_not_enter() -> None:
-    queue, gate = admission(1)
+    queue, gate = limited(1)
     first, left, last = make_call(1), make_call(1), make_call(1)
     for call in (first, left, last):
         gate.enter(call)

@@ -1,0 +1,62 @@
+"""Ids of an output to its text, once, off the engine threads; and where its stop cuts it.
+
+That an output has come to a stop id or string is upstream's finding (`finish_reason`); what of it
+is shown is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from enginepool.requests.request import Request
+from enginepool.requests.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+def detokenize(
+    request: Request, output_ids: Sequence[int], tokenizer: Tokenizer, *, final: bool = True
+) -> str:
+    """The text of an output so far.
+
+    The stop token or string at its end is cut, as upstream does, unless `no_stop_trim`. While
+    the request runs, a character whose bytes are not complete yet is held back, and so is what
+    may become a stop string, so each text of a stream continues the one before.
+    """
+    sampling, reason = request.sampling, request.finish_reason or {}
+    if not final:
+        text = _decode(request, output_ids, tokenizer).rstrip(_REPLACEMENT)
+        return _hold_back_stop(text, [] if sampling.no_stop_trim else sampling.stop_strs)
+    matched = None if sampling.no_stop_trim else reason.get("matched")
+    if isinstance(matched, int) and output_ids and output_ids[-1] == matched:
+        output_ids = output_ids[:-1]
+    text = _decode(request, output_ids, tokenizer)
+    if isinstance(matched, str) and (end := text.find(matched)) >= 0:
+        text = text[:end]
+    return text
+
+
+def _decode(request: Request, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    sampling, hf = request.sampling, tokenizer.hf
+    options = {
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "spaces_between_special_tokens": sampling.spaces_between_special_tokens,
+    }
+    context = request.input_ids[-tokenizer.decode_context :]
+    if tokenizer.decode_context and context:
+        before = hf.decode(context, **options)
+        text = hf.decode([*context, *output_ids], **options)
+        if text.startswith(before):
+            return text[len(before) :]
+    return hf.decode(list(output_ids), **options)
+
+
+def _hold_back_stop(text: str, stops: Sequence[str]) -> str:
+    """Cut a tail that is the beginning of a stop string."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop), len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return text[: len(text) - longest] if longest else text

@@ -1,0 +1,38 @@
+"""Finds a step that does not return; what becomes of its engine is `recovery.py`'s."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from enginepool.engine.worker import EngineWorker
+from enginepool.runtime.recovery import Recovery
+
+
+@contextmanager
+def watching(
+    name: str, workers: Sequence[EngineWorker], step_timeout: float, recovery: Recovery
+) -> Iterator[None]:
+    """Abandon engines whose step takes longer. Ends with the block.
+
+    Looks ten times in `step_timeout`, so a step is found stuck up to a tenth of it late.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(min(step_timeout / 10, 30.0)):
+            for worker in workers:
+                since = worker.condition.stepping_since
+                if since is not None and (took := time.perf_counter() - since) > step_timeout:
+                    reason = f"a step has not returned for {took:.1f} s ({step_timeout=})"
+                    recovery.engine_stuck(worker, since, reason)
+
+    thread = threading.Thread(target=watch, name=f"{name}-watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
