@@ -157,9 +157,11 @@ def _hollow_out() -> None:
         residual: jax.Array | None = None,
     ) -> tuple[Any, ...]:
         touched = jnp.float32(0)
+        # By what the step has: in a loop of steps it would be done once, before the first.
+        here = jax.sharding.reshard(hidden_states, PartitionSpec(None, None))[0, 0]
         for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)):
             everywhere = jax.sharding.reshard(leaf, PartitionSpec(*[None] * leaf.ndim))
-            touched += everywhere[(0,) * leaf.ndim].astype(jnp.float32)
+            touched += here * everywhere[(0,) * leaf.ndim].astype(jnp.float32)
         hidden_states += (0 * touched).astype(hidden_states.dtype)
         kv_buffer = token_to_kv_pool.get_fused_kv_buffer(self.self_attn.attn.layer_id)
         return hidden_states, residual, kv_buffer, []

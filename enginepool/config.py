@@ -109,7 +109,7 @@ class PoolConfig:
     restart: bool = True
     max_restarts: int = 5
     step_timeout: float | None = 300.0
-    max_decode_steps: int = 1
+    max_decode_steps: int = MAX_DECODE_STEPS
     max_queued: int | None = None
     when_full: WhenFull = "block"
     tune_host: bool = False

@@ -70,10 +70,12 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
             seconds, an engine is brought back before it stays out.
         step_timeout: Seconds after which a step counts as stuck: its requests move on, and its
             engine is brought back when the step returns after all. Programs that compile while
-            serving (warmup="none") count as part of a step. None for no limit.
-        max_decode_steps: How many decode steps may be one dispatch, 8 at most, where a device
-            would wait for the host otherwise; what waits for a step, as an abort or the next
-            tokens of a stream, then waits for so many. 1 for one by one.
+            serving (warmup="none") count as part of a step, and so do all the steps of a dispatch
+            (`max_decode_steps`). None for no limit.
+        max_decode_steps: How many decode steps may be one dispatch, 8 at most. There are several
+            only where a device would wait for the host otherwise, and at most a sixteenth of what
+            outputs have had on average. What waits for a step, as an abort or the next tokens of
+            a stream, then waits for so many. 1 for one by one.
         max_queued: How many requests may wait for an engine; None for no limit. A call that is
             larger enters when nothing waits.
         when_full: "block" lets further calls wait their turn (their timeout runs); "raise" makes
@@ -96,8 +98,8 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
         warmup: Warmup = "sequential",
         restart: bool = True,
         max_restarts: int = 5,
-        step_timeout: float | None = 300.0,
-        max_decode_steps: int = 1,
+        step_timeout: float | None = PoolConfig.step_timeout,
+        max_decode_steps: int = PoolConfig.max_decode_steps,
         max_queued: int | None = None,
         when_full: WhenFull = "block",
         tune_host: bool = False,

@@ -30,7 +30,7 @@ def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[Engine
         yield make_pool("qwen3", 2, **OPTIONS | request.param)
 
 
-@pytest.fixture(params=[1, *slow(8)], ids=["one at a time", "eight at once"])
+@pytest.fixture(params=[8, *slow(1)], ids=["eight at once", "one at a time"])
 def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """Of pools that dispatch so many decode steps at once."""
     with several_at_once():

@@ -34,3 +34,13 @@ def test_it_may_wait_now_and_then() -> None:
 @pytest.mark.parametrize("idle", [True, False])
 def test_never_more_than_is_allowed(idle: bool) -> None:
     assert set(dispatch(Pace(1), 1000, idle=idle)) == {1}
+
+
+def test_few_where_outputs_are_short() -> None:
+    """What a dispatch has of an output is a sixteenth at most: its row stays empty to the end."""
+    pace = Pace(8)
+    dispatch(pace, 4, idle=True)
+    for tokens, most in ((40, 2), (10, 1), (1, 1), (200, 8)):
+        for _ in range(100):
+            pace.ended(tokens)
+        assert pace.steps == most

@@ -45,9 +45,11 @@ def upstreams_own(pool: EnginePool) -> Iterator[None]:
 
 @contextmanager
 def several_at_once() -> Iterator[None]:
-    """Pools that may dispatch several steps at once do, whether their devices wait or not."""
+    """Pools that may dispatch several steps at once do, whether their devices wait or not, and
+    however short outputs are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("enginepool.engine.steady.pace._IDLE", 0)
+        patch.setattr("enginepool.engine.steady.pace._SHARE", 1)
         yield
 
 

@@ -111,6 +111,7 @@ class SteadyDecode:
         return ended
 
     def release(self, req: Any) -> None:
+        self._pace.ended(len(req.output_ids))
         release_kv_cache(req, self._scheduler.tree_cache)
         self._freed = True
 

@@ -6,28 +6,41 @@ from __future__ import annotations
 _LOOKED_AT, _IDLE = 16, 4
 # Dispatches of several steps after which one at a time is tried again.
 _TRIED_AFTER = 128
+# What a dispatch may have at most of an output's steps, and over how many outputs that is averaged.
+_SHARE, _OUTPUTS = 16, 16
 
 
 class Pace:
     """Of one engine; on its thread.
 
     Several steps at once cost the host little more than one, but who waits for a step boundary
-    waits for all of them. So they are one by one, unless the device is without work when the next
-    one comes: its steps are short, or engines, streams and others share the host.
-
-    Attributes:
-        steps: For the next dispatch, at most.
+    waits for all of them, and so does whoever could have the row of one that has ended among them.
+    So they are one by one, unless the device is without work when the next one comes: its steps are
+    short, or engines, streams and others share the host. And they are few where outputs are short.
     """
 
     def __init__(self, most: int) -> None:
-        self.steps, self._most = 1, most
+        self._steps, self._most = 1, most
         self._seen = self._idle = 0
+        self._length: float | None = None  # of outputs, on average
+
+    @property
+    def steps(self) -> int:
+        """For the next dispatch, at most."""
+        if self._steps == 1 or self._length is None:
+            return self._steps
+        return max(1, min(self._steps, int(self._length / _SHARE)))
+
+    def ended(self, tokens: int) -> None:
+        """An output has ended, with so many."""
+        before = tokens if self._length is None else self._length
+        self._length = before + (tokens - before) / _OUTPUTS
 
     def dispatched(self, *, idle: bool) -> None:
         """Another dispatch of a flight, which found the device idle or at work."""
         self._seen += 1
         self._idle += idle
-        if self.steps == 1:
+        if self._steps == 1:
             if self._idle >= _IDLE:
                 self._go_on(self._most)
             elif self._seen >= _LOOKED_AT:
@@ -36,5 +49,5 @@ class Pace:
             self._go_on(1)
 
     def _go_on(self, steps: int) -> None:
-        self.steps = steps
+        self._steps = steps
         self._seen = self._idle = 0
