@@ -1,5 +1,5 @@
-"""Of upstream's own steps: the most probable tokens, and tokens that are named, for who asks for them.
-A steady step has its own (`steady/sample.py`).
+"""The most probable tokens of upstream's own steps, and tokens that are named, where they are asked
+for. Those of a steady step are in `steady/sample.py`.
 
 Reaches into upstream's model runner: its `compute_logprobs` is replaced.
 
