@@ -12,7 +12,7 @@ from enginepool.requests.grammar import Grammar
 from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.limits import Limits, check_ids, check_length
 from enginepool.requests.logprob_options import check_named_ids, check_top_logprobs
-from enginepool.requests.part import read_part
+from enginepool.requests.partial_call import read_part
 from enginepool.requests.request import Call, Request
 from enginepool.requests.sampling import Sampling, Seeds, make_sampling
 from enginepool.requests.scoring import Scoring
