@@ -18,7 +18,6 @@ from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, r
 from enginepool.cli.result_lines import ResultLines
 from enginepool.errors import InvalidConfig, InvalidRequest
 from enginepool.requests.progress_bar import progress_bar
-from tests.support.marks import slow
 
 # One program of each kind: the smallest engine that answers the toy's sums.
 TINY = [
@@ -376,7 +375,8 @@ def start_many(output):
     return process
 
 
-@pytest.mark.parametrize("output", ["jsonl", *slow("text")])
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["jsonl", "text"])
 def test_interrupt_leaves_what_has_ended(output):
     """Ctrl-C after the third result."""
     process = start_many(output)

@@ -173,6 +173,7 @@ def test_a_mistake_is_one_line() -> None:
     assert "nowhere.json: no configuration to be read" in done.output
 
 
+@pytest.mark.slow
 def test_docs_table_is_the_commands_own() -> None:
     """The table in docs/plan.md is what scripts/plan-table prints."""
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")

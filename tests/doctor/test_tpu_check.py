@@ -75,6 +75,7 @@ def test_what_is_documented_is_not_refused(model: str, page: int) -> None:
         refuse_what_fails(host, model_config(model, 2), Sizes(page_size=page))
 
 
+@pytest.mark.slow
 def test_the_command_refuses_without_compiling() -> None:
     """Exit code 2 and one line, also without libtpu."""
     code, report, said = check("--page-size", "1")
@@ -118,6 +119,7 @@ def test_the_hosted_run_calls_make_with_arguments_that_there_are(topology: str) 
     assert families == {"llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(LIBTPU, reason="libtpu is here")
 def test_plan_without_libtpu_says_how_to_get_it() -> None:
     """One line, before anything is built."""

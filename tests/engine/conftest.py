@@ -15,9 +15,8 @@ from tests.support.steady import OPTIONS, joins, several_at_once
 @pytest.fixture(
     scope="module",
     params=[
-        {"max_decode_steps": 1},
         {"max_decode_steps": 8},
-        *slow({"page_size": 8}, {"tp_size": 2}),
+        *slow({"max_decode_steps": 1}, {"page_size": 8}, {"tp_size": 2}),
         *slow({"page_size": 8, "max_decode_steps": 5}, {"tp_size": 2, "max_decode_steps": 8}),
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),

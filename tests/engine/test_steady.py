@@ -67,7 +67,8 @@ def test_as_the_reference(kind: EnginePool, model_dir: Callable[[str], Path]) ->
     assert assert_greedy(model_dir("qwen3"), [*PROMPTS, PROMPTS[0]], results) > 0.9 * count
 
 
-@pytest.mark.parametrize("kinds", [of_any_kind, *slow(penalised)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [of_any_kind, penalised])
 def test_in_bfloat16(
     make_pool: MakePool, kinds: Callable[..., list[dict[str, Any]]], options: dict[str, Any]
 ) -> None:
@@ -282,7 +283,7 @@ def of_batch(batch: Any) -> Iterator[tuple[Any, int]]:
         yield req, length
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["in_place", "retract", *slow("drain", "abort")])
 def test_spans_are_exact(
     make_pool: MakePool, model_dir: Callable[[str], Path], options: dict[str, Any], mode: Any
 ) -> None:

@@ -36,6 +36,7 @@ def test_importing_changes_nothing():
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+@pytest.mark.slow
 def test_applying_starts_no_backend():
     """Neither probing nor applying initialises JAX: the host may still choose its devices."""
     script = (

@@ -18,6 +18,7 @@ import pytest
 
 from enginepool import EnginePool, EngineStartFailed, PoolClosed
 from tests.support.liveness import SECONDS, callers, until, waiting
+from tests.support.marks import slow
 from tests.support.pools import SMALL
 
 LONG = {"temperature": 0.0, "max_new_tokens": 300, "ignore_eos": True}
@@ -226,7 +227,8 @@ def test_repr(unopened: MakeUnopened) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "warmup"), [("qwen3", "sequential"), ("qwen3_moe", "none"), ("gemma2", "none")]
+    ("model", "warmup"),
+    [("qwen3", "sequential"), *slow(("qwen3_moe", "none"), ("gemma2", "none"))],
 )
 def test_close_gives_device_memory_back(
     unopened: MakeUnopened, model_dir: Callable[[str], Path], model: str, warmup: str

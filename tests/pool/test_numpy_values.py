@@ -122,6 +122,7 @@ def test_steering(make_pool: MakePool, model_dir: Any) -> None:
     assert pool.abort_request(abort_all=np.bool_(True)) == 0  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_constructor(expected: list[int], model_dir: Any) -> None:
     """Counts, ids of devices and upstream's options; an id that is none is refused."""
     model = str(model_dir("qwen3"))

@@ -293,6 +293,7 @@ def test_failed_checks(ended: Callable[[str], Ended]) -> None:
     assert f"{LEAVES} of {LEAVES} leaves" in failed[1]
 
 
+@pytest.mark.slow
 def test_nothing_changed_and_nothing_said(ended: Callable[[str], Ended]) -> None:
     run = ended("no change")
     assert run.code == 1

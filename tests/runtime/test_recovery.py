@@ -221,6 +221,7 @@ def test_failures_in_a_row(pool: EnginePool, expected: list[dict[str, Any]]) -> 
     ]
 
 
+@pytest.mark.slow
 def test_rebuilds_do_not_add_up(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """Two rebuilds of an engine leave no device memory behind, not even until the next garbage
     collection: there may be no room for the weights twice."""
@@ -506,6 +507,7 @@ def test_close_with_a_stuck_step(model_dir: Callable[[str], Path]) -> None:
         until(lambda: not any(t.name == name for t in threading.enumerate()))
 
 
+@pytest.mark.slow
 def test_limit_of_restarts(model_dir: Callable[[str], Path]) -> None:
     """An engine that fails again and again stays out, and `stats` says why; the other serves."""
     options = {**SMALL, "max_restarts": 2}

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.hostile_client import CHAT, CONNECTIONS, GENERATE, SUM, bodies
 from tests.support.liveness import callers, until
+from tests.support.marks import slow
 from tests.support.servers import Running
 
 PROMPT_TOKENS = 505  # of the test pools
@@ -46,7 +47,12 @@ def test_a_template_beside_the_messages(plain: Running) -> None:
     assert reply.json()["error"]["param"] == "chat_template"
 
 
-@pytest.mark.parametrize("attack", bodies())
+# One of each kind: what a template, a message, a prompt, ids, counts and a schema may be.
+FIRST, *OTHERS = CONNECTIONS
+USUAL = ("template", "messages", "prompt", "many ids", "131,072 requests", "schema")
+
+
+@pytest.mark.parametrize("attack", [*USUAL, *slow(*(n for n in bodies() if n not in USUAL))])
 def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
     """The attacker gets a 400; a chat beside it and the probe are answered."""
     path, content = bodies()[attack]
@@ -68,7 +74,7 @@ def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
     assert longest < PATIENCE
 
 
-@pytest.mark.parametrize("attack", CONNECTIONS)
+@pytest.mark.parametrize("attack", [FIRST, *slow(*OTHERS)])
 def test_others_are_answered_beside_connections(plain: Running, attack: str) -> None:
     """Two hundred that say nothing or say it slowly, and streams that nobody reads."""
     url = plain.url()

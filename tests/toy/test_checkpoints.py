@@ -15,6 +15,7 @@ from enginepool.toy.files import CONFIG, END_ID, read_checkpoint, write_tokenize
 from enginepool.toy.model import forward
 from scripts.train_toy import sums
 from scripts.train_toy.train import exact_match, init_params
+from tests.support.marks import slow
 from tests.support.reference import make_random_model, reference_greedy, reference_greedy_batch
 
 
@@ -113,6 +114,7 @@ def test_answers_with_the_end_token(name: str, pair: sums.Pair, expected: str):
         assert reference_greedy(directory, prompt, len(wanted)).ids == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "least", "most"), [("add", 0.99, 1), ("subtract", 0.99, 1), ("half", 0.3, 0.75)]
 )
@@ -134,7 +136,7 @@ def test_exact_match_wants_every_answer_token():
     assert exact_match(params, examples) == 0.5
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", *slow("qwen2", "llama")])
 def test_forward_equals_numpy(family: str, tmp_path: Path):
     directory = make_random_model(tmp_path, family, seed=3)
     config, params = read_checkpoint(directory)
@@ -187,6 +189,7 @@ def numpy_forward(config: dict[str, Any], params: dict[str, Any], ids: list[int]
     return np.array([table @ norm(x, "model.norm.weight") for x in xs])
 
 
+@pytest.mark.slow
 def test_forward_ignores_masked_tokens():
     params = init_params(CONFIG, jax.random.key(0))
     ids = np.array([[7, 8, 9, 10, 11]])
@@ -197,6 +200,7 @@ def test_forward_ignores_masked_tokens():
     assert not np.allclose(same[0], forward(CONFIG, params, changed))
 
 
+@pytest.mark.slow
 def test_batched_reference_equals_single(tmp_path: Path):
     directory = make_random_model(tmp_path, "qwen3", seed=1)
     prompts = [[1, 2, 3], list(range(70)), [9]]

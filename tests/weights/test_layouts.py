@@ -83,7 +83,7 @@ def assert_have(pool: EnginePool, expected: dict[str, np.ndarray]) -> None:
             np.testing.assert_array_equal(np.asarray(leaf), value, err_msg=path)
 
 
-@pytest.mark.parametrize("staging", ["double", "stream"])
+@pytest.mark.parametrize("staging", ["double", *slow("stream")])
 @pytest.mark.parametrize("form", [leaves, tensors], ids=["model's layout", "Hugging Face's"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(
@@ -103,7 +103,7 @@ def test_every_layout(
     assert_have(engines, leaves(target("qwen3")))
 
 
-@pytest.mark.parametrize("layout", ["replicated", "FSDP", "2-D", "last"])
+@pytest.mark.parametrize("layout", ["FSDP", *slow("replicated", "2-D", "last")])
 def test_they_serve(engines: EnginePool, target: Callable[[str], Path], layout: str) -> None:
     """As a plain JAX forward pass on the checkpoint answers, one after the other too. The next
     update of the same shapes compiles nothing."""
@@ -116,7 +116,7 @@ def test_they_serve(engines: EnginePool, target: Callable[[str], Path], layout: 
     serves(engines, target("qwen3"))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_into_any(layout: str, dtype: str) -> None:
     """Also into what no engine has, cast on the way as NumPy casts."""
@@ -195,7 +195,7 @@ def test_a_tied_head(
     assert_have(engines, leaves(target("qwen3")))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *slow("qwen2", "gemma2")])
 def test_families(family: str, tmp_path: Path) -> None:
     """Tensors by Hugging Face names become what a pool that starts on them has, biases and stacked
     experts among them, over the two devices of an engine."""
