@@ -98,6 +98,19 @@ _PLATFORM_DEFAULTS = {
 }
 
 
+# What vLLM calls an option that sglang has under another name.
+_VLLM_NAMES = {
+    "enforce_eager": 'warmup="none"',
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_model_len": "context_length",
+    "max_num_batched_tokens": "max_prefill_tokens",
+    "max_num_seqs": "max_running_requests",
+    "seed": "random_seed",
+    "tensor_parallel_size": "tp_size",
+    "tokenizer": "tokenizer_path",
+}
+
+
 @dataclass(frozen=True)
 class PoolConfig:
     """The arguments of `EnginePool`, checked as far as that goes without a device."""
@@ -122,6 +135,11 @@ class PoolConfig:
         object.__setattr__(self, "server_args", given)
         self._require("restart", isinstance(self.restart, bool), "True or False")
         self._require("tune_host", isinstance(self.tune_host, bool), "True or False")
+        if isinstance(self.devices, str):
+            raise InvalidConfig(
+                f"devices={shown(self.devices)}: expected a count, a list of device ids, or None "
+                "for all"
+            )
         self._require_one_of("warmup", get_args(Warmup))
         self._require_one_of("when_full", get_args(WhenFull))
         self._require_count("tp_size", 1, "a count of devices, 1 or more")
@@ -241,7 +259,7 @@ def _check_server_args(server_args: Mapping[str, Any]) -> None:
     own = [f.name for f in dataclasses.fields(PoolConfig) if f.name != "server_args"]
     for name, value in server_args.items():
         if name not in fields:
-            hint = did_you_mean(name, [*own, *fields])
+            hint = did_you_mean(name, [*own, *fields], elsewhere=_VLLM_NAMES)
             raise InvalidConfig(f"unknown option {name}={shown(value)}{hint}")
         reason = REFUSED.get(name) or next(
             (why for prefix, why in REFUSED_PREFIXES.items() if name.startswith(prefix)), None

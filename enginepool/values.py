@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from enginepool.errors import InvalidRequest
@@ -46,15 +46,23 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
 
 
-def did_you_mean(name: Any, known: Iterable[str], form: Callable[[str], str] = str) -> str:
+def did_you_mean(
+    name: Any,
+    known: Iterable[str],
+    form: Callable[[str], str] = str,
+    elsewhere: Mapping[str, str] | None = None,
+) -> str:
     """The end of an error over an unknown name: the nearest of those known, or nothing.
 
     Args:
         form: How that name is to be written.
+        elsewhere: What is meant by a name that it has in other libraries, where that is not near.
     """
     known = list(known)
     if not isinstance(name, str):
         return ""
+    if elsewhere and name in elsewhere:
+        return f"; here it is {elsewhere[name]}"
     near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
     return f"; did you mean {form(near[0])}?" if near else ""
 

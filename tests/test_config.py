@@ -23,6 +23,9 @@ def server_args() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(ServerArgs)}
 
 
+OWN = ("warmup", "tp_size", "max_decode_steps", "devices")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -31,6 +34,8 @@ def server_args() -> dict[str, Any]:
             "unknown option max_runing_requests=4; did you mean max_running_requests?",
         ),
         ({"device_count": 4}, "unknown option device_count=4"),
+        ({"max_model_len": 100}, "unknown option max_model_len=100; here it is context_length"),
+        ({"devices": "4"}, "devices='4': expected a count, a list of device ids, or None for all"),
         ({"tp": 2}, "unknown option tp=2; did you mean tp_size?"),
         ({"warm_up": "none"}, "unknown option warm_up='none'; did you mean warmup?"),
         ({"warmup": "fast"}, "warmup='fast': expected one of sequential, parallel, none"),
@@ -60,7 +65,7 @@ def server_args() -> dict[str, Any]:
 def test_option(options: dict[str, Any], words: str) -> None:
     """A wrong option is refused by the constructor with its value and the reason or remedy."""
     (name,) = options
-    upstreams = "unknown" not in words and name not in ("warmup", "tp_size", "max_decode_steps")
+    upstreams = "unknown" not in words and name not in OWN
     if upstreams and name not in server_args():
         pytest.skip(f"the installed upstream has no option {name}")
     with pytest.raises(InvalidConfig, match=words) as caught:

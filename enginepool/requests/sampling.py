@@ -65,6 +65,14 @@ class Sampling:
     grammar: GrammarSource | None = None
 
 
+# What vLLM has among these, and sglang elsewhere or under another name.
+_VLLM_NAMES = {
+    "logprobs": "return_logprob=True and top_logprobs_num=, of the call",
+    "prompt_logprobs": "return_prompt_logprob=True, of the call",
+    "seed": "sampling_seed",
+}
+
+
 def make_sampling(
     params: Mapping[str, Any], *, vocab_size: int, tokenizer: Any, explicit: bool = True
 ) -> Sampling:
@@ -80,7 +88,7 @@ def make_sampling(
     given = {}
     for name, value in params.items():
         if name not in known:
-            hint = did_you_mean(name, known)
+            hint = did_you_mean(name, known, elsewhere=_VLLM_NAMES)
             raise InvalidRequest(f"unknown sampling parameter {name}={shown(value)}{hint}")
         if (value := plain(value)) is not None:
             _check_value(name, value, vocab_size)

@@ -105,6 +105,7 @@ def start_workers(
                 worker.warm_up(compile_programs=warmup != "none")
             for worker in batch:
                 _wait(worker, worker.warm)
+                logger().info("enginepool.engine_started", engine=worker.index, of=len(workers))
                 if on_engine is not None:
                     on_engine(worker)
 

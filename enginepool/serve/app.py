@@ -48,11 +48,11 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(info_api.router(service))
     app.include_router(pages.router())
     admin_paths: set[str] = set()
-    if service.options.enable_admin:
-        for api in (admin_api.router, admin_api.sglang_router, lifecycle_api.router):
-            routes = api(service)
+    for api in (admin_api.router, admin_api.sglang_router, lifecycle_api.router):
+        routes = api(service)
+        admin_paths |= {route.path for route in routes.routes if isinstance(route, APIRoute)}
+        if service.options.enable_admin:
             app.include_router(routes)
-            admin_paths |= {route.path for route in routes.routes if isinstance(route, APIRoute)}
 
     async def failed(request: Request, error: Exception) -> Response:
         path = request.scope["path"]

@@ -45,7 +45,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = None
         admin = scope.get("path") in self._admin_paths
-        if scope["type"] == "http" and scope["path"] not in OPEN:
+        if admin and not self._options.enable_admin:
+            refused = Refused(404, "administration is off; start the server with --enable-admin")
+        elif scope["type"] == "http" and scope["path"] not in OPEN:
             address = (scope.get("client") or ("",))[0]
             refused = self._refusal(Headers(scope=scope), address if admin else None)
         if refused is None:

@@ -117,6 +117,7 @@ class Server:
             await _first(serving, listener.listening.wait())
             logger().info(
                 "enginepool.serving",
+                url=_url(self._options.host, self.port),
                 host=self._options.host,
                 port=self.port,
                 engine_ports=self.engine_ports,
@@ -203,6 +204,13 @@ def _in_background(history: History) -> Iterator[None]:
         yield
     finally:
         task.cancel()
+
+
+def _url(host: str, port: int) -> str:
+    """Where this machine reaches it."""
+    if host in ("0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _bind(host: str, port: int) -> socket.socket:

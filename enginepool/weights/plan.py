@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
 from enginepool.weights.arrays import Array, convertible, jax_dtype, lies_in, same_buffer
+from enginepool.weights.misfit import misfit
 from enginepool.weights.placement import gathered, in_parts, lies_there, place
 from enginepool.weights.sources import Source, Specs, listed
 from enginepool.weights.tied import HEAD, TiedHead
@@ -214,21 +215,16 @@ class Plan:
                 f"update_weights: none of the names is one of the model's: {listed(list(names))}",
                 names=list(names),
             )
-        self._complain(missing, unknown if self._strict else [])
+        self._complain(missing, unknown if self._strict else [], some=bool(parts))
         return parts
 
-    def _complain(self, missing: Sequence[str], unknown: Sequence[str]) -> None:
-        said = []
-        if missing:
-            said.append(f"missing {listed(missing)}")
-        if unknown:
-            said.append(f"not of this model {listed([self._said(name) for name in unknown])}")
-        if said:
-            raise InvalidWeights(
-                f"update_weights: the source does not fit the model: {'; '.join(said)}"
-                + (" (strict=False updates a part)" if self._strict else ""),
-                names=[*missing, *unknown],
-            )
+    def _complain(
+        self, missing: Sequence[str], unknown: Sequence[str], *, some: bool = True
+    ) -> None:
+        if missing or unknown:
+            part = self._strict and some
+            said = misfit(missing, [self._said(name) for name in unknown], part=part)
+            raise InvalidWeights(said, names=[*missing, *unknown])
 
     def _check(self, path: str, tensors: Mapping[str, Any]) -> None:
         """Shapes and dtypes of what makes one leaf."""

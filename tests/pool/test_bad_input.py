@@ -121,6 +121,7 @@ BAD_PARAMETERS: list[tuple[dict[Any, Any], list[str]]] = [
     ({"regex": "("}, ["regex='('", "does not compile", "unclosed group"]),
     ({"json_schema": "{"}, ["json_schema='{'", "not JSON"]),
     ({"seed": 1}, ["unknown", "sampling_seed"]),
+    ({"logprobs": 1}, ["unknown", "logprobs=1", "here it is return_logprob=True"]),
     ({"beam_width": 2}, ["unknown", "beam_width=2"]),
     ({"temperature": -0.1}, ["temperature=-0.1", "0 (greedy) or more"]),
     ({"temperature": math.nan}, ["temperature=nan", "0 (greedy) or more"]),

@@ -84,7 +84,10 @@ def test_off_by_default(plain: Running) -> None:
     with plain.http() as client:
         for path in ("/admin/weights_checksum", "/admin/memory", "/flush_cache"):
             assert client.get(path).status_code == 404
-        assert client.post("/admin/pause").status_code == 404
+        for path in ("/admin/pause", "/update_weights"):
+            reply = client.post(path)
+            assert reply.status_code == 404
+            assert "start the server with --enable-admin" in reply.json()["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """New weights: what is refused, what a part of them does, and looking at them."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,23 @@ def test_what_does_not_fit_changes_nothing(
     assert llama.checksum() == before
     assert llama.stats()["weight_version"] == version
     same(answers(llama), expected)
+
+
+@pytest.mark.parametrize("before", ["module.", "_orig_mod.model."])
+def test_a_wrapper_before_every_name(
+    llama: EnginePool, target: Callable[[str], Path], before: str
+) -> None:
+    """The error says what to take off, and not that a part can be updated: nothing would be."""
+    source = {before + name: value for name, value in tensors(target("llama")).items()}
+    with pytest.raises(
+        InvalidWeights, match=rf"without '{re.escape(before)}' before them"
+    ) as caught:
+        llama.update_weights(source)
+    assert "strict=False" not in str(caught.value)
+    del source[f"{before}model.norm.weight"]
+    with pytest.raises(InvalidWeights) as caught:
+        llama.update_weights(source)
+    assert "before them" not in str(caught.value)
 
 
 def test_partial_update(llama: EnginePool, target: Callable[[str], Path]) -> None:
