@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from enginepool.console.output import engine_line
 from enginepool.pool.pool import EnginePool
 
 # How many of the answers are shown.
@@ -23,7 +23,7 @@ def run(engines: int = 4, prompts: int = 64) -> None:
     pool, threads = EnginePool(devices=engines), threading.active_count()
     started = time.perf_counter()
     try:
-        pool.open(on_engine=lambda engine: console.print(_line(engine)))
+        pool.open(on_engine=lambda engine: console.print("  " + engine_line(engine)))
         compiled = pool.stats()["executables"]
         console.print(
             f"Ready after {time.perf_counter() - started:.1f} s; {compiled['compiled']} programs "
@@ -34,14 +34,6 @@ def run(engines: int = 4, prompts: int = 64) -> None:
     finally:
         pool.close()
     console.print(f"Closed: {threading.active_count()} Python threads, {threads} before.")
-
-
-def _line(engine: dict[str, Any]) -> str:
-    return (
-        f"  engine {engine['engine_index']} on {engine['platform']} device "
-        f"{engine['devices'][0]}: built in {engine['build_seconds']:.1f} s, "
-        f"warmed up in {engine['warmup_seconds']:.1f} s"
-    )
 
 
 def _answer_sums(console: Console, pool: EnginePool, count: int) -> None:

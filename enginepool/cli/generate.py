@@ -17,7 +17,7 @@ from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, r
 from enginepool.cli.result_lines import ResultLines
 from enginepool.config import PoolConfig
 from enginepool.console.complaints import complain
-from enginepool.console.output import check_output
+from enginepool.console.output import check_output, engine_line
 from enginepool.errors import InvalidRequest
 from enginepool.requests.progress_bar import progress_bar
 
@@ -78,7 +78,10 @@ def generate(
     check_output()
     from enginepool.pool.pool import EnginePool
 
-    with EnginePool(model, **arguments) as pool:
+    pool = EnginePool(model, **arguments)
+    if sys.stderr is not None and sys.stderr.isatty():  # it takes a minute or more
+        pool.open(on_engine=lambda engine: print(engine_line(engine), file=sys.stderr))
+    with pool:
         failed = _generate(
             pool, lines, chosen, output, return_logprob=return_logprob, timeout=timeout
         )

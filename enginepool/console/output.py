@@ -37,6 +37,15 @@ class _Output(io.FileIO):
             raise OutputLost(error) from None
 
 
+def engine_line(engine: dict[str, Any]) -> str:
+    """What is said of an engine that serves now, from its part of `stats()`."""
+    return (
+        f"engine {engine['engine_index']} on {engine['platform']} device "
+        f"{engine['devices'][0]}: built in {engine['build_seconds']:.1f} s, "
+        f"warmed up in {engine['warmup_seconds']:.1f} s"
+    )
+
+
 def watch_output() -> None:
     """Let everything that is printed from now on raise OutputLost where it cannot be written."""
     old: Any = sys.stdout
