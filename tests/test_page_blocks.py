@@ -14,7 +14,8 @@ from tests.support.pages import PAGES, blocks, run
 from tests.support.pools import MakePool
 from tests.support.servers import serving
 
-pytestmark = pytest.mark.slow
+# Several pools a page, each of which compiles.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run_page(page: str, **instead: str) -> dict[str, Any]:
