@@ -21,6 +21,7 @@ import httpx
 
 SUM = [{"role": "user", "content": "12+7="}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+TOKENS, SCORE = "/inference/v1/generate", "/v1/score"
 _SENDERS = 2
 _CONNECTIONS = 200
 _STREAMS = 8  # fewer than run at a time: the others are to have a place
@@ -54,6 +55,15 @@ def bodies() -> dict[str, tuple[str, str]]:
         "stop": (CHAT, {"messages": SUM, "stop": "s" * (15 << 20)}),
         "stops": (GENERATE, {"text": "1", "sampling_params": {"stop": ["ab"] * 20_000}}),
         "schema": (CHAT, {"messages": SUM, "response_format": _format(_wide(2_000))}),
+        "names": (GENERATE, {f"n{i}": 1 for i in range(900_000)}),
+        "input": ("/v1/responses", {"input": "1" * (15 << 20)}),
+        "input items": ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 400_000}),
+        "token ids": (TOKENS, {"token_ids": [1] * 7_500_000, "sampling_params": {}}),
+        "text to tokenize": ("/tokenize", {"prompt": "1" * (15 << 20)}),
+        "texts to tokenize": ("/tokenize", {"prompt": ["1"] * 500_000}),
+        "ids to detokenize": ("/detokenize", {"tokens": [1] * 7_500_000}),
+        "scores": (SCORE, {"query": "1" * 20_000, "items": ["1"] * 1000, "label_token_ids": [1]}),
+        "labels": (SCORE, {"query": "1", "items": ["1"], "label_token_ids": [1] * 5_000_000}),
         "deep schema": (CHAT, {"messages": SUM, "response_format": _format(_nested(60))}),
     }
     return {name: (path, _compact(path, body)) for name, (path, body) in made.items()}
@@ -79,7 +89,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 def _compact(path: str, body: dict[str, Any]) -> str:
-    model = {} if path == GENERATE else {"model": "toy"}
+    model = {} if path in (GENERATE, SCORE, TOKENS) else {"model": "toy"}
     return json.dumps({**model, **body}, separators=(",", ":"))
 
 

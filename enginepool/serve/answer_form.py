@@ -12,6 +12,7 @@ Remove when: Upstream holds a model to the form that its parser reads.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ class StructuredOutputs(BaseModel):
 
     def as_pools(self) -> dict[str, Any]:
         if self.choice is not None:
-            return {"ebnf": "start: " + " | ".join(map(_literal, self.choice))}
+            # As alternatives of a grammar, more than 2,000 are too many for one step of it.
+            return {"regex": "|".join(map(re.escape, self.choice))}
         if self.json_object is not None:
             return {"json_schema": {"type": "object"}} if self.json_object else {}
         named = {
@@ -92,7 +94,15 @@ def form_of(body: Any, server_args: Any, special_tokens: Collection[str]) -> dic
 
 
 def _of_format(wanted: Any) -> dict[str, Any]:
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
+        return {}
+    if wanted.type != "json_schema" and getattr(wanted, "json_schema", None) is not None:
+        raise Refused(
+            400, f"response_format of type {wanted.type} with json_schema: expected type "
+            "json_schema, or no schema",
+            param="response_format",
+        )  # fmt: skip
+    if wanted.type == "text":
         return {}
     if wanted.type == "json_object":
         return {"json_schema": {"type": "object"}}

@@ -6,9 +6,7 @@ of ids that are nothing but ids go past it: `with_ids` puts them where they belo
 
 from __future__ import annotations
 
-import dataclasses
-import typing
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
@@ -19,36 +17,29 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 
 from enginepool.serve.error_replies import Refused
-from enginepool.serve.openapi_schema import INTERNAL
 from enginepool.serve.prompt_limits import PromptLimits
-from enginepool.values import did_you_mean, shown
+from enginepool.serve.unknown_fields import check_names, check_query, names_of
+from enginepool.values import shown
 
 _SMALL = 1 << 16  # bytes; a body of so many is read faster than a thread takes over
 _READ_AT_ONCE = 2
-# What OpenAI's clients and sglang's router may say that asks for nothing else than what happens;
-# and names for a client's own books.
-_UNASKED: Mapping[str, Collection[Any]] = {
-    "store": (False,),
-    **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), (False,)),
-    "parallel_tool_calls": (True,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-    "return_hidden_states": (False,),
-    "log_metrics": (True,),
-}
-_BOOKS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
 
 
 class CheckedRoute(APIRoute):
-    """Takes a JSON object with names that the route knows, and not more of it than fits a prompt:
-    everything else is refused before anything is made of it."""
+    """Takes a JSON object, and a query, with names that the route knows, and not more of it than
+    fits a prompt: everything else is refused before anything is made of it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        known = _names(self.endpoint)
+        known = names_of(self.endpoint, "body")
+        asked = names_of(self.endpoint, "query")
+        # A reader's probe may say what it likes.
+        acts = "POST" in self.methods or "admin" in self.tags
         generates = self.path.startswith(("/v1/", "/generate", "/inference/"))
 
         async def checked(request: Request) -> Response:
+            if acts:
+                check_query(request.query_params, asked)
             read = _Read(request.scope, request.receive)
             if request.method == "POST" and (content := await read.body()):
                 _check_content_type(read.headers)
@@ -59,7 +50,7 @@ class CheckedRoute(APIRoute):
                 else:
                     read.value, ids = await run_sync(_parse, content, limits, limiter=threads)
                 request.state.ids = ids
-                _check_names(read.value, known, generates=generates)
+                check_names(read.value, known, generates=generates)
             return await handle(read)
 
         return checked
@@ -103,29 +94,3 @@ def _parse(content: bytes, limits: PromptLimits) -> tuple[dict[str, Any], dict[s
     body = {name: value for name, value in body.items() if value is not None}
     ids = limits.check_body(body)
     return {**body, **{name: [0] for name in ids}}, ids
-
-
-def _check_names(body: dict[str, Any], known: Collection[str], *, generates: bool) -> None:
-    for name in sorted(body.keys() - known):
-        value = body[name]
-        if generates and (name in _BOOKS or value in _UNASKED.get(name, ())):
-            del body[name]
-            continue
-        takes = "" if known else ": nothing is taken here"
-        hint = did_you_mean(name, known) if known else ""
-        raise Refused(
-            400,
-            f"unknown field {name}={shown(value)}{takes or hint or '; it would have no effect'}",
-            param=name,
-        )
-
-
-def _names(endpoint: Callable[..., Any]) -> frozenset[str]:
-    """What a route's body may hold."""
-    model = typing.get_type_hints(endpoint).get("body")
-    (model, *_) = typing.get_args(model) or (model,)  # of `Model | None`
-    if model is None:
-        return frozenset()
-    if dataclasses.is_dataclass(model):
-        return frozenset(field.name for field in dataclasses.fields(model)) - INTERNAL
-    return frozenset(model.model_fields)

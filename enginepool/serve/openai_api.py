@@ -22,7 +22,6 @@ from fastapi import APIRouter, Request, Response
 from sgl_jax.srt.entrypoints.openai.protocol import (
     ModelCard,
     ModelList,
-    ScoringRequest,
     ScoringResponse,
 )
 from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
@@ -38,8 +37,14 @@ from enginepool.serve.chat_stream import ChatStream
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.handler import Exchange
 from enginepool.serve.openai_fields import check_fields, check_template_options
-from enginepool.serve.openai_models import ChatBody, ChatReply, CompletionBody, CompletionReply
-from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, events
+from enginepool.serve.openai_models import (
+    ChatBody,
+    ChatReply,
+    CompletionBody,
+    CompletionReply,
+    ScoreBody,
+)
+from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, errors, events
 from enginepool.serve.scoring import ScoreExchange
 from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, add_to_reply
 
@@ -135,7 +140,7 @@ class Completion(_Serving, OpenAIServingCompletion):
 
 
 class Score(OpenAIServingScore):
-    async def reply(self: Any, body: ScoringRequest, raw: Request) -> Response:
+    async def reply(self: Any, body: ScoreBody, raw: Request) -> Response:
         exchange: ScoreExchange = self.tokenizer_manager
         made = await self._handle_non_streaming_request(body, body, raw)
         if exchange.failure is not None:
@@ -215,13 +220,13 @@ def router(service: Service) -> APIRouter:
         return await exchange.run(lambda: serving.reply(body, raw))
 
     @routes.post("/v1/score", response_model=ScoringResponse, responses=GENERATION_ERRORS)
-    async def score(body: ScoringRequest, raw: Request) -> Response:
+    async def score(body: ScoreBody, raw: Request) -> Response:
         """sglang's: the probability of each label as the next token, after query and item."""
         exchange = service.score_exchange(raw)
         serving = Score(exchange)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))
 
-    @routes.get("/v1/models")
+    @routes.get("/v1/models", responses=errors(401))
     async def models() -> ModelList:
         """The one model that is served."""
         return ModelList(data=[_card(service)])

@@ -40,13 +40,23 @@ def check_fields(body: Any, server_args: Any) -> None:
         raise Refused(400, "prompt=[]: there is no prompt", param="prompt")
     if body.stream_options is not None and not body.stream:
         raise Refused(400, "stream_options are for stream=true only", param="stream_options")
+    chat = hasattr(body, "messages")
+    if body.return_tokens_as_token_ids and not (
+        body.logprobs if chat else body.logprobs is not None
+    ):
+        raise Refused(
+            400, "return_tokens_as_token_ids without logprobs: it is about their tokens; for the "
+            "ids themselves send return_token_ids",
+            param="return_tokens_as_token_ids",
+        )  # fmt: skip
     scored = body.prompt_logprobs is not None or (
         getattr(body, "echo", False) and body.logprobs is not None
     )
     # Its attribute warns: OpenAI calls `max_tokens` deprecated.
     _check_lengths(vars(body), scored=scored)
-    if hasattr(body, "messages"):
+    if chat:
         _check_chat(body, server_args)
+        _check_reasoning(body, server_args.reasoning_parser)
 
 
 def _check_lengths(given: dict[str, Any], *, scored: bool) -> None:
@@ -67,6 +77,11 @@ def _check_chat(body: Any, server_args: Any) -> None:
         raise Refused(
             400, f"top_logprobs={body.top_logprobs} without logprobs=true", param="top_logprobs"
         )
+    if body.continue_final_message and (not body.messages or body.messages[-1].role != "assistant"):
+        raise Refused(
+            400, "continue_final_message: the last message is not the assistant's",
+            param="continue_final_message",
+        )  # fmt: skip
     if not body.tools:
         if body.tool_choice not in ("none", "auto"):
             raise Refused(400, "tool_choice without tools", param="tool_choice")
@@ -82,6 +97,22 @@ def _check_chat(body: Any, server_args: Any) -> None:
             'tool_choice="none"',
             param="tools",
         )
+
+
+def _check_reasoning(body: Any, parser: str | None) -> None:
+    """Both are true where a client says nothing."""
+    if parser is None and body.separate_reasoning and "separate_reasoning" in body.model_fields_set:
+        raise Refused(
+            400, "separate_reasoning: the server was started without --reasoning-parser, which "
+            "says how its model writes reasoning",
+            param="separate_reasoning",
+        )  # fmt: skip
+    if not body.stream_reasoning and not (parser and body.separate_reasoning and body.stream):
+        raise Refused(
+            400, "stream_reasoning=false is for stream=true, with reasoning that is separated "
+            "(--reasoning-parser)",
+            param="stream_reasoning",
+        )  # fmt: skip
 
 
 def check_template_options(body: Any, names: set[str]) -> None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, StrictInt, field_validator, model_validator
 from sgl_jax.srt.entrypoints.openai.protocol import (
+    ChatCompletionMessageGenericParam,
+    ChatCompletionMessageUserParam,
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     CompletionRequest,
     CompletionResponse,
     CompletionResponseChoice,
+    ScoringRequest,
 )
 
 from enginepool.requests.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
+from enginepool.serve.unknown_fields import NothingUnread
 
 
-class WireFields(BaseModel):
+class WireFields(NothingUnread):
     """vLLM's fields for what goes over the wire.
 
     Attributes:
@@ -49,7 +53,17 @@ class CompletionBody(WireFields, CompletionRequest):
         return v
 
 
+class UserTurn(ChatCompletionMessageUserParam):
+    """OpenAI's has a name, which is the template's to use."""
+
+    name: str | None = None
+
+
+Turn = ChatCompletionMessageGenericParam | UserTurn
+
+
 class ChatBody(WireFields, ChatCompletionRequest):
+    messages: list[Turn]  # pyright: ignore[reportIncompatibleVariableOverride]
     parallel_tool_calls: bool = True
 
     @model_validator(mode="before")
@@ -60,6 +74,13 @@ class ChatBody(WireFields, ChatCompletionRequest):
         if not isinstance(messages, list):
             return values
         return {**values, "messages": [_with_content(message) for message in messages]}
+
+
+class ScoreBody(ScoringRequest):
+    """`model` may be left out, as in sglang's own routes."""
+
+    model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
+    label_token_ids: list[StrictInt] | None = None
 
 
 def _with_content(message: Any) -> Any:

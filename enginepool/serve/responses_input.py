@@ -134,6 +134,11 @@ def _joined(parts: Sequence[TextPart]) -> str:
 
 
 def _format(asked: TextFormat) -> dict[str, Any] | None:
+    if asked.type != "json_schema" and asked.schema_ is not None:
+        raise Refused(
+            400, f"text.format of type {asked.type} with a schema: expected type json_schema",
+            param="text",
+        )  # fmt: skip
     if asked.type == "text":
         return None
     if asked.type == "json_object":

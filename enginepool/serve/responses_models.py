@@ -7,14 +7,25 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.serve.unknown_fields import NothingUnread
 
 
 class TextPart(BaseModel):
+    """`logprobs` are those of an earlier reply; nothing is done with them."""
+
     type: Literal["input_text", "output_text", "text"]
     text: str
+    logprobs: list[Any] = []
 
 
-class MessageItem(BaseModel):
+class EarlierItem(BaseModel):
+    """Of an earlier reply, perhaps, which is not looked up."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(EarlierItem):
     """A turn, or a message of an earlier reply."""
 
     type: Literal["message"] = "message"
@@ -22,14 +33,14 @@ class MessageItem(BaseModel):
     content: str | list[TextPart]
 
 
-class FunctionCallItem(BaseModel):
+class FunctionCallItem(EarlierItem):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionOutputItem(BaseModel):
+class FunctionOutputItem(EarlierItem):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[TextPart]
@@ -40,7 +51,7 @@ class ReasoningPart(BaseModel):
     text: str
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(EarlierItem):
     """Of an earlier reply; a template may use it, as Qwen3's does."""
 
     type: Literal["reasoning"]
@@ -78,6 +89,8 @@ class FunctionTool(BaseModel):
 
 
 class NamedTool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     type: Literal["function"]
     name: str
 
@@ -104,7 +117,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(NothingUnread, BaseModel):
     """Those from `seed` on are sglang's and vLLM's. The last five are for servers that keep
     conversations: errors here, unless they ask for nothing."""
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _GRACE_SECONDS = 10.0
 # And how long clients that read slowly, or whose request has not come, may hold up the end of a
 # server on which nothing is generated any more.
-_CLOSE_SECONDS = 1
+_CLOSE_SECONDS = 0.5
 
 
 class Server:
@@ -109,7 +109,8 @@ class Server:
                 server_header=False,
                 http=patient_for(self._options.header_timeout),
                 timeout_keep_alive=self._options.keep_alive_timeout,
-                timeout_graceful_shutdown=_CLOSE_SECONDS,
+                # asyncio's to wait for, who takes any number.
+                timeout_graceful_shutdown=_CLOSE_SECONDS,  # pyright: ignore[reportArgumentType]
             )
         )
         with self._signals(), _in_background(service.history):

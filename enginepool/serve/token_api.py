@@ -179,6 +179,7 @@ def _tokens(service: Service, exchange: Exchange, body: Tokenize) -> tuple[list[
     """Ids of each prompt, and whether it was one and not a list."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages, and not both")
+    _check_form(body)
     if body.prompt is not None:
         lone = isinstance(body.prompt, str)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -199,6 +200,20 @@ def _tokens(service: Service, exchange: Exchange, body: Tokenize) -> tuple[list[
     if message := serving._validate_request(chat):
         raise InvalidRequest(message)
     return [serving._adapt(chat).input_ids], True
+
+
+def _check_form(body: Tokenize) -> None:
+    """Options of the other form would be ignored."""
+    if body.messages is not None:
+        if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
+            raise InvalidRequest(
+                "add_special_tokens: the template says which there are in messages; it is for "
+                "a prompt"
+            )
+        return
+    for name in ("continue_final_message", "chat_template_kwargs", "tools"):
+        if value := getattr(body, name):
+            raise InvalidRequest(f"{name}={shown(value)} is for messages, and this is a prompt")
 
 
 def _text(service: Service, body: Detokenize) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from sgl_jax.srt.entrypoints.openai.protocol import ChatCompletionMessageParam, Tool
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from sgl_jax.srt.entrypoints.openai.protocol import Tool
 
 from enginepool.requests.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
-from enginepool.serve.openai_models import PromptLogprobs
+from enginepool.serve.openai_models import PromptLogprobs, Turn
+from enginepool.serve.unknown_fields import NothingUnread
 
 
 class TokenSampling(BaseModel):
@@ -68,7 +69,7 @@ class TokenSampling(BaseModel):
 class TokensIn(BaseModel):
     """vLLM's; `priority` has no other value."""
 
-    token_ids: list[int]
+    token_ids: list[StrictInt]
     sampling_params: TokenSampling
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
     model: str | None = None
@@ -113,14 +114,14 @@ class TokensOut(BaseModel):
     usage: TokenUsage | None = None
 
 
-class Tokenize(BaseModel):
+class Tokenize(NothingUnread):
     """A prompt, or a conversation as it would be answered."""
 
     model: str | None = None
     prompt: str | list[str] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
-    messages: list[ChatCompletionMessageParam] | None = None
+    messages: list[Turn] | None = None
     add_generation_prompt: Literal[True] = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -138,7 +139,7 @@ class Tokenized(BaseModel):
 
 class Detokenize(BaseModel):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[StrictInt]
     skip_special_tokens: bool = False
 
 

@@ -166,7 +166,7 @@ def pool_weights(pool: EnginePool) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def test_calls_pinned_to_a_broken_engine(spare: Spare) -> None:
+def test_calls_pinned_to_a_broken_engine(spare: Spare, expected: dict[str, Any]) -> None:
     """An engine's own generate says that the engine is quarantined and why: the call that was in
     flight ends with what it has, later ones raise. Neither waits for ever."""
     pool = spare.pool(2)
@@ -179,7 +179,10 @@ def test_calls_pinned_to_a_broken_engine(spare: Spare) -> None:
         reason = result["meta_info"]["finish_reason"]
         assert (reason["type"], reason["err_type"]) == ("abort", "engine_failed")
         assert f"device {broken} is gone" in reason["message"]
-        assert len(result["output_ids"]) == 4
+        # The four dispatches that did not fail; the pool decides how many steps each of them took.
+        ids = result["output_ids"]
+        assert 4 <= len(ids) < 40
+        assert ids == expected["greedy"][0]["output_ids"][: len(ids)]
         assert pool.engines[broken] is engine
         later = executor.submit(engine.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
         with pytest.raises(PoolFailed) as raised:

@@ -164,7 +164,8 @@ def test_sigterm() -> None:
         waited = datetime.fromisoformat(closed["timestamp"]) - datetime.fromisoformat(
             drained["timestamp"]
         )
-        assert waited.total_seconds() < 30  # of the 60 that a body has
+        # A second, with room for a busy machine; not the 60 that a body has.
+        assert waited.total_seconds() < 10
 
 
 @pytest.mark.parametrize(

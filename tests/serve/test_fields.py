@@ -12,10 +12,20 @@ SUM = "12+7="
 TURNS: Any = [{"role": "user", "content": SUM}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+RESPONSES, TOKENS, TOKENIZE = "/v1/responses", "/inference/v1/generate", "/tokenize"
+SCORE = "/v1/score"
+IDS = list(SUM.encode())
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TAG = {"type": "structural_tag", "triggers": ["<a"], "structures": []}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "toy", "messages": TURNS, "temperature": 0},
     COMPLETIONS: {"model": "toy", "prompt": SUM, "temperature": 0},
     GENERATE: {"text": SUM, "sampling_params": {"temperature": 0}},
+    RESPONSES: {"model": "toy", "input": SUM, "temperature": 0},
+    TOKENS: {"token_ids": IDS, "sampling_params": {"temperature": 0}},
+    TOKENIZE: {},
+    SCORE: {"query": SUM, "items": [""], "label_token_ids": [49]},
 }
 IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
@@ -66,6 +76,79 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"lora_id": "x"}, "lora_id"),
     (GENERATE, {"batch_size": 7}, "batch_size"),
     (GENERATE, {"strean": True}, "did you mean stream"),
+    (CHAT, {"return_tokens_as_token_ids": True}, "without logprobs"),
+    (COMPLETIONS, {"return_tokens_as_token_ids": True}, "without logprobs"),
+    (CHAT, {"separate_reasoning": True}, "--reasoning-parser"),
+    (CHAT, {"stream_reasoning": False}, "--reasoning-parser"),
+    (CHAT, {"continue_final_message": True}, "the last message is not the assistant's"),
+    (CHAT, {"response_format": FORMAT | {"type": "text"}}, "of type text with json_schema"),
+    (RESPONSES, {"prompt_cache": "x"}, "prompt_cache"),
+    (TOKENS, {"features": [1]}, "features"),
+    (TOKENIZE, {"prompt": SUM, "tools": [TOOL]}, "tools"),
+    (TOKENIZE, {"prompt": SUM, "continue_final_message": True}, "is for messages"),
+    (TOKENIZE, {"prompt": SUM, "chat_template_kwargs": {"a": 1}}, "is for messages"),
+    (TOKENIZE, {"messages": TURNS, "add_special_tokens": True}, "the template says"),
+    (SCORE, {"prompt": SUM}, "prompt"),
+]
+
+
+def turn(**fields: Any) -> dict[str, Any]:
+    return {"messages": [TURNS[0] | fields]}
+
+
+def answered(**fields: Any) -> dict[str, Any]:
+    return {"messages": [*TURNS, {"role": "assistant", "content": "19", **fields}, *TURNS]}
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": SUM, **fields}]}
+
+
+# Names inside of a body; `where` is what the error calls them.
+NESTED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, turn(zz=1), "messages.0.zz"),
+    (
+        CHAT,
+        turn(content=[{"type": "text", "text": SUM, "zz": {"a": 1}}]),
+        "messages.0.content.0.zz",
+    ),
+    (CHAT, answered(refusal="no"), "messages.1.refusal"),
+    (CHAT, answered(audio={"id": "x"}), "messages.1.audio"),
+    (CHAT, answered(function_call={"name": "f", "arguments": ""}), "messages.1.function_call"),
+    (CHAT, answered(tool_calls=[CALL | {"zz": 1}]), "messages.1.tool_calls.0.zz"),
+    (
+        CHAT,
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "include_obfuscation",
+    ),
+    (
+        COMPLETIONS,
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
+    (CHAT, {"response_format": {"type": "json_object", "zz": 1}}, "response_format.zz"),
+    (
+        CHAT,
+        {"response_format": FORMAT | {"json_schema": {**FORMAT["json_schema"], "zz": 1}}},  # type: ignore[dict-item]
+        "response_format.json_schema.zz",
+    ),
+    (CHAT, {"response_format": TAG | {"at_least_one": True}}, "response_format.at_least_one"),
+    (CHAT, {"tools": [TOOL | {"zz": 1}], "tool_choice": "none"}, "tools.0.zz"),
+    (
+        CHAT,
+        {
+            "tool_choice": {"type": "function", "function": {"name": "f"}, "mode": "x"},
+            "tools": [TOOL],
+        },
+        "tool_choice.mode",
+    ),
+    (TOKENIZE, turn(zz=1), "messages.0.zz"),
+    (RESPONSES, item(zz=1), "input.0.zz"),
+    (
+        RESPONSES,
+        item(content=[{"type": "input_text", "text": SUM, "zz": 1}]),
+        "input.0.content.0.zz",
+    ),
 ]
 
 
@@ -73,6 +156,36 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_would_be_ignored(plain: Running, path: str, field: dict[str, Any], part: str) -> None:
     with plain.http() as client:
         reply = client.post(path, json=BODIES[path] | field)
+    assert reply.status_code == 400, reply.text
+    assert part in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "field", "where"), NESTED)
+def test_what_would_be_ignored_inside(
+    plain: Running, path: str, field: dict[str, Any], where: str
+) -> None:
+    with plain.http() as client:
+        reply = client.post(path, json=BODIES[path] | field)
+    assert reply.status_code == 400, reply.text
+    assert f"{where}=" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == next(name for name in field if name != "stream")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "part"),
+    [
+        (TOKENS, {"token_ids": [True]}, "token_ids.0=True"),
+        (TOKENS, {"token_ids": ["49"]}, "token_ids.0='49'"),
+        ("/detokenize", {"tokens": [True]}, "tokens.0=True"),
+        (SCORE, {"label_token_ids": [True]}, "label_token_ids.0=True"),
+        (RESPONSES, {"text": {"format": {"type": "text", "schema": {}}}}, "with a schema"),
+    ],
+)
+def test_values_that_mean_nothing(
+    plain: Running, path: str, body: dict[str, Any], part: str
+) -> None:
+    with plain.http() as client:
+        reply = client.post(path, json=BODIES.get(path, {}) | body)
     assert reply.status_code == 400, reply.text
     assert part in reply.json()["error"]["message"]
 
@@ -95,6 +208,10 @@ def test_what_would_be_ignored(plain: Running, path: str, field: dict[str, Any],
         ),
         (GENERATE, {"text": [SUM, SUM], "extra_key": ["a", "a"]}),
         (GENERATE, {"lora_path": None, "return_routed_experts": False, "logprob_start_len": -1}),
+        (CHAT, turn(name="somebody")),
+        (CHAT, {"separate_reasoning": False, "stream_reasoning": True}),
+        (TOKENIZE, {"prompt": SUM, "add_special_tokens": True, "tools": []}),
+        (TOKENIZE, {"messages": TURNS, "add_special_tokens": False}),
     ],
 )
 def test_what_asks_for_nothing(plain: Running, path: str, field: dict[str, Any]) -> None:
@@ -102,7 +219,43 @@ def test_what_asks_for_nothing(plain: Running, path: str, field: dict[str, Any])
     with plain.http() as client:
         reply = client.post(path, json=BODIES[path] | field)
     assert reply.status_code == 200, reply.text
-    assert "19" in reply.text
+    assert path == TOKENIZE or "19" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        # Messages as the openai package's models write those that they were given.
+        (CHAT, answered(refusal=None, annotations=[], audio=None, function_call=None)),
+        (
+            RESPONSES,
+            item(type="message", status="completed", id="msg_1",
+                 content=[{"type": "input_text", "text": SUM, "annotations": [], "logprobs": []}]),
+        ),
+        (CHAT, {"stream": True, "stream_options": {"include_obfuscation": False}}),
+    ],
+)  # fmt: skip
+def test_what_clients_send_along(plain: Running, path: str, field: dict[str, Any]) -> None:
+    with plain.http() as client:
+        reply = client.post(path, json=BODIES[path] | field)
+    assert reply.status_code == 200, reply.text
+
+
+def test_what_asks_for_log_probabilities(plain: Running) -> None:
+    """Of /generate: what says which ones are wanted asks for them."""
+    with plain.http() as client:
+        for field in ({"top_logprobs_num": 2}, {"token_ids_logprob": [49]}):
+            meta = client.post(GENERATE, json=BODIES[GENERATE] | field).json()["meta_info"]
+            assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
+
+
+def test_a_query(plain: Running) -> None:
+    """Where something is done, names in a query are looked at as well; a probe may have any."""
+    with plain.http() as client:
+        reply = client.post(GENERATE, params={"stream": True}, json=BODIES[GENERATE])
+        assert reply.status_code == 400
+        assert "stream='true': nothing is taken here" in reply.json()["error"]["message"]
+        assert client.get("/health", params={"now": 1}).status_code == 200
 
 
 def test_by_the_openai_package(plain: Running) -> None:
@@ -140,6 +293,19 @@ def test_administration(administered: Running, path: str, body: dict[str, Any]) 
         reply = client.post(path, json=body)
         assert reply.status_code == 400, reply.text
         assert any(name in reply.json()["error"] for name in body)
+        assert client.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/resume", "/flush_cache", "/admin/pause", "/pause", "/wake_up", "/admin/flush_cache"]
+)
+def test_queries_of_administrators(administered: Running, path: str) -> None:
+    with administered.http() as client:
+        reply = client.post(path, params={"zz": 1})
+        assert reply.status_code == 400, reply.text
+        assert "zz" in reply.json()["error"]
+        if path == "/flush_cache":
+            assert client.get(path, params={"engine": 0}).status_code == 400
         assert client.get("/ready").status_code == 200
 
 

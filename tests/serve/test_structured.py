@@ -207,6 +207,8 @@ LETTERS = "[ab]{3}-[ab]{3}"
         (CHAT, {"regex": LETTERS}, LETTERS),
         (CHAT, {"ebnf": 'root ::= "x" [ab]+ "y"', "temperature": 1}, "x[ab]+y"),
         (CHAT, {"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        (CHAT, {"structured_outputs": {"choice": ["a+", "(b\n", "-|"]}}, r"a\+|\(b\n|-\|"),
+        (CHAT, {"structured_outputs": {"choice": [f"{i}!" for i in range(5000)]}}, r"\d{1,4}!"),
         (COMPLETIONS, {"regex": LETTERS}, LETTERS),
         (COMPLETIONS, {"json_schema": '{"enum": [1, "b"]}'}, '1|"b"'),
         (COMPLETIONS, {"structured_outputs": {"regex": LETTERS}}, LETTERS),

@@ -1,0 +1,100 @@
+"""Names that nobody reads, at any depth of a body and in a query: errors instead of silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
+from starlette.datastructures import QueryParams
+
+from enginepool.serve.error_replies import Refused
+from enginepool.serve.openapi_schema import INTERNAL
+from enginepool.values import did_you_mean, shown
+
+# What OpenAI's clients and sglang's router may say that asks for nothing else than what happens;
+# and names for a client's own books.
+_UNASKED: Mapping[str, Collection[Any]] = {
+    "store": (False,),
+    **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), (False,)),
+    "parallel_tool_calls": (True,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "return_hidden_states": (False,),
+    "log_metrics": (True,),
+}
+_BOOKS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
+
+
+class NothingUnread(BaseModel):
+    """A body whose inner objects, too, hold only names that its models know.
+
+    Raises:
+        Refused: Another name, unless its value says nothing: null, false, empty. So a client may
+            send a message back as it came.
+    """
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _nothing_unread(cls, values: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+        made = read(values)
+        read_as = vars(made)  # its attributes warn of what OpenAI calls deprecated
+        for name, inner in values.items() if isinstance(values, dict) else ():
+            check_inner(inner, read_as.get(name), name, param=name)
+        return made
+
+
+def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
+    """Compare what was sent with what was made of it."""
+    if isinstance(value, list) and isinstance(made, list):
+        for index, (one, read) in enumerate(zip(value, made, strict=False)):
+            check_inner(one, read, f"{where}.{index}", param=param)
+    if not (isinstance(value, dict) and isinstance(made, BaseModel)):
+        return
+    fields = {field.alias or name: name for name, field in type(made).model_fields.items()}
+    for name, inner in value.items():
+        if name in fields:
+            check_inner(inner, getattr(made, fields[name]), f"{where}.{name}", param=param)
+        elif not (inner is None or inner is False or inner in ("", [], {})):
+            raise _unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
+
+
+def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool) -> None:
+    """A body's own names. Takes out of it what asks for nothing."""
+    for name in sorted(body.keys() - known):
+        value = body[name]
+        if generates and (name in _BOOKS or value in _UNASKED.get(name, ())):
+            del body[name]
+            continue
+        raise _unknown(name, value, _hint(name, known), name)
+
+
+def check_query(query: QueryParams, known: Collection[str]) -> None:
+    for name in query:
+        if name not in known:
+            raise _unknown(name, query[name], _hint(name, known), name)
+
+
+def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
+    """What the model of a route's `body` or `query` may hold."""
+    hint = typing.get_type_hints(endpoint).get(argument)
+    (model, *_) = typing.get_args(hint) or (hint,)  # of `Model | None`
+    if model is None:
+        return frozenset()
+    if dataclasses.is_dataclass(model):
+        return frozenset(field.name for field in dataclasses.fields(model)) - INTERNAL
+    return frozenset(model.model_fields)
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    return did_you_mean(name, known) if known else ": nothing is taken here"
+
+
+def _unknown(name: str, value: Any, hint: str, param: str) -> Refused:
+    return Refused(
+        400,
+        f"unknown field {name}={shown(value)}{hint or '; it would have no effect'}",
+        param=param,
+    )
