@@ -23,7 +23,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"text": SUM, "sampling_params": LONG},
     "/v1/completions": {**OPENAI, "prompt": SUM},
     "/v1/chat/completions": {**OPENAI, "messages": [{"role": "user", "content": SUM}]},
+    "/inference/v1/generate": {
+        "token_ids": list(SUM.encode()),
+        "sampling_params": {"max_tokens": 480, "ignore_eos": True},
+    },
 }
+RESPONSES = {"model": "toy", "input": SUM, "max_output_tokens": 480, "ignore_eos": True}
 OUTCOMES = {"drain": "draining", "abort": "aborted", "timeout": "timeout"}
 
 
@@ -89,22 +94,72 @@ def test_by_the_openai_package(one_sum: EnginePool, how: str) -> None:
     assert caught.value.body["code"] == OUTCOMES[how]
 
 
+@pytest.mark.parametrize("how", OUTCOMES)
+def test_streamed_responses(
+    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """The last event says that it failed, and OpenAI's client raises why."""
+    caplog.set_level("INFO", "enginepool")
+    with server(one_sum, how) as one:
+        events = one.openai().responses.create(
+            model="toy", input=SUM, stream=True, max_output_tokens=480,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        while next(events).type != "response.output_text.delta":
+            pass
+        with paused(one_sum):
+            cut(how, one)
+            last: Any = None
+            with pytest.raises(openai.APIError) as caught:
+                for last in events:  # noqa: B007
+                    pass
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["code"] == OUTCOMES[how]
+    assert last.type == "response.failed"
+    assert last.response.status == "failed"
+    assert last.response.error.message
+    assert OUTCOMES[how] in outcomes(caplog)
+    assert "ok" not in outcomes(caplog)
+
+
+@pytest.mark.parametrize(("how", "status"), [("drain", 503), ("abort", 500), ("timeout", 504)])
+def test_scores(
+    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, how: str, status: int
+) -> None:
+    """Half of them are no answer."""
+    caplog.set_level("INFO", "enginepool")
+    body = {"query": SUM, "items": [""], "label_token_ids": [49]}
+    with (
+        server(one_sum, how) as one,
+        one.http() as client,
+        callers() as threads,
+        paused(one_sum),
+    ):
+        sent = threads.submit(client.post, "/v1/score", json=body)
+        until(lambda: waiting(one_sum) or sent.done())
+        cut(how, one)
+        reply = sent.result()
+    assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["message"]
+    assert outcomes(caplog) == [OUTCOMES[how]]
+
+
 @pytest.mark.parametrize(("how", "status"), [("drain", 503), ("abort", 200), ("timeout", 504)])
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
 def test_replies(
     one_sum: EnginePool, caplog: pytest.LogCaptureFixture, path: str, how: str, status: int
 ) -> None:
     """An error; what an administrator aborted is upstream's reply that says so, and no "ok"."""
     caplog.set_level("INFO", "enginepool")
     with server(one_sum, how) as one, one.http() as client, callers() as threads:
-        sent = threads.submit(client.post, path, json=BODIES[path])
+        sent = threads.submit(client.post, path, json={**BODIES, "/v1/responses": RESPONSES}[path])
         until(lambda: running(one_sum))
         with paused(one_sum):
             cut(how, one)
             reply = sent.result()
     assert reply.status_code == status, reply.text
     if status == 200:
-        assert '"abort"' in reply.text
+        assert '"abort"' in reply.text or reply.json()["status"] == "cancelled"
     else:
         assert reply.json()["error"]["code"] == OUTCOMES[how]
     assert ("retry-after" in reply.headers) == (how == "drain")
