@@ -3,13 +3,11 @@
 But for those that need a package of an environment of its own: tests/integrations/test_pages.py.
 """
 
-import ast
 from typing import Any
 
 import numpy as np
 import pytest
 
-from enginepool.toy.files import END_ID
 from tests.support.pages import PAGES, blocks, run
 from tests.support.pools import MakePool
 from tests.support.servers import serving
@@ -42,19 +40,12 @@ def test_no_page_is_left_out() -> None:
     }
 
 
-def newest_id(line: str) -> int:
-    """Of a line of a text and one of its log-probabilities."""
-    return ast.literal_eval(line.partition(" ")[2])[1]
-
-
 def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
     """It prints what its comments say, and its loop ends with the last step's weights."""
     names = run_page("README.md")
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == ["['19', '34']", "['5', '26']", "[[0, 2, 1]]"]
-    streamed, steps = said[3:-2], [line.split()[:2] for line in said[-2:]]
-    assert streamed[-1].startswith("19 ")
-    assert newest_id(streamed[-1]) == END_ID
+    steps = [line.split()[:2] for line in said[3:]]
     assert steps[0] == ["0", "16.0"]
     assert steps[1][0] == "1"
     assert len(names["results"]) == 16
