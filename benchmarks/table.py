@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from enginepool.engine.gil_limiter import usable_cores
+from enginepool.doctor.environment import usable_cores
 
 CORES = usable_cores()
 

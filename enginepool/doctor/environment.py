@@ -20,7 +20,6 @@ import psutil
 
 from enginepool.config import REFUSED_ENVIRONMENT, PoolConfig
 from enginepool.doctor.settings import warnings
-from enginepool.engine.gil_limiter import usable_cores
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 # TPU chips by driver generation: one device file a chip, or one a VFIO group.
@@ -229,3 +228,8 @@ def show(report: dict[str, Any]) -> None:
             console.print(f"  {entry['problem']}\n    → {entry['remedy']}")
     if not report["problems"]:
         console.print("No problems found", style="bold")
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

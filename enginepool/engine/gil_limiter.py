@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import threading
 import time
@@ -81,14 +80,8 @@ class Limiter:
 def process_limiter() -> Limiter:
     """For steps of all pools of the process, which share one GIL.
 
-    Two at a time, so that one can be in JAX's native code while the other has the GIL, if a core is
-    left for everything else.
+    Two at a time, so that one can be in JAX's native code while the other has the GIL.
     """
     if not patches.optimising():
         return Limiter(sys.maxsize, STEP_PATIENCE)
-    return Limiter(1 if usable_cores() <= 2 else 2, STEP_PATIENCE)
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Limiter(2, STEP_PATIENCE)

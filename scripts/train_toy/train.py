@@ -1,4 +1,4 @@
-"""Train the toy's checkpoints: ``python -m scripts.train_toy.train``.
+"""Train the toy's checkpoints: ``python -m scripts.train_toy.train``; or ``--evaluate`` them.
 
 A few minutes on two CPU cores.  The figures printed are exact match, answer and end token both,
 of greedy decoding with the bfloat16-rounded weights on the 2,000 pairs held back from training.
@@ -38,14 +38,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=checkpoint().parent)
     parser.add_argument("--op", choices=(*NAMES, "all"), default="all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluate", action="store_true", help="only, what is in --out")
     arguments = parser.parse_args()
     if arguments.op == "subtract" and not (arguments.out / "add").is_dir():
         parser.error(f"subtracting is learnt from the adder, and {arguments.out} holds none")
     for op in NAMES if arguments.op == "all" else (arguments.op,):
         started = time.monotonic()
         tokenizer = load_tokenizer()
-        params = rounded(train(tokenizer, op, arguments.seed, start(op, arguments)))
-        write_checkpoint(arguments.out / op, params)
+        if arguments.evaluate:
+            _, params = read_checkpoint(arguments.out / op)
+        else:
+            params = rounded(train(tokenizer, op, arguments.seed, start(op, arguments)))
+            write_checkpoint(arguments.out / op, params)
         plain, chat = evaluate(tokenizer, op, params)
         seconds = time.monotonic() - started
         print(f"{op}: plain {plain:.2%}, chat {chat:.2%}, {seconds:.0f} s", flush=True)

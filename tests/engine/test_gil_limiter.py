@@ -51,6 +51,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_limiter(), "patience", PATIENT)
 
 
+@pytest.fixture
+def one_slot(patient: None) -> Iterator[None]:
+    """Of those that the engines share, the other is taken."""
+    taker = Taker(process_limiter())
+    assert taker.has.wait(SECONDS)
+    yield
+    taker.end()
+
+
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_so_many_at_a_time(at_once: int) -> None:
@@ -148,7 +157,7 @@ def held(make_pool: MakePool) -> Iterator[tuple[Any, threading.Event, threading.
     del scheduler.wait_for_device
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("one_slot")
 def test_an_engine_steps_while_another_waits_for_its_device(held: Any) -> None:
     pool, waits, over = held
     first, second = pool.engines
@@ -164,7 +173,7 @@ def test_an_engine_steps_while_another_waits_for_its_device(held: Any) -> None:
             assert answer.result(SECONDS)["meta_info"]["completion_tokens"] == 4
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("one_slot")
 def test_a_failed_step_keeps_no_slot(make_pool: MakePool) -> None:
     """Nor does an idle engine."""
     pool = make_pool("toy", 2, restart=False)

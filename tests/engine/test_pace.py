@@ -20,15 +20,15 @@ def test_one_by_one_while_the_device_has_work() -> None:
 
 def test_several_where_it_waits_and_one_is_tried_again() -> None:
     pace = Pace(8)
-    assert dispatch(pace, 4, idle=True) == [1, 1, 1, 8]
+    assert dispatch(pace, 2, idle=True) == [1, 8]
     assert dispatch(pace, 128, idle=False) == [8] * 127 + [1]
-    assert dispatch(pace, 4, idle=True)[-1] == 8
+    assert dispatch(pace, 2, idle=True)[-1] == 8
 
 
 def test_it_may_wait_now_and_then() -> None:
     pace = Pace(8)
     for _ in range(20):
-        assert set(dispatch(pace, 3, idle=True) + dispatch(pace, 13, idle=False)) == {1}
+        assert set(dispatch(pace, 1, idle=True) + dispatch(pace, 15, idle=False)) == {1}
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -39,7 +39,7 @@ def test_never_more_than_is_allowed(idle: bool) -> None:
 def test_few_where_outputs_are_short() -> None:
     """What a dispatch has of an output is a sixteenth at most: its row stays empty to the end."""
     pace = Pace(8)
-    dispatch(pace, 4, idle=True)
+    dispatch(pace, 2, idle=True)
     for tokens, most in ((40, 2), (10, 1), (1, 1), (200, 8)):
         for _ in range(100):
             pace.ended(tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Dispatches that are looked at, and how many of them have to find the device without work.
-_LOOKED_AT, _IDLE = 16, 4
+_LOOKED_AT, _IDLE = 16, 2
 # Dispatches of several steps after which one at a time is tried again.
 _TRIED_AFTER = 128
 # What a dispatch may have at most of an output's steps, and over how many outputs that is averaged.
