@@ -115,17 +115,19 @@ def asked(rng: random.Random, path: str) -> dict[str, Any]:
     }  # fmt: skip
     if rng.random() < 0.5:
         body["return_token_ids"] = True
-    if rng.random() < 0.3:
-        body["return_tokens_as_token_ids"] = True
     if rng.random() < 0.2:
         body["stop"] = rng.choice(["9", ["1", "4"]])
     if path == COMPLETIONS:
         body["prompt"] = rng.choice(["12+7=", ["12+7=", "30+4="], [49, 43, 49, 61]])
         body["logprobs"] = rng.choice([None, 0, 2])
         body["echo"] = rng.random() < 0.3
+    else:
+        body["messages"] = TURNS
+        body["logprobs"] = rng.random() < 0.5
+    if body["logprobs"] not in (None, False) and rng.random() < 0.5:
+        body["return_tokens_as_token_ids"] = True
+    if path == COMPLETIONS:
         return body
-    body["messages"] = TURNS
-    body["logprobs"] = rng.random() < 0.5
     kind = rng.choice(["text", "text", "auto", "required", "named", "form", "both"])
     if kind in ("auto", "required", "named", "both"):
         body.pop("stop", None)  # it would cut calls as well
