@@ -30,6 +30,7 @@ from tests.support.liveness import (
     running,
     until,
 )
+from tests.support.marks import slow
 from tests.support.pools import SMALL
 
 PROMPTS = [[65 + i, 90 - i, 40 + i] for i in range(12)]
@@ -147,7 +148,7 @@ def threading_future(target: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-@pytest.mark.parametrize("step_timeout", [None, 2.0])
+@pytest.mark.parametrize("step_timeout", [None, *slow(2.0)])
 def test_while_an_engine_is_stuck(make: Callable[..., EnginePool], step_timeout: Any) -> None:
     """In a step that does not return, noticed already or not: also who waits for weights or for a
     pause hears of it. Its thread stays until the step returns."""

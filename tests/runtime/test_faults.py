@@ -21,6 +21,7 @@ import pytest
 from benchmarks import faults
 from enginepool import EnginePool, PoolFailed
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
+from tests.support.marks import slow
 from tests.support.pools import SMALL, same
 
 PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(12)]
@@ -94,7 +95,11 @@ def handlers() -> dict[int, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "step", "error"),
-    [("greedy", 1, Broken("gone")), ("sampled", 7, Broken("gone")), ("greedy", 9, SystemExit(3))],
+    [
+        *slow(("greedy", 1, Broken("gone"))),
+        ("sampled", 7, Broken("gone")),
+        ("greedy", 9, SystemExit(3)),
+    ],
 )
 def test_fault_in_a_step(
     spare: Spare,

@@ -117,8 +117,9 @@ def test_streaming_takes_one_set_and_a_leaf(
     assert all(most[device] - before[device] >= report.nbytes for device in before)
 
 
-@pytest.mark.parametrize("layout", [leaves, tensors], ids=["model's layout", "Hugging Face's"])
-@pytest.mark.parametrize("devices", [*slow(4), 2])
+@pytest.mark.parametrize(
+    ("layout", "devices"), [(leaves, 2), *slow((tensors, 2), (leaves, 4), (tensors, 4))]
+)
 def test_gathering_takes_a_leaf(
     llama: EnginePool,
     target: Callable[[str], Path],

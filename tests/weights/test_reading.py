@@ -16,6 +16,7 @@ from enginepool.engine.condition import EngineCondition
 from enginepool.engine.gil_limiter import process_limiter
 from enginepool.requests.queue import RequestQueue
 from tests.support.layouts import own_layout, serves, tensors
+from tests.support.marks import slow
 from tests.support.pools import SMALL, MakePool
 
 
@@ -38,10 +39,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("llama", {"warmup": "parallel", "devices": 3}),
         ("llama", {"warmup": "none", "tp_size": 2}),
-        # Stacked experts lie on a mesh of their own.
-        ("qwen3_moe", {"warmup": "none", "devices": 2, "moe_backend": "epmoe"}),
+        *slow(
+            ("llama", {"warmup": "parallel", "devices": 3}),
+            # Stacked experts lie on a mesh of their own.
+            ("qwen3_moe", {"warmup": "none", "devices": 2, "moe_backend": "epmoe"}),
+        ),
     ],
 )
 def test_once(
