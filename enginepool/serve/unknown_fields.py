@@ -26,6 +26,8 @@ _UNASKED: Mapping[str, Collection[Any]] = {
     "log_metrics": (True,),
 }
 _BOOKS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
+# LiteLLM's, in a message that it gives back: what it was told with it.
+_INNER_BOOKS = frozenset(("provider_specific_fields",))
 
 
 class NothingUnread(BaseModel):
@@ -57,7 +59,7 @@ def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
     for name, inner in value.items():
         if name in fields:
             check_inner(inner, getattr(made, fields[name]), f"{where}.{name}", param=param)
-        elif not (inner is None or inner is False or inner in ("", [], {})):
+        elif name not in _INNER_BOOKS and not _says_nothing(inner):
             raise _unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
 
 
@@ -86,6 +88,10 @@ def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
     if dataclasses.is_dataclass(model):
         return frozenset(field.name for field in dataclasses.fields(model)) - INTERNAL
     return frozenset(model.model_fields)
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
 
 
 def _hint(name: str, known: Collection[str]) -> str:

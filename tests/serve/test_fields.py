@@ -227,6 +227,7 @@ def test_what_asks_for_nothing(plain: Running, path: str, field: dict[str, Any])
     [
         # Messages as the openai package's models write those that they were given.
         (CHAT, answered(refusal=None, annotations=[], audio=None, function_call=None)),
+        (CHAT, answered(provider_specific_fields={"refusal": "no"})),  # LiteLLM's
         (
             RESPONSES,
             item(type="message", status="completed", id="msg_1",
