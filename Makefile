@@ -77,11 +77,11 @@ tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, with
 .PHONY: test-integrations
 test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.installed ## Run trainers and clients on pools, pools on hosts, and the TPU's attention kernel, interpreted on CPU
 # tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
-	$(BIN)/python $(PYTEST) $(ARGS) tests/integrations
-	$(TUNIX)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py \
+	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS) tests/integrations
+	$(TUNIX)/bin/python $(PYTEST) -m "not slow" $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py \
 		tests/integrations/test_pages.py
-	$(CLIENTS)/bin/python $(PYTEST) $(ARGS) tests/integrations/test_clients.py tests/integrations/test_renderers.py
-	$(RAY)/bin/python -m pytest --durations=10 $(ARGS) tests/integrations/test_ray*.py tests/integrations/test_pages.py
+	$(CLIENTS)/bin/python $(PYTEST) -m "not slow" $(ARGS) tests/integrations/test_clients.py tests/integrations/test_renderers.py
+	$(RAY)/bin/python -m pytest --durations=10 -m "not slow" $(ARGS) tests/integrations/test_ray*.py tests/integrations/test_pages.py
 
 .PHONY: lint
 lint: setup ## Check style, formatting, which room imports which, and that what is imported is declared

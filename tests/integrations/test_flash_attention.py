@@ -12,6 +12,7 @@ from enginepool import EnginePool
 from tests.integrations.conftest import GREEDY, OpenFlash, ids, under_way
 from tests.support.forced import LOGPROB_TOLERANCE, assert_greedy, logprobs, output_logits
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
+from tests.support.marks import slow
 from tests.support.pools import SMALL, compilations, same
 from tests.support.reference import make_random_model
 from tests.support.steady import joins, steps
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(tmp_path_factory.mktemp("flash"), "qwen3", seed=1, num_heads=4)
 
 
-@pytest.fixture(scope="module", params=CHUNKS)
+@pytest.fixture(scope="module", params=[128, *slow(16)])
 def page(request: pytest.FixtureRequest) -> int:
     return request.param
 
