@@ -32,7 +32,8 @@ PROMPTS = [[i + 1, 2 * i + 3, 200 - i] * (1 + i % 3) for i in range(12)]
 MODES = ["drain", "retract", "abort", "in_place"]
 SWAPS = 8
 IN_FLIGHT = 64
-STEPS = 16  # of four engines, between two swaps: an output of 18 tokens sees several
+STEPS = 16  # of four engines, between two swaps: an output of 60 tokens sees several
+LENGTHS = (6, 10, 14, 60)
 
 
 def steps(pool: EnginePool) -> int:
@@ -73,7 +74,7 @@ def swap_under_load(
 
     def call(number: int) -> list[tuple[list[int], dict[str, Any]]]:
         prompt = PROMPTS[number % len(PROMPTS)]
-        params = {**GREEDY, "max_new_tokens": 6 + 4 * (number % 4)}
+        params = {**GREEDY, "max_new_tokens": LENGTHS[number % 4]}
         made = []
         while not over.is_set():
             made.append((prompt, pool.generate(None, params, input_ids=prompt)))
