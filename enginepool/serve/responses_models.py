@@ -89,8 +89,6 @@ class FunctionTool(BaseModel):
 
 
 class NamedTool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
     type: Literal["function"]
     name: str
 

@@ -146,6 +146,11 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, item(zz=1), "input.0.zz"),
     (
         RESPONSES,
+        {"tool_choice": {"type": "function", "name": "f", "zz": 1}},
+        "tool_choice.zz",
+    ),
+    (
+        RESPONSES,
         item(content=[{"type": "input_text", "text": SUM, "zz": 1}]),
         "input.0.content.0.zz",
     ),
