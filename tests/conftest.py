@@ -21,6 +21,7 @@ import jaxlib
 import pytest
 
 from enginepool import EnginePool, toy
+from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.forced import write_scripted_model
 from tests.support.pools import SMALL, MakePool
@@ -45,11 +46,23 @@ class Kept(dict[bytes, bytes]):
         Path(part.name).rename(self._folder / key.hex())
 
 
+class Latest(CommonPrograms):
+    """The latest ones only: what was compiled of them for a device stays loaded as long as they do,
+    and Linux gives a process so many memory maps."""
+
+    def common(self, likeness: Any, make: Callable[[], Any]) -> Any:
+        made = super().common(likeness, make)
+        with self._lock:
+            del self._known[:-24]
+        return made
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_cache(request: pytest.FixtureRequest) -> Iterator[ExecutableCache]:
-    """A program is compiled once instead of once a pool: most pools here are alike. It is kept in
-    .pytest_cache for the other process of this run, and for the next one."""
+    """A program is traced and compiled once instead of once a pool: most pools here are alike. What
+    is compiled is kept in .pytest_cache for the other process of this run, and for the next one."""
     cache = ExecutableCache()
+    cache.programs = Latest()
     assert request.config.cache is not None
     folder = request.config.cache.mkdir(f"executables-{jaxlib.__version__}")
     cache._serialized = Kept(folder)

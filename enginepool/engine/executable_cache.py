@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.logs import logger
 
@@ -82,6 +83,7 @@ class ExecutableCache:
 
     Attributes:
         limiter: For warm-ups that go on at once: what is Python in one, and XLA's part in others.
+        programs: What is traced once for all.
     """
 
     def __init__(self) -> None:
@@ -89,6 +91,7 @@ class ExecutableCache:
         self._serialized: dict[bytes, bytes] = {}
         self._compiling: dict[bytes, threading.Lock] = {}
         self._lock = threading.Lock()
+        self.programs = CommonPrograms()
         self.compiled = 0
         self.reused = 0
 
@@ -124,6 +127,12 @@ class ExecutableCache:
             )
             self.compiled += 1
             return executable
+
+
+def common_programs() -> CommonPrograms:
+    """Of the cache that this thread shares, or of nobody else."""
+    cache = getattr(_thread, "cache", None)
+    return CommonPrograms() if cache is None else cache.programs
 
 
 def _program_key(module: Any, options: Any) -> bytes:

@@ -28,6 +28,8 @@ try:  # 0.1.0rc0; 0.0.3rc99 takes the key itself
 except ImportError:
     MatchPrefixParams = None
 
+from enginepool.engine.common_programs import share
+from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.grammar import RequestGrammar, check_upstream, ends_of
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.scoring import Scorer
@@ -73,6 +75,7 @@ class PinnedScheduler(Scheduler):
         super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         expect(self, *_USED)
         model_runner: Any = self.tp_worker.worker.model_runner
+        share(model_runner, common_programs())
         self._top_logprobs = TopLogprobs(model_runner)
         self._compute_logprobs = model_runner.compute_logprobs
         model_runner.compute_logprobs = self._compute_logprobs_and_wait

@@ -28,6 +28,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from enginepool.engine.common_programs import WithoutDevices, on_any_device
+from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.score_head import ScoreHead
 from enginepool.process.upstream import expect
 from enginepool.requests.request import MAX_NAMED_IDS
@@ -82,9 +84,11 @@ class ScoreProgram:
         self.refusal = _refusal(runner, manager)
         self._runner, self._manager = runner, manager
         self._templates: dict[int, Any] = {}
-        self._definition, state = nnx.split(runner.model)
+        programs = common_programs()
+        self._definition, state = programs.split(runner.model)
         self._structure = jax.tree.structure(state)
-        self._program = _program(runner.model_config.vocab_size, self.sequences)
+        sizes = runner.model_config.vocab_size, self.sequences
+        self._program = programs.common(["score", *sizes], lambda: _program(*sizes))
 
     def compile(self) -> None:
         """Compile every program, by a token that goes into the KV cache's first page: before the
@@ -135,12 +139,13 @@ class ScoreProgram:
     def _instead(self, wanted: Any, forward_batch: Any, metadata: Any) -> Any:
         """In the place of upstream's program, which `ModelRunner.forward` runs."""
         runner = self._runner
+        forward_batch.attn_backend = WithoutDevices(forward_batch.attn_backend)
         return self._program(
             self._definition,
             self._structure,
             runner.model_state_leaves,
             forward_batch,
-            runner.memory_pools,
+            WithoutDevices(runner.memory_pools),
             metadata,
             wanted,
         )
@@ -218,7 +223,7 @@ def _program(vocab_size: int, batch: int) -> Any:
         vars(model)["logits_processor"] = head(model.logits_processor, wanted)
         return model(forward_batch, memory_pools, logits_metadata)
 
-    return score
+    return on_any_device(score)
 
 
 def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from enginepool.engine.common_programs import on_any_device
+from enginepool.engine.executable_cache import common_programs
 from enginepool.process.upstream import expect_parameters
 from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
@@ -45,26 +47,8 @@ class TopLogprobs:
         self._latest: tuple[jax.Array, ...] | None = None
         self.warming = False
         self._replicated = NamedSharding(model_runner.mesh, PartitionSpec())
-        table = NamedSharding(model_runner.mesh, PartitionSpec(None, None))
-
-        # Without `self`: in a cycle the last step's arrays would outlive a closed engine.
-        @jax.jit
-        def top(
-            logprobs: jax.Array, wanted: jax.Array, named: jax.Array
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            rows = len(logprobs)
-
-            def best(logprobs: jax.Array) -> Any:
-                return tuple(jax.lax.top_k(jax.sharding.reshard(logprobs, table), width))
-
-            def none(_: jax.Array) -> Any:
-                zeros = (jnp.zeros((rows, width), kind) for kind in (logprobs.dtype, jnp.int32))
-                return tuple(jax.sharding.reshard(array, table) for array in zeros)
-
-            of_named = logprobs.at[jnp.arange(rows)[:, None], named].get(out_sharding=table)
-            return *jax.lax.cond(wanted, best, none, logprobs), of_named
-
-        self._top = top
+        mesh = model_runner.mesh.abstract_mesh
+        self._top = common_programs().common(["top", mesh, width], lambda: _program(mesh, width))
         model_runner.compute_logprobs = self._compute
 
     def begin(self, batch: Any, held: dict[str, Request]) -> None:
@@ -106,3 +90,25 @@ class TopLogprobs:
             if request.named_ids and len(request.named_logprobs) < count:
                 own = named[row, : len(request.named_ids)]
                 request.named_logprobs.append(np.where(own > _NEVER, own, -np.inf).tolist())
+
+
+def _program(mesh: AbstractMesh, width: int) -> Any:
+    table = NamedSharding(mesh, PartitionSpec(None, None))
+
+    @jax.jit
+    def top(
+        logprobs: jax.Array, wanted: jax.Array, named: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        rows = len(logprobs)
+
+        def best(logprobs: jax.Array) -> Any:
+            return tuple(jax.lax.top_k(jax.sharding.reshard(logprobs, table), width))
+
+        def none(_: jax.Array) -> Any:
+            zeros = (jnp.zeros((rows, width), kind) for kind in (logprobs.dtype, jnp.int32))
+            return tuple(jax.sharding.reshard(array, table) for array in zeros)
+
+        of_named = logprobs.at[jnp.arange(rows)[:, None], named].get(out_sharding=table)
+        return *jax.lax.cond(wanted, best, none, logprobs), of_named
+
+    return on_any_device(top)

@@ -67,8 +67,10 @@ def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader] | None
                 model = super().load_model(model_config)
             finally:
                 _copied.reset(token)
-            # `load_weights` is the model's own again, if it was replaced.
-            model.__class__ = getattr(type(model), "copied_class", type(model))
+            # `load_weights` is the model's own again, if it was replaced. Set without the module's
+            # notice, who would count it among its attributes: so unlike the one it is copied from.
+            own = getattr(type(model), "copied_class", type(model))
+            object.__setattr__(model, "__class__", own)
             return model
 
     return SiblingLoader

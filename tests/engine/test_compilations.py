@@ -169,8 +169,11 @@ def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyP
     assert without < with_them <= 3 * without
 
 
-def test_without_warm_up_programs_are_compiled_while_serving(make_pool: MakePool):
+def test_without_warm_up_programs_are_compiled_while_serving(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+):
     """So a pool opens faster; the answers are the same."""
+    monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", ExecutableCache)
     with compilations() as seen:
         pool = make_pool("toy", 1, warmup="none")
         before = len(seen)

@@ -23,6 +23,7 @@ HEADINGS = ("\nWhat breaks: ", "\nWhy: ", "\nRemove when: ")
 # What can be repaired for everybody is a patch instead of one more of these.
 REACHES = {
     "engine/build.py",
+    "engine/common_programs.py",
     "engine/executable_cache.py",
     "engine/grammar.py",
     "engine/kv_cache.py",

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -24,27 +24,30 @@ from sgl_jax.srt.model_executor.forward_batch_info import (
 )
 from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from enginepool.engine.common_programs import CommonPrograms, structure_without_devices
 
-def put(mesh: Mesh, array: jax.Array, *spec: Any) -> jax.Array:
+
+def put(mesh: AbstractMesh, array: jax.Array, *spec: Any) -> jax.Array:
     """Lay an array out like this, in a program."""
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 class Forward:
-    """Of one engine. It holds neither the model runner nor an array: the program that is made with
-    it would outlive a closed engine.
+    """It holds neither the model runner nor an array: the program that is made with it would
+    outlive a closed engine. Nor a device: it is for all engines that are alike.
     """
 
-    def __init__(self, runner: Any, places: dict[int, int]) -> None:
+    def __init__(self, runner: Any, programs: CommonPrograms, places: dict[int, int]) -> None:
         """
         Args:
             places: By rows of a batch: the KV slots that they all can have.
         """
-        self._mesh, self._page_size, self._places = runner.mesh, runner.page_size, places
-        self._definition, state = nnx.split(runner.model)
+        self._mesh, self._page_size = runner.mesh.abstract_mesh, runner.page_size
+        self._places = places
+        self._definition, state = programs.split(runner.model)
         self._tree = jax.tree.structure(state)
-        self._pools = jax.tree.structure(runner.memory_pools)
-        self._backend = jax.tree.structure(runner.attn_backend)
+        self._pools = structure_without_devices(jax.tree.structure(runner.memory_pools))
+        self._backend = structure_without_devices(jax.tree.structure(runner.attn_backend))
         self._kernel = type(runner.attn_backend).__name__ == "FlashAttention"
 
     def __call__(
@@ -61,7 +64,6 @@ class Forward:
         Returns:
             What the model gives, the KV buffers, and the positions of the last ids.
         """
-        mesh = self._mesh
         positions = jnp.where(lengths > 0, lengths - 1, 0)
         batch = self._batch(ids, lengths, positions, table)
         wanted = LogitsMetadata(
@@ -69,7 +71,7 @@ class Forward:
         )
         pools = jax.tree.unflatten(self._pools, kv)
         model = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(self._mesh):
             output, updates, *_ = model(batch, pools, wanted)
         pools.replace_all(updates)
         if output.next_token_logits.dtype == jnp.bfloat16:

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from enginepool.engine.common_programs import on_any_device
 
 # In a tally, beside how often the row has given an id: ids that would end it too early.
 _BANNED = 1 << 30
@@ -94,7 +96,7 @@ def chunks(found: np.ndarray, rows: int) -> Iterator[np.ndarray]:
         yield padded
 
 
-def build_tally(mesh: Mesh, vocab_size: int) -> Callable[..., jax.Array]:
+def build_tally(mesh: AbstractMesh, vocab_size: int) -> Callable[..., jax.Array]:
     """A program for: tallies, which are given away (None if there are none yet), by row whether it
     begins anew, a chunk of entries."""
     everywhere = NamedSharding(mesh, PartitionSpec(None, None))
@@ -108,7 +110,7 @@ def build_tally(mesh: Mesh, vocab_size: int) -> Callable[..., jax.Array]:
         row, one, amount = found
         return jax.sharding.reshard(kept.at[row, one].add(amount, mode="drop"), everywhere)
 
-    return tally
+    return on_any_device(tally)
 
 
 def recount(info: Any) -> None:

@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerSamplingInfo
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
+from enginepool.engine.common_programs import CommonPrograms, on_any_device
+from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.steady.batch import STOP_IDS, Batch, Sampled, Sampling, State
 from enginepool.engine.steady.forward import Forward, put
 from enginepool.engine.steady.penalties import (
@@ -63,11 +65,15 @@ class StepProgram:
         self._sampler = jax.tree.leaves(nnx.split(self._runner.sampler)[1])
         manager = worker.compilation_manager
         self.buckets = dict(zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True))
-        self._step = _build_step(self._runner, self.buckets, most_steps)
+        programs = common_programs()
+        self._step = _build_step(self._runner, programs, self.buckets, most_steps)
         # On the device already: a number of Python's would be sent with every dispatch.
         self._counts = [self.place(np.int32(steps)) for steps in range(most_steps + 1)]
-        self._seat = _build_seat(self._runner.mesh)
-        self._tally = build_tally(self._runner.mesh, self._runner.model_config.vocab_size)
+        mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
+        self._seat = programs.common(["seat", mesh], lambda: _build_seat(mesh))
+        self._tally = programs.common(
+            ["tally", mesh, vocab_size], lambda: build_tally(mesh, vocab_size)
+        )
 
     def bucket(self, requests: int) -> int:
         """Rows of a batch of so many requests."""
@@ -211,9 +217,12 @@ def supported(scheduler: Any) -> bool:
     )
 
 
-def _build_step(runner: Any, places: dict[int, int], most_steps: int) -> Callable[..., Any]:
+def _build_step(
+    runner: Any, programs: CommonPrograms, places: dict[int, int], most_steps: int
+) -> Callable[..., Any]:
     # Neither the runner nor an array: the program would outlive a closed engine.
-    mesh, forward, sample = runner.mesh, Forward(runner, places), Sample(runner)
+    forward, sample = Forward(runner, programs, places), Sample(runner, programs)
+    mesh = runner.mesh.abstract_mesh
 
     def one(leaves: Any, sampler: Any, kv: Any, state: State, batch: Batch) -> Any:
         longest, stops = batch.limits[:, 0], batch.limits[:, 1:]
@@ -252,14 +261,16 @@ def _build_step(runner: Any, places: dict[int, int], most_steps: int) -> Callabl
         _, state, kv, sampled = jax.lax.while_loop(goes_on, another, (0, state, kv, nothing))
         return state, kv, sampled
 
-    return step
+    return programs.common(
+        ["step", mesh, vars(forward), vars(sample), most_steps], lambda: on_any_device(step)
+    )
 
 
-def _build_seat(mesh: Any) -> Callable[..., Any]:
+def _build_seat(mesh: AbstractMesh) -> Callable[..., Any]:
     everywhere = NamedSharding(mesh, PartitionSpec(None, None))
 
     @partial(jax.jit, donate_argnames="state")
     def seat(state: jax.Array, new: jax.Array, seated: jax.Array) -> jax.Array:
         return jax.sharding.reshard(jnp.where(new, seated, state), everywhere)
 
-    return seat
+    return on_any_device(seat)

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.steady.batch import Batch, Sampled
 from enginepool.engine.steady.forward import put
 from enginepool.requests.request import MAX_TOP_LOGPROBS
@@ -25,12 +26,12 @@ from enginepool.requests.request import MAX_TOP_LOGPROBS
 class Sample:
     """Upstream's sampler, in a program, and the log-probabilities of what it gives.
 
-    Like `Forward` it holds no array.
+    Like `Forward` it holds no device and no array of one.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self._mesh = runner.mesh
-        self._definition, state = nnx.split(runner.sampler)
+    def __init__(self, runner: Any, programs: CommonPrograms) -> None:
+        self._mesh = runner.mesh.abstract_mesh
+        self._definition, state = programs.split(runner.sampler)
         self._tree = jax.tree.structure(state)
         self._by_sorting = runner.use_sort_for_toppk_minp
         self._width = min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size)

@@ -1,0 +1,217 @@
+"""One trace and one lowering of every program, for all engines of a pool.
+
+Reaches into upstream's model runner: its jitted functions; and into those of its objects that a
+program is given.
+
+What breaks: Without this every engine traces and lowers each program for itself, and all of that is
+Python, one engine after the other: with eight engines eight times the seconds of one.
+Why: Upstream makes its functions anew for every model runner, and models, attention backends and
+memory pools bring the mesh of their own devices into a trace. JAX gives a trace and what it lowered
+to another device by itself, where the function is the same and no mesh in it names a device.
+Remove when: Upstream's functions belong to modules, and its models have abstract meshes.
+
+A program that is not alike in two engines, in anything but the devices, is each engine's own; so is
+everything on an upstream that keeps its functions elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+
+class CommonPrograms:
+    """What engines have in common. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[tuple[Any, Any]] = []
+
+    def common(self, likeness: Any, make: Callable[[], Any]) -> Any:
+        """What was made first for something alike; made now, if nothing was.
+
+        Args:
+            likeness: All that the thing is made of, see `alike`.
+        """
+        with self._lock:
+            for known, made in self._known:
+                if alike(known, likeness):
+                    return made
+            made = make()
+            self._known.append((likeness, made))
+            return made
+
+    def split(self, module: Any) -> tuple[Any, Any]:
+        """`nnx.split`, into a definition that names no device and is the engines' common one, and
+        the module's own state."""
+        with _without_devices(module):
+            definition, state = nnx.split(module)
+        return self.common(definition, lambda: definition), state
+
+
+def share(runner: Any, programs: CommonPrograms) -> None:
+    """Let upstream's own functions be the ones that engines have in common."""
+    model, sampler = runner.jitted_run_model, runner.jitted_sampler
+    captured = inspect.getclosurevars(model).nonlocals if isinstance(model, FunctionType) else {}
+    known = {"jitted_run_model", "model_def", "model_state_def", "self"}
+    if captured.keys() != known or not isinstance(sampler, partial) or len(sampler.args) != 4:
+        return
+    run_model = _common_function(programs, captured["jitted_run_model"])
+    structure = captured["model_state_def"]
+    definition, _ = programs.split(runner.model)
+
+    def run(forward_batch: Any, logits_metadata: Any) -> Any:
+        forward_batch.attn_backend = WithoutDevices(forward_batch.attn_backend)
+        return run_model(
+            definition,
+            structure,
+            runner.model_state_leaves,
+            forward_batch,
+            WithoutDevices(runner.memory_pools),
+            logits_metadata,
+        )
+
+    runner.jitted_run_model = run
+    sampler_definition, _ = programs.split(runner.sampler)
+    runner.jitted_sampler = partial(
+        _common_function(programs, sampler.func), sampler_definition, *sampler.args[1:]
+    )
+    logprobs = runner.jitted_compute_logprobs
+    runner.jitted_compute_logprobs = partial(
+        _common_function(programs, logprobs.func), *map(without_devices, logprobs.args)
+    )
+
+
+def _common_function(programs: CommonPrograms, jitted: Any) -> Callable[..., Any]:
+    return programs.common(jitted.__wrapped__, lambda: on_any_device(jitted))
+
+
+def on_any_device(jitted: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called as it would be without the default device of an engine's thread: JAX
+    takes that for a part of the trace, and all arguments that matter are on their devices."""
+
+    def call(*args: Any) -> Any:
+        with jax.default_device(None):
+            return jitted(*args)
+
+    return call
+
+
+@jax.tree_util.register_pytree_node_class
+class WithoutDevices:
+    """In the place of an object that is given to a program: inside, it is the object again, on an
+    abstract mesh."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        leaves, structure = jax.tree.flatten(self._whole)
+        return leaves, structure_without_devices(structure)
+
+    @staticmethod
+    def tree_unflatten(structure: Any, leaves: Any) -> Any:
+        return jax.tree.unflatten(structure, leaves)
+
+
+def structure_without_devices(structure: Any) -> Any:
+    """The same structure, of objects on an abstract mesh."""
+    data = structure.node_data()
+    if data is None:  # a leaf, or None
+        return structure
+    kind, more = data
+    children = list(map(structure_without_devices, structure.children()))
+    return type(structure).from_node_data_and_children(
+        jax.tree_util.default_registry, (kind, without_devices(more)), children
+    )
+
+
+def without_devices(value: Any) -> Any:
+    """The value with abstract meshes: itself, if it has no mesh."""
+    if isinstance(value, Mesh):
+        return value.abstract_mesh
+    # Abstract meshes have one kind of memory: whoever asks for another keeps the devices.
+    if isinstance(value, NamedSharding) and value == NamedSharding(value.mesh, value.spec):
+        return NamedSharding(without_devices(value.mesh), value.spec)
+    if type(value) is tuple:
+        return tuple(map(without_devices, value))
+    if type(value) is dict:
+        return {key: without_devices(one) for key, one in value.items()}
+    return value
+
+
+@contextmanager
+def _without_devices(module: nnx.Module) -> Iterator[None]:
+    """Abstract meshes in a module, meanwhile: upstream's host code needs the others."""
+    replaced = []
+    for _, node in list(nnx.iter_graph(module)):
+        if isinstance(node, nnx.Module):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, (Mesh, NamedSharding)):
+                    replaced.append((vars(node), name, value))
+                    vars(node)[name] = without_devices(value)
+    try:
+        yield
+    finally:
+        for attributes, name, value in replaced:
+            attributes[name] = value
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two things would be traced alike: equal, or of one type and made of what is alike."""
+    return _alike(one, other, {})
+
+
+def _alike(one: Any, other: Any, begun: dict[tuple[int, int], Any]) -> bool:
+    if one is other or (pair := (id(one), id(other))) in begun:  # it is in itself
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (np.ndarray, jax.Array)):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if not isinstance(one, FunctionType) and _equal(one, other):
+        return True
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return False
+        parts, others = list(one.values()), [other[key] for key in one]
+    else:
+        parts, others = _parts(one), _parts(other)
+    if parts is None or others is None or len(parts) != len(others):
+        return False
+    begun[pair] = one, other, parts, others  # kept, or their ids would be others'
+    return all(_alike(*both, begun) for both in zip(parts, others, strict=True))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # there are arrays in them
+        return False
+
+
+def _parts(whole: Any) -> list[Any] | None:
+    """What a thing is made of; None if that cannot be told."""
+    if isinstance(whole, (list, tuple)):
+        return list(whole)
+    if isinstance(whole, FunctionType):
+        cells = [cell.cell_contents for cell in whole.__closure__ or ()]
+        return [whole.__code__, cells, whole.__defaults__, whole.__kwdefaults__]
+    kind = type(whole)
+    if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
+        return None
+    try:  # what a copy would be given
+        _, given, state, *_ = whole.__reduce_ex__(4)
+    except TypeError:
+        return None
+    return [state] if given == (kind,) and kind is not Mesh else None
