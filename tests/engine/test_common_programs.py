@@ -16,7 +16,14 @@ from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.pools import SMALL
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-FUNCTIONS = "jitted_run_model jitted_sampler jitted_compute_logprobs step score top".split()
+FUNCTIONS = [
+    "jitted_run_model",
+    "jitted_sampler",
+    "jitted_compute_logprobs",
+    "step",
+    "score",
+    "top",
+]
 OURS = {f"jit({name})" for name in FUNCTIONS}
 
 
