@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 
@@ -54,6 +53,8 @@ class CommonPrograms:
     def split(self, module: Any) -> tuple[Any, Any]:
         """`nnx.split`, into a definition that names no device and is the engines' common one, and
         the module's own state."""
+        from flax import nnx  # not with the package: it takes a second
+
         with _without_devices(module):
             definition, state = nnx.split(module)
         return self.common(definition, lambda: definition), state
@@ -151,8 +152,10 @@ def without_devices(value: Any) -> Any:
 
 
 @contextmanager
-def _without_devices(module: nnx.Module) -> Iterator[None]:
+def _without_devices(module: Any) -> Iterator[None]:
     """Abstract meshes in a module, meanwhile: upstream's host code needs the others."""
+    from flax import nnx
+
     replaced = []
     for _, node in list(nnx.iter_graph(module)):
         if isinstance(node, nnx.Module):

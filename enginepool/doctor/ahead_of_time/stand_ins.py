@@ -113,6 +113,7 @@ class _Program:
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], record: Record):
         self._jitted = _jit(function, **options)
+        self.__wrapped__ = function
         self._out_shardings = options.get("out_shardings")
         self._record = record
         self._made: dict[Any, tuple[list[Any], Any]] = {}
