@@ -62,9 +62,14 @@ test: setup ## Run the tests but the slow ones; which lines they ran: .venv/bin/
 test-slow: setup ## Run whole commands and benchmarks as their users run them
 	$(BIN)/python $(PYTEST) -m slow $(ARGS)
 
+# What only uses a pool, whatever is below it: HTTP as such, commands, arithmetic, pages.
+ABOVE_UPSTREAM := $(addprefix tests/,benchmarks cli ray reference rl sizing toy test_page_blocks.py test_pages.py \
+	test_setup.py) $(addprefix tests/serve/test_,bodies.py command.py connections.py cut_short.py deploy.py \
+	event_loop.py log.py prompt_limits.py request_id.py schema.py trusted.py under_load.py)
+
 .PHONY: test-compat
-test-compat: $(COMPAT)/.installed ## Run the same tests on sglang-jax 0.0.3rc99
-	$(COMPAT)/bin/python $(PYTEST) -m "not slow" $(ARGS)
+test-compat: $(COMPAT)/.installed ## Run the tests on sglang-jax 0.0.3rc99 that look at upstream; all: ABOVE_UPSTREAM=
+	$(COMPAT)/bin/python $(PYTEST) -m "not slow" $(addprefix --ignore=,$(ABOVE_UPSTREAM)) $(ARGS)
 
 .PHONY: test-tpu
 test-tpu: $(TPU)/.installed ## Run the tests that need libtpu, and no TPU
