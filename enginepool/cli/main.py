@@ -5,6 +5,8 @@ Whatever imports sgl_jax is imported inside the commands, so that `--help` answe
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib.metadata
 import json
 import sys
@@ -39,6 +41,9 @@ app.add_typer(reference, name="reference")
 
 def main() -> None:
     watch_output()
+    # The interpreter's last collections would go through everything that JAX has, for most of a
+    # second, when the process has only to end.
+    atexit.register(gc.freeze)
     app()
 
 

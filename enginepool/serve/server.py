@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _GRACE_SECONDS = 10.0
 # And how long clients that read slowly, or whose request has not come, may hold up the end of a
 # server on which nothing is generated any more.
-_CLOSE_SECONDS = 0.5
+_CLOSE_SECONDS = 0.3
 
 
 class Server:
