@@ -6,9 +6,10 @@ Whatever imports sgl_jax is imported inside the commands, so that `--help` answe
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib.metadata
 import json
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,10 +42,25 @@ app.add_typer(reference, name="reference")
 
 def main() -> None:
     watch_output()
-    # The interpreter's last collections would go through everything that JAX has, for most of a
-    # second, when the process has only to end.
-    atexit.register(gc.freeze)
-    app()
+    codes: list[int] = []
+    atexit.register(_end, codes)  # first of all, to be called last
+    try:
+        app()
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            codes.append(ended.code)
+        raise
+
+
+def _end(codes: list[int]) -> None:
+    """End the process once everything that was registered for it has run. The interpreter would
+    take down JAX and its executables one by one, which is a second or two with four engines."""
+    if codes:
+        logging.shutdown()  # registered before
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(codes[0])
 
 
 def _show_version(wanted: bool) -> None:

@@ -44,6 +44,39 @@ def enginepool(*arguments, **options):
     return subprocess.run([*COMMAND, *arguments], **options)
 
 
+LAST_WORDS = """
+import atexit, logging, sys, weakref
+import typer
+from enginepool.cli.main import app, main
+
+class Held:
+    pass
+
+class Buffered(logging.Handler):
+    def flush(self):
+        print("logged")
+
+@app.command()
+def said():
+    held["it"] = Held()
+    weakref.finalize(held["it"], print, "held")
+    atexit.register(print, "registered")
+    raise typer.Exit(3)
+
+held, handler = {}, Buffered()
+sys.argv = ["enginepool", "said"]
+main()
+"""
+
+
+def test_nothing_that_waits_for_the_exit_is_left_out():
+    """Though the interpreter does not take JAX down, for which it takes seconds."""
+    command = [sys.executable, "-c", LAST_WORDS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert ended.stdout.split() == ["registered", "held", "logged"]
+
+
 def redirected(redirections, *arguments):
     """The command as a shell starts it, with `redirections`."""
     line = f"{shlex.join([*COMMAND, *arguments])} {redirections}"
