@@ -5,11 +5,8 @@ Whatever imports sgl_jax is imported inside the commands, so that `--help` answe
 
 from __future__ import annotations
 
-import atexit
 import importlib.metadata
 import json
-import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +22,7 @@ from enginepool.cli.serve import SERVE_CONTEXT, serve
 from enginepool.console.complaints import Commands
 from enginepool.console.output import watch_output
 from enginepool.errors import InvalidConfig
+from enginepool.process.ending import quick_end
 
 if TYPE_CHECKING:
     from enginepool.config import PoolConfig
@@ -42,25 +40,8 @@ app.add_typer(reference, name="reference")
 
 def main() -> None:
     watch_output()
-    codes: list[int] = []
-    atexit.register(_end, codes)  # first of all, to be called last
-    try:
+    with quick_end():
         app()
-    except SystemExit as ended:
-        if isinstance(ended.code, int):
-            codes.append(ended.code)
-        raise
-
-
-def _end(codes: list[int]) -> None:
-    """End the process once everything that was registered for it has run. The interpreter would
-    take down JAX and its executables one by one, which is a second or two with four engines."""
-    if codes:
-        logging.shutdown()  # registered before
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(codes[0])
 
 
 def _show_version(wanted: bool) -> None:

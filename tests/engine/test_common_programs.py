@@ -32,9 +32,17 @@ def mesh(device: int) -> Mesh:
     return Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
 
 
-def test_engines_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_lowered_once(
+    monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache
+) -> None:
     """Every program of an engine, also where several engines of a pool are on other devices."""
-    monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", ExecutableCache)
+
+    def nothing_traced() -> ExecutableCache:
+        cache = ExecutableCache()
+        cache._serialized = one_cache._serialized  # compiled, for other tests, it may be
+        return cache
+
+    monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", nothing_traced)
     seen: list[str] = []
 
     def listen(event: str, _: float, fun_name: str = "", **__: Any) -> None:

@@ -1,0 +1,53 @@
+"""The end of a command's process, which takes neither JAX nor the interpreter down.
+
+Reaches into JAX: the function that it registers for the exit.
+
+What breaks: Without this the process of a server with four engines stays for one or two seconds
+after its last answer: JAX frees every executable, then the interpreter all that is left.
+Why: Both clean up as if their memory did not go with the process.
+Remove when: That takes no time.
+
+Where JAX's function is elsewhere, it runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quick_end() -> Iterator[None]:
+    """Around a command that ends its process by SystemExit.
+
+    Whatever else is registered for the exit after this has begun still runs; threads that are no
+    daemons are waited for; logs and standard streams are flushed.
+    """
+    codes: list[int] = []
+    atexit.register(_end, codes)  # first of all, to be called last
+    try:
+        yield
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            codes.append(ended.code)
+            _leave_jax()
+        raise
+
+
+def _leave_jax() -> None:
+    jax, api = sys.modules.get("jax"), sys.modules.get("jax._src.api")
+    if jax is not None and not jax.distributed.is_initialized():  # others would wait for this one
+        atexit.unregister(getattr(api, "clean_up", None))
+
+
+def _end(codes: list[int]) -> None:
+    if codes:
+        logging.shutdown()  # registered before
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(codes[0])
