@@ -40,8 +40,10 @@ def quick_end() -> Iterator[None]:
 
 def _leave_jax() -> None:
     jax, api = sys.modules.get("jax"), sys.modules.get("jax._src.api")
-    if jax is not None and not jax.distributed.is_initialized():  # others would wait for this one
-        atexit.unregister(getattr(api, "clean_up", None))
+    clean_up = getattr(api, "clean_up", None)
+    if jax is None or clean_up is None or jax.distributed.is_initialized():
+        return  # other processes would wait for this one to leave
+    atexit.unregister(clean_up)
 
 
 def _end(codes: list[int]) -> None:

@@ -41,8 +41,8 @@ def test_on_policy(two_steps: list[dict[str, Any]]) -> None:
 
 
 def test_resumed_on_other_engines(two_steps: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Samples do not depend on the engines, and a run that goes on from its checkpoint does what one
-    does that was not interrupted."""
+    """Samples do not depend on the engines, and a run that goes on from its checkpoint does what an
+    uninterrupted one does."""
     first, _ = run(tmp_path, "--steps", "1", "--devices", "1")
     assert first["samples"] == two_steps[0]["samples"]
     assert first["reward"] == two_steps[0]["reward"]
