@@ -38,6 +38,7 @@ REACHES = {
     "engine/steady/sample.py",
     "engine/top_logprobs.py",
     "engine/warmup.py",
+    "process/ending.py",
     "serve/answer_form.py",
     "serve/chat_stream.py",
     "serve/openai_api.py",

@@ -27,6 +27,7 @@ from tests.support.liveness import (
     callers,
     hanging_in_steps,
     has_jobs,
+    let_go,
     running,
     until,
 )
@@ -193,6 +194,7 @@ def test_while_an_engine_is_reset(make: Callable[..., EnginePool]) -> None:
     pool = make()
     with callers() as executor, hanging(faults.hang_in_reset(pool, 1)) as hang:
         calls = load(pool, executor)
+        pool.engines[0].pause_generation("in_place")  # or its requests might end before
         faults.raise_in_step(pool, 1)
         until(lambda: state(pool, 1) == "resetting")
         closed_in_time(pool)
@@ -239,8 +241,14 @@ def test_while_engines_drain_for_a_swap(make: Callable[..., EnginePool]) -> None
             until(lambda: all_hang(hangs))
             calls.append(executor.submit(pool.update_weights, weights(pool)))
             until(lambda: has_jobs(pool))  # it has staged
-        until(lambda: state(pool, 0) == "draining")
-        pool.close(SECONDS)
+            # In a later one again, or their requests might end before the pool is closed.
+            with hanging_in_steps(pool, at=3) as again:
+                let_go(hangs)
+                until(lambda: all_hang(again))
+                assert state(pool, 0) == "draining"
+                closing = executor.submit(pool.close, SECONDS)
+                until(lambda: pool.closed)
+        closing.result(SECONDS)
         assert threads(pool) == []
         hear(calls)
 

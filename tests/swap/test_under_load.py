@@ -10,14 +10,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.faults import hang_in_step
-from enginepool import EnginePool, InvalidRequest, NoWeights, PoolClosed
+from enginepool import EnginePool, InvalidRequest, NoWeights
 from tests.support.forced import output_logits
 from tests.support.layouts import leaves, placed
 from tests.support.liveness import (
     SECONDS,
     at_rest,
     callers,
-    has_jobs,
     paused,
     running,
     until,
@@ -308,30 +307,6 @@ def test_release_weights(micro: EnginePool, versions: list[Path]) -> None:
         results = call.result(SECONDS)
     assert_spans(results)
     assert_each_span_is_its_versions(PROMPTS, results, versions)
-
-
-def test_closing_ends_a_swap_that_waits(versions: list[Path]) -> None:
-    """`close` while a swap waits for running outputs: the swap raises PoolClosed."""
-    pool = EnginePool(str(versions[0]), devices=1, warmup="none", **SMALL).open()
-    hang = hang_in_step(pool, 0, at=3)
-    with callers(2) as executor:
-        try:
-            call = executor.submit(
-                pool.generate, input_ids=[5], sampling_params={**GREEDY, "max_new_tokens": 400}
-            )
-            assert hang.begun.wait(SECONDS)
-            swap = executor.submit(pool.update_weights, versions[1])
-            until(lambda: has_jobs(pool))
-        finally:
-            hang.set()
-        until(lambda: pool.stats()["engines"][0]["state"] == "draining")
-        closing = threading.Thread(target=pool.close)
-        closing.start()
-        for future in (call, swap):
-            with pytest.raises(PoolClosed):
-                future.result(SECONDS)
-        closing.join(SECONDS)
-        assert not closing.is_alive()
 
 
 def test_a_pause_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> None:
