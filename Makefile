@@ -24,19 +24,22 @@ help: ## Show this list
 
 $(VENV)/.installed: constraints.txt
 $(COMPAT)/.installed: constraints-0.0.3rc99.txt
-$(TPU)/.installed: constraints.txt
-$(TPU)/.installed: EXTRAS := tpu,dev
-$(RAY)/.installed: constraints.txt
-$(RAY)/.installed: EXTRAS := cpu,dev,ray,ray-data
-$(TUNIX)/.installed: constraints.txt
-$(TUNIX)/.installed: EXTRAS := cpu,dev,tunix,lm-eval
-$(VENV)/.installed $(COMPAT)/.installed $(TPU)/.installed $(TUNIX)/.installed $(RAY)/.installed: \
-		pyproject.toml
-	@scripts/install $(@D) $(filter constraints%,$^) $(EXTRAS)
+$(VENV)/.installed $(COMPAT)/.installed: pyproject.toml
+	@scripts/install $(@D) $(filter constraints%,$^)
 	@touch $@
 
+$(TPU)/.installed: EXTRAS := tpu,dev
+$(RAY)/.installed: EXTRAS := cpu,dev,ray,ray-data
+$(TUNIX)/.installed: EXTRAS := cpu,dev,tunix,lm-eval
+$(TPU)/.installed $(RAY)/.installed $(TUNIX)/.installed: $(VENV)/.installed
+	@scripts/install $(@D) constraints.txt $(EXTRAS) $(VENV)
+	@touch $@
+
+# In versions that the base's would not suit, hence without what they need.
 $(CLIENTS)/.installed: $(VENV)/.installed constraints-clients.txt
-	@scripts/overlay $(@D) $(VENV) constraints-clients.txt
+	@scripts/overlay $(@D) $(VENV)
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --ignore-installed \
+		--requirement constraints-clients.txt
 	@touch $@
 
 # The documents' tools read the code and never run it, so nothing of ours is installed here.
