@@ -15,6 +15,7 @@ TOLERANCES = {"float32": LOGPROB_TOLERANCE, "bfloat16": 0.02}
 PARAMS: dict[str, Any] = {"temperature": 0, "max_new_tokens": 5}
 
 
+@pytest.mark.timeout(900)  # XLA compiles what the interpreter makes of a kernel, for every shape
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_sums(open_flash: OpenFlash, dtype: str):
     """A prompt alone and in batches, in both dtypes: the ids are the reference's, which leads by 2
