@@ -230,21 +230,21 @@ class Memory:
 
     @property
     def tallies(self) -> int:
-        """How often each request of a batch has given each id, where that is counted there."""
+        """How often each request of a batch has given each id, where decode is steady."""
         return self.largest_batch * self.shape.vocab * 4 if self.steady else 0
 
     @property
     def program_count(self) -> int:
-        """Forward programs: three a bucket of decode's requests (upstream's, and where decode is
-        steady one of its own without and one with penalties), one a bucket of prefill's tokens, and
-        what scores tokens in three of these at most."""
+        """Forward programs: two a bucket of decode's requests (upstream's, and where decode is
+        steady its own), one a bucket of prefill's tokens, and what scores tokens in three of these
+        at most."""
         if self.compiled is not None:
             return self.compiled.count
         decode = len(_buckets(self.settings.batch_paddings, 1, self.largest_batch))
         most = self.settings.chunk
         prefill = len(_buckets(self.settings.token_paddings, self.largest_batch, most))
         score = min(prefill, _SCORE_BUCKETS) if most >= self.settings.page_size else 0
-        return decode + (2 * decode if self.steady else 0) + prefill + score
+        return decode + (decode if self.steady else 0) + prefill + score
 
     @property
     def programs(self) -> int:

@@ -161,7 +161,7 @@ def test_command_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in done.stdout
     show(make(CONFIGS["4B"], "v4-8", context=4096))
     shown = capsys.readouterr().out
-    for part in ("99,840 in 780 pages", "mem_fraction_static=0.69", "never been run", "no faster"):
+    for part in ("102,144 in 798 pages", "mem_fraction_static=0.7", "never been run", "no faster"):
         assert part in shown
     assert "if prompts are short: page_size=32" in shown
     assert "By the compiler" not in shown

@@ -21,7 +21,7 @@ _STEPS = {
 # Of a change of weights: one for each shape of leaf.
 WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
 FORWARD = ("decode", "steady", "prefill", "score")
-STEP = (*FORWARD, "seat", "tally", "sampler", "logprobs", "top_logprobs")
+STEP = (*FORWARD, "begin", "seat", "tally", "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 
 _MIB = 2**20
@@ -202,8 +202,7 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     """The kind of a program and its bucket."""
     for arg in args:
         if hasattr(arg, "limits"):
-            penalties = "" if arg.penalties is None else ", penalties"
-            return "steady", f"batch {arg.limits.shape[0]}{penalties}"
+            return "steady", f"batch {arg.limits.shape[0]}"
         mode = getattr(arg, "forward_mode", None)
         if mode is not None:
             tokens = arg.input_ids.shape[0]

@@ -59,15 +59,15 @@ class Batch(NamedTuple):
         limits: By row: the length at which it ends, 0 for a row that the host has ended; then its
             stop ids, -1 where there are none.
         table: By row: its KV pages.
-        sampling: What upstream's sampler takes, but for positions and penalties.
-        penalties: None if no row has any.
+        sampling: What upstream's sampler takes, but for positions; whether any row has penalties.
+        penalties: See `penalties.py`.
         top: Whether a row wants the most probable ids.
     """
 
     limits: jax.Array
     table: jax.Array
     sampling: SamplingMetadata
-    penalties: Penalties | None
+    penalties: Penalties
     top: jax.Array
 
 
@@ -76,11 +76,11 @@ class State(NamedTuple):
 
     Attributes:
         rows: By row: its last id, and its length with it, 0 for a row that is no more.
-        tallies: See `penalties.py`; None if no row has any.
+        tallies: See `penalties.py`; whatever they are of rows without penalties.
     """
 
     rows: jax.Array
-    tallies: jax.Array | None
+    tallies: jax.Array
 
 
 class Sampled(NamedTuple):

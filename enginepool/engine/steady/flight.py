@@ -171,11 +171,13 @@ class Flight:
     def _place(self) -> None:
         rows = self._rows
         penalised, top = rows.form
-        if not penalised:
-            self._state = self._state._replace(tallies=None)
-        penalties = rows.penalties if penalised else None
         self._batch = self._program.place_batch(
-            rows.limits, self._pages.table, rows.sampling, penalties, top=top
+            rows.limits,
+            self._pages.table,
+            rows.sampling,
+            rows.penalties,
+            penalised=penalised,
+            top=top,
         )
         self._stale = False
 

@@ -78,13 +78,17 @@ def _banned_ids(req: Any) -> set[int]:
     return {int(one) for one in ids if one is not None and one >= 0}
 
 
-def penalty(penalties: Penalties, tallies: jax.Array, lengths: jax.Array) -> jax.Array:
-    """What is added to the logits of rows of these lengths, in a program."""
+def penalise(
+    logits: jax.Array, penalties: Penalties, tallies: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """The logits of rows of these lengths, with what penalties add, in a program."""
     counts = tallies & (_BANNED - 1)
     presence, frequency = penalties.strengths[:, :1], penalties.strengths[:, 1:]
     costs = (counts > 0) * -presence + counts * -frequency
     early = (lengths < penalties.least)[:, None]
-    return jnp.where((tallies >= _BANNED) & early, -jnp.inf, costs)
+    added = jnp.where((tallies >= _BANNED) & early, -jnp.inf, costs)
+    laid_out = jax.sharding.reshard(added, jax.typeof(logits).sharding)
+    return logits + laid_out.astype(logits.dtype)
 
 
 def chunks(found: np.ndarray, rows: int) -> Iterator[np.ndarray]:
@@ -96,17 +100,14 @@ def chunks(found: np.ndarray, rows: int) -> Iterator[np.ndarray]:
         yield padded
 
 
-def build_tally(mesh: AbstractMesh, vocab_size: int) -> Callable[..., jax.Array]:
-    """A program for: tallies, which are given away (None if there are none yet), by row whether it
-    begins anew, a chunk of entries."""
+def build_tally(mesh: AbstractMesh) -> Callable[..., jax.Array]:
+    """A program for: tallies, which are given away, by row whether it begins anew, a chunk of
+    entries."""
     everywhere = NamedSharding(mesh, PartitionSpec(None, None))
 
     @partial(jax.jit, donate_argnames="tallies")
-    def tally(tallies: jax.Array | None, new: jax.Array, found: jax.Array) -> jax.Array:
-        if tallies is None:
-            kept = jnp.zeros((len(new), vocab_size), jnp.int32)
-        else:
-            kept = jnp.where(new[:, None], 0, tallies)
+    def tally(tallies: jax.Array, new: jax.Array, found: jax.Array) -> jax.Array:
+        kept = jnp.where(new[:, None], 0, tallies)
         row, one, amount = found
         return jax.sharding.reshard(kept.at[row, one].add(amount, mode="drop"), everywhere)
 

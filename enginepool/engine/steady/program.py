@@ -34,13 +34,7 @@ from enginepool.engine.common_programs import CommonPrograms, on_any_device
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.steady.batch import STOP_IDS, Batch, Sampled, Sampling, State
 from enginepool.engine.steady.forward import Forward, put
-from enginepool.engine.steady.penalties import (
-    Penalties,
-    build_tally,
-    chunks,
-    entries,
-    penalty,
-)
+from enginepool.engine.steady.penalties import Penalties, build_tally, chunks, entries, penalise
 from enginepool.engine.steady.sample import Sample
 
 # Backends that look at a step's lengths, slots and pages, and at nothing else.
@@ -71,9 +65,10 @@ class StepProgram:
         self._counts = [self.place(np.int32(steps)) for steps in range(most_steps + 1)]
         mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
         self._seat = programs.common(["seat", mesh], lambda: _build_seat(mesh))
-        self._tally = programs.common(
-            ["tally", mesh, vocab_size], lambda: build_tally(mesh, vocab_size)
+        self._begin = programs.common(
+            ["begin", mesh, vocab_size], lambda: _build_begin(mesh, vocab_size)
         )
+        self._tally = programs.common(["tally", mesh], lambda: build_tally(mesh))
 
     def bucket(self, requests: int) -> int:
         """Rows of a batch of so many requests."""
@@ -85,34 +80,38 @@ class StepProgram:
             limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
             table = np.zeros((rows, pages), np.int32)
             nobody = np.zeros((2, rows), np.int32)
-            state, nobodys = self.begin(nobody), entries([], [])
-            for penalties in (None, Penalties.of(rows)):
-                if penalties is not None:
-                    state = self.tally(self.tally(state, [], nobodys), [], nobodys)
-                batch = self.place_batch(limits, table, Sampling.of(rows), penalties, top=False)
-                state, _ = self.step(state, batch, 1)
-                state = self.seat(state, [], nobody)
-                state, sampled = self.step(state, batch, 1)
-                sampled.ids.block_until_ready()
+            batch = self.place_batch(
+                limits, table, Sampling.of(rows), Penalties.of(rows), penalised=False, top=False
+            )
+            state = self.tally(self.begin(nobody), [], entries([], []))
+            state, _ = self.step(state, batch, 1)
+            state = self.seat(state, [], nobody)
+            state, sampled = self.step(state, batch, 1)
+            sampled.ids.block_until_ready()
 
     def place(self, array: np.ndarray | np.generic) -> jax.Array:
         everywhere = PartitionSpec(*[None] * array.ndim)
         return jax.device_put(array, NamedSharding(self._runner.mesh, everywhere))
 
     def begin(self, rows: np.ndarray) -> State:
-        """The state of a batch in which nobody has penalties."""
-        return State(self.place(rows.copy()), None)
+        """The state of a batch that nobody is counted in."""
+        return State(*self._begin(self.place(rows.copy())))
 
     def place_batch(
         self,
         limits: np.ndarray,
         table: np.ndarray,
         sampling: Sampling,
-        penalties: Penalties | None,
+        penalties: Penalties,
         *,
+        penalised: bool,
         top: bool,
     ) -> Batch:
-        """Send a batch to the device; the arrays may be changed afterwards."""
+        """Send a batch to the device; the arrays may be changed afterwards.
+
+        Args:
+            penalised: Whether any row has penalties.
+        """
         # Copied: on CPU an array on a device may be the very memory.
         limits, table = limits.copy(), table.copy()
         arrays: dict[str, Any] = {name: array.copy() for name, array in sampling.arrays.items()}
@@ -138,14 +137,14 @@ class StepProgram:
         metadata = SamplingMetadata.from_model_worker_batch(
             worker_batch, 0, runner.mesh, vocab_size
         )
-        metadata.do_penalties = penalties is not None
+        # Those of a step are computed in it.
+        metadata.do_penalties, metadata.linear_penalty = penalised, None
         # Upstream's flags are Python's, and would be sent with every step.
         metadata = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else self.place(np.asarray(leaf)),
             metadata,
         )
-        if penalties is not None:
-            penalties = Penalties(*(self.place(array.copy()) for array in penalties))
+        penalties = Penalties(*(self.place(array.copy()) for array in penalties))
         top_wanted = self.place(np.asarray(top))
         return Batch(self.place(limits), self.place(table), metadata, penalties, top_wanted)
 
@@ -229,12 +228,18 @@ def _build_step(
         ids, lengths = state.rows
         lengths = jnp.where(longest > 0, lengths, 0)
         output, kv, positions = forward(leaves, kv, ids, lengths, batch.table)
-        added, tallies = None, state.tallies
-        if batch.penalties is not None and tallies is not None:
-            added = penalty(batch.penalties, tallies, lengths)
-        ids, sampled = sample(sampler, output, positions, batch, added)
-        if tallies is not None:
-            tallies = put(mesh, tallies.at[jnp.arange(len(ids)), ids].add(1), None, None)
+        output.next_token_logits = jax.lax.cond(
+            batch.sampling.do_penalties,
+            penalise,
+            lambda logits, *_: logits,
+            output.next_token_logits,
+            batch.penalties,
+            state.tallies,
+            lengths,
+        )
+        ids, sampled = sample(sampler, output, positions, batch)
+        counted = state.tallies.at[jnp.arange(len(ids)), ids].add(1)
+        tallies = put(mesh, counted, None, None)
         ended = (ids[:, None] == stops).any(axis=1) | (lengths + 1 >= longest)
         goes_on = (lengths > 0) & ~ended
         rows = jnp.where(goes_on, jnp.stack([ids, lengths + 1]), 0)
@@ -264,6 +269,15 @@ def _build_step(
     return programs.common(
         ["step", mesh, vars(forward), vars(sample), most_steps], lambda: on_any_device(step)
     )
+
+
+def _build_begin(mesh: AbstractMesh, vocab_size: int) -> Callable[..., Any]:
+    @jax.jit
+    def begin(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tallies = jnp.zeros((rows.shape[1], vocab_size), jnp.int32)
+        return rows, put(mesh, tallies, None, None)
+
+    return on_any_device(begin)
 
 
 def _build_seat(mesh: AbstractMesh) -> Callable[..., Any]:

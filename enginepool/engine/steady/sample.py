@@ -38,18 +38,17 @@ class Sample:
         self._unused_rng = np.asarray(runner._sampler_base_rng)  # every row has a seed
 
     def __call__(
-        self, leaves: Any, output: Any, positions: jax.Array, batch: Batch, added: jax.Array | None
+        self, leaves: Any, output: Any, positions: jax.Array, batch: Batch
     ) -> tuple[jax.Array, Sampled]:
         """
         Args:
             leaves: The sampler's.
-            output: What the model's forward gave.
-            added: To the logits; None if no row has penalties.
+            output: What the model's forward gave, with penalties.
         """
         sampling = batch.sampling
         sampling.positions = put(self._mesh, positions, "data")
-        if added is not None:
-            sampling.linear_penalty = put(self._mesh, added, "data", "tensor")
+        # Nothing is added again; upstream's branch that would is traced all the same.
+        sampling.do_penalties, sampling.linear_penalty = False, jnp.zeros((), jnp.float32)
         sampler = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
         ids, logprobs, _ = sampler(
             output,
