@@ -44,10 +44,13 @@ def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
     """It prints what its comments say, and its loop ends with the last step's weights."""
     names = run_page("README.md")
     said = capsys.readouterr().out.splitlines()
-    assert said[:3] == ["['19', '34']", "['5', '26']", "[[0, 2, 1]]"]
-    steps = [line.split()[:2] for line in said[3:]]
-    assert steps[0] == ["0", "16.0"]
+    assert said[0] == "['19', '34']"
+    assert said[1] in {"0", "1", "2", "3"}
+    assert said[2:4] == ["['5', '26']", "1"]
+    steps = [line.split()[:2] for line in said[4:]]
+    assert steps[0] == ["0", "0.0"]
     assert steps[1][0] == "1"
+    assert float(steps[1][1]) >= 13
     assert len(names["results"]) == 16
     assert {r["meta_info"]["weight_version"] for r in names["results"]} == {1}
 

@@ -216,7 +216,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(f"  libtpu lock file: {lock['state'] if lock else 'none'}")
     console.print("Patches", style="bold")
     for patch in report["patches"]:
-        answer = {True: "needed", False: "not needed", None: "unknown"}[patch["needed"]]
+        answer = {True: "applied by a pool", False: "not needed", None: "unknown"}[patch["needed"]]
         console.print(f"  {patch['name']:26}{answer}")
     console.print("Environment", style="bold")
     for name, value in report["environment"].items():
