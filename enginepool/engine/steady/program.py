@@ -134,7 +134,7 @@ class StepProgram:
             top_logprobs_nums=None,
             token_ids_logprobs=None,
         )
-        metadata = SamplingMetadata.from_model_worker_batch(
+        metadata: Any = SamplingMetadata.from_model_worker_batch(
             worker_batch, 0, runner.mesh, vocab_size
         )
         # Those of a step are computed in it.
