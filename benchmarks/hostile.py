@@ -21,7 +21,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.hostile_client import CHAT, CONNECTIONS, SUM, bodies
+from benchmarks.hostile_client import BODIES, CHAT, CONNECTIONS, SUM
 from benchmarks.serving import flags, server
 from benchmarks.table import CORES, plain
 from enginepool import toy
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
-    parser.add_argument("--attacks", nargs="+", default=[*bodies(), *CONNECTIONS])
+    parser.add_argument("--attacks", nargs="+", default=[*BODIES, *CONNECTIONS])
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(argv)

@@ -27,48 +27,6 @@ _CONNECTIONS = 200
 _STREAMS = 8  # fewer than run at a time: the others are to have a place
 
 
-def bodies() -> dict[str, tuple[str, str]]:
-    """A path and a body, each refused with 400."""
-    spin = "{% for i in range(99999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
-    turn = {"role": "user", "content": ""}
-    made: dict[str, tuple[str, Any]] = {
-        "template": (CHAT, {"messages": SUM, "chat_template_kwargs": {"chat_template": spin}}),
-        "messages": (CHAT, {"messages": [turn] * 450_000}),
-        "not messages": (CHAT, {"messages": [1] * 1_000_000}),
-        "parts": (CHAT, {"messages": [{**turn, "content": [1] * 1_000_000}]}),
-        "characters": (CHAT, {"messages": [{**turn, "content": "1" * (15 << 20)}]}),
-        "prompt": (COMPLETIONS, {"prompt": "1" * (15 << 20)}),
-        "not prompts": (COMPLETIONS, {"prompt": ["a", 1] * 500_000}),
-        "text": (GENERATE, {"text": "1" * (15 << 20)}),
-        "ids": (GENERATE, {"input_ids": [1] * 7_500_000}),
-        "ids as a prompt": (COMPLETIONS, {"prompt": [1] * 7_500_000}),
-        "many ids": (GENERATE, {"input_ids": [[1] * 8000] * 900}),
-        "deep": (GENERATE, {"text": "1", "sampling_params": json.loads("[" * 900 + "]" * 900)}),
-        "131,072 requests": (
-            GENERATE,
-            {"input_ids": [[1]] * 1024, "sampling_params": {"n": 128, "max_new_tokens": 1}},
-        ),
-        "131,072 prompts": (COMPLETIONS, {"prompt": ["1"] * 131_072, "max_tokens": 1}),
-        "rids": (GENERATE, {"text": ["1"] * 900, "rid": ["r" * 16_000] * 900}),
-        "model": (CHAT, {"messages": SUM, "stream": True, "model": "m" * (15 << 20)}),
-        "extra key": (GENERATE, {"text": ["1" * 99] * 99, "extra_key": "k" * (15 << 20)}),
-        "stop": (CHAT, {"messages": SUM, "stop": "s" * (15 << 20)}),
-        "stops": (GENERATE, {"text": "1", "sampling_params": {"stop": ["ab"] * 20_000}}),
-        "schema": (CHAT, {"messages": SUM, "response_format": _format(_wide(2_000))}),
-        "names": (GENERATE, {f"n{i}": 1 for i in range(900_000)}),
-        "input": ("/v1/responses", {"input": "1" * (15 << 20)}),
-        "input items": ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 400_000}),
-        "token ids": (TOKENS, {"token_ids": [1] * 7_500_000, "sampling_params": {}}),
-        "text to tokenize": ("/tokenize", {"prompt": "1" * (15 << 20)}),
-        "texts to tokenize": ("/tokenize", {"prompt": ["1"] * 500_000}),
-        "ids to detokenize": ("/detokenize", {"tokens": [1] * 7_500_000}),
-        "scores": (SCORE, {"query": "1" * 20_000, "items": ["1"] * 1000, "label_token_ids": [1]}),
-        "labels": (SCORE, {"query": "1", "items": ["1"], "label_token_ids": [1] * 5_000_000}),
-        "deep schema": (CHAT, {"messages": SUM, "response_format": _format(_nested(60))}),
-    }
-    return {name: (path, _compact(path, body)) for name, (path, body) in made.items()}
-
-
 def _format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
@@ -88,9 +46,61 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-def _compact(path: str, body: dict[str, Any]) -> str:
+_SPIN = "{% for i in range(99999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+_TURN = {"role": "user", "content": ""}
+_BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "template": (CHAT, lambda: {"messages": SUM, "chat_template_kwargs": {"chat_template": _SPIN}}),
+    "messages": (CHAT, lambda: {"messages": [_TURN] * 450_000}),
+    "not messages": (CHAT, lambda: {"messages": [1] * 1_000_000}),
+    "parts": (CHAT, lambda: {"messages": [{**_TURN, "content": [1] * 1_000_000}]}),
+    "characters": (CHAT, lambda: {"messages": [{**_TURN, "content": "1" * (15 << 20)}]}),
+    "prompt": (COMPLETIONS, lambda: {"prompt": "1" * (15 << 20)}),
+    "not prompts": (COMPLETIONS, lambda: {"prompt": ["a", 1] * 500_000}),
+    "text": (GENERATE, lambda: {"text": "1" * (15 << 20)}),
+    "ids": (GENERATE, lambda: {"input_ids": [1] * 7_500_000}),
+    "ids as a prompt": (COMPLETIONS, lambda: {"prompt": [1] * 7_500_000}),
+    "many ids": (GENERATE, lambda: {"input_ids": [[1] * 8000] * 900}),
+    "deep": (GENERATE, lambda: {"text": "1", "sampling_params": json.loads("[" * 900 + "]" * 900)}),
+    "131,072 requests": (
+        GENERATE,
+        lambda: {"input_ids": [[1]] * 1024, "sampling_params": {"n": 128, "max_new_tokens": 1}},
+    ),
+    "131,072 prompts": (COMPLETIONS, lambda: {"prompt": ["1"] * 131_072, "max_tokens": 1}),
+    "rids": (GENERATE, lambda: {"text": ["1"] * 900, "rid": ["r" * 16_000] * 900}),
+    "model": (CHAT, lambda: {"messages": SUM, "stream": True, "model": "m" * (15 << 20)}),
+    "extra key": (GENERATE, lambda: {"text": ["1" * 99] * 99, "extra_key": "k" * (15 << 20)}),
+    "stop": (CHAT, lambda: {"messages": SUM, "stop": "s" * (15 << 20)}),
+    "stops": (GENERATE, lambda: {"text": "1", "sampling_params": {"stop": ["ab"] * 20_000}}),
+    "schema": (CHAT, lambda: {"messages": SUM, "response_format": _format(_wide(2_000))}),
+    "names": (GENERATE, lambda: {f"n{i}": 1 for i in range(900_000)}),
+    "input": ("/v1/responses", lambda: {"input": "1" * (15 << 20)}),
+    "input items": (
+        "/v1/responses",
+        lambda: {"input": [{"role": "user", "content": ""}] * 400_000},
+    ),
+    "token ids": (TOKENS, lambda: {"token_ids": [1] * 7_500_000, "sampling_params": {}}),
+    "text to tokenize": ("/tokenize", lambda: {"prompt": "1" * (15 << 20)}),
+    "texts to tokenize": ("/tokenize", lambda: {"prompt": ["1"] * 500_000}),
+    "ids to detokenize": ("/detokenize", lambda: {"tokens": [1] * 7_500_000}),
+    "scores": (
+        SCORE,
+        lambda: {"query": "1" * 20_000, "items": ["1"] * 1000, "label_token_ids": [1]},
+    ),
+    "labels": (SCORE, lambda: {"query": "1", "items": ["1"], "label_token_ids": [1] * 5_000_000}),
+    "deep schema": (CHAT, lambda: {"messages": SUM, "response_format": _format(_nested(60))}),
+}
+BODIES = tuple(_BODIES)
+
+
+def body(name: str) -> tuple[str, str]:
+    """A path and a body for it, which is refused with 400."""
+    path, make = _BODIES[name]
+    return path, _compact(path, make())
+
+
+def _compact(path: str, fields: dict[str, Any]) -> str:
     model = {} if path in (GENERATE, SCORE, TOKENS) else {"model": "toy"}
-    return json.dumps({**model, **body}, separators=(",", ":"))
+    return json.dumps({**model, **fields}, separators=(",", ":"))
 
 
 def slow_headers(url: str) -> None:
@@ -170,7 +180,7 @@ def _connected(url: str, receive: int | None = None) -> Iterator[socket.socket]:
 
 def post(url: str, name: str) -> None:
     """The same body over and over, two at a time."""
-    path, content = bodies()[name]
+    path, content = body(name)
 
     def send() -> None:
         headers = {"Content-Type": "application/json"}
@@ -189,7 +199,7 @@ def post(url: str, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile_client")
     parser.add_argument("url")
-    parser.add_argument("attack", choices=[*bodies(), *CONNECTIONS])
+    parser.add_argument("attack", choices=[*BODIES, *CONNECTIONS])
     options = parser.parse_args()
     if options.attack in CONNECTIONS:
         CONNECTIONS[options.attack](options.url)

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.hostile_client import CHAT, CONNECTIONS, GENERATE, SUM, bodies
+from benchmarks.hostile_client import BODIES, CHAT, CONNECTIONS, GENERATE, SUM, body
 from tests.support.liveness import callers, until
 from tests.support.marks import slow
 from tests.support.servers import Running
@@ -52,10 +52,10 @@ FIRST, *OTHERS = CONNECTIONS
 USUAL = ("template", "messages", "prompt", "many ids", "131,072 requests", "schema")
 
 
-@pytest.mark.parametrize("attack", [*USUAL, *slow(*(n for n in bodies() if n not in USUAL))])
+@pytest.mark.parametrize("attack", [*USUAL, *slow(*(n for n in BODIES if n not in USUAL))])
 def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
     """The attacker gets a 400; a chat beside it and the probe are answered."""
-    path, content = bodies()[attack]
+    path, content = body(attack)
     longest = 0.0
     with callers(1) as threads, plain.http() as client, plain.http() as attacker:
         attacker.timeout = 300
