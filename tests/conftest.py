@@ -25,7 +25,7 @@ from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.forced import write_scripted_model
 from tests.support.pools import SMALL, MakePool
-from tests.support.reference import make_random_model
+from tests.support.reference import LARGER, make_random_model
 
 
 class Kept(dict[bytes, bytes]):
@@ -73,7 +73,8 @@ def one_cache(request: pytest.FixtureRequest) -> Iterator[ExecutableCache]:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Checkpoints by name: "toy", "scripted" (see forced.py), or random weights of a family."""
+    """Checkpoints by name: "toy", "scripted" (see forced.py), or random weights of a
+    family, or "larger qwen3"."""
 
     @cache
     def find(name: str) -> Path:
@@ -82,9 +83,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         directory = tmp_path_factory.mktemp(name)
         if name == "scripted":
             return write_scripted_model(directory)
-        return make_random_model(directory, name, seed=1)
+        return random_model(directory, name, seed=1)
 
     return find
+
+
+def random_model(directory: Path, name: str, seed: int) -> Path:
+    if name == "larger qwen3":
+        return make_random_model(directory, "qwen3", seed, **LARGER)
+    return make_random_model(directory, name, seed)
 
 
 @contextmanager
@@ -140,7 +147,7 @@ def scripted(keep_pool: MakePool) -> EnginePool:
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Checkpoints of the same shapes as `model_dir`'s, with other weights."""
-    return cache(lambda name: make_random_model(tmp_path_factory.mktemp("new"), name, seed=2))
+    return cache(lambda name: random_model(tmp_path_factory.mktemp("new"), name, seed=2))
 
 
 @pytest.fixture

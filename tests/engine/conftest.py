@@ -25,8 +25,9 @@ def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[Engine
     """Two engines whose decode stays on their devices."""
     if "page_size" in request.param and not NATIVE_PAGES:
         pytest.skip("this upstream's native attention knows no pages")
+    model = "larger qwen3" if "tp_size" in request.param else "qwen3"
     with several_at_once():
-        yield make_pool("qwen3", 2, **OPTIONS | request.param)
+        yield make_pool(model, 2, **OPTIONS | request.param)
 
 
 @pytest.fixture(params=[8, *slow(1)], ids=["eight at once", "one at a time"])

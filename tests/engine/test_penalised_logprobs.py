@@ -100,8 +100,8 @@ def test_alone(pool: EnginePool, model: Path, law: str, way: str) -> None:
 def test_differs(pool: EnginePool, model: Path) -> None:
     """The penalised law is another: a check against plain logits would see it."""
     given = params("frequency", "greedy")
-    result = pool.generate(input_ids=PROMPTS[1], sampling_params=given, return_logprob=True)
-    plain = logprobs(output_logits(model, PROMPTS[1:2], [result["output_ids"]])[0])
+    result = pool.generate(input_ids=PROMPTS[0], sampling_params=given, return_logprob=True)
+    plain = logprobs(output_logits(model, PROMPTS[:1], [result["output_ids"]])[0])
     got = [logprob for logprob, _, _ in result["meta_info"]["output_token_logprobs"]]
     assert np.abs(got - plain[np.arange(LENGTH), result["output_ids"]]).max() > 1
 

@@ -58,13 +58,13 @@ def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
     assert at_rest(kind)
 
 
-def test_as_the_reference(kind: EnginePool, model_dir: Callable[[str], Path]) -> None:
+def test_as_the_reference(kind: EnginePool) -> None:
     """Greedy, alone and beside others that begin and end earlier and later."""
     params = [GREEDY | {"max_new_tokens": 20 + 9 * (i % 6)} for i in range(len(PROMPTS))]
     results = ask(kind, params)
     results += ask(kind, params[:1], PROMPTS[:1])
     count = sum(len(result["output_ids"]) for result in results)
-    assert assert_greedy(model_dir("qwen3"), [*PROMPTS, PROMPTS[0]], results) > 0.9 * count
+    assert assert_greedy(Path(kind.config.model), [*PROMPTS, PROMPTS[0]], results) > 0.9 * count
 
 
 @pytest.mark.slow
@@ -334,7 +334,7 @@ def test_a_step_that_hangs_keeps_what_was_fetched(
     model_dir: Callable[[str], Path], options: dict[str, Any]
 ) -> None:
     """Whoever takes its requests away finds every token that its device has given."""
-    options = SMALL | options | ONE_BUCKET | {"step_timeout": 5.0}
+    options = SMALL | options | ONE_BUCKET | {"step_timeout": 3.0}
     with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
         expected = ask(pool, LONG, PROMPTS[:4])
         pool.flush_cache()

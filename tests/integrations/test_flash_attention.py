@@ -35,7 +35,8 @@ DRAWN: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two queries share a key, as in the models that people run."""
-    return make_random_model(tmp_path_factory.mktemp("flash"), "qwen3", seed=1, num_heads=4)
+    directory = tmp_path_factory.mktemp("flash")
+    return make_random_model(directory, "qwen3", seed=1, num_layers=2, num_heads=4)
 
 
 @pytest.fixture(scope="module", params=[128, *slow(16)])

@@ -6,15 +6,18 @@ import logging
 import subprocess
 import sys
 import threading
+from functools import cache
+from typing import Any
 
 import pytest
 
 from patches import _imports
 
 SCRIPT = """
-import asyncio.events, json, logging, os, sys, threading
+import asyncio.events, json, logging, os, signal, sys, threading
 import jax
-register, environment = threading._register_atexit, dict(os.environ)
+register, environment, caught = threading._register_atexit, dict(os.environ), []
+signal.signal(signal.SIGTERM, lambda *_: caught.append("by the host"))
 {action}
 import sgl_jax.srt.entrypoints.http_server
 policy = asyncio.events._event_loop_policy
@@ -24,22 +27,31 @@ print(json.dumps({{
     "handlers": len(logging.getLogger().handlers),
     "environment": dict(os.environ) == environment,
 }}))
+import jax._src.test_util  # as upstream does in a step
+os.kill(os.getpid(), signal.SIGTERM)
+print(*caught)
 """
+WITHOUT = ""
+WITH = "import patches; assert patches.apply(patches.ALL[:1]) == [patches.ALL[0]]"
 
 
-def state_after(action):
+@cache
+def script(action: str) -> tuple[dict[str, Any], str, str]:
+    """What the process is like after the import, who heard the signal, and standard error."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(action=action)],
         capture_output=True,
         text=True,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    *_, state, caught = done.stdout.splitlines()
+    return json.loads(state), caught, done.stderr
 
 
-def test_upstream_changes_the_process():
+def test_upstream_changes_the_process() -> None:
     """Without the patch, the policy is uvloop's, the exit hook is gone, the root logger set up."""
-    assert state_after("") == {
+    state, *_ = script(WITHOUT)
+    assert state == {
         "policy": "uvloop",
         "register_atexit": False,
         "handlers": 1,
@@ -47,15 +59,26 @@ def test_upstream_changes_the_process():
     }
 
 
-def test_the_process_stays_as_found():
+def test_the_process_stays_as_found() -> None:
     """With the patch, importing changes neither policy, exit hook, root logger nor environment."""
-    action = "import patches; assert patches.apply(patches.ALL[:1]) == [patches.ALL[0]]"
-    assert state_after(action) == {
+    state, *_ = script(WITH)
+    assert state == {
         "policy": None,
         "register_atexit": True,
         "handlers": 0,
         "environment": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("action", "native"), [(WITHOUT, True), (WITH, False)], ids=["without", "with"]
+)
+def test_the_hosts_signal_handlers(action: str, native: bool) -> None:
+    """JAX's test utilities put a native handler in front of the host's, which aborts the process
+    three seconds later; with the patch only the host's runs."""
+    _, caught, errors = script(action)
+    assert caught == "by the host"
+    assert ("*** SIGTERM received" in errors) == native
 
 
 def test_the_host_keeps_its_own_policy(monkeypatch):
@@ -72,32 +95,3 @@ def test_the_host_keeps_its_own_policy(monkeypatch):
     assert asyncio.events._event_loop_policy is policy
     assert threading._register_atexit is register
     assert root.handlers == before
-
-
-SIGNALS = """
-import os, signal
-caught = []
-signal.signal(signal.SIGTERM, lambda *_: caught.append("by the host"))
-{action}
-import jax._src.test_util  # as upstream does in a step
-os.kill(os.getpid(), signal.SIGTERM)
-print(*caught)
-"""
-
-
-@pytest.mark.parametrize(
-    ("action", "native"),
-    [("", True), ("import patches; patches.apply(patches.ALL[:1])", False)],
-    ids=["without", "with"],
-)
-def test_the_hosts_signal_handlers(action: str, native: bool):
-    """JAX's test utilities put a native handler in front of the host's, which aborts the process
-    three seconds later; with the patch only the host's runs."""
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNALS.format(action=action)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "by the host\n"
-    assert ("*** SIGTERM received" in done.stderr) == native

@@ -102,7 +102,7 @@ def test_each_request_has_a_state_of_its_own(pool: EnginePool) -> None:
     def streamed() -> list[list[int]]:
         ended: dict[int, list[int]] = {}
         for chunk in pool.stream([" a", "b"], params):
-            assert "abcd".startswith(chunk["text"][:1]) or chunk["text"][0] == "e"
+            assert chunk["text"][:1] in "ace"  # from the beginning of the grammar
             ended[chunk["index"]] = chunk["output_ids"]
         return [ended[index] for index in range(12)]
 

@@ -259,7 +259,7 @@ def test_over_a_swap(
 def test_outputs_that_are_retracted(make_pool: MakePool, model: Path, retracted: list[int]) -> None:
     """For want of KV cache, and go on later."""
     pool = make_pool("qwen3", 1)
-    prompts = [[70 + n, 9] for n in range(6)]
+    prompts = [[100 + n, 9] for n in range(6)]
     params = {"temperature": 0, "max_new_tokens": 300}  # with `ignore_eos` room is kept for all
     results = pool.generate_all(
         input_ids=prompts, sampling_params=params, token_ids_logprob=NAMED[1]

@@ -293,7 +293,7 @@ def test_weights_of_one_engine_that_are_not_finite(two: EnginePool, versions: li
 
 
 def test_a_piece_that_does_not_return(versions: list[Path]) -> None:
-    options = SMALL | {"step_timeout": 5.0}
+    options = SMALL | {"step_timeout": 3.0}
     with EnginePool(str(versions[0]), devices=2, **options) as pool:
         let_go = faults.hang_in_score(pool, 0)
         try:

@@ -52,8 +52,9 @@ def serves_on(pool: EnginePool, expected: list[dict[str, Any]]) -> Iterator[None
 
 
 def threads() -> set[str]:
-    """Without those that anyio keeps for a while."""
-    return {t.name for t in threading.enumerate() if not t.name.startswith("AnyIO worker")}
+    """Without those that anyio and trio keep for a while."""
+    kept = ("AnyIO worker", "Trio thread")
+    return {t.name for t in threading.enumerate() if not t.name.startswith(kept)}
 
 
 def ask(pool: EnginePool, prompts: list[list[int]] = PROMPTS) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ from tests.support.pools import SMALL
 PROMPTS = [[65 + i, 90 - i, 40 + i] for i in range(12)]
 LONG = {"temperature": 0.0, "max_new_tokens": 450, "ignore_eos": True}
 # What `close` is given, and what it may take on a busy machine.
-DEADLINE, MOST = 3.0, 60.0
+DEADLINE, MOST = 1.5, 60.0
 
 
 @pytest.fixture

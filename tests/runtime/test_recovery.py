@@ -24,7 +24,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
     """Three engines that come back as often as it takes."""
     path = str(model_dir("qwen3"))
-    with EnginePool(path, devices=3, max_restarts=1000, step_timeout=5.0, **SMALL) as pool:
+    with EnginePool(path, devices=3, max_restarts=1000, step_timeout=3.0, **SMALL) as pool:
         yield pool
 
 
@@ -251,7 +251,7 @@ def test_step_that_does_not_return(pool: EnginePool, expected: list[dict[str, An
     try:
         same(ask(pool), expected)
         assert states(pool)[1] == "abandoned"
-        assert "step_timeout=5.0" in pool.stats()["engines"][1]["reason"]
+        assert "step_timeout=3.0" in pool.stats()["engines"][1]["reason"]
         same(ask(pool), expected)
     finally:
         let_go.set()

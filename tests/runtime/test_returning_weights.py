@@ -31,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def opened(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
     """Three engines that compile nothing in a step, which would take longer than it may."""
-    options = {"devices": 3, "max_restarts": 1000, "step_timeout": 5.0}
+    options = {"devices": 3, "max_restarts": 1000, "step_timeout": 3.0}
     with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
         yield pool
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from enginepool.serve.stream_parsers import Calls, Reasoning
+from tests.support.marks import slow
 from tests.support.pools import MakePool
 from tests.support.servers import Running, serving
 
@@ -145,7 +146,7 @@ def asked(rng: random.Random, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_any_combination(server: Running, path: str, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(12):

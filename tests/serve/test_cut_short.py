@@ -38,7 +38,7 @@ def outcomes(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @contextmanager
 def server(pool: EnginePool, how: str) -> Iterator[Running]:
-    limit = {"request_timeout": 1.0} if how == "timeout" else {}
+    limit = {"request_timeout": 0.5} if how == "timeout" else {}
     with serving(pool, enable_admin=True, drain_timeout=0.1, **limit) as one:
         yield one
 

@@ -31,7 +31,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def short(make_pool: MakePool) -> EnginePool:
     """Two engines whose outputs are short, whatever a body asks for."""
-    return make_pool("toy", 2, context_length=64, when_full="raise")
+    return make_pool("toy", 2, context_length=64, when_full="raise", warmup="none")
 
 
 def run(running: Running, pool: EnginePool, *, admin: bool) -> set[int]:

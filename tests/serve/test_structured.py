@@ -116,7 +116,7 @@ def test_a_tool_must_be_called(server: Running, choice: Any) -> None:
     options: dict[str, Any] = {"model": "toy", "messages": TURNS, "tools": TOOLS}
     options |= {"tool_choice": choice, "temperature": 1.0, "max_tokens": 400}
     called = set()
-    for seed in range(4):
+    for seed in range(2):
         made = client.chat.completions.parse(**options, seed=seed)
         answer = made.choices[0]
         assert answer.finish_reason == "tool_calls"

@@ -19,6 +19,8 @@ from enginepool.toy.files import CONFIG, read_checkpoint, write_checkpoint
 from tests.support.families import GEMMA2, QWEN3_MOE, forward, parameter_shapes
 
 PAD_TO = 64
+# A Qwen3 for tests in which layers, heads or engines of two devices matter.
+LARGER = {"num_layers": 2, "num_heads": 2}
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -80,9 +82,9 @@ def make_random_model(
     family: str,
     seed: int = 0,
     *,
-    num_layers: int = 2,
+    num_layers: int | None = None,
     num_heads: int | None = None,
-    num_kv_heads: int = 2,
+    num_kv_heads: int | None = None,
     std: float = 0.15,
     tied: bool | None = None,
     dtype: Any = np.float32,
@@ -91,10 +93,11 @@ def make_random_model(
 
     Args:
         family: "qwen2" (biases), "qwen3" (q and k norms), "llama", "gemma2" or "qwen3_moe".
-        num_heads: by default 4, and two queries share a key. Qwen3, which most tests run, has 2:
-            sglang-jax's native attention repeats keys and values, and a step takes twice as long.
-        num_kv_heads: at least 2 for "qwen2" and "llama"; with 1, sglang-jax's native attention
-            refuses the differing shardings of keys and values.
+        num_layers: by default 2. Qwen3, which most tests run, has 1 layer of 1 head: nearly all of
+            a step is sglang-jax's native attention, and that takes as long for each. See `LARGER`.
+        num_heads: by default 4, and two queries share a key.
+        num_kv_heads: by default 2, or 1 of 1; at least 2 for "qwen2" and "llama": with 1,
+            sglang-jax's native attention refuses the differing shardings of keys and values.
         tied: whether the output matrix is the embedding; by default Llama's is not.
         std: of every matrix; large enough to keep the best two logits well apart.
         dtype: the weights are rounded to it and stored in it.
@@ -102,7 +105,9 @@ def make_random_model(
     Returns:
         `model_dir` as a path.
     """
-    num_heads = num_heads or (2 if family == "qwen3" else 4)
+    num_layers = num_layers or (1 if family == "qwen3" else 2)
+    num_heads = num_heads or (1 if family == "qwen3" else 4)
+    num_kv_heads = num_kv_heads or min(num_heads, 2)
     config = random_config(family, num_layers, num_heads, num_kv_heads, dtype, tied)
     rng = np.random.default_rng(seed)
     params = {}

@@ -29,7 +29,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from benchmarks.tunix_rollouts import dimensions
 from enginepool.toy.files import PAD_ID
 from enginepool.tunix import EnginePoolRollout
-from tests.support.reference import make_random_model
+from tests.support.reference import LARGER, make_random_model
 
 LOADERS: dict[str, tuple[Any, Any]] = {
     "qwen2": (qwen2, qwen2_params),
@@ -41,7 +41,7 @@ ROWS = 8  # of Tunix's forward pass: one shape, one compilation
 
 def make_checkpoint(directory: Path, family: str, seed: int) -> Path:
     """Random weights of the toy's shape, with the rotation that Tunix's Qwen3 always has."""
-    make_random_model(directory, family, seed)
+    make_random_model(directory, family, seed, **LARGER if family == "qwen3" else {})
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"rope_theta": 1_000_000}
     path.write_text(json.dumps(config), encoding="utf-8")

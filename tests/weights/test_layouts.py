@@ -41,6 +41,7 @@ class Layout(NamedTuple):
         return placed
 
 
+MODEL = "larger qwen3"
 ALL = [0, 1, 2, 3]
 LAYOUTS = {
     "replicated": Layout(ALL, (4,), ()),
@@ -69,9 +70,9 @@ POOLS: dict[str, dict[str, Any]] = {
 def engines(
     request: pytest.FixtureRequest, make_pool: MakePool, model_dir: Callable[[str], Path]
 ) -> Iterator[EnginePool]:
-    pool = make_pool("qwen3", **POOLS[request.param])
+    pool = make_pool(MODEL, **POOLS[request.param], warmup="none")
     yield pool
-    pool.update_weights(model_dir("qwen3"), weight_version=0)
+    pool.update_weights(model_dir(MODEL), weight_version=0)
 
 
 def assert_have(pool: EnginePool, expected: dict[str, np.ndarray]) -> None:
@@ -95,25 +96,25 @@ def test_every_layout(
 ) -> None:
     """Every engine has the checkpoint's own values afterwards, each leaf in its own sharding, and
     nothing of the trainer's has passed through the host."""
-    tree = LAYOUTS[layout].of(form(target("qwen3")))
+    tree = LAYOUTS[layout].of(form(target(MODEL)))
     with devices_only():
         report = engines.update_weights(tree, staging=staging)
     assert on_host(tree) == []
     assert {engine.fingerprint for engine in report.engines} == {report.staged}
-    assert_have(engines, leaves(target("qwen3")))
+    assert_have(engines, leaves(target(MODEL)))
 
 
 @pytest.mark.parametrize("layout", ["FSDP", *slow("replicated", "2-D", "last")])
 def test_they_serve(engines: EnginePool, target: Callable[[str], Path], layout: str) -> None:
     """As a plain JAX forward pass on the checkpoint answers, one after the other too. The next
     update of the same shapes compiles nothing."""
-    engines.update_weights(LAYOUTS[layout].of(leaves(target("qwen3"))), strategy="rolling")
-    tree = LAYOUTS[layout].of(leaves(target("qwen3")))
+    engines.update_weights(LAYOUTS[layout].of(leaves(target(MODEL))), strategy="rolling")
+    tree = LAYOUTS[layout].of(leaves(target(MODEL)))
     with compilations() as seen:
         engines.update_weights(tree, strategy="rolling")
     assert seen == []
-    assert_have(engines, leaves(target("qwen3")))
-    serves(engines, target("qwen3"))
+    assert_have(engines, leaves(target(MODEL)))
+    serves(engines, target(MODEL))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
@@ -140,12 +141,12 @@ def test_put_aside_on_the_host(
     shared with no engine."""
     tree = {
         name: jax.device_put(array, array.sharding.with_memory_kind(kind))
-        for name, array in LAYOUTS[layout].of(leaves(target("qwen3"))).items()
+        for name, array in LAYOUTS[layout].of(leaves(target(MODEL))).items()
     }
     for staging in ("double", "stream"):
         report = engines.update_weights(tree, staging=staging)
         assert {engine.shared for engine in report.engines} == {0}
-        assert_have(engines, leaves(target("qwen3")))
+        assert_have(engines, leaves(target(MODEL)))
     assert on_host(tree) == []
 
 
@@ -163,7 +164,7 @@ def test_summands_are_refused(pool: EnginePool, target: Callable[[str], Path]) -
         summands = summed(parts)
     before = pool.checksum()
     with pytest.raises(InvalidWeights, match=r"summand.*jax\.sharding\.reshard") as caught:
-        pool.update_weights({**leaves(target("qwen3")), name: summands})
+        pool.update_weights({**leaves(target(MODEL)), name: summands})
     assert caught.value.names == (name,)
     assert pool.checksum() == before
 
@@ -177,7 +178,7 @@ def test_a_tied_head(
     engines: EnginePool, target: Callable[[str], Path], form: Callable[..., Any], staging: Any
 ) -> None:
     """Compared with the embedding where the two lie, in different layouts."""
-    params = tensors(target("qwen3"))
+    params = tensors(target(MODEL))
     embedding = params["model.embed_tokens.weight"]
     tree = LAYOUTS["FSDP"].of(params)
     for changed in (True, False):
@@ -192,7 +193,7 @@ def test_a_tied_head(
             else:
                 engines.update_weights(form(listed), staging=staging)
         assert on_host(listed) == []
-    assert_have(engines, leaves(target("qwen3")))
+    assert_have(engines, leaves(target(MODEL)))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *slow("qwen2", "gemma2")])
