@@ -41,6 +41,8 @@ _CONTESTANTS = {"pool": "pool", "processes": "upstream"}
 _WORKLOADS = ("decode", "arrivals", "streams")
 # Tokens of a prompt and of an output, at least and at most; "decode" outputs have --tokens.
 _PROMPT, _SHORT_PROMPT, _OUTPUT = (3, 60), (3, 3), (20, 199)
+# Tokens of KV cache for a request beside its own, as an engine takes some ahead.
+_AHEAD = 64
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -79,7 +81,7 @@ def _contest(
     engines: int, batch: int, model: Path, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     rows = []
-    options, cache = _server_args(batch), model.parent / "compiled"
+    options, cache = _server_args(batch, args.tokens), model.parent / "compiled"
     with ExitStack() as stack:
         contestants = []
         for name, kind, extra in _names(args):
@@ -110,12 +112,13 @@ def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]
             yield ", ".join([name, *(f"{key}={extra[key]}" for key in extra)]), kind, extra
 
 
-def _server_args(batch: int) -> dict[str, Any]:
-    """Engines that hold every batch at full length."""
+def _server_args(batch: int, tokens: int) -> dict[str, Any]:
+    """Engines that hold every batch at full length, in little more memory than that takes."""
+    longest = max(_PROMPT[1] + _OUTPUT[1], _SHORT_PROMPT[1] + tokens)
     return {
         "dtype": "float32",
         "context_length": 512,
-        "max_total_tokens": 512 * batch,
+        "max_total_tokens": (longest + _AHEAD) * batch,
         "max_running_requests": batch,
         "max_prefill_tokens": 256,
         "chunked_prefill_size": 256,

@@ -65,7 +65,7 @@ Restart = Annotated[bool, typer.Option(help="Bring back an engine whose step fai
 MaxRestarts = Annotated[int, typer.Option(help="In a row and within a minute.")]
 StepTimeout = Annotated[float | None, typer.Option(help="Seconds until a step counts as stuck.")]
 MaxDecodeSteps = Annotated[
-    int, typer.Option(help="At once, where a device would wait for the host.")
+    int, typer.Option(help="At once: where a device would wait, or nobody does.")
 ]
 ClampMaxNewTokens = Annotated[
     bool, typer.Option("--clamp-max-new-tokens", help="Cut what does not fit, do not refuse it.")

@@ -10,7 +10,7 @@ def dispatch(pace: Pace, times: int, *, idle: bool) -> list[int]:
     steps = []
     for _ in range(times):
         pace.dispatched(idle=idle)
-        steps.append(pace.steps)
+        steps.append(pace.steps(calm=False))
     return steps
 
 
@@ -43,4 +43,18 @@ def test_few_where_outputs_are_short() -> None:
     for tokens, most in ((40, 2), (10, 1), (1, 1), (200, 8)):
         for _ in range(100):
             pace.ended(tokens)
-        assert pace.steps == most
+        assert pace.steps(calm=False) == pace.steps(calm=True) == most
+
+
+@pytest.mark.parametrize(("milliseconds", "most"), [(2, 8), (5, 4), (9, 2), (15, 1), (50, 1)])
+def test_as_many_as_nobody_feels_where_nobody_waits(milliseconds: int, most: int) -> None:
+    """20 ms at most, as long as nobody streams or waits to join."""
+    pace = Pace(8)
+    assert pace.steps(calm=True) == 1  # nothing is known yet
+    for _ in range(100):
+        pace.took(milliseconds / 1000)
+    assert pace.steps(calm=True) == most
+    assert pace.steps(calm=False) == 1
+    for _ in range(100):
+        pace.took(0.1)
+    assert pace.steps(calm=True) == 1

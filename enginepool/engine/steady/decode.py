@@ -89,10 +89,15 @@ class SteadyDecode:
 
     # What a flight asks for
 
-    def steps_at_once(self, *, idle: bool | None) -> int:
+    def steps_at_once(self, *, idle: bool | None, streamed: bool) -> int:
         if idle is not None and self._letting_in is None:
             self._pace.dispatched(idle=idle)
-        return self._pace.steps
+        scheduler = self._scheduler
+        waits = self._letting_in or self._queued or scheduler.waiting_queue
+        return self._pace.steps(calm=not (streamed or waits or scheduler.scorer.has_prompts))
+
+    def step_took(self, seconds: float) -> None:
+        self._pace.took(seconds)
 
     def dispatch(self, state: State, batch: Batch, steps: int) -> tuple[State, Sampled]:
         assert self._program is not None

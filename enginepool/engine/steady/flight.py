@@ -7,6 +7,7 @@ wants a step boundary makes it land; requests that are prefilled meanwhile may j
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,13 +32,17 @@ _PAGES_AHEAD, _FEW_AHEAD = 32, 2 * _DEPTH
 class Home(Protocol):
     """What a flight needs of the engine that it belongs to."""
 
-    def steps_at_once(self, *, idle: bool | None) -> int:
+    def steps_at_once(self, *, idle: bool | None, streamed: bool) -> int:
         """How many steps the next dispatch should have at most.
 
         Args:
             idle: Whether the device is without work; None at take-off.
+            streamed: Whether a caller sees every token.
         """
         ...
+
+    def step_took(self, seconds: float) -> None:
+        """So long after the step before it a step was done."""
 
     def dispatch(self, state: State, batch: Batch, steps: int) -> tuple[State, Sampled]:
         """See `StepProgram.step`."""
@@ -79,6 +84,7 @@ class Flight:
         self._most: int | None = None
         self._stale = True  # the host has changed what the device has of the batch
         self._landing = False
+        self._taken_at: float | None = None
 
     @property
     def room(self) -> int:
@@ -145,7 +151,8 @@ class Flight:
         left = self._rows.most_left - (self._dispatched - self._rows.steps)
         if self._landing or left <= 0:
             return False
-        steps = min(left, self._home.steps_at_once(idle=self._idle()))
+        streamed = bool(self._rows.streamed)
+        steps = min(left, self._home.steps_at_once(idle=self._idle(), streamed=streamed))
         if self._most is not None:
             steps = min(steps, self._most - self._dispatched)
         if steps == 0 or self._fits_fewer_rows() or not (steps := self._cover(steps)):
@@ -202,6 +209,10 @@ class Flight:
         """Book what was dispatched at once."""
         rows, home = self._rows, self._home
         home.wait_for_device(sampled.ids)
+        now = time.perf_counter()
+        if self._taken_at is not None:
+            home.step_took((now - self._taken_at) / steps)
+        self._taken_at = now
         ids, logprobs = _numbers(sampled.ids, steps)
         _, asked = rows.form
         top = _numbers(sampled.top, steps) if asked else None
