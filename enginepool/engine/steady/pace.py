@@ -8,7 +8,7 @@ _LOOKED_AT, _IDLE = 16, 2
 _TRIED_AFTER = 128
 # What a dispatch may have at most of an output's steps, and over how many outputs that is averaged.
 _SHARE, _OUTPUTS = 16, 16
-# Seconds that a dispatch may take where nobody waits for a step, and over how many dispatches a
+# Seconds that a dispatch takes about where nobody waits for a step, and over how many dispatches a
 # step's time is averaged.
 _PATIENCE, _TIMED = 0.020, 16
 
@@ -20,8 +20,8 @@ class Pace:
     waits for all of them, and so does whoever could have the row of one that has ended among them.
     So they are one by one, unless the device is without work when the next one comes: its steps are
     short, or engines, streams and others share the host. Where nobody streams and nobody waits,
-    they are as many as take 20 ms: the host, which others in the process need, has less to do. And
-    they are few where outputs are short.
+    they are as many as take about 20 ms: the host, which others in the process need, has less to
+    do. And they are few where outputs are short.
     """
 
     def __init__(self, most: int) -> None:
@@ -38,7 +38,7 @@ class Pace:
         """
         steps = self._steps
         if steps == 1 and calm and self._seconds:
-            steps = min(self._most, int(_PATIENCE / self._seconds))
+            steps = min(self._most, round(_PATIENCE / self._seconds))
         if self._length is not None:
             steps = min(steps, int(self._length / _SHARE))
         return max(1, steps)
