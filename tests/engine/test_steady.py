@@ -119,6 +119,30 @@ def test_streams_by_interval(
     assert all(b - a <= 3 - 1 + at_once for a, b in pairwise([0, *offered, 200]))
 
 
+def test_one_by_one_where_somebody_would_feel_it(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several steps a dispatch, on a device that never waits, are for who neither streams nor keeps
+    others waiting."""
+    monkeypatch.setattr("enginepool.engine.steady.pace._IDLE", sys.maxsize)
+    pool = make_pool("qwen3", 1, max_decode_steps=4, **COLD | {"precompile_bs_paddings": [4]})
+
+    def steps_a_dispatch(call: Callable[[], Any]) -> float:
+        names = ("steady_steps", "steady_dispatches")
+        before = pool.stats()["engines"][0]
+        call()
+        now = pool.stats()["engines"][0]
+        steps, dispatches = (now[name] - before[name] for name in names)
+        return steps / dispatches
+
+    ask(pool, LONG, PROMPTS[:4])  # a step's time is known from here on
+    assert steps_a_dispatch(lambda: ask(pool, LONG, PROMPTS[:4])) > 2
+    stream = pool.stream(input_ids=PROMPTS[0], sampling_params=LONG)
+    assert steps_a_dispatch(lambda: list(stream)) == 1
+    # The first half of the steps has somebody who waits for a row.
+    assert steps_a_dispatch(lambda: ask(pool, LONG, PROMPTS[:8])) < 2
+
+
 def test_what_the_script_says(scripted: EnginePool) -> None:
     """A model of which every answer is known, to its end token."""
     text = scripted.generate("ab", {"temperature": 0.0, "max_new_tokens": 40})["text"]

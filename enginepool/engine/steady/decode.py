@@ -93,7 +93,7 @@ class SteadyDecode:
         if idle is not None and self._letting_in is None:
             self._pace.dispatched(idle=idle)
         scheduler = self._scheduler
-        waits = self._letting_in or self._queued or scheduler.waiting_queue
+        waits = self._letting_in or scheduler.waiting_queue or len(self._channel.queue)
         return self._pace.steps(calm=not (streamed or waits or scheduler.scorer.has_prompts))
 
     def step_took(self, seconds: float) -> None:
