@@ -94,18 +94,24 @@ def share(runner: Any, programs: CommonPrograms) -> None:
 
 
 def _common_function(programs: CommonPrograms, jitted: Any) -> Callable[..., Any]:
-    return programs.common(jitted.__wrapped__, lambda: on_any_device(jitted))
+    return programs.common(jitted.__wrapped__, lambda: OnAnyDevice(jitted))
 
 
-def on_any_device(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called as it would be without the default device of an engine's thread: JAX
-    takes that for a part of the trace, and all arguments that matter are on their devices."""
+class OnAnyDevice:
+    """A jitted function, called as it would be without the default device of an engine's thread:
+    JAX takes that for a part of the trace, and all arguments that matter are on their devices."""
 
-    def call(*args: Any) -> Any:
+    def __init__(self, jitted: Any) -> None:
+        self._jitted = jitted
+
+    def __call__(self, *args: Any) -> Any:
         with jax.default_device(None):
-            return jitted(*args)
+            return self._jitted(*args)
 
-    return call
+    def compile(self, *args: Any) -> None:
+        """Compile what such a call runs; an array may be given as its shape and sharding."""
+        with jax.default_device(None):
+            self._jitted.lower(*args).compile()
 
 
 @jax.tree_util.register_pytree_node_class

@@ -20,7 +20,8 @@ import functools
 import hashlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -127,6 +128,33 @@ class ExecutableCache:
             )
             self.compiled += 1
             return executable
+
+
+@contextmanager
+def compiling_ahead(compile_ahead: Callable[[], None]) -> Iterator[None]:
+    """Have another thread compile what this one needs after the block, while it is in it; what XLA
+    does alone then has several cores. Nothing is done ahead on a thread that shares no cache.
+
+    Raises:
+        Exception: What `compile_ahead` raised, at the end of the block.
+    """
+    cache: ExecutableCache | None = getattr(_thread, "cache", None)
+    if cache is None:
+        yield
+        return
+
+    def ahead() -> None:
+        with cache.sharing(), cache.limiter.held():
+            compile_ahead()
+
+    with ThreadPoolExecutor(1, "compile-ahead") as executor:
+        compiling = executor.submit(ahead)
+        try:
+            yield
+        finally:
+            with cache.limiter.released():
+                wait([compiling])
+        compiling.result()
 
 
 def common_programs() -> CommonPrograms:

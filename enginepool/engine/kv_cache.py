@@ -43,7 +43,7 @@ class KVCache:
 
     def describe(self) -> dict[str, Any]:
         """What the buffers are, or were while they are dropped. With no request running."""
-        specs = [spec for *_, spec in self._dropped] or [_spec(b) for *_, b in self._buffers()]
+        specs = [spec for *_, spec in self._dropped] or [spec_of(b) for *_, b in self._buffers()]
         return {
             "kv_pool_type": type(self._runner.token_to_kv_pool).__name__,
             "layer_num": len(specs),
@@ -56,7 +56,7 @@ class KVCache:
     def compile(self) -> None:
         """Compile what `rebuild` runs, so that serving compiles nothing."""
         for _, _, buffer in self._buffers():
-            self._program(_spec(buffer))
+            self._program(spec_of(buffer))
 
     def drop(self) -> int:
         """Free the buffers; returns their bytes. The cached prefixes must be forgotten before."""
@@ -64,7 +64,7 @@ class KVCache:
         if len(buffers) != self._count:
             raise RuntimeError(f"{len(buffers)} of {self._count} KV buffers are left")
         for container, key, buffer in buffers:
-            self._dropped.append((container, key, _spec(buffer)))
+            self._dropped.append((container, key, spec_of(buffer)))
             _put(container, key, None)
             buffer.delete()
         return sum(_bytes(spec) for _, _, spec in self._dropped)
@@ -118,7 +118,8 @@ def _put(container: Any, key: Any, value: Any) -> None:
         setattr(container, key, value)
 
 
-def _spec(buffer: jax.Array) -> jax.ShapeDtypeStruct:
+def spec_of(buffer: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a buffer is, or was while it is given away."""
     return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=buffer.sharding)
 
 

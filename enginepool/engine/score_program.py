@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from enginepool.engine.common_programs import WithoutDevices, on_any_device
+from enginepool.engine.common_programs import OnAnyDevice, WithoutDevices
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.score_head import ScoreHead
 from enginepool.process.upstream import expect
@@ -223,7 +223,7 @@ def _program(vocab_size: int, batch: int) -> Any:
         vars(model)["logits_processor"] = head(model.logits_processor, wanted)
         return model(forward_batch, memory_pools, logits_metadata)
 
-    return on_any_device(score)
+    return OnAnyDevice(score)
 
 
 def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:

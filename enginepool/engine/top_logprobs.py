@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from enginepool.engine.common_programs import on_any_device
+from enginepool.engine.common_programs import OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.process.upstream import expect_parameters
 from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
@@ -111,4 +111,4 @@ def _program(mesh: AbstractMesh, width: int) -> Any:
         of_named = logprobs.at[jnp.arange(rows)[:, None], named].get(out_sharding=table)
         return *jax.lax.cond(wanted, best, none, logprobs), of_named
 
-    return on_any_device(top)
+    return OnAnyDevice(top)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from enginepool.engine.executable_cache import compiling_ahead
 from enginepool.engine.scheduler import PinnedScheduler
 from enginepool.process.guest import no_progress_bars
 from enginepool.process.upstream import expect
@@ -45,10 +46,10 @@ def warm_up(scheduler: PinnedScheduler) -> None:
     manager._make_dummy_batch = seeded
     scheduler.warm_top_logprobs(True)
     try:
-        with no_progress_bars():
+        with no_progress_bars(), compiling_ahead(scheduler.steady.compile_ahead):
             worker.run_precompile()
-        scheduler.scorer.program.compile()
-        scheduler.kv_cache.compile()
+            scheduler.scorer.program.compile()
+            scheduler.kv_cache.compile()
         scheduler.steady.compile()
     finally:
         scheduler.warm_top_logprobs(False)

@@ -154,6 +154,16 @@ def test_engines_share_what_one_has_compiled(pool: EnginePool):
     assert counts["reused"] > counts["compiled"]
 
 
+def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
+    """Another thread compiles the programs of steady decode during upstream's warm-up. With one
+    engine a program that is wanted again is one that was compiled for nothing."""
+    monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", ExecutableCache)
+    with EnginePool(str(toy.checkpoint()), devices=1, **SMALL) as pool:
+        counts = pool.stats()["executables"]
+    assert counts["compiled"] > 0
+    assert counts["reused"] == 0
+
+
 @pytest.mark.slow
 def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyPatch):
     """At most twice as many again, whatever a batch may ask for."""

@@ -1,14 +1,16 @@
 """Executables that engines share, beside the host's own persistent cache."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as hosts
 
-from enginepool.engine.executable_cache import ExecutableCache
+from enginepool.engine.executable_cache import ExecutableCache, compiling_ahead
 
 
 @pytest.fixture
@@ -55,3 +57,40 @@ def test_the_hosts_cache_gets_nothing_that_cannot_run(hosts_cache: None) -> None
     with ExecutableCache().sharing():
         assert answers() == pytest.approx([expected] * 2)
     assert answers() == pytest.approx([expected] * 2)
+
+
+def test_another_thread_compiles_ahead() -> None:
+    """While this one has the slot for Python and does what may take as long, and before it goes on;
+    what it calls afterwards is compiled."""
+    cache = ExecutableCache()
+    x = jax.device_put(np.float32(2), jax.devices()[0])
+    ahead, threads = jax.jit(lambda x: 23 * x), []
+
+    def compile_ahead() -> None:
+        threads.append(threading.current_thread())
+        ahead.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)).compile()
+
+    with cache.sharing(), cache.limiter.held():
+        with compiling_ahead(compile_ahead):
+            assert float(jax.jit(lambda x: 29 * x)(x)) == 58
+        assert (cache.compiled, cache.reused) == (2, 0)
+        assert float(ahead(x)) == 46
+    assert (cache.compiled, cache.reused) == (2, 0)
+    assert threads != [threading.current_thread()]
+    assert not threads[0].is_alive()
+
+
+def test_what_fails_ahead_is_raised() -> None:
+    def compile_ahead() -> None:
+        raise ValueError("a program that cannot be")
+
+    done = []
+    with (
+        ExecutableCache().sharing(),
+        pytest.raises(ValueError, match="cannot be"),
+        compiling_ahead(compile_ahead),
+    ):
+        done.append("what is in the block")
+    assert done
+    with ExecutableCache().sharing(), pytest.raises(KeyError), compiling_ahead(compile_ahead):
+        raise KeyError("of the block itself")

@@ -44,8 +44,13 @@ class SteadyDecode:
         self._letting_in: Flight | None = None
         self._pace = Pace(channel.max_decode_steps)
 
+    def compile_ahead(self) -> None:
+        """Compile every program that a flight may run, on any thread, while upstream's own run."""
+        if self._program is not None:
+            self._program.compile_ahead(Pages.width(self._scheduler))
+
     def compile(self) -> None:
-        """Compile every program that a flight may run."""
+        """Run each of them once, so that a flight compiles nothing."""
         if self._program is not None:
             self._program.compile(Pages.width(self._scheduler))
 

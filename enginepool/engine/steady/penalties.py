@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from enginepool.engine.common_programs import on_any_device
+from enginepool.engine.common_programs import OnAnyDevice
 
 # In a tally, beside how often the row has given an id: ids that would end it too early.
 _BANNED = 1 << 30
@@ -111,7 +111,7 @@ def build_tally(mesh: AbstractMesh) -> Callable[..., jax.Array]:
         row, one, amount = found
         return jax.sharding.reshard(kept.at[row, one].add(amount, mode="drop"), everywhere)
 
-    return on_any_device(tally)
+    return OnAnyDevice(tally)
 
 
 def recount(info: Any) -> None:

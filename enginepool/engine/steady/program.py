@@ -30,8 +30,9 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
-from enginepool.engine.common_programs import CommonPrograms, on_any_device
+from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
+from enginepool.engine.kv_cache import spec_of
 from enginepool.engine.steady.batch import STOP_IDS, Batch, Sampled, Sampling, State
 from enginepool.engine.steady.forward import Forward, put
 from enginepool.engine.steady.penalties import Penalties, build_tally, chunks, entries, penalise
@@ -74,20 +75,31 @@ class StepProgram:
         """Rows of a batch of so many requests."""
         return next(size for size in self.buckets if size >= requests)
 
-    def compile(self, pages: int) -> None:
-        """Compile everything, for tables of so many pages a row; nothing of the engine changes."""
+    def compile_ahead(self, pages: int) -> None:
+        """Compile everything, for tables of so many pages a row, on any thread."""
+        kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
         for rows in self.buckets:
-            limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
-            table = np.zeros((rows, pages), np.int32)
-            nobody = np.zeros((2, rows), np.int32)
-            batch = self.place_batch(
-                limits, table, Sampling.of(rows), Penalties.of(rows), penalised=False, top=False
-            )
-            state = self.tally(self.begin(nobody), [], entries([], []))
+            state, batch = self._empty(rows, pages)
+            leaves = self._runner.model_state_leaves
+            self._step.compile(leaves, self._sampler, kv, state, batch, self._counts[1])
+
+    def compile(self, pages: int) -> None:
+        """Run all of it once, on batches of nobody; nothing of the engine changes."""
+        for rows in self.buckets:
+            state, batch = self._empty(rows, pages)
             state, _ = self.step(state, batch, 1)
-            state = self.seat(state, [], nobody)
+            state = self.seat(state, [], np.zeros((2, rows), np.int32))
             state, sampled = self.step(state, batch, 1)
             sampled.ids.block_until_ready()
+
+    def _empty(self, rows: int, pages: int) -> tuple[State, Batch]:
+        limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
+        table = np.zeros((rows, pages), np.int32)
+        batch = self.place_batch(
+            limits, table, Sampling.of(rows), Penalties.of(rows), penalised=False, top=False
+        )
+        state = self.begin(np.zeros((2, rows), np.int32))
+        return self.tally(state, [], entries([], [])), batch
 
     def place(self, array: np.ndarray | np.generic) -> jax.Array:
         everywhere = PartitionSpec(*[None] * array.ndim)
@@ -218,7 +230,7 @@ def supported(scheduler: Any) -> bool:
 
 def _build_step(
     runner: Any, programs: CommonPrograms, places: dict[int, int], most_steps: int
-) -> Callable[..., Any]:
+) -> OnAnyDevice:
     # Neither the runner nor an array: the program would outlive a closed engine.
     forward, sample = Forward(runner, programs, places), Sample(runner, programs)
     mesh = runner.mesh.abstract_mesh
@@ -267,7 +279,7 @@ def _build_step(
         return state, kv, sampled
 
     return programs.common(
-        ["step", mesh, vars(forward), vars(sample), most_steps], lambda: on_any_device(step)
+        ["step", mesh, vars(forward), vars(sample), most_steps], lambda: OnAnyDevice(step)
     )
 
 
@@ -277,7 +289,7 @@ def _build_begin(mesh: AbstractMesh, vocab_size: int) -> Callable[..., Any]:
         tallies = jnp.zeros((rows.shape[1], vocab_size), jnp.int32)
         return rows, put(mesh, tallies, None, None)
 
-    return on_any_device(begin)
+    return OnAnyDevice(begin)
 
 
 def _build_seat(mesh: AbstractMesh) -> Callable[..., Any]:
@@ -287,4 +299,4 @@ def _build_seat(mesh: AbstractMesh) -> Callable[..., Any]:
     def seat(state: jax.Array, new: jax.Array, seated: jax.Array) -> jax.Array:
         return jax.sharding.reshard(jnp.where(new, seated, state), everywhere)
 
-    return on_any_device(seat)
+    return OnAnyDevice(seat)
