@@ -40,7 +40,7 @@ ONE_BUCKET: dict[str, Any] = {"precompile_bs_paddings": [8]}
 COLD: dict[str, Any] = ONE_BUCKET | {"warmup": "none"}
 
 
-@pytest.mark.parametrize("seed", [1, *slow(2)])
+@pytest.mark.parametrize("seed", [1, *slow(3)])
 def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
     """Ids, log-probabilities and reasons of mixed batches, in which rows end by length, by their
     stop ids, by more of these than the device looks for, and by strings."""

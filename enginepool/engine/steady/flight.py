@@ -82,7 +82,8 @@ class Flight:
         self._dispatched = 0  # steps
         self._covered = 0  # steps for which every row has pages
         self._most: int | None = None
-        self._stale = True  # the host has changed what the device has of the batch
+        # The host has changed what the device has of the batch, or pages of rows alone.
+        self._stale, self._table_stale = True, False
         self._landing = False
         self._taken_at: float | None = None
 
@@ -160,6 +161,10 @@ class Flight:
             return False
         if self._stale:
             self._place()
+        elif self._table_stale:
+            table = self._program.place(self._pages.table.copy())
+            self._batch = self._batch._replace(table=table)
+        self._stale = self._table_stale = False
         self._home.steps_begin(steps if self._dispatched else steps - 1)
         self._state, sampled = self._home.dispatch(self._state, self._batch, steps)
         self._on_their_way.append((sampled, steps))
@@ -186,7 +191,6 @@ class Flight:
             penalised=penalised,
             top=top,
         )
-        self._stale = False
 
     def _fits_fewer_rows(self) -> bool:
         return self._program.bucket(len(self._rows.seated)) < len(self._rows.limits)
@@ -201,7 +205,7 @@ class Flight:
             changed = self._pages.cover(self._rows.seated, lengths, evict=evict)
             if changed is not None:
                 self._covered = self._dispatched + ahead
-                self._stale = self._stale or changed
+                self._table_stale = self._table_stale or changed
                 return min(steps, ahead)
         return 0
 

@@ -61,6 +61,8 @@ class Rows:
         self._asking, self._asked = asking, dict[int, Request]()
         self.live = self.seated
         self.broken = self._changed = False
+        # Of those that are live: the earliest last step, the stop ids if any of them has some.
+        self._soonest, self._stops = 0, None
 
     def seat(self, reqs: Sequence[Any], after: int) -> list[int]:
         """Give these requests rows, which take part from the step after so many on."""
@@ -156,7 +158,16 @@ class Rows:
     def _counts(self, ids: np.ndarray, logprobs: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
         """How many of these steps count; by live row, how many of them it takes part in, and
         whether the device has ended it by the last of those."""
-        live, steps = self.live, np.arange(1, 1 + len(ids))[:, None]
+        live = self.live
+        # Most steps end nobody; for these, what follows would be most of the booking.
+        if (
+            self.steps + len(ids) < self._soonest
+            and (self._stops is None or not (ids[:, live, None] == self._stops).any())
+            and np.isfinite(logprobs).all()
+        ):
+            self.broken = False
+            return len(ids), np.full(len(live), len(ids)), np.zeros(len(live), bool)
+        steps = np.arange(1, 1 + len(ids))[:, None]
         stopped = (ids[:, live, None] == self.limits[live, 1:]).any(axis=2)
         stopped |= self.steps + steps >= self._last[live]
         ended = stopped.any(axis=0)
@@ -210,6 +221,10 @@ class Rows:
     def _find_live(self) -> None:
         self.live = live = self.seated[self._first[self.seated] <= self.steps + 1]
         self._changed = len(live) < len(self.seated)
+        self._soonest = self._last[live].min(initial=np.iinfo(np.int64).max)
+        stops = self.limits[live, 1:]
+        used = (stops >= 0).any(axis=0)
+        self._stops = stops[:, used] if used.any() else None
         self._given = [
             (
                 req.output_ids.extend,
