@@ -15,6 +15,8 @@ Workloads: "decode" has full batches that begin and end together; "arrivals" thr
 requests as the batches hold, of uneven prompts and outputs; "streams" is "decode" with every
 output streamed to one caller (upstream's are not streamed).
 
+"thread" is the processor time of an engine's own thread, prefill, admission and endings included;
+"of a steady step" the part of flights, in which decode is one step ahead, and who joins them.
 "fell back" is the share of a pool's decode steps that were upstream's own, and not one step ahead.
 """
 
@@ -185,7 +187,7 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     plain(
         [
             *("engines", "step ms", "", "busy", "of each round"),
-            *("thread ms a step", "CPU ms a step", "fell back"),
+            *("thread ms a step", "of a steady step", "CPU ms a step", "fell back"),
         ],
         [
             [
@@ -195,6 +197,7 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 f"{100 * row['busy_share']:.1f} %",
                 " ".join(f"{100 * share:.1f}" for share in row["spread"]),
                 f"{row['thread_ms_per_step']:.2f}" if row["thread_ms_per_step"] else "",
+                f"{row['steady_ms_per_step']:.2f}" if row["steady_ms_per_step"] else "",
                 f"{row['cpu_ms_per_step']:.2f}",
                 f"{100 * row['fallback_share']:.1f} %" if row["name"].startswith("pool") else "",
             ]

@@ -94,6 +94,7 @@ class Contestant:
             "busy_share": statistics.mean(answer["busy_share"] for answer in answers),
             "fallback_share": statistics.mean(answer["fallback_share"] for answer in answers),
             "thread_ms_per_step": max(answer["thread_ms_per_step"] for answer in answers),
+            "steady_ms_per_step": max(answer["steady_ms_per_step"] for answer in answers),
         }
 
     def close(self) -> None:

@@ -41,19 +41,20 @@ def main() -> None:
         engines.flush()
         accelerator.reset(job["step_ms"] / 1000)
         with _host(job.get("host")) as rounds:
-            before, thread = _peak_mb(), engines.thread_seconds()
+            before, threads = _peak_mb(), engines.thread_seconds()
             decoded = engines.decode_steps()
             cpu, started = time.process_time(), time.perf_counter()
             tokens = engines.generate(job)
             wall, cpu = time.perf_counter() - started, time.process_time() - cpu
-            done, thread = rounds(), engines.thread_seconds() - thread
-            both = zip(engines.decode_steps(), decoded, strict=True)
-            steady, fallback = (now - then for now, then in both)
+            done = rounds()
+            thread, flights = _since(threads, engines.thread_seconds())
+            steady, fallback = _since(decoded, engines.decode_steps())
         answer = {
             "tokens": tokens,
             "grown_mb": _peak_mb() - before,
             "cpu_ms_per_step": 1000 * cpu / accelerator.steps,
             "thread_ms_per_step": 1000 * thread / accelerator.steps,
+            "steady_ms_per_step": 1000 * flights / max(1, steady),
             "fallback_share": fallback / max(1, steady + fallback),
             "host_rounds_per_sec": done / wall,
             "busy_share": accelerator.busy_share(setup["engines"]),
@@ -70,8 +71,9 @@ class _Engines(Protocol):
 
     def flush(self) -> None: ...
 
-    def thread_seconds(self) -> float:
-        """Processor time of the engines' own threads; 0 where they cannot be asked."""
+    def thread_seconds(self) -> tuple[float, float]:
+        """Processor time of the engines' own threads, and of a pool's the part that steady decode
+        takes, with whoever joins; 0 where they cannot be asked."""
         ...
 
     def decode_steps(self) -> tuple[int, int]:
@@ -94,6 +96,7 @@ class _Pool:
             worker.process_limiter = lambda: limiter
         self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
         self._workers = self._pool._runtime().workers
+        self._in_flights = [_timed(worker.scheduler.steady) for worker in self._workers]
 
     def generate(self, job: dict[str, Any]) -> int:
         if steps := job.get("ceiling"):
@@ -111,9 +114,10 @@ class _Pool:
     def flush(self) -> None:
         self._pool.flush_cache()
 
-    def thread_seconds(self) -> float:
+    def thread_seconds(self) -> tuple[float, float]:
         times = [worker.channel.run(time.thread_time) for worker in self._workers]
-        return sum(future.result() for future in times)
+        flights = sum(seconds() for seconds in self._in_flights)
+        return sum(future.result() for future in times), flights
 
     def decode_steps(self) -> tuple[int, int]:
         engines = self._pool.stats()["engines"]
@@ -153,11 +157,30 @@ class _Upstream:
         for thread, engine in zip(self._threads, self._engines, strict=True):
             thread.submit(engine.flush_cache).result()
 
-    def thread_seconds(self) -> float:
-        return 0.0
+    def thread_seconds(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def decode_steps(self) -> tuple[int, int]:
         return 0, 0
+
+
+def _timed(steady: Any) -> Callable[[], float]:
+    """Have an engine's flights add up their processor time; returns what tells it, in seconds."""
+    seconds, run = 0.0, steady.run
+
+    def timed(batch: Any) -> bool:
+        nonlocal seconds
+        began = time.thread_time()
+        flown: bool = run(batch)
+        seconds += flown * (time.thread_time() - began)
+        return flown
+
+    steady.run = timed
+    return lambda: seconds
+
+
+def _since(before: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any]:
+    return now[0] - before[0], now[1] - before[1]
 
 
 def _engine(config: PoolConfig, index: int, platform: str, overlap: bool) -> Any:
