@@ -116,8 +116,8 @@ class _Pool:
 
     def thread_seconds(self) -> tuple[float, float]:
         times = [worker.channel.run(time.thread_time) for worker in self._workers]
-        flights = sum(seconds() for seconds in self._in_flights)
-        return sum(future.result() for future in times), flights
+        threads = sum(future.result() for future in times)
+        return threads, sum(seconds() for seconds in self._in_flights)  # now they have landed
 
     def decode_steps(self) -> tuple[int, int]:
         engines = self._pool.stats()["engines"]
