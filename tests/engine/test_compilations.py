@@ -9,6 +9,7 @@ import pytest
 
 from enginepool import EnginePool, toy
 from enginepool.engine.executable_cache import ExecutableCache
+from tests.support.marks import steady_decode
 from tests.support.pools import SMALL, MakePool, compilations
 
 
@@ -155,6 +156,7 @@ def test_engines_share_what_one_has_compiled(pool: EnginePool):
     assert counts["reused"] > counts["compiled"]
 
 
+@steady_decode
 def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     """Another thread compiles the programs of steady decode during upstream's warm-up. What the
     engine's own thread then compiles under a name of theirs was compiled for nothing."""
