@@ -177,6 +177,7 @@ def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@steady_decode
 def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyPatch):
     """At most twice as many again, whatever a batch may ask for."""
     place = "enginepool.engine.steady.program._ATTENTION"
