@@ -143,10 +143,11 @@ def _measure(
             done = contestant.run(_job(workload, engines * batch, step_ms, args, seed=number))
             if number:  # the first round warms up
                 runs.setdefault(contestant.name, []).append(done)
-            if contestant is contestants[0] and number and contestant.name.startswith("pool"):
+            if contestant is contestants[0] and contestant.name.startswith("pool"):
                 alone = contestant.run({"step_ms": step_ms, "ceiling": args.tokens})
                 alone["busy_share"] *= engines  # it is one engine's
-                runs.setdefault("ceiling", []).append(alone)
+                if number:
+                    runs.setdefault("ceiling", []).append(alone)
     rows = []
     for name, those in runs.items():
         row: dict[str, Any] = {"name": name, "workload": workload, "step_ms": step_ms}
