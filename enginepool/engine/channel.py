@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from enginepool.engine.approach import Approach
 from enginepool.engine.condition import EngineCondition
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.jobs import EngineBroken, Jobs, StopEngine
@@ -31,6 +32,7 @@ class Channel:
         condition: What the engine may do; it is asked before every step.
         running: The requests that the engine has.
         max_decode_steps: How many may be dispatched at once.
+        approach: How it comes to a step boundary with others.
         limiter: Shared with other engines; this one has a slot from a step's begin to its end,
             but for the wait for its device.
         steps: How many began.
@@ -54,6 +56,7 @@ class Channel:
         self.limiter = limiter
         self.condition = condition
         self.max_decode_steps = max_decode_steps
+        self.approach = Approach()
         self.running = RunningRequests(condition.weights)
         self.steps = self.steady_steps = self.steady_dispatches = self.fallback_steps = 0
         self.busy_since = 0.0

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+from enginepool.engine.approach import together
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest, PoolClosed, WeightUpdateFailed
@@ -105,13 +106,16 @@ def standstill(
 
     def wait_until_due() -> None:
         futures = []
-        for worker in stand.workers:
-            # Drained engines wait for their siblings with nothing to do, so they stop last.
-            job = _nothing if mode == "drain" else (lambda worker=worker: stop(worker))
-            future = worker.channel.run_when(lambda worker=worker: due(worker), job)
-            waits.append(future)
-            futures.append((worker, future))
-        stand.collect(futures)
+        # One engine has nobody to wait for, and a drain ends with nothing on its way.
+        near = [w.channel.approach for w in stand.workers if mode != "drain" and len(workers) > 1]
+        with together(near):
+            for worker in stand.workers:
+                # Drained engines wait for their siblings with nothing to do, so they stop last.
+                job = _nothing if mode == "drain" else (lambda worker=worker: stop(worker))
+                future = worker.channel.run_when(lambda worker=worker: due(worker), job)
+                waits.append(future)
+                futures.append((worker, future))
+            stand.collect(futures)
 
     try:
         if mode == "drain":

@@ -81,8 +81,11 @@ class SteadyDecode:
         flight = Flight(self, program, rows, pages)
         self._queued, self._freed = channel.queued(), False
         waiting = self._queued or scheduler.waiting_queue or scheduler.scorer.has_prompts
-        if not flight.take_off(reqs, _STEPS_WHILE_WAITING if waiting else None):
-            return False
+        try:
+            if not flight.take_off(reqs, _STEPS_WHILE_WAITING if waiting else None):
+                return False
+        finally:
+            channel.approach.on_their_way(0)
         self._filter(batch)
         booking.settle(batch)
         scheduler.forward_ct += rows.steps
@@ -97,6 +100,8 @@ class SteadyDecode:
     def steps_at_once(self, *, idle: bool | None, streamed: bool) -> int:
         if idle is not None and self._letting_in is None:
             self._pace.dispatched(idle=idle)
+        if self._channel.approach.begun:
+            return 1
         scheduler = self._scheduler
         waits = self._letting_in or scheduler.waiting_queue or len(self._channel.queue)
         return self._pace.steps(calm=not (streamed or waits or scheduler.scorer.has_prompts))
@@ -106,6 +111,8 @@ class SteadyDecode:
 
     def dispatch(self, state: State, batch: Batch, steps: int) -> tuple[State, Sampled]:
         assert self._program is not None
+        if steps > 1:
+            self._channel.approach.on_their_way(steps)
         return self._program.step(state, batch, steps)
 
     def steps_begin(self, steps: int) -> None:
@@ -130,6 +137,7 @@ class SteadyDecode:
 
     def wants_boundary(self, flight: Flight) -> bool:
         channel = self._channel
+        channel.approach.on_their_way(flight.longest_on_its_way)
         if channel.has_jobs():
             return True
         queued = channel.queued()

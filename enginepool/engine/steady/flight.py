@@ -88,6 +88,11 @@ class Flight:
         self._taken_at: float | None = None
 
     @property
+    def longest_on_its_way(self) -> int:
+        """How many steps the longest dispatch has that has not come back."""
+        return max((steps for _, steps in self._on_their_way), default=0)
+
+    @property
     def room(self) -> int:
         """How many requests may join it."""
         return 0 if self._landing else self._rows.free
