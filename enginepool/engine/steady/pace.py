@@ -10,7 +10,7 @@ _TRIED_AFTER = 128
 _SHARE, _OUTPUTS = 16, 16
 # Seconds that a dispatch takes about where nobody waits for a step, and over how many dispatches a
 # step's time is averaged.
-_PATIENCE, _TIMED = 0.020, 16
+_PATIENCE, _TIMED = 0.040, 16
 
 
 class Pace:
@@ -20,7 +20,7 @@ class Pace:
     waits for all of them, and so does whoever could have the row of one that has ended among them.
     So they are one by one, unless the device is without work when the next one comes: its steps are
     short, or engines, streams and others share the host. Where nobody streams and nobody waits,
-    they are as many as take about 20 ms: the host, which others in the process need, has less to
+    they are as many as take about 40 ms: the host, which others in the process need, has less to
     do. And they are few where outputs are short.
     """
 
