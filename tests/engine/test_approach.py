@@ -1,7 +1,7 @@
-"""Engines that are to stand together step one by one before they do."""
+"""Engines that are to stand together go on one step at a time before they do."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,11 @@ import jax
 import pytest
 
 from benchmarks.faults import scheduler_of
+from enginepool import EnginePool
 from enginepool.engine.approach import Approach, together
 from enginepool.engine.condition import EngineCondition
 from enginepool.engine.steady.decode import SteadyDecode
+from enginepool.engine.steady.flight import Flight
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.marks import steady_decode
 from tests.support.pools import MakePool
@@ -27,31 +29,53 @@ from tests.support.steady import (
 )
 
 
-def test_an_engine_that_generates_is_waited_for() -> None:
-    """Until what it has dispatched at once is there, and the block with it."""
+@pytest.fixture
+def eight_at_once(make_pool: MakePool) -> Iterator[EnginePool]:
+    """Two engines that dispatch eight steps at once."""
+    with several_at_once():
+        pool = make_pool("qwen3", 2, **OPTIONS | {"max_decode_steps": 8})
+        pool.flush_cache()
+        yield pool
+
+
+def approaches(pool: EnginePool) -> list[Approach]:
+    return [worker.channel.approach for worker in pool._runtime().workers]
+
+
+def test_an_engine_in_flight_is_waited_for() -> None:
+    """Until a step at most is on its way, and the block with it."""
     one, other = Approach(), Approach()
-    one.on_their_way(8)
     inside = threading.Event()
 
     def meet() -> None:
         with together([one, other]):
             inside.set()
 
-    thread = threading.Thread(target=meet)
-    thread.start()
-    assert not inside.wait(0.05)
-    assert one.begun
-    assert other.begun
-    one.on_their_way(1)
-    thread.join(SECONDS)
+    with one.flight():
+        one.on_their_way(16)
+        thread = threading.Thread(target=meet)
+        thread.start()
+        until(lambda: one.begun and other.begun)
+        one.on_their_way(8)
+        assert not inside.wait(0.05)
+        one.on_their_way(1)
+        thread.join(SECONDS)
     assert inside.is_set()
 
 
 def test_nobody_waits_for_an_engine_that_hangs() -> None:
     hangs = Approach()
-    hangs.on_their_way(8)
-    with together([hangs]):
+    with hangs.flight(), together([hangs]):
         assert hangs.begun
+
+
+def test_a_flight_that_ends_is_waited_for_no_longer() -> None:
+    approach = Approach()
+    with pytest.raises(ZeroDivisionError), approach.flight():
+        approach.begin()
+        assert not approach.wait(0)
+        raise ZeroDivisionError
+    assert approach.wait(0)
 
 
 def test_it_ends_with_the_block() -> None:
@@ -62,60 +86,73 @@ def test_it_ends_with_the_block() -> None:
 
 
 @steady_decode
-def test_nobody_waits_for_an_engine_at_rest(make_pool: MakePool) -> None:
-    """However many steps it had on their way when its last request ended: by a stop id, long before
-    it had to."""
-    with several_at_once():
-        pool = make_pool("qwen3", 2, **OPTIONS | {"max_decode_steps": 8})
-        sampled = LONG | {"temperature": 1.0, "sampling_seed": 1}
-        (result,) = ask(pool, sampled, PROMPTS[:1])
-        ids = result["output_ids"]
-        stop = next(id for place, id in enumerate(ids) if place > 20 and id not in ids[:place])
-        params = sampled | {"ignore_eos": False, "stop_token_ids": [stop]}
-        (result,) = ask(pool, params, PROMPTS[:1])
-    assert result["output_ids"] == ids[: ids.index(stop) + 1]
+def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And several again afterwards."""
+    pool, seen = eight_at_once, list[tuple[bool, int, int]]()
+    dispatch = Flight.dispatch
+
+    def dispatching(self: Any) -> bool:
+        begun, before = self._home.one_by_one, self.on_their_way
+        done = dispatch(self)
+        if done:
+            seen.append((begun, before, self.on_their_way))
+        return done
+
+    monkeypatch.setattr(Flight, "dispatch", dispatching)
+    with callers() as executor:
+        call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:1])
+        flying(pool, 1)
+        with together(approaches(pool)):
+            start = len(seen)
+            until(lambda: len(seen) > start + 4)
+            during = seen[start + 1 :]
+        until(lambda: (False, 8, 16) in seen[start:])
+        call.result(SECONDS)
+    assert set(during) == {(True, 0, 1)}
+
+
+@steady_decode
+def test_nobody_waits_for_an_engine_at_rest(eight_at_once: EnginePool) -> None:
+    pool = eight_at_once
+    ask(pool, LONG)
     until(lambda: at_rest(pool))
-    assert all(worker.channel.approach.wait(0) for worker in pool._runtime().workers)
+    for approach in approaches(pool):
+        approach.begin()
+        assert approach.wait(0)
+        approach.end()
 
 
 @steady_decode
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_engines_that_swap_wait_for_a_step_and_not_for_many(
-    make_pool: MakePool,
+    eight_at_once: EnginePool,
     model_dir: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     mode: Any,
 ) -> None:
-    """The last that an engine has on its way before it stands are single steps; many before, and
-    afterwards."""
-    seen: dict[int, list[int | str]] = {}
-    dispatch, pause = SteadyDecode.dispatch, EngineCondition.pause
+    """A step at most is on its way when an engine hears of the swap."""
+    pool, landings, stood = eight_at_once, dict[int, int](), list[int]()
+    wants, pause = SteadyDecode.wants_boundary, EngineCondition.pause
 
-    def dispatching(self: Any, state: Any, batch: Any, steps: int) -> Any:
-        seen.setdefault(id(self._channel.condition), []).append(steps)
-        return dispatch(self, state, batch, steps)
+    def wanting(self: Any, flight: Flight) -> bool:
+        lands = wants(self, flight)
+        if lands:
+            landings.setdefault(id(self._channel.condition), flight.on_their_way)
+        return lands
 
     def pausing(self: Any, reason: Any) -> None:
-        seen.setdefault(id(self), []).append(reason)
+        stood.append(id(self))
         pause(self, reason)
 
-    with several_at_once():
-        pool = make_pool("qwen3", 2, **OPTIONS | {"max_decode_steps": 8})
-        pool.flush_cache()
-        runner = scheduler_of(pool, 0).tp_worker.worker.model_runner
-        staged = pool.stage_weights(
-            [jax.numpy.flip(leaf) for leaf in runner.model_state_leaves], weight_version=1
-        )
-        with callers() as executor:
-            call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
-            flying(pool, 4)
-            monkeypatch.setattr(SteadyDecode, "dispatch", dispatching)
-            monkeypatch.setattr(EngineCondition, "pause", pausing)
-            staged.commit(mode)
-            call.result(SECONDS)
-        pool.update_weights(model_dir("qwen3"), weight_version=0)
-    assert len(seen) == 2
-    for events in seen.values():
-        stands = events.index("swap")
-        assert events[:stands][-2:] == [1, 1]
-        assert 8 in events[stands:]
+    leaves = scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves
+    staged = pool.stage_weights([jax.numpy.flip(leaf) for leaf in leaves], weight_version=1)
+    with callers() as executor:
+        call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
+        flying(pool, 4)
+        monkeypatch.setattr(SteadyDecode, "wants_boundary", wanting)
+        monkeypatch.setattr(EngineCondition, "pause", pausing)
+        staged.commit(mode)
+        call.result(SECONDS)
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
+    assert set(landings) == set(stood[:2])
+    assert max(landings.values()) <= 1

@@ -81,11 +81,9 @@ class SteadyDecode:
         flight = Flight(self, program, rows, pages)
         self._queued, self._freed = channel.queued(), False
         waiting = self._queued or scheduler.waiting_queue or scheduler.scorer.has_prompts
-        try:
+        with channel.approach.flight():
             if not flight.take_off(reqs, _STEPS_WHILE_WAITING if waiting else None):
                 return False
-        finally:
-            channel.approach.on_their_way(0)
         self._filter(batch)
         booking.settle(batch)
         scheduler.forward_ct += rows.steps
@@ -97,10 +95,14 @@ class SteadyDecode:
 
     # What a flight asks for
 
+    @property
+    def one_by_one(self) -> bool:
+        return self._channel.approach.begun
+
     def steps_at_once(self, *, idle: bool | None, streamed: bool) -> int:
         if idle is not None and self._letting_in is None:
             self._pace.dispatched(idle=idle)
-        if self._channel.approach.begun:
+        if self.one_by_one:
             return 1
         scheduler = self._scheduler
         waits = self._letting_in or scheduler.waiting_queue or len(self._channel.queue)
@@ -111,8 +113,6 @@ class SteadyDecode:
 
     def dispatch(self, state: State, batch: Batch, steps: int) -> tuple[State, Sampled]:
         assert self._program is not None
-        if steps > 1:
-            self._channel.approach.on_their_way(steps)
         return self._program.step(state, batch, steps)
 
     def steps_begin(self, steps: int) -> None:
@@ -137,7 +137,7 @@ class SteadyDecode:
 
     def wants_boundary(self, flight: Flight) -> bool:
         channel = self._channel
-        channel.approach.on_their_way(flight.longest_on_its_way)
+        channel.approach.on_their_way(flight.on_their_way)
         if channel.has_jobs():
             return True
         queued = channel.queued()

@@ -32,6 +32,11 @@ _PAGES_AHEAD, _FEW_AHEAD = 32, 2 * _DEPTH
 class Home(Protocol):
     """What a flight needs of the engine that it belongs to."""
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a step is dispatched only when the one before it has come back."""
+        ...
+
     def steps_at_once(self, *, idle: bool | None, streamed: bool) -> int:
         """How many steps the next dispatch should have at most.
 
@@ -88,9 +93,9 @@ class Flight:
         self._taken_at: float | None = None
 
     @property
-    def longest_on_its_way(self) -> int:
-        """How many steps the longest dispatch has that has not come back."""
-        return max((steps for _, steps in self._on_their_way), default=0)
+    def on_their_way(self) -> int:
+        """How many steps are dispatched and not booked."""
+        return self._dispatched - self._rows.steps
 
     @property
     def room(self) -> int:
@@ -117,7 +122,8 @@ class Flight:
         self._count(rows)
         while True:
             with self._keeping_what_is_dispatched():
-                while len(self._on_their_way) < _DEPTH and self.dispatch():
+                depth = 1 if self._home.one_by_one else _DEPTH
+                while len(self._on_their_way) < depth and self.dispatch():
                     pass
             if not self._on_their_way or not len(self._rows.seated):
                 break
@@ -154,7 +160,7 @@ class Flight:
 
     def dispatch(self) -> bool:
         """Dispatch what comes next, if there is something; returns whether it did."""
-        left = self._rows.most_left - (self._dispatched - self._rows.steps)
+        left = self._rows.most_left - self.on_their_way
         if self._landing or left <= 0:
             return False
         streamed = bool(self._rows.streamed)
