@@ -3,7 +3,7 @@
     python -m benchmarks.structured_output
 
 One engine, batches of one and of eight, 128 tokens each. "Free" is without a grammar, as it is
-served: the batch stays on its device. "Beside" is without one, next to a single request that has
+served: with several steps a dispatch. "Beside" is without one, next to a single request that has
 one. The figures are medians of milliseconds a step, prefill and compilation of the grammar left
 out; the forms in turn, so that what else the host does meets all of them.
 """

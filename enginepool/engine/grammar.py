@@ -60,7 +60,7 @@ class RequestGrammar:
     def allocate_vocab_mask(self, vocab_size: int, batch_size: int) -> np.ndarray:
         """Of the whole batch: upstream asks the first grammar in it. A new one for every step, as
         the last one may still be on its way to the device."""
-        return np.full((batch_size, (vocab_size + 31) // 32), -1, np.int32)
+        return open_mask(vocab_size, batch_size)
 
     def fill_vocab_mask(self, vocab_mask: np.ndarray, idx: int) -> None:
         """Put in what may come next. There is always something: of no finite logits, no law."""
@@ -84,6 +84,11 @@ class RequestGrammar:
         if self._matcher.is_error():
             lines = self._matcher.get_error().strip().splitlines()
             self.failure = lines[0] if lines else "llguidance gives no reason"
+
+
+def open_mask(vocab_size: int, batch_size: int) -> np.ndarray:
+    """By row a bit for each id, of a batch in which every id may come next."""
+    return np.full((batch_size, -(-vocab_size // 32)), -1, np.int32)
 
 
 def check_upstream() -> None:

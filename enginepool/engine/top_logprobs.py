@@ -84,12 +84,22 @@ class TopLogprobs:
                 continue
             count = len(req.output_ids)
             if (k := request.top_logprobs_num) and len(request.top_logprobs) < count:
-                # Fewer where a grammar allows fewer: the others have float32's lowest.
-                k = min(k, int((values[row] > _NEVER).sum()))
-                request.top_logprobs.append((values[row, :k].tolist(), ids[row, :k].tolist()))
-            if request.named_ids and len(request.named_logprobs) < count:
-                own = named[row, : len(request.named_ids)]
-                request.named_logprobs.append(np.where(own > _NEVER, own, -np.inf).tolist())
+                request.top_logprobs.append(top_values(values[row], ids[row], k))
+            if (names := request.named_ids) and len(request.named_logprobs) < count:
+                request.named_logprobs.append(named_values(named[row], len(names)))
+
+
+def top_values(values: np.ndarray, ids: np.ndarray, k: int) -> tuple[list[float], list[int]]:
+    """The `k` most probable ids of one token and before them their log-probabilities; fewer where
+    a grammar allows fewer: the others have float32's lowest."""
+    k = min(k, int((values > _NEVER).sum()))
+    return values[:k].tolist(), ids[:k].tolist()
+
+
+def named_values(values: np.ndarray, count: int) -> list[float]:
+    """The log-probabilities of so many ids that a request names, of one token."""
+    own = values[:count]
+    return np.where(own > _NEVER, own, -np.inf).tolist()
 
 
 def _program(mesh: AbstractMesh, width: int) -> Any:

@@ -47,7 +47,8 @@ def warm_up(scheduler: PinnedScheduler) -> None:
     scheduler.warm_top_logprobs(True)
     try:
         with no_progress_bars(), compiling_ahead(scheduler.steady.compile_ahead):
-            worker.run_precompile()
+            # No decode step is upstream's own where steady decode is able.
+            worker.run_precompile(**({"only": "extend"} if scheduler.steady.able else {}))
             scheduler.scorer.program.compile()
             scheduler.kv_cache.compile()
         scheduler.steady.compile()

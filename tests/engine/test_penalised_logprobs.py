@@ -118,7 +118,7 @@ def test_mixed(make_pool: MakePool, model: Path) -> None:
     )
     check(pool, model, prompts, given, results)
     steady, fallback = (now - then for now, then in zip(steps(pool), before, strict=True))
-    assert steady > 5 * fallback
+    assert steady > fallback == 0
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

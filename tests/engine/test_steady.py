@@ -51,7 +51,7 @@ def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
     results = ask(kind, params)
     steady, fallback = (now - then for now, then in zip(steps(kind), before, strict=True))
     same(results, expected)
-    assert steady > 5 * fallback
+    assert steady > fallback == 0
     assert {r["meta_info"]["finish_reason"]["type"] for r in results} == {"stop", "length"}
     assert {type(r["meta_info"]["finish_reason"].get("matched")) for r in results} >= {int, str}
     kind.flush_cache()

@@ -39,7 +39,7 @@ def test_penalties_as_upstreams_own_steps(kind: EnginePool, seed: int, top: int)
     same(results, expected)
     if top:
         same_top(results, expected)
-    assert steady > 5 * fallback
+    assert steady > fallback == 0
     plain = [{k: v for k, v in one.items() if "penalty" not in k} for one in params]
     assert [r["output_ids"] for r in ask(kind, plain)] != [r["output_ids"] for r in results]
     kind.flush_cache()
@@ -77,7 +77,7 @@ def test_penalised_requests_join(kind: EnginePool, joined: list[int]) -> None:
     assert not compiled
     assert joined
     steady, fallback = (now - then for now, then in zip(steps(kind), before, strict=True))
-    assert steady > 5 * fallback
+    assert steady > fallback == 0
 
 
 def test_upstream_goes_on_where_a_flight_has_landed(steady_pool: EnginePool) -> None:

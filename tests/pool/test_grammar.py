@@ -15,10 +15,9 @@ from enginepool import EnginePool, InvalidGrammar, InvalidRequest
 from enginepool.toy.files import END_ID
 from tests.support.forced import output_logits
 from tests.support.liveness import SECONDS, callers
-from tests.support.marks import slow, steady_decode
-from tests.support.pools import MakePool, compilations, same
+from tests.support.marks import slow
+from tests.support.pools import compilations, same
 from tests.support.schemas import COMPACT, random_schema
-from tests.support.steady import steps
 
 WORD = {"regex": "(ab|cd|e[0-9])+", "max_new_tokens": 40}
 DIGITS = [ord(digit) for digit in "0123456789"]
@@ -228,18 +227,3 @@ def test_more_work_than_kv_cache(pool: EnginePool, retracted: list[int]) -> None
     assert sum(retracted) > 0
     assert all(re.fullmatch(params["regex"], result["text"]) for result in results)
     assert results[0]["output_ids"] == expected[0]["output_ids"]
-
-
-@steady_decode
-def test_decode_stays_on_the_device_where_nobody_has_a_grammar(make_pool: MakePool) -> None:
-    """A batch with a grammar takes upstream's steps, and when it has ended the next one flies."""
-    pool = make_pool("qwen3", 1, max_total_tokens=512, warmup="none")
-    params = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
-    pool.generate_all(["a", "b"], params)
-    steady, fallback = steps(pool)
-    pool.generate_all(["a", "b"], [params, {"regex": "[a-z]{20}", "max_new_tokens": 30}])
-    after, fallen = steps(pool)
-    assert fallen - fallback >= 19
-    assert after > steady  # of the one that stayed
-    pool.generate_all(["a", "b"], params)
-    assert steps(pool)[1] == fallen

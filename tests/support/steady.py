@@ -71,7 +71,7 @@ def joins() -> Iterator[list[int]]:
 
 
 def of_any_kind(count: int, *, seed: int) -> list[dict[str, Any]]:
-    """What a batch can hold without a step of upstream's own."""
+    """What a batch can hold, but for penalties and grammars."""
     rng = random.Random(seed)
     return [
         {

@@ -59,9 +59,12 @@ class Batch(NamedTuple):
         limits: By row: the length at which it ends, 0 for a row that the host has ended; then its
             stop ids, -1 where there are none.
         table: By row: its KV pages.
-        sampling: What upstream's sampler takes, but for positions; whether any row has penalties.
+        sampling: What upstream's sampler takes, but for positions and mask; whether any row has
+            penalties.
         penalties: See `penalties.py`.
         top: Whether a row wants the most probable ids.
+        named, names: Whether a row names ids whose log-probabilities it wants, and by row which.
+        masked, mask: Whether a row has a grammar, and by row which ids may come next: a bit each.
     """
 
     limits: jax.Array
@@ -69,6 +72,26 @@ class Batch(NamedTuple):
     sampling: SamplingMetadata
     penalties: Penalties
     top: jax.Array
+    named: jax.Array
+    names: jax.Array
+    masked: jax.Array
+    mask: jax.Array
+
+
+class Form(NamedTuple):
+    """Whether any row of a batch has this; a step without it does not compute it.
+
+    Attributes:
+        penalised: Penalties, or `min_new_tokens`.
+        top: The most probable ids are wanted.
+        named: Log-probabilities of ids that it names are.
+        masked: A grammar.
+    """
+
+    penalised: bool = False
+    top: bool = False
+    named: bool = False
+    masked: bool = False
 
 
 class State(NamedTuple):
@@ -89,7 +112,9 @@ class Sampled(NamedTuple):
     Attributes:
         ids: By row: the id, and the bits of its log-probability.
         top: The same of the most probable ids, if the batch wants them; else zeros.
+        named: By row: log-probabilities of the ids that it names, if any does; else zeros.
     """
 
     ids: jax.Array
     top: jax.Array
+    named: jax.Array

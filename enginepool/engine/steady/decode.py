@@ -54,14 +54,21 @@ class SteadyDecode:
         if self._program is not None:
             self._program.compile(Pages.width(self._scheduler))
 
+    @property
+    def able(self) -> bool:
+        """Whether no decode step is upstream's own."""
+        return self._program is not None
+
     def run(self, batch: Any) -> bool:
         """Fly a batch that is prepared for a decode step, and what comes after it; False if the
         step is upstream's own."""
         if not batch.forward_mode.is_decode():
             return False
-        taken_off = self._program is not None and self._fly(batch, self._program)
-        self._channel.fallback_steps += not taken_off
-        return taken_off
+        if self._program is None:
+            self._channel.fallback_steps += 1
+            return False
+        self._fly(batch, self._program)
+        return True
 
     def before_waiting(self) -> None:
         """Upstream's own step is dispatched and is waited for next: if it is for requests that join
@@ -69,21 +76,15 @@ class SteadyDecode:
         if self._letting_in is not None:
             self._letting_in.dispatch()
 
-    def _fly(self, batch: Any, program: StepProgram) -> bool:
+    def _fly(self, batch: Any, program: StepProgram) -> None:
         scheduler, channel = self._scheduler, self._channel
-        if not self._flies(batch):
-            return False
-        if any(req is not None for req in scheduler.chunked_reqs) or scheduler.scorer.holds_kv:
-            return False
         reqs = batch.reqs_info[0].reqs
         size = program.bucket(len(reqs))
         rows, pages = Rows(size, self._asking), Pages(scheduler, size)
         flight = Flight(self, program, rows, pages)
         self._queued, self._freed = channel.queued(), False
-        waiting = self._queued or scheduler.waiting_queue or scheduler.scorer.has_prompts
         with channel.approach.flight():
-            if not flight.take_off(reqs, _STEPS_WHILE_WAITING if waiting else None):
-                return False
+            flight.take_off(reqs, self._most_steps())
         self._filter(batch)
         booking.settle(batch)
         scheduler.forward_ct += rows.steps
@@ -91,7 +92,14 @@ class SteadyDecode:
             scheduler.new_token_ratio - (rows.steps - 1) * scheduler.new_token_ratio_decay,
             scheduler.min_new_token_ratio,
         )
-        return True
+
+    def _most_steps(self) -> int | None:
+        """After which the flight lands in any case."""
+        scheduler, scorer = self._scheduler, self._scheduler.scorer
+        if any(req is not None for req in scheduler.chunked_reqs) or scorer.holds_kv:
+            return 1  # the next piece of a prompt comes between any two
+        waiting = self._queued or scheduler.waiting_queue or scorer.has_prompts
+        return _STEPS_WHILE_WAITING if waiting else None
 
     # What a flight asks for
 
@@ -176,8 +184,6 @@ class SteadyDecode:
         if not batch.is_empty():
             reqs = list(batch.reqs_info[0].reqs)
             running.merge_batch(batch)
-            if not self._flies(running):
-                return False
             flight.join(reqs)
         return True
 
@@ -208,16 +214,8 @@ class SteadyDecode:
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
         return tokens <= min(limit for limit in limits if limit and limit > 0)
 
-    def _flies(self, batch: Any) -> bool:
-        """Whether nobody in it needs upstream's own step, which alone has the log-probabilities of
-        ids that a request names."""
-        held = self._channel.running.held
-        return booking.flies(batch) and not any(
-            (request := held.get(req.rid)) is not None and request.named_ids
-            for req in batch.reqs_info[0].reqs
-        )
-
     def _asking(self, req: Any) -> Request | None:
-        """The pool's request, if it wants the most probable ids."""
+        """The pool's request, if it wants the most probable ids or names some."""
         request = self._channel.running.held.get(req.rid)
-        return request if request is not None and request.top_logprobs_num else None
+        wants = request is not None and (request.top_logprobs_num or request.named_ids)
+        return request if wants else None

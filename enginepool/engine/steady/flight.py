@@ -102,8 +102,9 @@ class Flight:
         """How many requests may join it."""
         return 0 if self._landing else self._rows.free
 
-    def take_off(self, reqs: list[Any], most: int | None) -> bool:
-        """Run until something makes it land; False, with nothing done, if there are no KV pages.
+    def take_off(self, reqs: list[Any], most: int | None) -> None:
+        """Run until something makes it land, which is after one step at least: upstream has
+        allocated what that needs.
 
         Args:
             reqs: Upstream's requests, which it has prepared for a decode step.
@@ -115,8 +116,6 @@ class Flight:
         """
         rows = self._rows.seat(reqs, after=0)
         self._pages.seat(rows, reqs)
-        if not self._cover(_DEPTH):
-            return False
         self._most = most
         self._state = self._program.begin(self._rows.state)
         self._count(rows)
@@ -131,7 +130,6 @@ class Flight:
             with self._keeping_what_is_dispatched():
                 self._landing = self._landing or self._home.wants_boundary(self)
         self._land()
-        return True
 
     @contextmanager
     def _keeping_what_is_dispatched(self) -> Iterator[None]:
@@ -163,8 +161,12 @@ class Flight:
         left = self._rows.most_left - self.on_their_way
         if self._landing or left <= 0:
             return False
+        if self._rows.grammars and self._on_their_way:
+            return False  # what may come next depends on what comes
         streamed = bool(self._rows.streamed)
         steps = min(left, self._home.steps_at_once(idle=self._idle(), streamed=streamed))
+        if self._rows.grammars:
+            steps = min(steps, 1)
         if self._most is not None:
             steps = min(steps, self._most - self._dispatched)
         if steps == 0 or self._fits_fewer_rows() or not (steps := self._cover(steps)):
@@ -176,6 +178,8 @@ class Flight:
             table = self._program.place(self._pages.table.copy())
             self._batch = self._batch._replace(table=table)
         self._stale = self._table_stale = False
+        if self._rows.grammars:
+            self._batch = self._program.mask(self._batch, self._rows.grammars)
         self._home.steps_begin(steps if self._dispatched else steps - 1)
         self._state, sampled = self._home.dispatch(self._state, self._batch, steps)
         self._on_their_way.append((sampled, steps))
@@ -192,15 +196,9 @@ class Flight:
         return ids.is_ready()
 
     def _place(self) -> None:
-        rows = self._rows
-        penalised, top = rows.form
+        rows, table = self._rows, self._pages.table
         self._batch = self._program.place_batch(
-            rows.limits,
-            self._pages.table,
-            rows.sampling,
-            rows.penalties,
-            penalised=penalised,
-            top=top,
+            rows.limits, table, rows.sampling, rows.penalties, rows.names, rows.form
         )
 
     def _fits_fewer_rows(self) -> bool:
@@ -211,7 +209,9 @@ class Flight:
         if self._dispatched + steps <= self._covered:
             return steps
         few = max(_FEW_AHEAD, steps)
-        for ahead, evict in ((_PAGES_AHEAD, False), (few, True), (_FEW_AHEAD, True)):
+        for ahead, evict in ((_PAGES_AHEAD, False), (few, True), (_FEW_AHEAD, True), (1, True)):
+            if self._most is not None:
+                ahead = min(ahead, self._most - self._dispatched)
             lengths = self._rows.lengths_in(self._dispatched + ahead)
             changed = self._pages.cover(self._rows.seated, lengths, evict=evict)
             if changed is not None:
@@ -229,9 +229,10 @@ class Flight:
             home.step_took((now - self._taken_at) / steps)
         self._taken_at = now
         ids, logprobs = _numbers(sampled.ids, steps)
-        _, asked = rows.form
-        top = _numbers(sampled.top, steps) if asked else None
-        ended = home.take_over(lambda: rows.book(ids, logprobs, top), steps)
+        form = rows.form
+        top = _numbers(sampled.top, steps) if form.top else None
+        named = np.asarray(sampled.named)[:steps] if form.named else None
+        ended = home.take_over(lambda: rows.book(ids, logprobs, top, named), steps)
         live = rows.live
         if ended:
             self._end(ended)

@@ -15,7 +15,8 @@ Remove when: A batch that stays the same stays on its device upstream, log-proba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +33,13 @@ from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
 from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
+from enginepool.engine.grammar import RequestGrammar, open_mask
 from enginepool.engine.kv_cache import spec_of
-from enginepool.engine.steady.batch import STOP_IDS, Batch, Sampled, Sampling, State
+from enginepool.engine.steady.batch import STOP_IDS, Batch, Form, Sampled, Sampling, State
 from enginepool.engine.steady.forward import Forward, put
 from enginepool.engine.steady.penalties import Penalties, build_tally, chunks, entries, penalise
 from enginepool.engine.steady.sample import Sample
+from enginepool.requests.request import MAX_NAMED_IDS
 
 # Backends that look at a step's lengths, slots and pages, and at nothing else.
 _ATTENTION = ("NativeAttention", "FlashAttention")
@@ -64,6 +67,10 @@ class StepProgram:
         self._step = _build_step(self._runner, programs, self.buckets, most_steps)
         # On the device already: a number of Python's would be sent with every dispatch.
         self._counts = [self.place(np.int32(steps)) for steps in range(most_steps + 1)]
+        self._flags = {value: self.place(np.bool_(value)) for value in (False, True)}
+        # Of a batch of so many rows where nobody names ids, and where nobody has a grammar.
+        self._no_names = {rows: self.place(_names(rows)) for rows in self.buckets}
+        self._no_mask = {rows: self.place(self._mask(rows)) for rows in self.buckets}
         mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
         self._seat = programs.common(["seat", mesh], lambda: _build_seat(mesh))
         self._begin = programs.common(
@@ -96,7 +103,7 @@ class StepProgram:
         limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
         table = np.zeros((rows, pages), np.int32)
         batch = self.place_batch(
-            limits, table, Sampling.of(rows), Penalties.of(rows), penalised=False, top=False
+            limits, table, Sampling.of(rows), Penalties.of(rows), _names(rows), Form()
         )
         state = self.begin(np.zeros((2, rows), np.int32))
         return self.tally(state, [], entries([], [])), batch
@@ -115,15 +122,11 @@ class StepProgram:
         table: np.ndarray,
         sampling: Sampling,
         penalties: Penalties,
-        *,
-        penalised: bool,
-        top: bool,
+        names: np.ndarray,
+        form: Form,
     ) -> Batch:
-        """Send a batch to the device; the arrays may be changed afterwards.
-
-        Args:
-            penalised: Whether any row has penalties.
-        """
+        """Send a batch to the device, but for the mask of its grammars; the arrays may be changed
+        afterwards."""
         # Copied: on CPU an array on a device may be the very memory.
         limits, table = limits.copy(), table.copy()
         arrays: dict[str, Any] = {name: array.copy() for name, array in sampling.arrays.items()}
@@ -150,15 +153,34 @@ class StepProgram:
             worker_batch, 0, runner.mesh, vocab_size
         )
         # Those of a step are computed in it.
-        metadata.do_penalties, metadata.linear_penalty = penalised, None
+        metadata.do_penalties, metadata.linear_penalty = form.penalised, None
         # Upstream's flags are Python's, and would be sent with every step.
         metadata = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else self.place(np.asarray(leaf)),
             metadata,
         )
-        penalties = Penalties(*(self.place(array.copy()) for array in penalties))
-        top_wanted = self.place(np.asarray(top))
-        return Batch(self.place(limits), self.place(table), metadata, penalties, top_wanted)
+        size, flags = len(limits), self._flags
+        return Batch(
+            self.place(limits),
+            self.place(table),
+            metadata,
+            Penalties(*(self.place(array.copy()) for array in penalties)),
+            flags[form.top],
+            flags[form.named],
+            self.place(names.copy()) if form.named else self._no_names[size],
+            flags[form.masked],
+            self._no_mask[size],
+        )
+
+    def mask(self, batch: Batch, grammars: Mapping[int, RequestGrammar]) -> Batch:
+        """The same batch, of which these rows may get what their grammars let them get next."""
+        mask = self._mask(len(batch.mask))
+        for row, grammar in grammars.items():
+            grammar.fill_vocab_mask(mask, row)
+        return batch._replace(mask=self.place(mask))
+
+    def _mask(self, rows: int) -> np.ndarray:
+        return open_mask(self._runner.model_config.vocab_size, rows)
 
     def seat(self, state: State, rows: list[int], seated: np.ndarray) -> State:
         """Put into these rows of a state, which is given away, what another has there."""
@@ -205,6 +227,8 @@ def supported(scheduler: Any) -> bool:
     found = (
         all(hasattr(runner, name) for name in ("memory_pools", "_sampler_base_rng", "sampler"))
         and hasattr(worker, "compilation_manager")
+        and "only" in inspect.signature(worker.run_precompile).parameters
+        and hasattr(SamplingMetadata, "apply_vocab_mask")
         and hasattr(jax.sharding, "use_abstract_mesh")
         and hasattr(BatchedPenalizerOrchestrator, "reqs_info")
     )
@@ -226,6 +250,10 @@ def supported(scheduler: Any) -> bool:
         and not hasattr(runner.attn_backend, "swa_index_mapping")
         and not getattr(runner, "is_hybrid", False)
     )
+
+
+def _names(rows: int) -> np.ndarray:
+    return np.zeros((rows, MAX_NAMED_IDS), np.int32)
 
 
 def _build_step(

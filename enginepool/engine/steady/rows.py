@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from enginepool.engine.steady.batch import STOP_IDS, Sampling
+from enginepool.engine.grammar import RequestGrammar
+from enginepool.engine.steady.batch import STOP_IDS, Form, Sampling
 from enginepool.engine.steady.penalties import Penalties, recount
-from enginepool.requests.request import Request
+from enginepool.engine.top_logprobs import named_values, top_values
+from enginepool.requests.request import MAX_NAMED_IDS, Request
 
 
 class Rows:
@@ -28,13 +30,15 @@ class Rows:
     Attributes:
         reqs: By row: upstream's request that had it last, if any.
         seated: The rows of requests that have not ended, ascending.
-        watched: Those for which the host looks whether they have ended: by a string, or by one of
-            more stop ids than the device looks for.
+        watched: Those for which the host looks whether they have ended: by a string, by one of
+            more stop ids than the device looks for, as they are aborted; and those with a grammar,
+            which goes on with every token.
         streamed: Those whose callers see every token.
         penalised: Those that have penalties.
+        grammars: By row that has one: its grammar, behind its last token.
         live: Those that the steps that were booked last have brought something; some have ended.
         broken: Whether one of these got numbers that are not finite, by the last of the steps.
-        limits, sampling, penalties: See `batch.Batch`.
+        limits, sampling, penalties, names: See `batch.Batch`.
         state: By row: the last id, and the length with it, as its first step finds them.
         steps: How many are booked.
     """
@@ -42,16 +46,19 @@ class Rows:
     def __init__(self, rows: int, asking: Callable[[Any], Request | None]) -> None:
         """
         Args:
-            asking: Of upstream's request, the one of the pool that wants the most probable ids.
+            asking: Of upstream's request, the one of the pool if it wants the most probable ids,
+                or names some.
         """
         self.reqs: list[Any] = [None] * rows
         self.seated = np.zeros(0, np.int64)
         self.watched: set[int] = set()
         self.streamed: set[int] = set()
         self.penalised: set[int] = set()
+        self.grammars: dict[int, RequestGrammar] = {}
         self.limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
         self.sampling = Sampling.of(rows)
         self.penalties = Penalties.of(rows)
+        self.names = np.zeros((rows, MAX_NAMED_IDS), np.int32)
         self.state = np.zeros((2, rows), np.int32)
         self.steps = 0
         # By row: the first and the last step that it can take part in.
@@ -86,7 +93,9 @@ class Rows:
         self.limits[row, 0] = len(req.origin_input_ids) + params.max_new_tokens
         self.limits[row, 1 : 1 + len(stops[:STOP_IDS])] = stops[:STOP_IDS]
         self.sampling.put(row, params)
-        if len(stops) > STOP_IDS or params.stop_strs:
+        if req.grammar is not None:
+            self.grammars[row] = req.grammar
+        if len(stops) > STOP_IDS or params.stop_strs or req.to_finish or row in self.grammars:
             self.watched.add(row)
         if req.stream:
             self.streamed.add(row)
@@ -94,11 +103,17 @@ class Rows:
             self.penalised.add(row)
         if (request := self._asking(req)) is not None:
             self._asked[row] = request
+            self.names[row, : len(request.named_ids)] = request.named_ids
 
     @property
-    def form(self) -> tuple[bool, bool]:
-        """Whether any row has penalties, and whether any wants the most probable ids."""
-        return bool(self.penalised), bool(self._asked)
+    def form(self) -> Form:
+        asked = self._asked.values()
+        return Form(
+            penalised=bool(self.penalised),
+            top=any(request.top_logprobs_num for request in asked),
+            named=any(request.named_ids for request in asked),
+            masked=bool(self.grammars),
+        )
 
     @property
     def free(self) -> int:
@@ -116,7 +131,7 @@ class Rows:
         taken = np.minimum(step, self._last[rows]) - self._first[rows] + 1
         return self.state[1, rows] + taken - 1
 
-    def book(self, ids: np.ndarray, logprobs: np.ndarray, top: Any) -> list[int]:
+    def book(self, ids: np.ndarray, logprobs: np.ndarray, top: Any, named: Any) -> list[int]:
         """Give the rows of the next steps what these brought; returns those which have ended.
 
         Every token is in upstream's request at once: who takes requests away, at whatever moment,
@@ -127,6 +142,7 @@ class Rows:
             ids, logprobs: By step, by row.
             top: The same of the most probable ids, and their log-probabilities; None if nobody
                 asks.
+            named: By step, by row, the log-probabilities of the ids that it names; None likewise.
         """
         if self._changed:
             self._find_live()
@@ -148,8 +164,8 @@ class Rows:
                 has_ended = over and self._has_ended(row)
             if over and not has_ended:
                 raise RuntimeError(f"the device has ended {self.reqs[row]}, upstream has not")
-        if top is not None:
-            self._give_top(counts, *top)
+        if top is not None or named is not None:
+            self._give_asked(counts, top, named)
         gone = live[ended]
         self._last[gone] = self.steps + counts[ended]
         self.steps += steps
@@ -186,16 +202,22 @@ class Rows:
             req.output_ids.append(token)
             req.output_token_logprobs_val.append(value)
             req.output_token_logprobs_idx.append(token)
+            if row in self.grammars:
+                self.grammars[row].accept_token(token)
             if self._has_ended(row):
                 return count, True
         return len(ids), False
 
-    def _give_top(self, counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    def _give_asked(self, counts: np.ndarray, top: Any, named: Any) -> None:
         for row, count in zip(self.live.tolist(), counts.tolist(), strict=True):
-            if (request := self._asked.get(row)) is not None:
-                k = request.top_logprobs_num
-                values, best = logprobs[:count, row, :k].tolist(), ids[:count, row, :k].tolist()
-                request.top_logprobs.extend(zip(values, best, strict=True))
+            if (request := self._asked.get(row)) is None:
+                continue
+            for step in range(count):
+                if k := request.top_logprobs_num:
+                    ids, logprobs = top
+                    request.top_logprobs.append(top_values(logprobs[step, row], ids[step, row], k))
+                if names := request.named_ids:
+                    request.named_logprobs.append(named_values(named[step, row], len(names)))
 
     def leave(self, ended: list[int]) -> None:
         """These rows have ended and are free; the device is told by `limits`."""
@@ -206,6 +228,7 @@ class Rows:
         self.penalised.difference_update(ended)
         for row in ended:
             self._asked.pop(row, None)
+            self.grammars.pop(row, None)
         self._changed = True
 
     def settle(self, rows: np.ndarray) -> np.ndarray:
@@ -250,21 +273,6 @@ def settle(batch: Any) -> None:
         info.seq_lens_sum = sum(lengths)
         info.output_ids = np.array([req.output_ids[-1] for req in info.reqs], np.int32)
         recount(info)
-
-
-def flies(batch: Any) -> bool:
-    """Whether nothing about a batch's requests needs upstream's own decode step."""
-    if len(batch.reqs_info) != 1 or batch.has_grammar or batch.return_hidden_states:
-        return False
-    if batch.return_logprob or not batch.return_output_logprob_only:
-        return False
-    info = batch.reqs_info[0]
-    return all(
-        req.to_finish is None
-        and not req.is_retracted
-        and req.sampling_params.sampling_seed is not None
-        for req in info.reqs
-    )
 
 
 def _stop_ids(req: Any) -> list[int]:

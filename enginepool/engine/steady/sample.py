@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.steady.batch import Batch, Sampled
 from enginepool.engine.steady.forward import put
-from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
 
 class Sample:
@@ -45,10 +45,11 @@ class Sample:
             leaves: The sampler's.
             output: What the model's forward gave, with penalties.
         """
-        sampling = batch.sampling
+        sampling: Any = batch.sampling  # of flags that are arrays
         sampling.positions = put(self._mesh, positions, "data")
         # Nothing is added again; upstream's branch that would is traced all the same.
         sampling.do_penalties, sampling.linear_penalty = False, jnp.zeros((), jnp.float32)
+        sampling.apply_vocab_mask, sampling.vocab_mask = batch.masked, batch.mask
         sampler = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
         ids, logprobs, _ = sampler(
             output,
@@ -59,23 +60,34 @@ class Sample:
         ids = put(self._mesh, ids, None).astype(jnp.int32)
         replicated = NamedSharding(self._mesh, PartitionSpec(None))
         own = logprobs.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
-        top = jax.lax.cond(batch.top, self._most_probable, self._nothing, logprobs)
-        return ids, Sampled(jnp.stack([ids, _bits(own)]), top)
+        top = jax.lax.cond(batch.top, self._most_probable, self._no_top, logprobs)
+        named = jax.lax.cond(batch.named, self._named, self._no_named, logprobs, batch.names)
+        return ids, Sampled(jnp.stack([ids, _bits(own)]), top, named)
 
     def _most_probable(self, logprobs: jax.Array) -> jax.Array:
         values, ids = jax.lax.top_k(put(self._mesh, logprobs, None, None), self._width)
         return put(self._mesh, jnp.stack([ids, _bits(values)]), None, None, None)
 
-    def _nothing(self, logprobs: jax.Array) -> jax.Array:
+    def _no_top(self, logprobs: jax.Array) -> jax.Array:
         zeros = jnp.zeros((2, len(logprobs), self._width), jnp.int32)
         return put(self._mesh, zeros, None, None, None)
+
+    def _named(self, logprobs: jax.Array, names: jax.Array) -> jax.Array:
+        table = NamedSharding(self._mesh, PartitionSpec(None, None))
+        rows = jnp.arange(len(names))[:, None]
+        return logprobs.at[rows, names].get(out_sharding=table).astype(jnp.float32)
+
+    def _no_named(self, _: jax.Array, names: jax.Array) -> jax.Array:
+        return put(self._mesh, jnp.zeros(names.shape, jnp.float32), None, None)
 
     def nothing(self, steps: int, rows: int) -> Sampled:
         """Of so many steps that bring nothing."""
         zeros = jnp.zeros((steps, 2, rows, self._width), jnp.int32)
-        ids, top = zeros[..., 0], zeros
+        named = jnp.zeros((steps, rows, MAX_NAMED_IDS), jnp.float32)
         return Sampled(
-            put(self._mesh, ids, None, None, None), put(self._mesh, top, None, None, None, None)
+            put(self._mesh, zeros[..., 0], None, None, None),
+            put(self._mesh, zeros, None, None, None, None),
+            put(self._mesh, named, None, None, None),
         )
 
 
