@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +17,8 @@ _LEAST_ROWS = 8
 
 
 class ScoreHead:
-    """In the place of a model's logits processor: takes the log-probabilities of given tokens from
-    the hidden states, a slice of positions at a time.
+    """Around a model's logits processor: beside what that makes of the hidden states, takes the
+    log-probabilities of given tokens from them, a slice of positions at a time.
 
     Args:
         wanted: `rows` of the hidden states, of which the first `count` count, the ids after them
@@ -34,36 +33,42 @@ class ScoreHead:
         self._rows = min(rows, len(wanted["targets"]))
         self._width = min(MAX_TOP_LOGPROBS, vocab_size)
 
-    def __call__(self, hidden_states: jax.Array, lm_head: Any, *_: Any, **__: Any) -> Any:
+    def __call__(self, hidden_states: jax.Array, lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the processor returns, and the scores: by target its log-probability, the most
+        probable ids' and these ids, those of the named ids; zeros where they are not wanted."""
+        output = self._processor(hidden_states, lm_head, *args, **kwargs)
+        return output, self._scores(hidden_states, lm_head)
+
+    def _scores(self, hidden_states: jax.Array, lm_head: Any) -> Any:
         wanted, rows = self._wanted, self._rows
-        picked = self._processor._select_hidden_states(hidden_states, wanted["rows"])
-        picked = jax.sharding.reshard(picked, PartitionSpec(None, None))
-        slices = -(-len(picked) // rows)
-        padding = slices * rows - len(picked)
-        picked = jnp.pad(picked, ((0, padding), (0, 0)))
-        targets, whose = (
-            jnp.pad(wanted[name], (0, padding)).reshape(slices, rows)
-            for name in ("targets", "whose")
-        )
-        compute = partial(self._slice, lm_head)
-        each = (
-            picked.reshape(slices, rows, -1),
-            targets,
-            whose,
-            jnp.arange(slices) * rows < wanted["count"],
-        )
+        slices = -(-len(wanted["targets"]) // rows)
+        padding = slices * rows - len(wanted["targets"])
+        padded = {
+            name: jnp.pad(wanted[name], (0, padding)) for name in ("rows", "targets", "whose")
+        }
+        hidden_states = jax.sharding.reshard(hidden_states, PartitionSpec("data", None))
 
-        def one(part: Any) -> Any:
-            *given, needed = part
-            return jax.lax.cond(needed, compute, self._nothing, *given)
+        def one(place: jax.Array, scores: Any) -> Any:
+            part = {
+                name: jax.lax.dynamic_slice_in_dim(array, place * rows, rows)
+                for name, array in padded.items()
+            }
+            which = jax.sharding.reshard(part["rows"], PartitionSpec("data"))
+            picked = self._processor._select_hidden_states(hidden_states, which)
+            new = self._slice(lm_head, picked, part["targets"], part["whose"])
+            return jax.tree.map(
+                lambda whole, some: jax.lax.dynamic_update_slice_in_dim(
+                    whole, some, place * rows, axis=0
+                ),
+                scores,
+                new,
+            )
 
-        return jax.tree.map(
-            lambda array: array.reshape(slices * rows, *array.shape[2:]), jax.lax.map(one, each)
-        )
+        needed = (wanted["count"] + rows - 1) // rows
+        return jax.lax.fori_loop(0, needed, one, self._no_scores(slices * rows))
 
     def _slice(self, lm_head: Any, hidden: jax.Array, ids: jax.Array, whose: jax.Array) -> Any:
         replicated = PartitionSpec(None)
-        hidden = jax.sharding.reshard(hidden, PartitionSpec("data", None))
         logits = self._processor._get_logits(hidden, lm_head).astype(jnp.float32)
         total = jax.sharding.reshard(jax.nn.logsumexp(logits, axis=-1), replicated)
         own = logits.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
@@ -79,13 +84,13 @@ class ScoreHead:
             values = logits.at[jnp.arange(len(ids))[:, None], names].get(out_sharding=table)
             return values - total[:, None]
 
-        _, *no_top, no_named = self._nothing(hidden, ids, whose)
+        _, *no_top, no_named = self._no_scores(len(ids))
         best = jax.lax.cond(self._wanted["top"], top, lambda _: tuple(no_top), logits)
         of_named = jax.lax.cond(self._wanted["named"], named, lambda _: no_named, logits)
         return own - total, *best, of_named
 
-    def _nothing(self, _: jax.Array, ids: jax.Array, __: jax.Array) -> Any:
-        count, width = len(ids), self._width
+    def _no_scores(self, count: int) -> Any:
+        width = self._width
         return (
             jnp.zeros(count, jnp.float32),
             jnp.zeros((count, width), jnp.float32),

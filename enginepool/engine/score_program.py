@@ -1,7 +1,9 @@
-"""The program that computes the log-probabilities of given tokens, apart from any sampling batch.
+"""The program of a prefill, which can compute the log-probabilities of given tokens as well, apart
+from any sampling batch.
 
 Reaches into upstream's model runner and compilation manager: the model's own forward pass runs over
-an extend batch of upstream's making, with a head of ours in the place of its logits processor.
+an extend batch of upstream's making, with a head of ours around its logits processor. It takes the
+place of upstream's prefill program, which else would be compiled beside it for every bucket.
 
 What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions,
 which a long prompt has no memory for, compile anew while it serves, and cannot be mixed with
@@ -64,7 +66,8 @@ class Values:
 
 
 class ScoreProgram:
-    """One program a bucket of tokens, for the engine's own model and KV cache.
+    """One program a bucket of tokens, for the engine's own model and KV cache. Where there is no
+    refusal, upstream's prefill steps run it too.
 
     Attributes:
         refusal: Why this engine cannot score, if so.
@@ -77,7 +80,7 @@ class ScoreProgram:
         expect(manager, "token_buckets", "cache_loc_buckets", "page_size")
         expect(runner, "jitted_run_model", "attn_backend", "forward", "model_state_leaves")
         self.page_size: int = manager.page_size
-        self.buckets = _some(manager.token_buckets)
+        self.buckets = list(manager.token_buckets)
         self.tokens: int = self.buckets[-1]
         self.sequences: int = manager.max_padded_batch_size
         self.slots: int = manager.cache_loc_buckets[-1]
@@ -88,7 +91,11 @@ class ScoreProgram:
         self._definition, state = programs.split(runner.model)
         self._structure = jax.tree.structure(state)
         sizes = runner.model_config.vocab_size, self.sequences
-        self._program = programs.common(["score", *sizes], lambda: _program(*sizes))
+        self._program = programs.common(["prefill", *sizes], lambda: _program(*sizes))
+        self._upstreams = runner.jitted_run_model
+        if self.refusal is None:
+            self._nothing = {bucket: self._wanted(bucket, [], False) for bucket in self.buckets}
+            runner.jitted_run_model = self._prefill
 
     def compile(self) -> None:
         """Compile every program, by a token that goes into the KV cache's first page: before the
@@ -129,15 +136,23 @@ class ScoreProgram:
         runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
         metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
         wanted = self._wanted(bucket, pieces, top)
-        upstreams = runner.jitted_run_model
         runner.jitted_run_model = partial(self._instead, wanted)
         try:
-            return runner.forward(forward_batch, metadata)[0]
+            _, scores = runner.forward(forward_batch, metadata)[0]
         finally:
-            runner.jitted_run_model = upstreams
+            runner.jitted_run_model = self._prefill
+        return scores
+
+    def _prefill(self, forward_batch: Any, metadata: Any) -> Any:
+        """In the place of upstream's program, which `ModelRunner.forward` runs: it is left what is
+        no prefill."""
+        if forward_batch.forward_mode != ForwardMode.EXTEND:
+            return self._upstreams(forward_batch, metadata)
+        nothing = self._nothing[len(forward_batch.input_ids)]
+        (output, _), *others = self._instead(nothing, forward_batch, metadata)
+        return output, *others
 
     def _instead(self, wanted: Any, forward_batch: Any, metadata: Any) -> Any:
-        """In the place of upstream's program, which `ModelRunner.forward` runs."""
         runner = self._runner
         forward_batch.attn_backend = WithoutDevices(forward_batch.attn_backend)
         return self._program(
@@ -189,6 +204,7 @@ class ScoreProgram:
         for place, piece in enumerate(pieces):
             names[place, : len(piece.named)] = piece.named
         whole = {
+            "rows": _padded(bucket, rows),
             "targets": _padded(bucket, [piece.targets for piece in pieces]),
             "whose": _padded(bucket, [[place] * len(one) for place, one in enumerate(rows)]),
             "names": names,
@@ -196,12 +212,7 @@ class ScoreProgram:
             "top": np.bool_(top),
             "named": np.bool_(any(piece.named for piece in pieces)),
         }
-        mesh = self._runner.mesh
-        by_data = NamedSharding(mesh, PartitionSpec("data"))
-        return {
-            "rows": jax.device_put(_padded(bucket, rows), by_data),
-            **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())),
-        }
+        return jax.device_put(whole, NamedSharding(self._runner.mesh, PartitionSpec()))
 
 
 def _program(vocab_size: int, batch: int) -> Any:
@@ -209,7 +220,7 @@ def _program(vocab_size: int, batch: int) -> Any:
 
     # Without the runner: in a cycle its arrays would outlive a closed engine.
     @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["structure"])
-    def score(
+    def prefill(
         definition: Any,
         structure: Any,
         leaves: Any,
@@ -223,7 +234,7 @@ def _program(vocab_size: int, batch: int) -> Any:
         vars(model)["logits_processor"] = head(model.logits_processor, wanted)
         return model(forward_batch, memory_pools, logits_metadata)
 
-    return OnAnyDevice(score)
+    return OnAnyDevice(prefill)
 
 
 def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
@@ -234,13 +245,6 @@ def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
         array[end : end + len(part)] = part
         end += len(part)
     return array
-
-
-def _some(buckets: Sequence[int]) -> list[int]:
-    """The smallest, the largest and what is half-way between them: each is one more program to
-    compile at warm-up."""
-    last = len(buckets) - 1
-    return [buckets[i] for i in sorted({0, (last + 1) // 2, last})]
 
 
 def _refusal(runner: Any, manager: Any) -> str | None:

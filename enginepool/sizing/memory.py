@@ -31,8 +31,6 @@ _SAMPLER_COPIES = 6
 _LAYER_TEMPORARIES = 2_200_000
 # The largest program of a full-depth model; as the compiler gave it.
 _PROGRAM_BYTES = 23 * 10**6
-# See engine/score_program.py.
-_SCORE_BUCKETS = 3
 
 
 @dataclass(frozen=True)
@@ -235,16 +233,12 @@ class Memory:
 
     @property
     def program_count(self) -> int:
-        """Forward programs: two a bucket of decode's requests (upstream's, and where decode is
-        steady its own), one a bucket of prefill's tokens, and what scores tokens in three of these
-        at most."""
+        """Forward programs: one a bucket of decode's requests, and of prefill's tokens."""
         if self.compiled is not None:
             return self.compiled.count
         decode = len(_buckets(self.settings.batch_paddings, 1, self.largest_batch))
-        most = self.settings.chunk
-        prefill = len(_buckets(self.settings.token_paddings, self.largest_batch, most))
-        score = min(prefill, _SCORE_BUCKETS) if most >= self.settings.page_size else 0
-        return decode + (decode if self.steady else 0) + prefill + score
+        tokens = self.settings.token_paddings
+        return decode + len(_buckets(tokens, self.largest_batch, self.settings.chunk))
 
     @property
     def programs(self) -> int:

@@ -20,7 +20,7 @@ _STEPS = {
 }
 # Of a change of weights: one for each shape of leaf.
 WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
-FORWARD = ("decode", "steady", "prefill", "score")
+FORWARD = ("decode", "steady", "prefill")
 STEP = (*FORWARD, "begin", "seat", "tally", "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 
@@ -208,8 +208,7 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
             tokens = arg.input_ids.shape[0]
             if mode.is_decode():
                 return "decode", f"batch {tokens}"
-            kind = "score" if function == "score" else "prefill"
-            return kind, f"{tokens} tokens, batch {arg.seq_lens.shape[0]}"
+            return "prefill", f"{tokens} tokens, batch {arg.seq_lens.shape[0]}"
     arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
     # The largest: a sampler has a key of random numbers and its seeds before the logits.
     shape = max(arrays, key=lambda array: array.size).shape if arrays else ()

@@ -59,12 +59,12 @@ class Batch(NamedTuple):
         limits: By row: the length at which it ends, 0 for a row that the host has ended; then its
             stop ids, -1 where there are none.
         table: By row: its KV pages.
-        sampling: What upstream's sampler takes, but for positions and mask; whether any row has
-            penalties.
+        sampling: What upstream's sampler takes, but for positions and mask; as `do_penalties`
+            whether any row has penalties or a grammar.
         penalties: See `penalties.py`.
         top: Whether a row wants the most probable ids.
         named, names: Whether a row names ids whose log-probabilities it wants, and by row which.
-        masked, mask: Whether a row has a grammar, and by row which ids may come next: a bit each.
+        mask: By row: which ids may come next, a bit each.
     """
 
     limits: jax.Array
@@ -74,7 +74,6 @@ class Batch(NamedTuple):
     top: jax.Array
     named: jax.Array
     names: jax.Array
-    masked: jax.Array
     mask: jax.Array
 
 

@@ -1,4 +1,4 @@
-"""Penalties and `min_new_tokens` of a batch that stays on its device.
+"""Penalties, `min_new_tokens` and the masks of grammars, of a batch that stays on its device.
 
 Reaches into upstream's penalizers.
 
@@ -89,6 +89,14 @@ def penalise(
     added = jnp.where((tallies >= _BANNED) & early, -jnp.inf, costs)
     laid_out = jax.sharding.reshard(added, jax.typeof(logits).sharding)
     return logits + laid_out.astype(logits.dtype)
+
+
+def allowed(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """The logits where the mask (see `Batch`) has a bit, else minus infinity, in a program."""
+    ids = jnp.arange(logits.shape[1])
+    bits = jnp.repeat(mask, 32, axis=1)[:, : len(ids)] >> (ids % 32) & 1
+    laid_out = jax.sharding.reshard(bits == 1, jax.typeof(logits).sharding)
+    return jnp.where(laid_out, logits, -jnp.inf)
 
 
 def chunks(found: np.ndarray, rows: int) -> Iterator[np.ndarray]:

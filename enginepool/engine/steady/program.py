@@ -37,7 +37,14 @@ from enginepool.engine.grammar import RequestGrammar, open_mask
 from enginepool.engine.kv_cache import spec_of
 from enginepool.engine.steady.batch import STOP_IDS, Batch, Form, Sampled, Sampling, State
 from enginepool.engine.steady.forward import Forward, put
-from enginepool.engine.steady.penalties import Penalties, build_tally, chunks, entries, penalise
+from enginepool.engine.steady.penalties import (
+    Penalties,
+    allowed,
+    build_tally,
+    chunks,
+    entries,
+    penalise,
+)
 from enginepool.engine.steady.sample import Sample
 from enginepool.requests.request import MAX_NAMED_IDS
 
@@ -153,7 +160,8 @@ class StepProgram:
             worker_batch, 0, runner.mesh, vocab_size
         )
         # Those of a step are computed in it.
-        metadata.do_penalties, metadata.linear_penalty = form.penalised, None
+        metadata.do_penalties = form.penalised or form.masked
+        metadata.linear_penalty = None
         # Upstream's flags are Python's, and would be sent with every step.
         metadata = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else self.place(np.asarray(leaf)),
@@ -168,7 +176,6 @@ class StepProgram:
             flags[form.top],
             flags[form.named],
             self.place(names.copy()) if form.named else self._no_names[size],
-            flags[form.masked],
             self._no_mask[size],
         )
 
@@ -270,12 +277,11 @@ def _build_step(
         output, kv, positions = forward(leaves, kv, ids, lengths, batch.table)
         output.next_token_logits = jax.lax.cond(
             batch.sampling.do_penalties,
-            penalise,
-            lambda logits, *_: logits,
+            lambda logits: allowed(
+                penalise(logits, batch.penalties, state.tallies, lengths), batch.mask
+            ),
+            lambda logits: logits,
             output.next_token_logits,
-            batch.penalties,
-            state.tallies,
-            lengths,
         )
         ids, sampled = sample(sampler, output, positions, batch)
         counted = state.tallies.at[jnp.arange(len(ids)), ids].add(1)

@@ -43,13 +43,13 @@ class Sample:
         """
         Args:
             leaves: The sampler's.
-            output: What the model's forward gave, with penalties.
+            output: What the model's forward gave, with penalties and masks.
         """
         sampling: Any = batch.sampling  # of flags that are arrays
         sampling.positions = put(self._mesh, positions, "data")
         # Nothing is added again; upstream's branch that would is traced all the same.
         sampling.do_penalties, sampling.linear_penalty = False, jnp.zeros((), jnp.float32)
-        sampling.apply_vocab_mask, sampling.vocab_mask = batch.masked, batch.mask
+        sampling.apply_vocab_mask, sampling.vocab_mask = False, None
         sampler = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
         ids, logprobs, _ = sampler(
             output,
