@@ -107,7 +107,7 @@ def test_tpu_defaults() -> None:
     assert "mem_fraction_static" not in unknown
     assert "mem_fraction_static" not in PoolConfig("model").for_engine("tpu", [0], V6E.hbm_bytes)
     known = PoolConfig(CONFIGS["4B"], server_args={"context_length": 4096})
-    assert known.for_engine("tpu", [0], V6E.hbm_bytes)["mem_fraction_static"] == 0.7
+    assert known.for_engine("tpu", [0], V6E.hbm_bytes)["mem_fraction_static"] == 0.71
     for platform in ("cpu", "gpu"):
         args = known.for_engine(platform, [0], V6E.hbm_bytes)
         assert not {"page_size", "mem_fraction_static"} & args.keys()
@@ -129,7 +129,7 @@ def test_an_opening_pool_says_what_a_tpu_makes_of_it(caplog: pytest.LogCaptureFi
 
     (memory,) = said(context_length=4096)
     assert memory.message == "enginepool.tpu_memory"
-    assert (memory.mem_fraction_static, memory.staging) == (0.7, "double")
+    assert (memory.mem_fraction_static, memory.staging) == (0.71, "double")
     (memory,) = said(context_length=40_960)
     assert (memory.mem_fraction_static, memory.staging) == (0.88, "stream")
     page, memory = said(context_length=4096, page_size=1)

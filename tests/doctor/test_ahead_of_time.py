@@ -233,13 +233,13 @@ def test_v4_is_refused_without_its_patch():
 
 @needs_libtpu
 def test_v4_compiles_with_its_patch():
-    """The decode program, whose KV cache is donated, and taken over."""
-    code, report, said = check("--topology", "v4-8", "--kind", "decode")
-    (decode,) = report["programs"]
-    assert (code, decode["problem"]) == (0, None), said
-    assert 0 < decode["donated"] <= decode["aliased"] < decode["arguments"]
-    assert decode["arguments"] + decode["temporaries"] < report["hbm_bytes"]
-    assert decode["page_copies"] == 2  # blocks of 256 tokens, in pages of 128
+    """The program of a steady step, whose KV cache and state are donated, and taken over."""
+    code, report, said = check("--topology", "v4-8", "--kind", "steady")
+    (steady,) = report["programs"]
+    assert (code, steady["problem"]) == (0, None), said
+    assert 0 < steady["donated"] <= steady["aliased"] < steady["arguments"]
+    assert steady["arguments"] + steady["temporaries"] < report["hbm_bytes"]
+    assert steady["page_copies"] == 2  # blocks of 256 tokens, in pages of 128
 
 
 @needs_libtpu

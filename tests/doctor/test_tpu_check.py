@@ -250,13 +250,13 @@ print(json.dumps([(program.kind, program.problem) for program in record.programs
 
 @needs_libtpu
 def test_what_is_broken_is_a_problem() -> None:
-    """A KV cache that decode is not given for good, a checksum and a comparison that make wider
+    """A KV cache that prefill is not given for good, a checksum and a comparison that make wider
     copies: each by itself, in an engine that is otherwise as it is."""
     done = python("-c", _BROKEN)
     assert done.returncode == 0, done.stderr
     wrong = dict(json.loads(done.stdout))
-    assert set(wrong) == {"decode", "fingerprint", "tied_head"}
-    assert "bytes of KV cache are not written in place" in wrong["decode"]
+    assert set(wrong) == {"prefill", "fingerprint", "tied_head"}
+    assert "bytes of KV cache are not written in place" in wrong["prefill"]
     for kind in ("fingerprint", "tied_head"):
         assert "bytes of temporaries, 1,048,576 are documented" in wrong[kind]
 
@@ -287,7 +287,7 @@ record = compile_programs(
     model_config("Qwen3-0.6B", 1),
     # Two KV caches are to fit.
     Sizes(batch=8, prefill=256, context=1024, mem_fraction_static=0.3).server_args(),
-    kinds=("decode", "fingerprint", "tied_head"),
+    kinds=("prefill", "fingerprint", "tied_head"),
 )
 print(json.dumps([(one.kind, one.problem) for one in record.programs if one.problem]))
 """

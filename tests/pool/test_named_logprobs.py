@@ -191,7 +191,7 @@ def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> 
 
 @steady_decode
 def test_who_comes_into_a_flight(make_pool: MakePool, model: Path) -> None:
-    """It lands, and takes off again when nobody asks any more; nobody loses a token."""
+    """It goes on, also when nobody asks any more; nobody loses a token."""
     pool = make_pool("qwen3", 1)
     prompts, few = [[5, 9, n] for n in range(2)], [ids(3), ids(7)]
     params = GREEDY | {"max_new_tokens": 300}
@@ -208,8 +208,8 @@ def test_who_comes_into_a_flight(make_pool: MakePool, model: Path) -> None:
         between = steps(pool)
         same(others.result(SECONDS), expected)
     assert_outputs(model, few, NAMED[1:], results)
-    assert between[1] >= own + 18
-    assert steps(pool)[0] > between[0]
+    assert steps(pool)[0] > between[0] >= steady + 18
+    assert steps(pool)[1] == own
 
 
 @pytest.fixture
@@ -227,14 +227,13 @@ def test_over_a_swap(
     """Every value is of the weights that made its token; after a retract of nothing else."""
     prompts, params = PROMPTS[:3], GREEDY | {"max_new_tokens": 60}
     channel = one._runtime().workers[0].channel
-    steps = channel.steps
-    let_go = faults.hang_in_step(one, 0, at=20)
+    let_go = faults.hang_in_step(one, 0, at=10)
     with callers(2) as executor:
         answer = executor.submit(
             one.generate_all, input_ids=prompts, sampling_params=params, return_logprob=True,
             token_ids_logprob=NAMED[2],
         )  # fmt: skip
-        until(lambda: channel.steps >= steps + 20)
+        assert let_go.begun.wait(SECONDS)
         swap = executor.submit(one.update_weights, target("llama"), mode=mode, weight_version=1)
         until(lambda: channel._jobs._jobs)
         let_go.set()

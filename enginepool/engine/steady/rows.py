@@ -30,9 +30,9 @@ class Rows:
     Attributes:
         reqs: By row: upstream's request that had it last, if any.
         seated: The rows of requests that have not ended, ascending.
-        watched: Those for which the host looks whether they have ended: by a string, by one of
-            more stop ids than the device looks for, as they are aborted; and those with a grammar,
-            which goes on with every token.
+        watched: Those for which the host looks whether they have ended: by a string, or by one of
+            more stop ids than the device looks for; and those with a grammar, which goes on with
+            every token.
         streamed: Those whose callers see every token.
         penalised: Those that have penalties.
         grammars: By row that has one: its grammar, behind its last token.
@@ -90,12 +90,14 @@ class Rows:
         length = len(req.origin_input_ids) + len(req.output_ids)
         self.state[:, row] = req.output_ids[-1], length
         self.limits[row] = -1
-        self.limits[row, 0] = len(req.origin_input_ids) + params.max_new_tokens
+        # A request that is aborted has one step more, as upstream gives it.
+        longest = len(req.origin_input_ids) + params.max_new_tokens
+        self.limits[row, 0] = length + 1 if req.to_finish else longest
         self.limits[row, 1 : 1 + len(stops[:STOP_IDS])] = stops[:STOP_IDS]
         self.sampling.put(row, params)
         if req.grammar is not None:
             self.grammars[row] = req.grammar
-        if len(stops) > STOP_IDS or params.stop_strs or req.to_finish or row in self.grammars:
+        if len(stops) > STOP_IDS or params.stop_strs or row in self.grammars:
             self.watched.add(row)
         if req.stream:
             self.streamed.add(row)
