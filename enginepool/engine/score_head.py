@@ -91,11 +91,14 @@ class ScoreHead:
 
     def _no_scores(self, count: int) -> Any:
         width = self._width
-        return (
+        zeros = (
             jnp.zeros(count, jnp.float32),
             jnp.zeros((count, width), jnp.float32),
             jnp.zeros((count, width), jnp.int32),
             jnp.zeros((count, MAX_NAMED_IDS), jnp.float32),
+        )
+        return tuple(
+            jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim)) for array in zeros
         )
 
 
