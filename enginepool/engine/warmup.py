@@ -3,7 +3,8 @@
 Upstream's own precompile over the buckets that `max_running_requests` and `max_prefill_tokens`
 allow, in the form that the pool's requests have.
 
-Reaches into upstream's compilation manager: `_make_dummy_batch` is replaced meanwhile.
+Reaches into upstream's compilation manager: `_make_dummy_batch` is replaced meanwhile, and where
+decode is steady `_precompile_decode`.
 
 What breaks: Without this the first request of every shape compiles its programs while it is served.
 Why: Upstream's dummy batches have no seeds, a batch with seeds is another program, and every
@@ -44,14 +45,16 @@ def warm_up(scheduler: PinnedScheduler) -> None:
         return batch
 
     manager._make_dummy_batch = seeded
+    if scheduler.steady.able:  # no decode step is upstream's own
+        manager._precompile_decode = lambda *_, **__: None
     scheduler.warm_top_logprobs(True)
     try:
         with no_progress_bars(), compiling_ahead(scheduler.steady.compile_ahead):
-            # No decode step is upstream's own where steady decode is able.
-            worker.run_precompile(**({"only": "extend"} if scheduler.steady.able else {}))
+            worker.run_precompile()
             scheduler.scorer.program.compile()
             scheduler.kv_cache.compile()
         scheduler.steady.compile()
     finally:
         scheduler.warm_top_logprobs(False)
         del manager._make_dummy_batch
+        vars(manager).pop("_precompile_decode", None)

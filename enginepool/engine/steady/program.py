@@ -15,7 +15,6 @@ Remove when: A batch that stays the same stays on its device upstream, log-proba
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -234,8 +233,7 @@ def supported(scheduler: Any) -> bool:
     found = (
         all(hasattr(runner, name) for name in ("memory_pools", "_sampler_base_rng", "sampler"))
         and hasattr(worker, "compilation_manager")
-        and "only" in inspect.signature(worker.run_precompile).parameters
-        and hasattr(SamplingMetadata, "apply_vocab_mask")
+        and hasattr(worker.compilation_manager, "_precompile_decode")
         and hasattr(jax.sharding, "use_abstract_mesh")
         and hasattr(BatchedPenalizerOrchestrator, "reqs_info")
     )
