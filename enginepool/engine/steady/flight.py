@@ -175,11 +175,11 @@ class Flight:
         if self._stale:
             self._place()
         elif self._table_stale:
-            table = self._program.place(self._pages.table.copy())
+            table = self._program.sender.place(self._pages.table.copy())
             self._batch = self._batch._replace(table=table)
         self._stale = self._table_stale = False
         if self._rows.grammars:
-            self._batch = self._program.mask(self._batch, self._rows.grammars)
+            self._batch = self._program.sender.masked(self._batch, self._rows.grammars)
         self._home.steps_begin(steps if self._dispatched else steps - 1)
         self._state, sampled = self._home.dispatch(self._state, self._batch, steps)
         self._on_their_way.append((sampled, steps))
@@ -197,7 +197,7 @@ class Flight:
 
     def _place(self) -> None:
         rows, table = self._rows, self._pages.table
-        self._batch = self._program.place_batch(
+        self._batch = self._program.sender.batch(
             rows.limits, table, rows.sampling, rows.penalties, rows.names, rows.form
         )
 

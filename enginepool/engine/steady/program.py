@@ -15,9 +15,8 @@ Remove when: A batch that stays the same stays on its device upstream, log-proba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,14 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from sgl_jax.srt.managers.schedule_batch import ModelWorkerSamplingInfo
-from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
-from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
 from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
-from enginepool.engine.grammar import RequestGrammar, open_mask
 from enginepool.engine.kv_cache import spec_of
 from enginepool.engine.steady.batch import STOP_IDS, Batch, Form, Sampled, Sampling, State
 from enginepool.engine.steady.forward import Forward, put
@@ -45,7 +40,7 @@ from enginepool.engine.steady.penalties import (
     penalise,
 )
 from enginepool.engine.steady.sample import Sample
-from enginepool.requests.request import MAX_NAMED_IDS
+from enginepool.engine.steady.sender import BatchSender, no_names
 
 # Backends that look at a step's lengths, slots and pages, and at nothing else.
 _ATTENTION = ("NativeAttention", "FlashAttention")
@@ -56,6 +51,7 @@ class StepProgram:
 
     Attributes:
         buckets: Rows that a batch can have, ascending, and the KV slots that they all can have.
+        sender: Sends batches to where the program runs.
     """
 
     def __init__(self, scheduler: Any, most_steps: int) -> None:
@@ -71,12 +67,10 @@ class StepProgram:
         self.buckets = dict(zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True))
         programs = common_programs()
         self._step = _build_step(self._runner, programs, self.buckets, most_steps)
+        self.sender = BatchSender(self._runner, self.buckets)
+        self._place = self.sender.place
         # On the device already: a number of Python's would be sent with every dispatch.
-        self._counts = [self.place(np.int32(steps)) for steps in range(most_steps + 1)]
-        self._flags = {value: self.place(np.bool_(value)) for value in (False, True)}
-        # Of a batch of so many rows where nobody names ids, and where nobody has a grammar.
-        self._no_names = {rows: self.place(_names(rows)) for rows in self.buckets}
-        self._no_mask = {rows: self.place(self._mask(rows)) for rows in self.buckets}
+        self._counts = [self._place(np.int32(steps)) for steps in range(most_steps + 1)]
         mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
         self._seat = programs.common(["seat", mesh], lambda: _build_seat(mesh))
         self._begin = programs.common(
@@ -108,92 +102,22 @@ class StepProgram:
     def _empty(self, rows: int, pages: int) -> tuple[State, Batch]:
         limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
         table = np.zeros((rows, pages), np.int32)
-        batch = self.place_batch(
-            limits, table, Sampling.of(rows), Penalties.of(rows), _names(rows), Form()
+        batch = self.sender.batch(
+            limits, table, Sampling.of(rows), Penalties.of(rows), no_names(rows), Form()
         )
         state = self.begin(np.zeros((2, rows), np.int32))
         return self.tally(state, [], entries([], [])), batch
 
-    def place(self, array: np.ndarray | np.generic) -> jax.Array:
-        everywhere = PartitionSpec(*[None] * array.ndim)
-        return jax.device_put(array, NamedSharding(self._runner.mesh, everywhere))
-
     def begin(self, rows: np.ndarray) -> State:
         """The state of a batch that nobody is counted in."""
-        return State(*self._begin(self.place(rows.copy())))
-
-    def place_batch(
-        self,
-        limits: np.ndarray,
-        table: np.ndarray,
-        sampling: Sampling,
-        penalties: Penalties,
-        names: np.ndarray,
-        form: Form,
-    ) -> Batch:
-        """Send a batch to the device, but for the mask of its grammars; the arrays may be changed
-        afterwards."""
-        # Copied: on CPU an array on a device may be the very memory.
-        limits, table = limits.copy(), table.copy()
-        arrays: dict[str, Any] = {name: array.copy() for name, array in sampling.arrays.items()}
-        runner = self._runner
-        vocab_size = runner.model_config.vocab_size
-        # Upstream's greedy way knows no temperature: with top_k=1 and one, its values are others.
-        greedy = bool(((arrays["top_ks"] <= 1) & (arrays["temperatures"][:, 0] == 1)).all())
-        info = ModelWorkerSamplingInfo(
-            **arrays,
-            vocab_size=vocab_size,
-            is_all_greedy=greedy,
-            need_min_p_sampling=bool((arrays["min_ps"] > 0).any()),
-        )
-        worker_batch: Any = SimpleNamespace(
-            sampling_info=info,
-            forward_mode=ForwardMode.DECODE,
-            positions=np.zeros(len(limits), np.int32),
-            seq_lens=None,
-            return_logprob=False,
-            top_logprobs_nums=None,
-            token_ids_logprobs=None,
-        )
-        metadata: Any = SamplingMetadata.from_model_worker_batch(
-            worker_batch, 0, runner.mesh, vocab_size
-        )
-        # Those of a step are computed in it.
-        metadata.do_penalties = form.penalised or form.masked
-        metadata.linear_penalty = None
-        # Upstream's flags are Python's, and would be sent with every step.
-        metadata = jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, jax.Array) else self.place(np.asarray(leaf)),
-            metadata,
-        )
-        size, flags = len(limits), self._flags
-        return Batch(
-            self.place(limits),
-            self.place(table),
-            metadata,
-            Penalties(*(self.place(array.copy()) for array in penalties)),
-            flags[form.top],
-            flags[form.named],
-            self.place(names.copy()) if form.named else self._no_names[size],
-            self._no_mask[size],
-        )
-
-    def mask(self, batch: Batch, grammars: Mapping[int, RequestGrammar]) -> Batch:
-        """The same batch, of which these rows may get what their grammars let them get next."""
-        mask = self._mask(len(batch.mask))
-        for row, grammar in grammars.items():
-            grammar.fill_vocab_mask(mask, row)
-        return batch._replace(mask=self.place(mask))
-
-    def _mask(self, rows: int) -> np.ndarray:
-        return open_mask(self._runner.model_config.vocab_size, rows)
+        return State(*self._begin(self._place(rows.copy())))
 
     def seat(self, state: State, rows: list[int], seated: np.ndarray) -> State:
         """Put into these rows of a state, which is given away, what another has there."""
         new = np.zeros(seated.shape[1], bool)
         new[rows] = True
         return state._replace(
-            rows=self._seat(state.rows, self.place(new), self.place(seated.copy()))
+            rows=self._seat(state.rows, self._place(new), self._place(seated.copy()))
         )
 
     def tally(self, state: State, rows: Sequence[int], found: np.ndarray) -> State:
@@ -207,7 +131,7 @@ class StepProgram:
         new[list(rows)] = True
         tallies = state.tallies
         for part in chunks(found, size):
-            tallies = self._tally(tallies, self.place(new), self.place(part))
+            tallies = self._tally(tallies, self._place(new), self._place(part))
             new = np.zeros_like(new)
         return State(state.rows, tallies)
 
@@ -255,10 +179,6 @@ def supported(scheduler: Any) -> bool:
         and not hasattr(runner.attn_backend, "swa_index_mapping")
         and not getattr(runner, "is_hybrid", False)
     )
-
-
-def _names(rows: int) -> np.ndarray:
-    return np.zeros((rows, MAX_NAMED_IDS), np.int32)
 
 
 def _build_step(

@@ -1,6 +1,6 @@
 """Sampling of a decode step, in a program.
 
-Reaches into upstream's sampler.
+Reaches into upstream's sampler, and into its metadata, made here of arrays and not of requests.
 
 What breaks: Sampling and log-probabilities are programs of their own, and the host stands between.
 Why: See `program.py`.
@@ -9,16 +9,20 @@ Remove when: With `program.py`, of which this is a part.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sgl_jax.srt.managers.schedule_batch import ModelWorkerSamplingInfo
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
 from enginepool.engine.common_programs import CommonPrograms
-from enginepool.engine.steady.batch import Batch, Sampled
+from enginepool.engine.steady.batch import Batch, Sampled, Sampling
 from enginepool.engine.steady.forward import put
 from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
@@ -89,6 +93,31 @@ class Sample:
             put(self._mesh, zeros, None, None, None, None),
             put(self._mesh, named, None, None, None),
         )
+
+
+def sampling_metadata(sampling: Sampling, mesh: Mesh, vocab_size: int) -> Any:
+    """What upstream's sampler takes, on the device; the arrays may be changed afterwards."""
+    arrays: dict[str, Any] = {name: array.copy() for name, array in sampling.arrays.items()}
+    # Upstream's greedy way knows no temperature: with top_k=1 and one, its values are others.
+    greedy = bool(((arrays["top_ks"] <= 1) & (arrays["temperatures"][:, 0] == 1)).all())
+    info = ModelWorkerSamplingInfo(
+        **arrays,
+        vocab_size=vocab_size,
+        is_all_greedy=greedy,
+        need_min_p_sampling=bool((arrays["min_ps"] > 0).any()),
+    )
+    batch: Any = SimpleNamespace(
+        sampling_info=info,
+        forward_mode=ForwardMode.DECODE,
+        positions=np.zeros(len(arrays["top_ks"]), np.int32),
+        seq_lens=None,
+        return_logprob=False,
+        top_logprobs_nums=None,
+        token_ids_logprobs=None,
+    )
+    metadata: Any = SamplingMetadata.from_model_worker_batch(batch, 0, mesh, vocab_size)
+    metadata.linear_penalty = None  # those of a step are computed in it
+    return metadata
 
 
 def _bits(values: jax.Array) -> jax.Array:
