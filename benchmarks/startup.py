@@ -1,6 +1,7 @@
 """How long until a pool gives its first token, from its constructor on, imports done.
 
     python -m benchmarks.startup
+    python -m benchmarks.startup --layers 36 --batch 64 --engines 1 4
 
 Each pool has a process of its own. "Cold": nothing is compiled yet. "Warm": JAX's persistent
 compilation cache (JAX_COMPILATION_CACHE_DIR) has what an earlier run compiled. Sizes go turn
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.synthetic import nano_config, write_model
 from benchmarks.table import plain
 
 
@@ -31,6 +33,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--engines", type=int, nargs="+", default=[1, 2, 4, 8])
     add("--rounds", type=int, default=3)
     add("--model", help="directory or hub id; left out, the toy")
+    add("--layers", type=int, help="in place of --model, a tiny Qwen3 of so many layers")
+    add("--batch", type=int, help="max_running_requests; left out, the pool's default")
     add("--warmup", default="sequential", choices=["sequential", "parallel"])
     add("--json", metavar="FILE", help="write all figures there")
     add("--one", type=int, metavar="N", help=argparse.SUPPRESS)  # in the pool's own process
@@ -40,12 +44,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.one:
-        print(json.dumps(first_token(args.one, args.model, args.warmup)), flush=True)
+        options = {} if args.batch is None else {"max_running_requests": args.batch}
+        print(json.dumps(first_token(args.one, args.model, args.warmup, **options)), flush=True)
         return 0
     runs: dict[int, dict[str, list[dict[str, Any]]]] = {
         engines: {"cold": [], "warm": []} for engines in args.engines
     }
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
+        if args.layers is not None:
+            config = nano_config() | {"num_hidden_layers": args.layers}
+            args.model = str(write_model(Path(folder, "model"), config))
         for number in range(args.rounds + 1):
             for engines, kinds in runs.items():
                 warm = _run(engines, args, str(Path(folder, str(engines))))
@@ -65,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def first_token(engines: int, model: str | None, warmup: Any) -> dict[str, Any]:
+def first_token(engines: int, model: str | None, warmup: Any, **options: Any) -> dict[str, Any]:
     """Seconds from the constructor to the first token, and of each engine's warm-up."""
     import patches
 
@@ -76,7 +84,7 @@ def first_token(engines: int, model: str | None, warmup: Any) -> dict[str, Any]:
 
     patches.revert(applied)
     started = time.perf_counter()
-    with EnginePool(model, devices=engines, warmup=warmup) as pool:
+    with EnginePool(model, devices=engines, warmup=warmup, **options) as pool:
         next(iter(pool.stream("12+7=", {"max_new_tokens": 1})))
         seconds = time.perf_counter() - started
         return {
@@ -90,6 +98,7 @@ def first_token(engines: int, model: str | None, warmup: Any) -> dict[str, Any]:
 def _run(engines: int, args: argparse.Namespace, cache: str | None) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.startup", "--one", str(engines)]
     command += ["--warmup", args.warmup, *(["--model", args.model] if args.model else [])]
+    command += [] if args.batch is None else ["--batch", str(args.batch)]
     env = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     if cache is not None:
         env |= {

@@ -109,6 +109,21 @@ def run(*arguments: Any) -> str:
     return done.stdout
 
 
+def test_startup_benchmark_opens_the_pools_that_it_says(tmp_path):
+    """Of so many engines each; the seconds are those of all of them, and of the first token."""
+    file = tmp_path / "figures.json"
+    options = ["--engines", 1, 2, "--rounds", 1, "--layers", 1, "--batch", 2, "--json", file]
+    printed = run("benchmarks.startup", *options)
+    assert "programs compiled" in printed
+    figures = json.loads(file.read_text())
+    for engines, kinds in figures.items():
+        ((cold,), (warm,)) = kinds["cold"], kinds["warm"]
+        for one in (cold, warm):
+            assert len(one["build"]) == len(one["warmup"]) == int(engines)
+            assert one["seconds"] > sum(one["build"]) + sum(one["warmup"])
+        assert cold["programs"] > 0
+
+
 def test_weight_update_benchmark_moves_what_it_says(tmp_path):
     """Every source brings the same weights, in as many bytes as the peer moves."""
     file = tmp_path / "figures.json"
