@@ -306,7 +306,7 @@ class PinnedScheduler(Scheduler):
         return HuggingFaceMapping(self.tp_worker.worker.model_runner, self.leaves.specs)
 
     def warm_top_logprobs(self, warming: bool) -> None:
-        self._top_logprobs.warming = warming
+        self._top_logprobs.warm(warming)
 
     def release_all(self) -> None:
         """Forget every request and give back all KV pages and slots; the prefix cache is empty.

@@ -33,11 +33,7 @@ _NEVER = -1e30
 
 class TopLogprobs:
     """The most probable tokens of a step, and those that requests name, in one program of fixed
-    widths for every batch.
-
-    Attributes:
-        warming: The program runs in every step, whatever the batch.
-    """
+    widths for every batch."""
 
     def __init__(self, model_runner: Any) -> None:
         expect_parameters(model_runner.compute_logprobs, "logits", "token_ids")
@@ -45,11 +41,16 @@ class TopLogprobs:
         width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
         self._asking: list[tuple[int, Any, Request]] = []
         self._latest: tuple[jax.Array, ...] | None = None
-        self.warming = False
+        self._warming = False
         self._replicated = NamedSharding(model_runner.mesh, PartitionSpec())
         mesh = model_runner.mesh.abstract_mesh
         self._top = common_programs().common(["top", mesh, width], lambda: _program(mesh, width))
         model_runner.compute_logprobs = self._compute
+
+    def warm(self, warming: bool) -> None:
+        """From here on the program runs in every step, whatever the batch; or no more."""
+        self._warming = warming
+        self._latest = None  # nobody collects it
 
     def begin(self, batch: Any, held: dict[str, Request]) -> None:
         """The next step is of this batch."""
@@ -63,7 +64,7 @@ class TopLogprobs:
 
     def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:
         self._latest = None
-        if self._asking or self.warming:
+        if self._asking or self._warming:
             named = np.zeros((token_logprobs.shape[0], MAX_NAMED_IDS), np.int32)
             for row, _, request in self._asking:
                 named[row, : len(request.named_ids)] = request.named_ids
