@@ -1,0 +1,47 @@
+"""What is sent to a device stays as it was sent."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from enginepool.engine.steady.batch import STOP_IDS, Form, Sampling
+from enginepool.engine.steady.penalties import Penalties
+from enginepool.engine.steady.sender import BatchSender, no_names
+
+ROWS, VOCABULARY = 4, 272
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """The same where JAX takes over the very memory, on CPU."""
+    memory = np.zeros(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    there = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    there[...] = array
+    return there
+
+
+def test_a_batch_may_be_changed_once_it_is_sent() -> None:
+    """The host ends rows and takes pages while steps that read the batch are on their way."""
+    mesh = Mesh(
+        np.array(jax.devices()[:1]).reshape(1, 1),
+        ("data", "tensor"),
+        axis_types=(AxisType.Explicit,) * 2,
+    )
+    config = SimpleNamespace(vocab_size=VOCABULARY)
+    sender = BatchSender(SimpleNamespace(mesh=mesh, model_config=config), [ROWS])
+    limits = aligned(np.full((ROWS, 1 + STOP_IDS), 7, np.int32))
+    table = aligned(np.full((ROWS, 16), 3, np.int32))
+    names = aligned(no_names(ROWS))
+    sampling = Sampling.of(ROWS)
+    sampling.arrays = {name: aligned(array) for name, array in sampling.arrays.items()}
+    penalties = Penalties(*map(aligned, Penalties.of(ROWS)))
+
+    batch: Any = sender.batch(limits, table, sampling, penalties, names, Form(named=True))
+    before = [np.array(leaf) for leaf in jax.tree.leaves(batch)]
+    for array in (limits, table, names, *sampling.arrays.values(), *penalties):
+        array[...] = 99
+    for leaf, value in zip(jax.tree.leaves(batch), before, strict=True):
+        assert np.array_equal(leaf, value)
