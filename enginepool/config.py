@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
+from enginepool.model_config.reading import overrides, written
 from enginepool.sizing import rules
 from enginepool.sizing.memory import Memory, Settings
 from enginepool.sizing.shape import Shape, read_shape
@@ -191,7 +192,20 @@ class PoolConfig:
             "enable_single_process": True,
             "disable_overlap_schedule": True,  # it runs the forward on a second thread
             "disable_precompile": True,  # the pool warms up, in the form that its requests have
+            **self._model_overrides,
         }
+
+    @cached_property
+    def _model_overrides(self) -> dict[str, str]:
+        """What upstream needs to read this config.json as it means."""
+        args = self.server_args
+        try:
+            config = written(self.model, args.get("revision"), args.get("download_dir"))
+        except InvalidConfig as error:  # upstream reads it too, and will say so
+            logger().info("enginepool.model_not_read", reason=str(error))
+            return {}
+        found = overrides(config, args.get("json_model_override_args"))
+        return {} if found == "{}" else {"json_model_override_args": found}
 
     def engine_args(
         self, platform: str, free_bytes: int | None, shape: Shape | None

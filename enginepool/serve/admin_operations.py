@@ -28,7 +28,6 @@ class AdminOperations:
 
     Args:
         on_update: Called with each report of new weights.
-        server_args: Upstream's, of the engines.
         desired: What is so of the pool.
 
     Attributes:
@@ -43,12 +42,10 @@ class AdminOperations:
         pool: EnginePool,
         model_root: Path | None,
         on_update: Callable[[SwapReport], None],
-        server_args: Any,
         desired: DesiredState,
     ) -> None:
         self._pool, self._on_update, self._desired = pool, on_update, desired
         self._root = None if model_root is None else model_root.resolve()
-        self._server_args = server_args
         self._lock = asyncio.Lock()
         self._read = desired.update  # what brought the weights that lie at `model_path`
         self.model_path = pool.config.model
@@ -84,7 +81,7 @@ class AdminOperations:
         try:
             path = self._allowed(model_path)
             if path != self._pool.config.model:
-                await run_sync(check_config, path, self._server_args)
+                await run_sync(check_config, path, self._pool.config)
             if mode is None:
                 mode = "in_place" if self._desired.pause_reasons else "drain"
             report = await self._pool.async_update_weights(

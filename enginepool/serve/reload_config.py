@@ -7,9 +7,10 @@ epsilon, another end token. The engines were built from the first config and kee
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from enginepool.errors import InvalidWeights
+from enginepool.config import PoolConfig
+from enginepool.errors import InvalidConfig, InvalidWeights
+from enginepool.model_config.reading import load
 from enginepool.values import shown
 
 # How a file was written, and what no engine takes from it.
@@ -20,21 +21,23 @@ _BESIDE_THE_MODEL = frozenset(
 _MOST = 5
 
 
-def check_config(directory: str, server_args: Any) -> None:
+def check_config(directory: str, config: PoolConfig) -> None:
     """Compare with what the engines were built from; a directory without config.json passes.
+
+    Both are compared as engines read them: in the fields of the installed transformers, under the
+    pool's own overrides.
 
     Raises:
         InvalidWeights: They differ, with the names and both values, or it cannot be read.
     """
-    from sgl_jax.srt.hf_transformers_utils import get_config
-
     if not Path(directory, "config.json").exists():
         return
-    trust = server_args.trust_remote_code
-    served = get_config(server_args.model_path, trust, server_args.revision).to_dict()
+    args = config.server_args
+    override = args.get("json_model_override_args")
+    served = load(config.model, args.get("revision"), args.get("download_dir"), override).to_dict()
     try:
-        given = get_config(directory, trust).to_dict()
-    except Exception as error:  # transformers raises as it comes
+        given = load(directory, override_args=override).to_dict()
+    except InvalidConfig as error:
         raise InvalidWeights(f"{directory}/config.json cannot be read: {error}") from error
     names = sorted((served.keys() | given.keys()) - _BESIDE_THE_MODEL)
     wrong = [

@@ -65,7 +65,6 @@ class Service:
             pool,
             options.model_root,
             self._updated,
-            self.front.server_args,
             self.runtime.desired,
         )
         self.history = History(self.runtime)

@@ -6,12 +6,12 @@ with those classes themselves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from enginepool.errors import InvalidConfig
+from enginepool.model_config.reading import load
 from enginepool.values import shown
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe")
@@ -153,17 +153,14 @@ def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shap
             are quantized.
     """
     args = server_args or {}
-    from transformers import AutoConfig
-
-    try:
-        config: Any = AutoConfig.from_pretrained(
-            model, revision=args.get("revision"), cache_dir=args.get("download_dir")
-        )
-        config.update(json.loads(args.get("json_model_override_args") or "{}"))
-        if args.get("model_layer_nums"):
-            config.num_hidden_layers = min(args["model_layer_nums"], config.num_hidden_layers)
-    except Exception as error:  # transformers and the hub raise what they like
-        raise InvalidConfig(f"{model}: no configuration to be read: {error}") from error
+    config = load(
+        model,
+        args.get("revision"),
+        args.get("download_dir"),
+        args.get("json_model_override_args"),
+    )
+    if args.get("model_layer_nums"):
+        config.num_hidden_layers = min(args["model_layer_nums"], config.num_hidden_layers)
     for where, value in (
         ("quantization", args.get("quantization")),
         ("quantization_config_path", args.get("quantization_config_path")),

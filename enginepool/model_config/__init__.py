@@ -1,0 +1,1 @@
+"""What a checkpoint's configuration means, and whether an engine computes that."""

@@ -1,0 +1,152 @@
+"""Reading a config.json, whichever transformers wrote it.
+
+The installed transformers, and upstream with it, read the fields of transformers 4. Transformers 5
+writes some under other names, and the old ones silently take their defaults: `rope_theta` 10000,
+128 experts. `as_read` is the one translation. Engines get it as upstream's own
+`json_model_override_args`, so that nothing of upstream is replaced for it; what reads a
+configuration on our side reads it through `load`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from enginepool.errors import InvalidConfig
+from enginepool.values import shown
+
+# What transformers 5 calls a field, and what an older configuration class does.
+_RENAMED = {"num_local_experts": "num_experts"}
+
+
+def written(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> dict[str, Any]:
+    """The fields of a checkpoint's config.json, as they are written.
+
+    Args:
+        model: A directory, a config.json or a hub id, whose configuration alone is fetched.
+
+    Raises:
+        InvalidConfig: There is none to be read.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        found, _ = PretrainedConfig.get_config_dict(
+            model, revision=revision, cache_dir=download_dir
+        )
+    except Exception as error:  # transformers and the hub raise what they like
+        raise InvalidConfig(f"{model}: no configuration to be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidConfig(f"{model}: config.json holds {shown(found)}: expected an object")
+    return found
+
+
+def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same configuration in the fields that the installed transformers and upstream read.
+
+    What is in those already stays as it is. Rotary embeddings that differ from layer to layer have
+    no such fields; they stay in `rope_parameters`.
+    """
+    found = dict(config)
+    known = _constructor_fields(found.get("model_type"))
+    for new, old in _RENAMED.items():
+        if new in found and new not in known and old in known:
+            found.setdefault(old, found[new])
+            del found[new]
+    rope = None if "rope_parameters" in known else _one_rope(found.get("rope_parameters"))
+    if rope is not None:
+        del found["rope_parameters"]
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if rope.get(name) is not None:
+                found[name] = rope[name]
+            rope.pop(name, None)
+        plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+        found["rope_scaling"] = None if plain and "mrope_section" not in rope else rope
+    return found
+
+
+def overrides(config: Mapping[str, Any], given: str | None = None) -> str:
+    """What upstream's `json_model_override_args` must be for it to read a config.json right.
+
+    Args:
+        config: As it is written.
+        given: The user's own overrides, in the fields of either transformers. They come last.
+    """
+    own = _object(given)
+    meant = as_read({**as_read(config), **own})
+    changed = {name: value for name, value in meant.items() if not _same(config, name, value)}
+    return json.dumps({**own, **changed})
+
+
+def load(
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    override_args: str | None = None,
+) -> Any:
+    """A checkpoint's configuration as an object of `transformers`, read as engines read it.
+
+    Raises:
+        InvalidConfig: There is none to be read, or transformers refuses it.
+    """
+    fields = as_read({**as_read(written(model, revision, download_dir)), **_object(override_args)})
+    return parsed(fields, model)
+
+
+def parsed(config: Mapping[str, Any], name: str = "the model") -> Any:
+    """An object of `transformers` from the fields of a config.json; a plain one for a family that
+    the installed transformers does not know.
+
+    Raises:
+        InvalidConfig: transformers refuses it.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        return (_kind(config.get("model_type")) or PretrainedConfig).from_dict(as_read(config))
+    except Exception as error:  # transformers raises what it likes
+        raise InvalidConfig(f"{name}: no configuration to be read: {error}") from error
+
+
+def _one_rope(rope: Any) -> dict[str, Any] | None:
+    """The parameters of all layers; None if there are none, or several kinds."""
+    if not isinstance(rope, Mapping) or not rope:
+        return None
+    if not all(isinstance(value, Mapping) or value is None for value in rope.values()):
+        return dict(rope)
+    kinds = [dict(kind) for kind in rope.values() if kind is not None]
+    return kinds[0] if kinds and all(kind == kinds[0] for kind in kinds) else None
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidConfig(f"json_model_override_args={shown(text)}: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidConfig(f"json_model_override_args={shown(text)}: expected an object")
+    return found
+
+
+def _same(config: Mapping[str, Any], name: str, value: Any) -> bool:
+    return name in config and config[name] == value
+
+
+def _constructor_fields(model_type: Any) -> frozenset[str]:
+    """What transformers' class for a family takes by name; nothing for one that it lacks."""
+    kind = _kind(model_type)
+    return frozenset(inspect.signature(kind.__init__).parameters) if kind else frozenset()
+
+
+def _kind(model_type: Any) -> Any:
+    """transformers' configuration class for a family; upstream adds its own to them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[model_type]
+    except KeyError:
+        return None
