@@ -15,7 +15,7 @@ It is computed while the device runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class RequestGrammar:
         failure: Why nothing can follow, if so; the end token is sampled then.
     """
 
-    def __init__(self, grammar: Grammar, ends: Sequence[int], output_ids: Sequence[int]) -> None:
+    def __init__(self, grammar: Grammar, ends: Iterable[int], output_ids: Sequence[int]) -> None:
         """
         Args:
             ends: What ends the request's model, wherever the grammar lets it.
@@ -107,12 +107,3 @@ def finish_reason(req: Any, reason: dict[str, Any]) -> dict[str, Any]:
     if grammar is None or grammar.failure is None or reason.get("type") != "stop":
         return reason
     return aborted(f"the output cannot go on as its grammar says: {grammar.failure}", "grammar")
-
-
-def ends_of(req: Any) -> list[int]:
-    """The ids that end a request of upstream's, but for those that its caller has named."""
-    tokenizer = req.tokenizer
-    ends = {*(req.eos_token_ids or ())}
-    if tokenizer is not None:
-        ends |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
-    return [int(end) for end in ends if end is not None]

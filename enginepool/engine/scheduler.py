@@ -30,12 +30,13 @@ except ImportError:
 
 from enginepool.engine.common_programs import share
 from enginepool.engine.executable_cache import common_programs
-from enginepool.engine.grammar import RequestGrammar, check_upstream, ends_of
+from enginepool.engine.grammar import RequestGrammar, check_upstream
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.scoring import Scorer
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.top_logprobs import TopLogprobs
 from enginepool.process.upstream import expect
+from enginepool.requests.ends import end_ids
 from enginepool.requests.request import aborted
 from enginepool.requests.scoring import Scored
 from enginepool.weights.leaves import EngineLeaves
@@ -251,7 +252,8 @@ class PinnedScheduler(Scheduler):
             req.output_token_logprobs_val = list(request.logprobs)
             req.output_token_logprobs_idx = list(request.output_ids)
         if request.grammar is not None:
-            req.grammar = RequestGrammar(request.grammar, ends_of(req), request.output_ids)
+            ends = end_ids(req.eos_token_ids, req.tokenizer)
+            req.grammar = RequestGrammar(request.grammar, ends, request.output_ids)
         if request.given and not request.begun:
             req.check_finished()
             if req.finished():

@@ -19,6 +19,7 @@ from enginepool.engine.grammar import RequestGrammar
 from enginepool.engine.steady.batch import STOP_IDS, Form, Sampling
 from enginepool.engine.steady.penalties import Penalties, recount
 from enginepool.engine.top_logprobs import named_values, top_values
+from enginepool.requests.ends import end_ids
 from enginepool.requests.request import MAX_NAMED_IDS, Request
 
 
@@ -281,9 +282,5 @@ def _stop_ids(req: Any) -> list[int]:
     """What ends a request, as its `check_finished` has it."""
     if req.sampling_params.ignore_eos:
         return []
-    stops = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
-    if req.tokenizer is not None:
-        stops.add(req.tokenizer.eos_token_id)
-        stops.update(req.tokenizer.additional_stop_token_ids or ())
-    stops.discard(None)
-    return sorted(map(int, stops))
+    named = {*(req.sampling_params.stop_token_ids or ())}
+    return sorted(named | end_ids(req.eos_token_ids, req.tokenizer))

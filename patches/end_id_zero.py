@@ -1,0 +1,66 @@
+"""End ids are all that config.json and generation_config.json name.
+
+What breaks: Id 0 is no end, whichever file names it. Where config.json names it, alone, and
+generation_config.json another, no engine is built: a TypeError.
+
+Why: `ModelConfig.get_hf_eos_token_id` takes what is not truthy for nothing, and leaves it as it is,
+so that 0 comes out where a set of ids is expected, or an integer is united with a set.
+
+What we change: It gets to see a list instead, and none where there is an empty one.
+
+Remove when: Upstream asks whether the field is None.
+"""
+
+import copy
+from types import SimpleNamespace
+
+from patches._patch import Patch, Target
+
+
+def _is_needed(original) -> bool:
+    """Ask for the ends of a model that each file names 0 for, in the other's company and alone."""
+    for files in ((0, 1), (1, 0), (0, None)):
+        config, generation = (SimpleNamespace(eos_token_id=one) for one in files)
+        model = SimpleNamespace(hf_config=config, hf_generation_config=generation)
+        try:
+            found = original(model)
+        except TypeError:
+            return True
+        if found != {*files} - {None}:
+            return True
+    return False
+
+
+def _replace(original):
+    def get_hf_eos_token_id(self):
+        seen = copy.copy(self)
+        seen.hf_config = _listed(self.hf_config)
+        seen.hf_generation_config = _listed(self.hf_generation_config)
+        return original(seen)
+
+    return get_hf_eos_token_id
+
+
+def _listed(config):
+    """A configuration whose ends are a list with something in it, or None."""
+    ends = getattr(config, "eos_token_id", None)
+    if ends is None:
+        return config
+    listed = copy.copy(config)
+    listed.eos_token_id = ([ends] if isinstance(ends, int) else list(ends)) or None
+    return listed
+
+
+PATCH = Patch(
+    name="end_id_zero",
+    issue="not reported",
+    replaced=(
+        Target(
+            "sgl_jax.srt.configs.model_config",
+            "ModelConfig.get_hf_eos_token_id",
+            _replace,
+            ("self",),
+        ),
+    ),
+    probe=_is_needed,
+)
