@@ -199,6 +199,7 @@ class InputProcessor:
             params,
             vocab_size=self.limits.vocab_size,
             tokenizer=self.tokenizer.hf,
+            end_ids=self.limits.end_ids,
             explicit=explicit,
         )
         if made.params.max_new_tokens == 0 and not scored:

@@ -17,6 +17,7 @@ class Limits:
         prompt: The longest prompt.
         total: The longest prompt plus output.
         origin: Where the limits come from, in words.
+        end_ids: What ends an output of the model by itself, beside the tokenizer's end token.
         scored: The longest prompt plus continuation that can be scored.
         score_refusal: Why nothing can be scored, if so.
     """
@@ -25,6 +26,7 @@ class Limits:
     total: int
     vocab_size: int
     origin: str
+    end_ids: frozenset[int]
     scored: int
     score_refusal: str | None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +74,17 @@ _VLLM_NAMES = {
 
 
 def make_sampling(
-    params: Mapping[str, Any], *, vocab_size: int, tokenizer: Any, explicit: bool = True
+    params: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    tokenizer: Any,
+    end_ids: Collection[int] = (),
+    explicit: bool = True,
 ) -> Sampling:
     """Check one dict of sampling parameters and build upstream's object from it.
+
+    Args:
+        end_ids: What ends an output by itself, beside the tokenizer's end token.
 
     Raises:
         InvalidRequest: An unknown name (with the nearest), a value of the wrong type, out of
@@ -100,11 +108,12 @@ def make_sampling(
         built.verify(vocab_size)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"sampling parameters {shown(given)}: {error}") from error
-    stops = {getattr(tokenizer, "eos_token_id", None), *(built.stop_token_ids or ())} - {None}
+    named = built.stop_token_ids or ()
+    stops = {getattr(tokenizer, "eos_token_id", None), *end_ids, *named} - {None}
     if built.min_new_tokens and len(stops) >= vocab_size:  # no law is left, only NaN
         raise InvalidRequest(
-            f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the end token are all "
-            f"{vocab_size} of the vocabulary, so that none may be sampled; leave one out"
+            f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the model's end tokens are "
+            f"all {vocab_size} of the vocabulary, so that none may be sampled; leave one out"
         )
     return Sampling(
         built,

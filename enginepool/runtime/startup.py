@@ -139,6 +139,9 @@ def make_input_processor(workers: Sequence[EngineWorker]) -> InputProcessor:
         origin=(
             f"context_length={model.context_len}, max_total_tokens={scheduler.max_total_num_tokens}"
         ),
+        end_ids=frozenset(
+            end for end in model.hf_eos_token_id or () if 0 <= end < model.vocab_size
+        ),
         # Nothing follows the last token, so it takes no KV cache.
         scored=min(model.context_len, scheduler.max_total_num_tokens + 1, program.slots + 1),
         score_refusal=program.refusal,

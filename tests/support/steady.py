@@ -78,8 +78,7 @@ def of_any_kind(count: int, *, seed: int) -> list[dict[str, Any]]:
             "max_new_tokens": rng.randint(1, 60),
             "temperature": rng.choice([0.0, 0.6, 1.0, 1.4]),
             "sampling_seed": rng.randrange(2**31),
-            # Not 1: of that upstream's log-probabilities depend on who else is in the batch.
-            "top_k": rng.choice([-1, 3, 20]),
+            "top_k": rng.choice([-1, 1, 3, 20]),
             "top_p": rng.choice([1.0, 0.9, 0.4]),
             "min_p": rng.choice([0.0, 0.1]),
             "ignore_eos": rng.random() < 0.5,

@@ -70,9 +70,10 @@ def _entries(row: int, ids: Sequence[int], amount: int) -> np.ndarray:
 
 
 def _banned_ids(req: Any) -> set[int]:
-    """What upstream bans until a request has its `min_new_tokens`: also where it ignores them."""
+    """What may not come until a request has its `min_new_tokens`: all that ends it by itself, also
+    where it ignores that, as in upstream's prefill."""
     tokenizer = req.tokenizer
-    ids = {*(req.sampling_params.stop_token_ids or ())}
+    ids = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
     ids.update(tokenizer.additional_stop_token_ids or ())
     ids.add(tokenizer.eos_token_id)
     return {int(one) for one in ids if one is not None and one >= 0}
@@ -147,4 +148,5 @@ class _Told:
 
     def __init__(self, req: Any) -> None:
         self.sampling_params, self.tokenizer = req.sampling_params, req.tokenizer
+        self.eos_token_ids = req.eos_token_ids
         self.output_ids = req.output_ids[:-1]

@@ -98,12 +98,10 @@ class Sample:
 def sampling_metadata(sampling: Sampling, mesh: Mesh, vocab_size: int) -> Any:
     """What upstream's sampler takes, on the device; the arrays may be changed afterwards."""
     arrays: dict[str, Any] = {name: array.copy() for name, array in sampling.arrays.items()}
-    # Upstream's greedy way knows no temperature: with top_k=1 and one, its values are others.
-    greedy = bool(((arrays["top_ks"] <= 1) & (arrays["temperatures"][:, 0] == 1)).all())
     info = ModelWorkerSamplingInfo(
         **arrays,
         vocab_size=vocab_size,
-        is_all_greedy=greedy,
+        is_all_greedy=bool((arrays["top_ks"] <= 1).all()),
         need_min_p_sampling=bool((arrays["min_ps"] > 0).any()),
     )
     batch: Any = SimpleNamespace(

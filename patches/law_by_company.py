@@ -1,0 +1,79 @@
+"""What a request samples, and the law that is reported, do not depend on who else is in the batch.
+
+What breaks: A request with top_k=1 and a temperature gets log-probabilities of temperature 1 while
+all others are greedy, too, and of its own temperature beside one that is not. In a batch that is
+not greedy as a whole, a greedy request draws among the tokens that tie for the best, which with
+bfloat16 logits is often; and what is less probable than float32's smallest number has no
+log-probability.
+
+Why: A batch with top_k=1 everywhere takes another way through the sampler, which knows no
+temperatures and takes the first best. The common way takes the logarithm of a softmax.
+
+What we change: Both ways report the logarithm of softmax(logits / temperature), computed as such in
+float32, and take the first best where top_k is 1. Upstream gives a temperature of 0 as top_k=1
+with temperature 1, so that is softmax(logits) there.
+
+Remove when: Both ways of upstream's sampler agree.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from patches._lookup import module, with_globals
+from patches._patch import Patch, Target
+
+_MODULE = "sgl_jax.srt.layers.sampler"
+
+
+def _is_needed(greedy, _) -> bool:
+    """Take the greedy way in NumPy, with temperature 2."""
+
+    def log_softmax(logits, axis):
+        return logits - np.log(np.exp(logits).sum(axis=axis, keepdims=True))
+
+    sample = with_globals(
+        greedy, jnp=np, jax=SimpleNamespace(nn=SimpleNamespace(log_softmax=log_softmax))
+    )
+    logits = np.log(np.array([[0.7, 0.3]], np.float32))
+    metadata = SimpleNamespace(temperatures=np.full((1, 1), 2, np.float32))
+    _, logprobs = sample(None, (logits, metadata, None))
+    return not np.allclose(logprobs, log_softmax(logits / 2, -1), atol=1e-3)
+
+
+def _law(logits, metadata):
+    """The log-probabilities that are reported."""
+    jax, jnp = module("jax"), module("jax.numpy")
+    divided = logits.astype(jnp.float32) / metadata.temperatures.astype(jnp.float32)
+    return jax.nn.log_softmax(divided, axis=-1).clip(min=jnp.finfo(jnp.float32).min)
+
+
+def _replace_greedy(original):
+    def greedy_sampling(self, operands):
+        logits, metadata, _ = operands
+        ids, _ = original(self, operands)
+        return ids, _law(logits, metadata)
+
+    return greedy_sampling
+
+
+def _replace_regular(original):
+    def regular_sampling(self, operands):
+        jnp = module("jax.numpy")
+        logits, metadata, *_ = operands
+        ids, _ = original(self, operands)
+        best = jnp.argmax(logits, axis=-1).astype(ids.dtype)
+        return jnp.where(metadata.top_ks <= 1, best, ids), _law(logits, metadata)
+
+    return regular_sampling
+
+
+PATCH = Patch(
+    name="law_by_company",
+    issue="not reported",
+    replaced=(
+        Target(_MODULE, "Sampler._greedy_sampling", _replace_greedy, ("self", "operands")),
+        Target(_MODULE, "Sampler._regular_sampling", _replace_regular, ("self", "operands")),
+    ),
+    probe=_is_needed,
+)
