@@ -31,9 +31,21 @@ def detokenize(
     if isinstance(matched, int) and output_ids and output_ids[-1] == matched:
         output_ids = output_ids[:-1]
     text = _decode(request, output_ids, tokenizer)
-    if isinstance(matched, str) and (end := text.find(matched)) >= 0:
-        text = text[:end]
+    if isinstance(matched, str):
+        before = _decode(request, output_ids[:-1], tokenizer).rstrip(_REPLACEMENT)
+        text = _cut_stop(text, matched, len(before), tokenizer)
     return text
+
+
+def _cut_stop(text: str, stop: str, before: int, tokenizer: Tokenizer) -> str:
+    """Cut a text in which a stop string is complete behind so many characters. Earlier ones were
+    given, and have ended nothing."""
+    if (start := text.find(stop, max(0, before - len(stop) + 1))) >= 0:
+        return text[:start]
+    for token in tokenizer.hf.added_tokens_decoder.values():
+        if token.special:  # the text does not show it
+            stop = stop.replace(token.content, "")
+    return text.removesuffix(stop)
 
 
 def _decode(request: Request, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:

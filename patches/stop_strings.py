@@ -1,0 +1,225 @@
+"""A stop string ends a request where the text has come to it, however many tokens spell it.
+
+What breaks: A stop string that a model spells in more tokens than the tokenizer would is missed,
+and the output goes on behind it. One that comes with the last token that `max_new_tokens` allows
+is reported as "length".
+
+Why: `Req._check_str_based_finish` decodes as many of the last tokens as the tokenizer makes of the
+longest stop string, and one more. `Req.check_finished` looks at the length first and returns.
+
+What we change: A request with stop strings remembers the end of its text, as far as a stop string
+may begin in it, and each token is decoded once, with as much before it as its text depends on.
+Bytes of a character that is not complete wait for the rest. What is looked at is the text with
+special tokens, and beside it the text without them where the caller gets that. Of several stop
+strings the one that is complete first counts, the longest if there are two. In outputs that a
+request already has when it is first looked at, only what the last token completes counts, as with
+stop ids.
+
+Remove when: Upstream looks at the text, and not at so many tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from patches._lookup import module
+from patches._patch import Patch, Target
+
+_MODULE = "sgl_jax.srt.managers.schedule_batch"
+_REPLACEMENT = "\ufffd"
+# Of UTF-8, the most bytes of a character; tokens that their neighbours' text may depend on; tokens
+# with nothing but incomplete characters, after which these are looked at one by one.
+_CHARACTER, _CONTEXT, _INCOMPLETE = 4, 5, 8
+_STATE = "_text_for_stops"
+
+
+def _is_needed(original, _) -> bool:
+    """Look for a string of one token in a text that spells it in four."""
+    req = SimpleNamespace(
+        sampling_params=SimpleNamespace(stop_strs=["stop"], stop_str_max_len=1),
+        tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(chr, ids))),
+        output_ids=[ord(letter) for letter in "a stop"],
+        decoded_text="",
+        finished_reason=None,
+    )
+    return not original(req)
+
+
+class _Text:
+    """The end of a text that grows."""
+
+    def __init__(self, decode, stops, context, joined):
+        """
+        Args:
+            context: Tokens before the text.
+            joined: Whether tokens' bytes are joined, so that none changes what another says.
+        """
+        self._decode, self._stops, self._joined = decode, stops, joined
+        self._keep = max(map(len, stops)) - 1
+        self._tail, self._looked = "", 0
+        self._pending: tuple[int, ...] = ()
+        self._settle(tuple(context))
+
+    def skip(self, ids) -> None:
+        """Tokens that are not looked at."""
+        cut = len(ids)
+        while cut and self._decode(ids[max(0, cut - _INCOMPLETE) : cut]).endswith(_REPLACEMENT):
+            cut -= 1
+        # As a rule a token has a character at least.
+        some = ids[max(0, cut - 4 * self._keep - 64) : cut]
+        if some:
+            self._tail = self._kept(self._told(tuple(some)))
+            self._settle(tuple(some))
+        for token in ids[cut:]:
+            self.push(token)
+
+    def push(self, token: int) -> str | None:
+        """The stop string that the text comes to with this token."""
+        self._pending = pending = (*self._pending, token)
+        new = self._told(pending)
+        shown = self._tail + (complete := new.rstrip(_REPLACEMENT))
+        matched = self._find(shown)
+        self._looked = len(shown)
+        if complete == new:
+            self._tail = self._kept(shown)
+            self._settle(pending)
+        elif len(pending) > _INCOMPLETE:
+            self._settle_some(new)
+        return matched
+
+    def _find(self, text: str) -> str | None:
+        found = []
+        for stop in self._stops:
+            start = text.find(stop, max(0, self._looked - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), -len(stop), stop))
+        return min(found)[2] if found else None
+
+    def _told(self, ids: tuple[int, ...]) -> str:
+        text = self._decode([*self._context, *ids])
+        if text.startswith(self._before):
+            return text[len(self._before) :]
+        return self._decode(list(ids))
+
+    def _settle(self, ids: tuple[int, ...]) -> None:
+        """What comes next is decoded behind these; they are whole characters."""
+        self._context = () if self._joined else ids[-_CONTEXT:]
+        self._before = self._decode(list(self._context)) if self._context else ""
+        self._looked, self._pending = len(self._tail), ()
+
+    def _settle_some(self, new: str) -> None:
+        """Those tokens whose characters no later one can complete."""
+        pending = self._pending
+        for last in range(_CHARACTER - 1, 0, -1):
+            head, rest = pending[:-last], pending[-last:]
+            first, second = self._decode(list(head)), self._decode(list(rest))
+            if first + second == new:
+                self._tail = self._kept(self._tail + first)
+                self._settle(head)
+                self._pending = rest
+                self._looked += len(second.rstrip(_REPLACEMENT))
+                return
+
+    def _kept(self, text: str) -> str:
+        return text[max(0, len(text) - self._keep) :] if self._keep else ""
+
+
+class _Texts:
+    """A request's text, with its special tokens, and without them where they are not shown."""
+
+    def __init__(self, req):
+        tokenizer, params = req.tokenizer, req.sampling_params
+        spaces = params.spaces_between_special_tokens
+
+        def decode(ids):
+            return tokenizer.decode(
+                ids, skip_special_tokens=False, spaces_between_special_tokens=spaces
+            )
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        joined = "ByteLevel" in type(getattr(backend, "decoder", None)).__name__
+        context = () if joined else req.origin_input_ids[-_CONTEXT:]
+        self._whole = _Text(decode, params.stop_strs, context, joined)
+        self._shown = None
+        self._hidden = _special(tokenizer) if params.skip_special_tokens else frozenset()
+        self.count = 0
+
+    def look(self, ids) -> str | None:
+        if not self.count and len(ids) > 1:
+            self._skip(ids[:-1])
+        for token in ids[self.count :]:
+            self.count += 1
+            matched = self._push(token)
+            if matched is not None:
+                return matched
+        return None
+
+    def _skip(self, ids) -> None:
+        if not self._hidden.isdisjoint(ids):
+            self._shown = copy.copy(self._whole)
+            self._shown.skip([token for token in ids if token not in self._hidden])
+        self._whole.skip(ids)
+        self.count = len(ids)
+
+    def _push(self, token: int) -> str | None:
+        if token in self._hidden:
+            if self._shown is None:
+                self._shown = copy.copy(self._whole)
+            return self._whole.push(token)
+        matched = None if self._shown is None else self._shown.push(token)
+        return self._whole.push(token) or matched
+
+
+def _special(tokenizer) -> frozenset[int]:
+    """The ids that `skip_special_tokens` leaves out."""
+    if tokenizer not in _known_special:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        ids = {token_id for token_id, token in added.items() if token.special}
+        _known_special[tokenizer] = frozenset(ids.union(getattr(tokenizer, "all_special_ids", ())))
+    return _known_special[tokenizer]
+
+
+# By tokenizer; to ask one takes long.
+_known_special: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+
+
+def _replace_look(original):
+    def check(self):
+        if not self.sampling_params.stop_strs:
+            return original(self)
+        texts = getattr(self, _STATE, None)
+        if texts is None or texts.count > len(self.output_ids):
+            texts = _Texts(self)
+            setattr(self, _STATE, texts)
+        matched = texts.look(self.output_ids)
+        if matched is None:
+            return False
+        self.finished_reason = module(_MODULE).FINISH_MATCHED_STR(matched=matched)
+        return True
+
+    return check
+
+
+def _replace_finished(original):
+    def check_finished(self, new_accepted_len=1):
+        before = self.finished_reason
+        original(self, new_accepted_len)
+        reason = self.finished_reason
+        if reason is not before and isinstance(reason, module(_MODULE).FINISH_LENGTH):
+            self._check_str_based_finish()
+
+    return check_finished
+
+
+PATCH = Patch(
+    name="stop_strings",
+    issue="not reported",
+    replaced=(
+        Target(_MODULE, "Req._check_str_based_finish", _replace_look, ("self",)),
+        Target(_MODULE, "Req.check_finished", _replace_finished, ("self", "new_accepted_len")),
+    ),
+    probe=_is_needed,
+)
