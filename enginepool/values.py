@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from enginepool.errors import InvalidRequest
 
 _SHOWN = 200
+_quoting = ContextVar("enginepool_quoting", default=True)
 
 
 class Unreadable:
@@ -44,6 +47,29 @@ def shown(value: Any) -> str:
     except Exception as error:  # an integer of 5,000 digits has none
         text = f"<{type(value).__name__}: {error}>"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
+
+
+@contextmanager
+def nothing_quoted() -> Iterator[None]:
+    """Have errors of this context describe what may hold a prompt. A server's go into its log."""
+    before = _quoting.set(False)
+    try:
+        yield
+    finally:
+        _quoting.reset(before)
+
+
+def described(value: Any) -> str:
+    """For errors over what may hold a prompt: as `shown`, or where nothing is to be quoted its kind
+    and size; numbers and the like are told themselves."""
+    if _quoting.get() or value is None or isinstance(value, int | float):
+        return shown(value)
+    kind = type(value).__name__
+    if isinstance(value, str):
+        return f"<{kind} of {len(value)} characters>"
+    if isinstance(value, (list, tuple, Mapping)):
+        return f"<{kind} of {len(value)} entries>"
+    return f"<{kind}>"
 
 
 def did_you_mean(

@@ -12,7 +12,7 @@ from enginepool.pool.generate import async_run, run, single
 from enginepool.pool.opening import Opening
 from enginepool.requests.call_options import CallOptions, Params, check_options
 from enginepool.runtime.runtime import Runtime
-from enginepool.values import flag, shown
+from enginepool.values import described, flag
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -64,13 +64,13 @@ def _apply_template(
     runtime: Runtime, messages: Any, template_options: Any
 ) -> list[int] | list[list[int]]:
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise InvalidRequest(f"chat: expected a list of messages, got {shown(messages)}")
+        raise InvalidRequest(f"chat: expected a list of messages, got {described(messages)}")
     if not messages:
         raise InvalidRequest("chat: messages are empty")
     template_options = {} if template_options is None else template_options
     if not (isinstance(template_options, Mapping) and all(map(_is_name, template_options))):
         raise InvalidRequest(
-            f"chat_template_kwargs={shown(template_options)}: expected a dict by names"
+            f"chat_template_kwargs={described(template_options)}: expected a dict by names"
         )
     apply = runtime.input_processor.tokenizer.apply_chat_template
     if isinstance(messages[0], Mapping):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from enginepool.errors import InvalidRequest
-from enginepool.values import shown
+from enginepool.values import described
 
 Form = Literal["string", "parts", "either"]
 
@@ -25,7 +25,7 @@ def check_messages(messages: Any, index: int | None = None) -> list[Mapping[str,
     """
     if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__iter__"):
         raise InvalidRequest(
-            f"expected a list of messages, got {shown(messages)}", prompt_index=index
+            f"expected a list of messages, got {described(messages)}", prompt_index=index
         )
     messages = list(messages)
     if not messages:
@@ -34,7 +34,7 @@ def check_messages(messages: Any, index: int | None = None) -> list[Mapping[str,
         if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidRequest(
                 f'messages[{number}]: expected {{"role": ..., "content": ...}}, '
-                f"got {shown(message)}",
+                f"got {described(message)}",
                 prompt_index=index,
             )
         content = message.get("content")
@@ -44,7 +44,7 @@ def check_messages(messages: Any, index: int | None = None) -> list[Mapping[str,
                 raise InvalidRequest(
                     f"messages[{number}]: a pool takes text only, as a string or as parts "
                     f'{{"type": "text", "text": ...}}; got a part '
-                    + (f"of type {kind!r}" if kind not in (None, "text") else shown(part)),
+                    + (f"of type {kind!r}" if kind not in (None, "text") else described(part)),
                     prompt_index=index,
                 )
     return messages

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginepool.errors import InvalidGrammar
-from enginepool.values import shown
+from enginepool.values import described
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -36,7 +36,7 @@ class GrammarSource(NamedTuple):
         elif isinstance(value, str):
             text = value
         else:
-            raise InvalidGrammar(f"{kind}={shown(value)}: expected a string")
+            raise InvalidGrammar(f"{kind}={described(value)}: expected a string")
         if len(text) > _LONGEST:
             raise InvalidGrammar(
                 f"{kind} has {len(text)} characters: at most {_LONGEST} are compiled; shorten it"
@@ -63,10 +63,12 @@ def _json(kind: str, value: Any) -> str:
         if isinstance(value, str):
             value = json.loads(value)
         if not isinstance(value, dict):
-            raise InvalidGrammar(f"{kind}={shown(value)}: expected a JSON object, or one as text")
+            raise InvalidGrammar(
+                f"{kind}={described(value)}: expected a JSON object, or one as text"
+            )
         # In the order that it has: it is the order of an object's properties.
         return json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, InvalidGrammar):
             raise
-        raise InvalidGrammar(f"{kind}={shown(value)}: it is not JSON: {error}") from error
+        raise InvalidGrammar(f"{kind}={described(value)}: it is not JSON: {error}") from error

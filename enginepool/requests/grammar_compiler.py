@@ -15,7 +15,7 @@ from enginepool.requests.grammar import Grammar, GrammarSource
 from enginepool.requests.schema_limits import check_schema
 from enginepool.requests.structural_tag import structural_tag_grammar
 from enginepool.requests.tokenizer import Tokenizer
-from enginepool.values import shown
+from enginepool.values import described
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -135,4 +135,4 @@ def _check_embedded(lark: str) -> None:
 def _invalid(source: GrammarSource, why: str) -> InvalidGrammar:
     lines = [line for line in why.splitlines() if line.strip()]
     told = " ".join(" ".join(lines[:4]).split())[:500]
-    return InvalidGrammar(f"{source.kind}={shown(source.text)} does not compile: {told}")
+    return InvalidGrammar(f"{source.kind}={described(source.text)} does not compile: {told}")

@@ -17,7 +17,7 @@ from enginepool.requests.request import Call, Request
 from enginepool.requests.sampling import Sampling, Seeds, make_sampling
 from enginepool.requests.scoring import Scoring
 from enginepool.requests.tokenizer import Tokenizer
-from enginepool.values import flag, is_int, plain, shown
+from enginepool.values import described, flag, is_int, plain, shown
 
 
 class InputProcessor:
@@ -157,8 +157,8 @@ class InputProcessor:
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise InvalidRequest(
-                    f"expected a string, got {type(text).__name__} {shown(text)}; token ids go to "
-                    f"{of_ids}=, messages to chat()",
+                    f"expected a string, got {type(text).__name__} {described(text)}; token ids "
+                    f"go to {of_ids}=, messages to chat()",
                     prompt_index=index,
                 )
         return texts, self.tokenizer.encode(texts, special_tokens=special_tokens), lone
@@ -194,7 +194,7 @@ class InputProcessor:
         if _is_upstreams(params):
             params = _from_upstream(params)
         if not isinstance(params, Mapping):
-            raise InvalidRequest(f"sampling_params: expected a dict, got {shown(params)}")
+            raise InvalidRequest(f"sampling_params: expected a dict, got {described(params)}")
         made = make_sampling(
             params,
             vocab_size=self.limits.vocab_size,
@@ -273,7 +273,7 @@ def _as_list(name: str, value: Any) -> list[Any]:
     """A caller's sequence or array as a list."""
     value = plain(value, depth=0)
     if isinstance(value, (str, bytes, Mapping)) or _is_scalar(value):
-        raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {shown(value)}")
+        raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {described(value)}")
     return list(value)
 
 
@@ -283,13 +283,15 @@ def _plain_ids(name: str, index: int, prompt: Any) -> list[int]:
         ids = _as_list(name, prompt)
     except InvalidRequest:
         raise InvalidRequest(
-            f"{name}: expected a list of token ids, got {shown(prompt)}", prompt_index=index
+            f"{name}: expected a list of token ids, got {described(prompt)}", prompt_index=index
         ) from None
     if not set(map(type, ids)) <= {int}:
         ids = [plain(token_id) for token_id in ids]
     for token_id in ids:
         if not is_int(token_id):
-            raise InvalidRequest(f"{name}: {shown(token_id)} is not an integer", prompt_index=index)
+            raise InvalidRequest(
+                f"{name}: {described(token_id)} is not an integer", prompt_index=index
+            )
     return ids
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from enginepool.errors import InvalidRequest
 from enginepool.requests.grammar import KINDS, GrammarSource
-from enginepool.values import did_you_mean, flag, is_int, is_number, plain, shown
+from enginepool.values import described, did_you_mean, flag, is_int, is_number, plain, shown
 
 _INT32 = 1 << 31
 _UINT32 = 1 << 32
@@ -97,7 +97,7 @@ def make_sampling(
     for name, value in params.items():
         if name not in known:
             hint = did_you_mean(name, known, elsewhere=_VLLM_NAMES)
-            raise InvalidRequest(f"unknown sampling parameter {name}={shown(value)}{hint}")
+            raise InvalidRequest(f"unknown sampling parameter {name}={described(value)}{hint}")
         if (value := plain(value)) is not None:
             _check_value(name, value, vocab_size)
             given[name] = value

@@ -10,7 +10,7 @@ from enginepool.errors import InvalidRequest
 from enginepool.process.guest import no_generation_warnings
 from enginepool.requests.chat import ChatTemplate, check_messages
 from enginepool.requests.fair_lock import FairLock
-from enginepool.values import shown
+from enginepool.values import described
 
 # How many tokens of the prompt are decoded before the output, for tokenizers whose text of a
 # token depends on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
@@ -65,7 +65,8 @@ class Tokenizer:
                     self._encode([text], special_tokens)
                 except Exception as error:
                     raise InvalidRequest(
-                        f"the tokenizer does not take {shown(text)}: {error}", prompt_index=index
+                        f"the tokenizer does not take {described(text)}: {error}",
+                        prompt_index=index,
                     ) from error
             raise
 
@@ -101,7 +102,8 @@ class Tokenizer:
         # A template is a program of the checkpoint's and fails in its own ways.
         except Exception as error:
             raise InvalidRequest(
-                f"the chat template does not take {shown(messages)}: {error}", prompt_index=index
+                f"the chat template does not take {described(messages)}: {error}",
+                prompt_index=index,
             ) from error
 
     def token_text(self, token_id: int) -> str:

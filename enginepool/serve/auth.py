@@ -104,10 +104,18 @@ def _passed_on(headers: Headers) -> str | None:
     for name in _FOREIGN:
         if name in headers:
             return f"requests with the header {name!r} may not administer this server"
-    site = headers.get("sec-fetch-site", "none")
-    if site not in ("none", "same-origin"):
-        return f"requests from another site ({site}) may not administer this server"
+    if _of_another_site(headers):
+        return "requests from another site may not administer this server"
     return None
+
+
+def sent_by_a_page(headers: Headers) -> bool:
+    """Whether a browser says that it sends for a page, which may be another site's."""
+    return "origin" in headers or _of_another_site(headers)
+
+
+def _of_another_site(headers: Headers) -> bool:
+    return headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
 
 def _bearer(headers: Headers) -> str | None:

@@ -16,10 +16,11 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 
+from enginepool.serve.auth import sent_by_a_page
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.prompt_limits import PromptLimits
 from enginepool.serve.unknown_fields import check_names, check_query, names_of
-from enginepool.values import shown
+from enginepool.values import described
 
 _SMALL = 1 << 16  # bytes; a body of so many is read faster than a thread takes over
 _READ_AT_ONCE = 2
@@ -75,7 +76,15 @@ class _Read(Request):
 
 
 def _check_content_type(headers: Headers) -> None:
-    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    """JSON. A browser asks before another site's page may send that, but not before it sends what
+    has no type; other clients may leave it out."""
+    given = headers.get("content-type")
+    if given is None and sent_by_a_page(headers):
+        raise Refused(
+            400, "the body has no type: from a page of a browser, send Content-Type: "
+            "application/json"
+        )  # fmt: skip
+    kind = (given or "application/json").partition(";")[0].strip().lower()
     if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
         raise Refused(
             400, f"the body is of type {kind!r}: send JSON, with Content-Type: application/json"
@@ -89,7 +98,7 @@ def _parse(content: bytes, limits: PromptLimits) -> tuple[dict[str, Any], dict[s
     except orjson.JSONDecodeError as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refused(400, f"the body is {shown(body)}: expected a JSON object")
+        raise Refused(400, f"the body is {described(body)}: expected a JSON object")
     # As OpenAI's clients mean it, and its servers read it.
     body = {name: value for name, value in body.items() if value is not None}
     ids = limits.check_body(body)

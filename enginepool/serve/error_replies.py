@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ from enginepool.errors import (
     QueueFull,
 )
 from enginepool.logs import logger
+from enginepool.values import described
 
+_WORD = re.compile(r"[\w.-]{1,40}", re.ASCII)
 _LONGEST = 2000  # characters of a message: values that it quotes may be of any length
-_QUOTED = 200
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -114,18 +116,26 @@ def json_reply(content: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def _invalid_body(errors: Sequence[Any]) -> Refused:
-    """The first few things that are wrong, each with its value."""
+    """The first few things that are wrong. What was sent is not quoted: of a field that is missing
+    it is all that is beside it."""
     told, params = [], []
     for error in errors[:5]:
         if error["type"] == "json_invalid":
             return Refused(400, f"the body is not JSON: {error['ctx']['error']}")
         where = ".".join(str(part) for part in error["loc"][1:])
         params.append(str(error["loc"][1]) if len(error["loc"]) > 1 else None)
-        value = repr(error.get("input"))
-        if len(value) > _QUOTED:
-            value = value[:_QUOTED] + "…"
-        told.append(f"{where or 'body'}={value}: {error['msg']}")
+        told.append(f"{where or 'body'}{_given(error)}: {error['msg']}")
     return Refused(400, "; ".join(told), param=params[0] if params else None)
+
+
+def _given(error: Any) -> str:
+    """What was sent there: of a word where one of a few is expected, the word."""
+    value = error.get("input")
+    if error["type"] == "missing":
+        return ""
+    if error["type"] == "literal_error" and isinstance(value, str) and _WORD.fullmatch(value):
+        return f"={value!r}"
+    return f"={described(value)}"
 
 
 def _shortened(text: str) -> str:

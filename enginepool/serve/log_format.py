@@ -12,6 +12,8 @@ import structlog
 
 from enginepool.serve.log import LogLines
 
+_OF_SEVERAL_LINES = ("exception", "stack")
+
 
 def log_to(lines: LogLines, *, terminal: bool, upstream_level: str | None = None) -> None:
     """Configure structlog and `logging` of this process.
@@ -23,10 +25,12 @@ def log_to(lines: LogLines, *, terminal: bool, upstream_level: str | None = None
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        *([] if terminal else [structlog.processors.format_exc_info]),
+        structlog.processors.format_exc_info,
+        *([_printable] if terminal else []),
     ]
     renderer: Any = (
-        structlog.dev.ConsoleRenderer()
+        # A traceback is text by now: it has no values of locals, of which one is a prompt.
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if terminal
         else structlog.processors.JSONRenderer(default=str)
     )
@@ -46,3 +50,16 @@ def log_to(lines: LogLines, *, terminal: bool, upstream_level: str | None = None
     logging.captureWarnings(True)
     if upstream_level is not None:
         logging.getLogger("sgl_jax").setLevel(upstream_level.upper())
+
+
+def _printable(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:
+    """A terminal obeys what a client may have sent: what does not print is written as an escape."""
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            lines = value.split("\n") if name in _OF_SEVERAL_LINES else [value]
+            event[name] = "\n".join(map(_escaped, lines))
+    return event
+
+
+def _escaped(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

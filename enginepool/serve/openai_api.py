@@ -45,6 +45,7 @@ from enginepool.serve.openai_models import (
     ScoreBody,
 )
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, errors, events
+from enginepool.serve.rendering import why_not_rendered
 from enginepool.serve.scoring import ScoreExchange
 from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, add_to_reply
 
@@ -108,9 +109,8 @@ class _Serving:
             raise
         # Templates and parsers fail in ways of their own over what they are given.
         except Exception as error:
-            raise InvalidRequest(
-                f"this request cannot be turned into a prompt: {type(error).__name__}: {error}"
-            ) from error
+            why = why_not_rendered(error, body)
+            raise InvalidRequest(f"this request cannot be turned into a prompt: {why}") from error
         if body.seed is not None:
             adapted.sampling_params["sampling_seed"] = body.seed  # upstream drops it
         if getattr(body, "echo", False) and body.logprobs is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anyio import CapacityLimiter
+from pydantic import BaseModel
 
 from enginepool.requests.tokenizer import Tokenizer
 from enginepool.serve.prompt_limits import PromptLimits
@@ -17,6 +18,26 @@ _TEMPLATES_AT_ONCE = 4
 _LARGE_AT_ONCE = 4
 LARGE = 1 << 16  # characters or token ids of one body
 _TEXTS_KEPT = 1 << 16
+_TELLING = 4  # characters; shorter texts are parts of any sentence
+
+
+def why_not_rendered(error: Exception, body: BaseModel) -> str:
+    """A template's own words, or Python's over a type, unless they repeat what was sent; of
+    anything else, which quotes what it does not take, its name."""
+    name, said = type(error).__name__, str(error)
+    if not (isinstance(error, TypeError) or type(error).__module__.startswith("jinja2")):
+        return name
+    if any(text in said for text in _texts(body.model_dump()) if len(text) >= _TELLING):
+        return name
+    return f"{name}: {said}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
 
 
 class Rendering:

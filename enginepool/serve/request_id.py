@@ -9,12 +9,14 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from enginepool.values import nothing_quoted
+
 HEADER = "x-request-id"
 _FIT = re.compile(r"[!-~]{1,128}")  # what a log and a header can bear
 
 
 class RequestId:
-    """Stands around everything, errors included."""
+    """Stands around everything, errors included, which quote nothing of what was sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -31,7 +33,7 @@ class RequestId:
                 MutableHeaders(scope=message)[HEADER] = one
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=one):
+        with structlog.contextvars.bound_contextvars(request_id=one), nothing_quoted():
             await self.app(scope, receive, named)
 
 

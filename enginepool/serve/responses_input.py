@@ -20,7 +20,7 @@ from enginepool.serve.responses_models import (
     TextFormat,
     TextPart,
 )
-from enginepool.values import shown
+from enginepool.values import described
 
 _KEPT = ("store", "background", "previous_response_id", "conversation", "prompt")
 _SAME = (
@@ -68,7 +68,7 @@ def _check(body: ResponsesBody) -> None:
     for name in _KEPT:
         if value := getattr(body, name):
             raise Refused(
-                400, f"{name}={shown(value)}: this server keeps no responses; send the whole "
+                400, f"{name}={described(value)}: this server keeps no responses; send the whole "
                 "conversation as input, and leave it out", param=name,
             )  # fmt: skip
     if body.top_logprobs and not body.include:

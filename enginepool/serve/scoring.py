@@ -15,7 +15,7 @@ from enginepool.requests.wait import async_wait_all
 from enginepool.serve.handler import Exchange
 from enginepool.serve.record import cut_short
 from enginepool.serve.request_limits import MAX_VALUES
-from enginepool.values import shown
+from enginepool.values import described
 
 
 class ScoreExchange(Exchange):
@@ -86,8 +86,8 @@ class ScoreExchange(Exchange):
         kind = str if isinstance(query, str) else list
         if query is None or any(not isinstance(item, kind) for item in items):
             raise InvalidRequest(
-                f"query={shown(query)}: query and items are either texts or lists of token ids, "
-                "both the same"
+                f"query={described(query)}: query and items are either texts or lists of token "
+                "ids, both the same"
             )
         size = sum(len(query) + len(item) for item in items) * times
         if size > self._options.max_body_bytes:

@@ -92,7 +92,7 @@ class Calls:
             try:
                 said, items = self._parser.parse_stream_chunk(text)
             except Exception as error:  # over what a model has written
-                logger().warning("enginepool.tool_calls", error=repr(error))
+                logger().warning("enginepool.tool_calls", error=type(error).__name__)
                 return
             if said:
                 self._text, self._fed = self._text + said, 0
@@ -124,7 +124,7 @@ class Calls:
             _, calls = parser.parse_non_stream(self._whole)
             found = [(call.name or "", _forms(call.parameters or "{}")) for call in calls]
         except Exception as error:
-            logger().warning("enginepool.tool_calls", error=repr(error))
+            logger().warning("enginepool.tool_calls", error=type(error).__name__)
             return
         for place, (name, forms) in enumerate(found):
             if place == len(self._told):

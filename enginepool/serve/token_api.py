@@ -31,7 +31,7 @@ from enginepool.serve.token_models import (
     TokenUsage,
 )
 from enginepool.serve.wire_extras import prompt_logprobs_of
-from enginepool.values import shown
+from enginepool.values import described
 
 if TYPE_CHECKING:
     from enginepool.serve.handler import Exchange
@@ -70,7 +70,7 @@ def _flat(name: str, body: BaseModel, raw: Request) -> list[int]:
     with_ids(body, raw)
     ids = getattr(body, name)
     if ids and isinstance(ids[0], list):
-        raise InvalidRequest(f"{name}={shown(ids)}: expected the token ids of one prompt")
+        raise InvalidRequest(f"{name}={described(ids)}: expected the token ids of one prompt")
     return ids
 
 
@@ -213,7 +213,7 @@ def _check_form(body: Tokenize) -> None:
         return
     for name in ("continue_final_message", "chat_template_kwargs", "tools"):
         if value := getattr(body, name):
-            raise InvalidRequest(f"{name}={shown(value)} is for messages, and this is a prompt")
+            raise InvalidRequest(f"{name}={described(value)} is for messages, and this is a prompt")
 
 
 def _text(service: Service, body: Detokenize) -> str:

@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.openapi_schema import INTERNAL
-from enginepool.values import did_you_mean, shown
+from enginepool.values import described, did_you_mean
 
 # What OpenAI's clients and sglang's router may say that asks for nothing else than what happens;
 # and names for a client's own books.
@@ -101,6 +101,6 @@ def _hint(name: str, known: Collection[str]) -> str:
 def _unknown(name: str, value: Any, hint: str, param: str) -> Refused:
     return Refused(
         400,
-        f"unknown field {name}={shown(value)}{hint or '; it would have no effect'}",
+        f"unknown field {name}={described(value)}{hint or '; it would have no effect'}",
         param=param,
     )

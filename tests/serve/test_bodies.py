@@ -45,6 +45,19 @@ def test_other_content_types(plain: Running, path: str) -> None:
             assert "Content-Type: application/json" in message
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("said", [{"Origin": "http://a.test"}, {"Sec-Fetch-Site": "cross-site"}])
+def test_of_no_type_from_a_page(plain: Running, path: str, said: dict[str, str]) -> None:
+    """A browser sends such a body for any site's page without asking; from elsewhere it is JSON."""
+    content = json.dumps({"text": SUM, "sampling_params": {"temperature": 0}}).encode()
+    with plain.http() as client:
+        assert "Content-Type: application/json" in error(
+            client.post(path, content=content, headers=said)
+        )
+        if path == "/generate":
+            assert client.post(path, content=content).json()["text"] == "19"
+
+
 def test_ids_are_what_was_sent(plain: Running) -> None:
     """One prompt of ids, several, both OpenAI's way and sglang's, with echo."""
     ids, other = list(SUM.encode()), list(b"30+4=")

@@ -180,7 +180,7 @@ def test_what_would_be_ignored_inside(
     ("path", "body", "part"),
     [
         (TOKENS, {"token_ids": [True]}, "token_ids.0=True"),
-        (TOKENS, {"token_ids": ["49"]}, "token_ids.0='49'"),
+        (TOKENS, {"token_ids": ["49"]}, "token_ids.0=<str of 2 characters>"),
         ("/detokenize", {"tokens": [True]}, "tokens.0=True"),
         (SCORE, {"label_token_ids": [True]}, "label_token_ids.0=True"),
         (RESPONSES, {"text": {"format": {"type": "text", "schema": {}}}}, "with a schema"),
@@ -260,7 +260,8 @@ def test_a_query(plain: Running) -> None:
     with plain.http() as client:
         reply = client.post(GENERATE, params={"stream": True}, json=BODIES[GENERATE])
         assert reply.status_code == 400
-        assert "stream='true': nothing is taken here" in reply.json()["error"]["message"]
+        message = reply.json()["error"]["message"]
+        assert "stream=<str of 4 characters>: nothing is taken here" in message
         assert client.get("/health", params={"now": 1}).status_code == 200
 
 

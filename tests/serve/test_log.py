@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +16,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import structlog
 
 from enginepool import EnginePool
+from enginepool.logs import logger
 from enginepool.serve.log import KEPT, LogLines
+from enginepool.serve.log_format import log_to
 from tests.serve.test_command import FEW_PROGRAMS, QUICK_TO_COMPILE
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.servers import serving
@@ -26,6 +31,61 @@ FIELDS = {
     *("path", "status", "outcome", "seconds", "ids", "engines", "prompt_tokens"),
     *("completion_tokens", "first_output_seconds", "error", "prompts"),
 }
+
+
+@contextlib.contextmanager
+def log_of(*, terminal: bool) -> Iterator[list[str]]:
+    """What this process logs meanwhile, as a server's standard error has it afterwards."""
+    reader, writer = os.pipe()
+    lines, before = LogLines(writer), structlog.get_config()
+    os.close(writer)
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    written: list[str] = []
+    try:
+        log_to(lines, terminal=terminal)
+        yield written
+    finally:
+        structlog.configure(**before)
+        logging.captureWarnings(False)
+        root.handlers[:] = handlers
+        lines.close(SECONDS)
+        with open(reader, "rb") as stream:
+            written += stream.read().decode().splitlines()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_traceback_shows_no_locals(terminal: bool) -> None:
+    """One of them may be a prompt."""
+
+    def fails(prompt: str) -> None:
+        raise RuntimeError(f"{len(prompt)} characters")
+
+    with log_of(terminal=terminal) as written:
+        try:
+            fails(" ".join(["zebra", "umbrella"]))
+        except RuntimeError as error:
+            logger().error("enginepool.internal_error", exc_info=error)
+            logging.getLogger("uvicorn.error").exception("again")
+    text = "\n".join(written)
+    assert text.count("14 characters") == 2
+    assert "zebra umbrella" not in text
+
+
+def test_a_terminal_is_told_nothing_to_obey() -> None:
+    """Of what clients send, in lines of this package's and of others'."""
+    clear, title = "\x1b[2J", "\x1b]0;x\x07"
+    with log_of(terminal=True) as written:
+        logger().info("enginepool.request", path=f"/{clear}", error=f"{title}\n\x9b1m", ids=[clear])
+        logging.getLogger("uvicorn.error").warning("Invalid host %s\r\nforged", title)
+        try:
+            raise ValueError(f"{clear}\u202e")
+        except ValueError as error:
+            logger().error("enginepool.internal_error", exc_info=error)
+    own = re.sub(r"\x1b\[\d*m", "", "\n".join(written))  # colours of its own
+    assert all(line.isprintable() for line in own.split("\n"))
+    for told in (r"/\x1b[2J", r"\x1b]0;x\x07", r"\x9b1m", r"\u202e", r"x\x07\r\nforged"):
+        assert told in own
 
 
 def port_of(server: subprocess.Popen[bytes]) -> int:
