@@ -96,7 +96,7 @@ class SteadyDecode:
     def _most_steps(self) -> int | None:
         """After which the flight lands in any case."""
         scheduler, scorer = self._scheduler, self._scheduler.scorer
-        if any(req is not None for req in scheduler.chunked_reqs) or scorer.holds_kv:
+        if self._in_chunks() or scorer.holds_kv:
             return 1  # the next piece of a prompt comes between any two
         waiting = self._queued or scheduler.waiting_queue or scorer.has_prompts
         return _STEPS_WHILE_WAITING if waiting else None
@@ -180,12 +180,13 @@ class SteadyDecode:
             running.reqs_info[0].batch_is_full = False
             return False
         self._prefill(batch, flight)
-        batch.filter_batch()
+        in_chunks = self._in_chunks()
+        batch.filter_batch(chunked_req_to_exclude=in_chunks)
         if not batch.is_empty():
             reqs = list(batch.reqs_info[0].reqs)
             running.merge_batch(batch)
             flight.join(reqs)
-        return True
+        return not in_chunks
 
     def _prefill(self, batch: Any, flight: Flight) -> None:
         scheduler = self._scheduler
@@ -208,11 +209,17 @@ class SteadyDecode:
             batch.reqs_info[0].batch_is_full = False
 
     def _may_join(self, reqs: list[Any]) -> bool:
-        """Whether these are prefilled in one step, as a whole."""
-        args = self._scheduler.server_args
-        tokens = sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
+        """Whether these are prefilled in one step, as a whole; upstream charges whole pages."""
+        args, page = self._scheduler.server_args, self._scheduler.page_size
+        lengths = (len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
+        tokens = sum(-(-length // page) * page for length in lengths)
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
         return tokens <= min(limit for limit in limits if limit and limit > 0)
+
+    def _in_chunks(self) -> dict[int, Any]:
+        """Who is prefilled in part, and upstream's to go on with; by its rank, as upstream asks."""
+        chunked = self._scheduler.chunked_reqs
+        return {rank: req for rank, req in enumerate(chunked) if req is not None}
 
     def _asking(self, req: Any) -> Request | None:
         """The pool's request, if it wants the most probable ids or names some."""

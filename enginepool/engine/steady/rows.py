@@ -73,7 +73,11 @@ class Rows:
         self._soonest, self._stops = 0, None
 
     def seat(self, reqs: Sequence[Any], after: int) -> list[int]:
-        """Give these requests rows, which take part from the step after so many on."""
+        """Give these requests rows, which take part from the step after so many on.
+
+        Raises:
+            RuntimeError: One is prefilled in part.
+        """
         taken = set(self.seated.tolist())
         free = (row for row in range(len(self.reqs)) if row not in taken)
         rows = [row for row, _ in zip(free, reqs, strict=False)]
@@ -89,6 +93,9 @@ class Rows:
         params, stops = req.sampling_params, _stop_ids(req)
         self.reqs[row] = req
         length = len(req.origin_input_ids) + len(req.output_ids)
+        if not req.output_ids or req.kv_committed_len < length - 1:
+            have = req.kv_committed_len
+            raise RuntimeError(f"{req.rid} may not fly: {have} of its {length} tokens are there")
         self.state[:, row] = req.output_ids[-1], length
         self.limits[row] = -1
         # A request that is aborted has one step more, as upstream gives it.

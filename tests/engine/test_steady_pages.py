@@ -1,0 +1,199 @@
+"""Prompts that upstream cuts, since it charges whole pages, beside others that fly."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import faults
+from enginepool import EnginePool
+from tests.support.liveness import SECONDS, at_rest, callers, running, until, waiting
+from tests.support.marks import steady_decode
+from tests.support.pools import NATIVE_PAGES, MakePool, same
+from tests.support.steady import (
+    GREEDY,
+    LONG,
+    OPTIONS,
+    ask,
+    ask_without_flush,
+    flying,
+    several_at_once,
+    upstreams_own,
+)
+
+pytestmark = steady_decode
+
+# In tokens they fit one prefill, and in pages of 16 or 128 they do not: the last is cut.
+CHUNK = 256
+LENGTHS = [100, 150]
+FLYING = [[5 + i, 6, 7] for i in range(3)]
+PAGES: dict[str, Any] = OPTIONS | {
+    "max_total_tokens": 4096,
+    "max_prefill_tokens": CHUNK,
+    "chunked_prefill_size": CHUNK,
+    "precompile_token_paddings": [CHUNK],
+    "precompile_bs_paddings": [8],
+}
+
+
+@pytest.fixture(scope="module", params=[1, 16, 128])
+def size(request: pytest.FixtureRequest) -> int:
+    if request.param > 1 and not NATIVE_PAGES:
+        pytest.skip("this upstream's native attention knows no pages")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def paged(make_pool: MakePool, size: int) -> Iterator[EnginePool]:
+    with several_at_once():
+        yield make_pool("qwen3", 1, **PAGES | {"page_size": size})
+
+
+def prompts_of(lengths: list[int]) -> list[list[int]]:
+    return [
+        [20 + i, *(9 + (j * (i + 3)) % 200 for j in range(n - 1))] for i, n in enumerate(lengths)
+    ]
+
+
+def held_in_flight(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Events: some steps of a flight are dispatched, and it may go on, which it waits for."""
+    steady, dispatched = faults.scheduler_of(pool, 0).steady, 0
+    flown, may_go_on, dispatch = threading.Event(), threading.Event(), steady.dispatch
+
+    def waiting_once(*args: Any) -> Any:
+        nonlocal dispatched
+        dispatched += 1
+        if dispatched == 9:
+            flown.set()
+            assert may_go_on.wait(SECONDS)
+        return dispatch(*args)
+
+    monkeypatch.setattr(steady, "dispatch", waiting_once)
+    return flown, may_go_on
+
+
+def ask_late(
+    pool: EnginePool, late: list[list[int]], monkeypatch: pytest.MonkeyPatch, given: int = 0
+) -> list[str]:
+    """These come at once while three others fly, with so many tokens of their outputs, and all get
+    what they get alone; returns what engines failed with meanwhile."""
+    flying, params = [LONG] * len(FLYING), [LONG | {"max_new_tokens": 60}] * len(late)
+    alone = [
+        ask(pool, one, [prompt])[0]
+        for one, prompt in zip(flying + params, FLYING + late, strict=True)
+    ]
+    expected = alone[len(flying) :]
+    parts = [cut(result, given) if given else None for result in expected]
+    before = len(pool.events())
+    pool.flush_cache()
+    with callers() as executor:
+        flown, may_go_on = held_in_flight(pool, monkeypatch)
+        first = executor.submit(ask_without_flush, pool, flying, FLYING)
+        assert flown.wait(SECONDS)
+        rest = executor.submit(ask_without_flush, pool, params, late, partial_outputs=parts)
+        until(lambda: waiting(pool) == len(late))
+        may_go_on.set()
+        same(first.result(SECONDS) + rest.result(SECONDS), alone)
+    until(lambda: at_rest(pool))
+    return [event["exception"] for event in pool.events()[before:] if "exception" in event]
+
+
+def cut(result: dict[str, Any], length: int) -> dict[str, Any]:
+    """As much of a result as there was after so many tokens."""
+    logprobs = result["meta_info"]["output_token_logprobs"][:length]
+    return {
+        "output_ids": result["output_ids"][:length],
+        "meta_info": {"output_token_logprobs": logprobs},
+    }
+
+
+@pytest.mark.parametrize("given", [0, 5])
+def test_whoever_is_prefilled_in_part_does_not_join(
+    paged: EnginePool, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as it is, nor where it goes on from tokens that it was given."""
+    late = prompts_of([length - given for length in LENGTHS])
+    assert ask_late(paged, late, monkeypatch, given) == []
+
+
+def test_upstream_has_the_last_word(paged: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whom it cuts for reasons of its own does not join."""
+    monkeypatch.setattr(faults.scheduler_of(paged, 0).steady, "_may_join", lambda _: True)
+    assert ask_late(paged, prompts_of([100, 200]), monkeypatch) == []
+
+
+def test_who_comes_between_two_chunks(paged: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream may be told to decode between them (SGL_DECODE_FIRST_INTERLEAVE); it prefills the
+    next one with whoever comes, and that one does not join."""
+    scheduler = faults.scheduler_of(paged, 0)
+    monkeypatch.setattr(scheduler, "chunked_prefill_size", 128)
+    monkeypatch.setattr(scheduler, "_decode_first_n", 1, raising=False)
+    monkeypatch.setattr(scheduler, "_consec_decode", 0, raising=False)
+    held = GREEDY | {"regex": "[a-z]{90}", "max_new_tokens": 95, "ignore_eos": False}
+    short = GREEDY | {"max_new_tokens": 40}
+    prompts, params = [FLYING[0], *prompts_of([400, 20])], [held, short, short]
+    expected = [ask(paged, *both)[0] for both in zip(params, [[p] for p in prompts], strict=True)]
+    before = len(paged.events())
+    paged.flush_cache()
+    begun, may_go_on, dispatch = threading.Event(), threading.Event(), scheduler.steady.dispatch
+
+    def between_chunks(*args: Any) -> Any:
+        if any(scheduler.chunked_reqs) and not begun.is_set():
+            begun.set()
+            assert may_go_on.wait(SECONDS)
+        return dispatch(*args)
+
+    monkeypatch.setattr(scheduler.steady, "dispatch", between_chunks)
+    with callers() as executor:
+        calls = [executor.submit(ask_without_flush, paged, params[0], prompts[:1])]
+        until(lambda: running(paged) == 1)
+        calls.append(executor.submit(ask_without_flush, paged, params[1], prompts[1:2]))
+        assert begun.wait(SECONDS)
+        calls.append(executor.submit(ask_without_flush, paged, params[2], prompts[2:]))
+        until(lambda: waiting(paged) == 1)
+        may_go_on.set()
+        same([call.result(SECONDS)[0] for call in calls], expected)
+    assert paged.events()[before:] == []
+    until(lambda: at_rest(paged))
+
+
+@pytest.mark.parametrize("given", [0, 5])
+def test_a_flight_refuses_who_is_prefilled_in_part(
+    paged: EnginePool, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should one come there after all, the engine is reset, and the answers are right."""
+    steady = faults.scheduler_of(paged, 0).steady
+    monkeypatch.setattr(steady, "_may_join", lambda _: True)
+    monkeypatch.setattr(steady, "_in_chunks", dict)
+    (error,) = ask_late(paged, prompts_of([100, 200]), monkeypatch, given)
+    assert "may not fly" in error
+
+
+@pytest.mark.parametrize("kind", ["swap", "fault"])
+def test_who_resumes_beside_others(
+    make_pool: MakePool, size: int, model_dir: Callable[[str], Path], kind: str
+) -> None:
+    """After a retract under a swap, of the same weights; or on the sibling of an engine that has
+    failed."""
+    pool = make_pool("qwen3", 2, **PAGES | {"page_size": size})
+    pool.flush_cache()
+    prompts = prompts_of([20 + 37 * (i % 5) for i in range(20)])
+    params = [GREEDY | {"max_new_tokens": 60 + 11 * (i % 7)} for i in range(len(prompts))]
+    with upstreams_own(pool):
+        expected = ask(pool, params, prompts)
+    pool.flush_cache()
+    before = len(pool.events())
+    with callers() as executor:
+        call = executor.submit(ask_without_flush, pool, params, prompts)
+        flying(pool, 16)
+        if kind == "swap":
+            for _ in range(2):
+                pool.update_weights(model_dir("qwen3"), mode="retract")
+        else:
+            faults.raise_after_step(pool, 1, 5)
+        same(call.result(SECONDS), expected)
+    failures = [e for e in pool.events()[before:] if e["event"] == "engine_quarantined"]
+    assert [e["engine"] for e in failures] == ([1] if kind == "fault" else [])
+    until(lambda: at_rest(pool))
