@@ -15,6 +15,7 @@ It is computed while the device runs the model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ import numpy as np
 from enginepool.process.upstream import expect
 from enginepool.requests.grammar import Grammar
 from enginepool.requests.request import aborted
+from enginepool.requests.thinking import Thinking, Thought
+
+_ALL = np.uint32((1 << 32) - 1)
 
 
 class RequestGrammar:
@@ -33,25 +37,45 @@ class RequestGrammar:
         failure: Why nothing can follow, if so; the end token is sampled then.
     """
 
-    def __init__(self, grammar: Grammar, ends: Iterable[int], output_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        grammar: Grammar,
+        ends: Iterable[int],
+        output_ids: Sequence[int],
+        thinking: Thinking | None = None,
+    ) -> None:
         """
         Args:
             ends: What ends the request's model, wherever the grammar lets it.
             output_ids: Those that it has already, as it resumes.
+            thinking: What comes before the grammar, if anything does.
         """
         self._matcher = grammar.matcher()
         self._ends = sorted({*ends, grammar.eos_token_id})
         self.finished = False
         self.failure: str | None = None
-        if going := [token for token in output_ids if token not in self._ends]:
-            self._matcher.consume_tokens(going)
+        self._thought = None if thinking is None else Thought(thinking)
+        going = [token for token in output_ids if token not in self._ends]
+        if answer := list(itertools.dropwhile(self._is_thought, going)):
+            self._matcher.consume_tokens(answer)
             self._look_for_failure()
 
     def accept_token(self, token: int) -> None:
         """Go on behind a token of the output."""
-        if self.failure is None and token not in self._ends:
+        if self.failure is None and token not in self._ends and not self._is_thought(token):
             self._matcher.consume_token(token)
             self._look_for_failure()
+
+    def _is_thought(self, token: int) -> bool:
+        """Whether a token of the output comes before what the grammar describes."""
+        if self._thought is None:
+            return False
+        fits = self._thought.first_id is not None and self._matcher.validate_tokens([token]) == 1
+        said = self._thought.take(token, fits_answer=fits)
+        if said:
+            self.failure = f"a token ended the thinking and began the answer with {len(said)} "
+            self.failure += "characters that are not held to it"
+        return said is not None
 
     def is_terminated(self) -> bool:
         """Never by itself: a complete output is followed by the end token."""
@@ -65,6 +89,9 @@ class RequestGrammar:
     def fill_vocab_mask(self, vocab_mask: np.ndarray, idx: int) -> None:
         """Put in what may come next. There is always something: of no finite logits, no law."""
         row = vocab_mask[idx].view(np.uint32)
+        if self._thought is not None and self._thought.state == "goes on" and not self.failure:
+            row[:] = _ALL
+            return
         row[:] = 0
         if self.failure is None:
             allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(row)]
@@ -79,6 +106,9 @@ class RequestGrammar:
         if self.failure is not None or any(row[word] & bit for word, bit in words):
             for word, bit in words:
                 row[word] |= bit
+        first = None if self._thought is None else self._thought.first_id
+        if first is not None and self.failure is None:
+            row[first // 32] |= np.uint32(1 << first % 32)
 
     def _look_for_failure(self) -> None:
         if self._matcher.is_error():

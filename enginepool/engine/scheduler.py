@@ -253,7 +253,9 @@ class PinnedScheduler(Scheduler):
             req.output_token_logprobs_idx = list(request.output_ids)
         if request.grammar is not None:
             ends = end_ids(req.eos_token_ids, req.tokenizer)
-            req.grammar = RequestGrammar(request.grammar, ends, request.output_ids)
+            req.grammar = RequestGrammar(
+                request.grammar, ends, request.output_ids, request.thinking
+            )
         if request.given and not request.begun:
             req.check_finished()
             if req.finished():

@@ -28,6 +28,7 @@ from enginepool.requests.output_processor import call_results, make_chunk, raise
 from enginepool.requests.request import Call
 from enginepool.requests.score_input import make_score_call
 from enginepool.requests.submission import submitted
+from enginepool.requests.thinking import Thinking
 from enginepool.requests.wait import async_chunks, async_wait_all
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.runtime import Runtime
@@ -104,14 +105,19 @@ class FrontEnd:
         yield results[0] if call.lone and len(results) == 1 else results
 
     def make_call(
-        self, obj: Any, *, prompt_logprobs: int | None = None, clamp: bool = False
+        self,
+        obj: Any,
+        *,
+        prompt_logprobs: int | None = None,
+        clamp: bool = False,
+        thinking: Thinking | None = None,
     ) -> Call:
         """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet.
 
         Args:
             prompt_logprobs: Log-probabilities of all of the prompt, and so many of the most
                 probable tokens in each place.
-            clamp: See `InputProcessor.make_call`.
+            clamp, thinking: See `InputProcessor.make_call`.
         """
         self.runtime.dispatch.home.check()
         for name in UNSUPPORTED:
@@ -139,6 +145,7 @@ class FrontEnd:
             prompt_top_logprobs_num=prompt_logprobs,
             stream=obj.stream,
             clamp=clamp,
+            thinking=thinking,
             pinned_to=self._pinned_to,
             extra_key=extra_key,
             rids=_as_list(obj.rid) if obj.rid else None,

@@ -16,6 +16,7 @@ from enginepool.requests.partial_call import read_part
 from enginepool.requests.request import Call, Request
 from enginepool.requests.sampling import Sampling, Seeds, make_sampling
 from enginepool.requests.scoring import Scoring
+from enginepool.requests.thinking import Thinking
 from enginepool.requests.tokenizer import Tokenizer
 from enginepool.values import described, flag, is_int, plain, shown
 
@@ -56,6 +57,7 @@ class InputProcessor:
         extra_key: str | None = None,
         rids: Sequence[str] | None = None,
         clamp: bool = False,
+        thinking: Thinking | None = None,
         weight_version: int | str = 0,
     ) -> Call:
         """Build the requests of a call, n a prompt, grouped by prompt.
@@ -66,6 +68,7 @@ class InputProcessor:
         Args:
             prompt_top_logprobs_num: Of the prompt's tokens; left out, `top_logprobs_num`.
             clamp: Cut a `max_new_tokens` that does not fit down to the room, and do not refuse it.
+            thinking: What comes before that which outputs are held to.
 
         Raises:
             InvalidRequest: With the prompt's index, the value, the limit and the remedy.
@@ -121,6 +124,7 @@ class InputProcessor:
                 extra_key=extra_key,
                 scoring=scoring,
                 grammar=grammars[index],
+                thinking=thinking,
             )
             for sample_index in part.samples(index, one.n):
                 params = self._one_sample(one, len(prompt), prompt_index, sample_index)

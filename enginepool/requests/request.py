@@ -19,6 +19,7 @@ from enginepool.requests.fault_history import FaultHistory
 from enginepool.requests.grammar import Grammar
 from enginepool.requests.routing import MIN_SHARED_PREFIX, Candidate
 from enginepool.requests.scoring import Scored, Scoring
+from enginepool.requests.thinking import Thinking
 
 # The widest `top_logprobs_num`: OpenAI's limit. Engines compute one width for all.
 MAX_TOP_LOGPROBS = 20
@@ -76,6 +77,7 @@ class Request:
     pinned_to: int | None = None  # the only engine that may run it
     scoring: Scoring | None = None  # what is asked of the prompt itself
     grammar: Grammar | None = None  # what its output is held to
+    thinking: Thinking | None = None  # what comes before that
     internal_rid: str = field(default_factory=new_internal_rid)  # what engines know it by
     candidate: Candidate = field(init=False)
 

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from enginepool.errors import InvalidRequest
 from enginepool.requests.request import Call
 from enginepool.requests.score_input import prompt_entries
+from enginepool.requests.thinking import Thinking
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.presence import while_present
@@ -120,7 +121,11 @@ class Exchange:
         return response
 
     async def begin(
-        self, obj: Any, id_prefix: str | None = None, prompt_logprobs: int | None = None
+        self,
+        obj: Any,
+        id_prefix: str | None = None,
+        prompt_logprobs: int | None = None,
+        thinking: Thinking | None = None,
     ) -> None:
         """Submit upstream's GenerateReqInput and wait for the first that it yields.
 
@@ -128,7 +133,7 @@ class Exchange:
 
         Args:
             id_prefix: Of the one id that all its outputs carry, as OpenAI's do; None for one each.
-            prompt_logprobs: See `FrontEnd.make_call`.
+            prompt_logprobs, thinking: See `FrontEnd.make_call`.
         """
         self._host.check_open()
         obj.sampling_params = as_taken(obj.sampling_params)
@@ -141,18 +146,21 @@ class Exchange:
         obj.rid = rids
         self._texts = obj.return_text_in_logprobs
         limiter = self.tokenizer.large if _size(obj) > LARGE else None
-        self.call = await run_sync(self._make_call, obj, prompt_logprobs, limiter=limiter)
+        self.call = await run_sync(self._make_call, obj, prompt_logprobs, thinking, limiter=limiter)
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:
             self._first_output_seconds = time.perf_counter() - self._started
         _raise_if_lost(self._first, nothing_yet=bool(obj.stream))
 
-    def _make_call(self, obj: Any, prompt_logprobs: int | None) -> Call:
+    def _make_call(self, obj: Any, prompt_logprobs: int | None, thinking: Thinking | None) -> Call:
         for text in [obj.text] if isinstance(obj.text, str) else obj.text or ():
             self.tokenizer.check_text(text)
         call = self._front.make_call(
-            obj, prompt_logprobs=prompt_logprobs, clamp=self._options.clamp_max_new_tokens
+            obj,
+            prompt_logprobs=prompt_logprobs,
+            clamp=self._options.clamp_max_new_tokens,
+            thinking=thinking,
         )
         check_values(call)
         return call

@@ -31,6 +31,7 @@ from sgl_jax.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.process.upstream import expect
 from enginepool.requests.grammar import KINDS
+from enginepool.requests.thinking import Thinking
 from enginepool.serve.answer_form import form_of
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.chat_stream import ChatStream
@@ -47,6 +48,7 @@ from enginepool.serve.openai_models import (
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, errors, events
 from enginepool.serve.rendering import why_not_rendered
 from enginepool.serve.scoring import ScoreExchange
+from enginepool.serve.stream_parsers import marks, thinking_of
 from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, add_to_reply
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ class _Serving:
         if body.return_tokens_as_token_ids:
             exchange.token_names, exchange.names_own = token_name, not chat
         adapted = await run_sync(self._adapt, body, limiter=exchange.tokenizer.limiter)
-        await exchange.begin(adapted, self._request_id_prefix(), body.prompt_logprobs)
+        thinking = self._thinking(body) if chat else None
+        await exchange.begin(adapted, self._request_id_prefix(), body.prompt_logprobs, thinking)
         call, text = exchange.call, exchange.tokenizer.token_text
         assert call is not None
         if body.stream:
@@ -150,6 +153,30 @@ class Score(OpenAIServingScore):
 
 class Chat(_Serving, OpenAIServingChat):
     _build = OpenAIServingChat._build_chat_response
+    _prompt_end = ""  # the text of its last tokens
+
+    def _adapt(self: Any, body: Any) -> Any:
+        adapted = super()._adapt(body)
+        ids = adapted.input_ids[-_LONGEST_MARK:]
+        self._prompt_end = self.tokenizer_manager.tokenizer.decode(ids).rstrip()
+        return adapted
+
+    def _get_reasoning_from_request(self: Any, request: Any) -> bool:
+        """Not where the prompt ends with thinking that is over: the template's, without one, or
+        that of a turn which is to go on. Upstream would take all that comes for more of it."""
+        wanted = super()._get_reasoning_from_request(request)
+        if not wanted:
+            return False
+        _, end = marks(self.tokenizer_manager.server_args.reasoning_parser)
+        return not self._prompt_end.endswith(end)
+
+    def _thinking(self: Any, body: Any) -> Thinking | None:
+        exchange: Exchange = self.tokenizer_manager
+        if not self._get_reasoning_from_request(body):
+            return None
+        return thinking_of(
+            exchange.server_args.reasoning_parser, exchange.tokenizer, self._prompt_end
+        )
 
     def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
         # A chunk of a stream may hold several tokens; upstream gives all the first one's.
@@ -180,6 +207,8 @@ def token_name(token: int) -> str:
     return f"token_id:{token}"
 
 
+# Of a prompt's end, in which a mark of a model's thinking is looked for: more tokens than it has.
+_LONGEST_MARK = 32
 _USED = (
     *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
     *("_handle_streaming_request", "_build_sampling_params"),

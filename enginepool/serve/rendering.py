@@ -71,8 +71,8 @@ class Rendering:
         text = self._tokenizer.hf.apply_chat_template(fitted, tokenize=False, **options)
         return self._encode(text, add_special_tokens=False)
 
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text)
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return self._encode(text, **options)
 
     def _encode(self, text: str, **options: Any) -> list[int]:
         self.check_text(text)

@@ -22,6 +22,8 @@ from sgl_jax.srt.function_call.function_call_parser import FunctionCallParser
 from sgl_jax.srt.reasoning_parser import ReasoningParser
 
 from enginepool.logs import logger
+from enginepool.requests.thinking import Thinking
+from enginepool.serve.rendering import Rendering
 
 # A parser looks at a call from its beginning again whenever it is fed: with this share of it more.
 _MORE = 1 / 16
@@ -135,6 +137,20 @@ class Calls:
             left = [form[len(told) :] for form in forms if form.startswith(told)]
             if told_name == name and left and left[0]:
                 yield _call(place, None, left[0])
+
+
+def marks(parser: str) -> tuple[str, str]:
+    """What stands before a model's thinking, and behind it."""
+    detector = ReasoningParser(parser).detector
+    return detector.think_start_token.strip(), detector.think_end_token.strip()
+
+
+def thinking_of(parser: str, tokenizer: Rendering, prompt_end: str) -> Thinking:
+    """That of an answer to this prompt."""
+    begin, end = marks(parser)
+    begun = ReasoningParser(parser).detector._in_reasoning or prompt_end.endswith(begin)
+    ids = tokenizer.encode(begin, add_special_tokens=False)
+    return Thinking(tuple(ids), end, begun, tokenizer.token_text)
 
 
 class Reasoning:

@@ -1,0 +1,160 @@
+"""A model that thinks first is held to a form from behind its thinking on, and not before."""
+
+import json
+from typing import Any
+
+import pytest
+from sgl_jax.srt.reasoning_parser import BaseReasoningFormatDetector, ReasoningParser
+
+from enginepool import EnginePool
+from enginepool.requests.thinking import Thinking, Thought
+from tests.support.servers import Running
+
+# The toy answers "19"; what it thinks is "1", or all of it.
+TURNS: Any = [{"role": "user", "content": "12+7="}]
+BODY: dict[str, Any] = {"model": "toy", "messages": TURNS, "temperature": 0, "max_tokens": 100}
+LETTERS = {"regex": "[ab]{3}", "temperature": 0}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"day": {"enum": [1, 2]}},
+            "required": ["day"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture
+def thinks(sums: EnginePool, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have the engines' model think up to this mark."""
+
+    def until_(end: str, begin: str = "<t>", *, begun: bool = True) -> None:
+        class Detector(BaseReasoningFormatDetector):
+            def __init__(self, stream_reasoning: bool = True) -> None:
+                super().__init__(begin, end, begun, stream_reasoning)
+
+        monkeypatch.setitem(ReasoningParser.DetectorMap, "toy", Detector)
+        for worker in sums._runtime().workers:
+            assert worker.engine is not None
+            args = worker.engine.server_args
+            monkeypatch.setattr(args, "reasoning_parser", "toy")
+            monkeypatch.setattr(args, "tool_call_parser", "qwen25")
+            monkeypatch.setattr(args, "constrained_json_disable_any_whitespace", True)
+
+    return until_
+
+
+def ask(server: Running, **fields: Any) -> Any:
+    """The message, and the same from a stream."""
+    with server.http() as client:
+        reply = client.post("/v1/chat/completions", json=BODY | fields)
+        assert reply.status_code == 200, reply.text
+        streamed = client.post("/v1/chat/completions", json=BODY | fields | {"stream": True})
+    whole = [
+        (choice["message"]["reasoning_content"] or "", choice["message"]["content"] or "")
+        for choice in reply.json()["choices"]
+    ]
+    *chunks, done = [line[6:] for line in streamed.text.splitlines() if line]
+    assert done == "[DONE]"
+    pieces = [["", ""] for _ in whole]
+    for chunk in map(json.loads, chunks):
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            pieces[choice["index"]][0] += delta["reasoning_content"] or ""
+            pieces[choice["index"]][1] += delta["content"] or ""
+    assert [tuple(piece) for piece in pieces] == whole
+    return whole
+
+
+@pytest.mark.parametrize(("end", "thought"), [("1", ""), ("19", ""), ("9", "1")])
+def test_a_form(plain: Running, thinks: Any, end: str, thought: str) -> None:
+    """Behind the mark, of one token or of several."""
+    thinks(end)
+    ((reasoning, content),) = ask(plain, **LETTERS)
+    assert reasoning == thought
+    assert len(content) == 3
+    assert set(content) <= set("ab")
+
+
+def test_samples_with_seeds(plain: Running, thinks: Any) -> None:
+    thinks("1")
+    answers = ask(plain, regex="[ab]{9}", n=4, seed=3)
+    assert all(len(content) == 9 and set(content) <= set("ab") for _, content in answers)
+
+
+def test_a_call(plain: Running, thinks: Any) -> None:
+    """One that must be made, whole and streamed, and as a response."""
+    thinks("9")
+    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "seed": 1}
+    fields |= {"parallel_tool_calls": False}
+    with plain.http() as client:
+        reply = client.post("/v1/chat/completions", json=BODY | fields).json()
+        (choice,) = reply["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["reasoning_content"] == "1"
+        for call in choice["message"]["tool_calls"]:
+            assert json.loads(call["function"]["arguments"])["day"] in (1, 2)
+        body = {"model": "toy", "input": "12+7=", "temperature": 0, "max_output_tokens": 200}
+        tool = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+        made = client.post("/v1/responses", json=body | fields | {"tools": [tool]}).json()
+        kinds = [item["type"] for item in made["output"]]
+        assert kinds[0] == "reasoning"
+        assert set(kinds[1:]) == {"function_call"}
+
+
+def test_nothing_is_thought(plain: Running, thinks: Any) -> None:
+    """Where the prompt ends with the mark, as templates have it that are told not to think, and of
+    a model that need not: the form begins at once, and so does the answer."""
+    thinks("assistant")
+    ((reasoning, content),) = ask(plain, **LETTERS)
+    assert (reasoning, len(content)) == ("", 3)
+    thinks("9", begun=False)
+    ((reasoning, content),) = ask(plain, **LETTERS)
+    assert (reasoning, len(content)) == ("", 3)
+
+
+def test_a_model_that_may_think(plain: Running, thinks: Any) -> None:
+    """The mark before is allowed beside what the form begins with: here it is what the model says
+    first, and then it is free up to the mark behind."""
+    thinks("9", "1", begun=False)
+    ((reasoning, content),) = ask(plain, **LETTERS)
+    assert (reasoning, len(content)) == ("", 3)
+    assert set(content) <= set("ab")
+
+
+def test_it_goes_on_where_it_was(plain: Running, thinks: Any, sums: EnginePool) -> None:
+    """Out of an engine and into one again, inside of the thinking and behind it."""
+    thinks("9")
+    body = BODY | {"regex": "[ab]{80}", "temperature": 1.0, "seed": 5, "max_tokens": 200}
+    with plain.http() as client:
+        expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        text = ""
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as reply:
+            for line in reply.iter_lines():
+                if not line or line == "data: [DONE]":
+                    continue
+                (choice,) = json.loads(line[6:])["choices"]
+                more = choice["delta"]["content"] or ""
+                if len(text) // 20 < len(text + more) // 20:
+                    sums.pause_generation("retract")
+                    sums.continue_generation()
+                text += more
+    assert text == expected["content"]
+    assert len(text) == 80
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_mark_in_any_tokens(size: int) -> None:
+    """As a model spells it; what a token says behind the mark is told."""
+    text = "a < b</think>\n"
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    thought = Thought(Thinking((7,), "</think>", True, pieces.__getitem__))
+    said = [thought.take(token, fits_answer=False) for token in range(len(pieces))]
+    assert thought.state == "is over"
+    taken = [one for one in said if one is not None]
+    assert not any(taken)
+    assert thought.take(0, fits_answer=True) is None
