@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
+from enginepool.model_config.generation import check_ends
 from enginepool.model_config.reading import overrides, written
 from enginepool.sizing import rules
 from enginepool.sizing.memory import Memory, Settings
@@ -204,6 +205,7 @@ class PoolConfig:
         except InvalidConfig as error:  # upstream reads it too, and will say so
             logger().info("enginepool.model_not_read", reason=str(error))
             return {}
+        check_ends(config, f"{self.model}: config.json")
         found = overrides(config, args.get("json_model_override_args"))
         return {} if found == "{}" else {"json_model_override_args": found}
 

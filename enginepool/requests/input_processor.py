@@ -8,13 +8,20 @@ from functools import partial
 from typing import Any
 
 from enginepool.errors import InvalidGrammar, InvalidRequest
+from enginepool.requests.generation_defaults import GenerationDefaults
 from enginepool.requests.grammar import Grammar
 from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.limits import Limits, check_ids, check_length
 from enginepool.requests.logprob_options import check_named_ids, check_top_logprobs
 from enginepool.requests.partial_call import read_part
 from enginepool.requests.request import Call, Request
-from enginepool.requests.sampling import Sampling, Seeds, make_sampling
+from enginepool.requests.sampling import (
+    Sampling,
+    Seeds,
+    from_upstream,
+    is_upstreams,
+    make_sampling,
+)
 from enginepool.requests.scoring import Scoring
 from enginepool.requests.thinking import Thinking
 from enginepool.requests.tokenizer import Tokenizer
@@ -28,13 +35,13 @@ class InputProcessor:
         self,
         tokenizer: Tokenizer,
         limits: Limits,
-        defaults: Mapping[str, Any],
+        defaults: GenerationDefaults,
         grammars: GrammarCompiler,
     ) -> None:
         self.tokenizer = tokenizer
         self.grammars = grammars
         self.limits = limits
-        self.defaults = dict(defaults)
+        self._defaults = defaults
         self._seeds = Seeds()
 
     def make_call(
@@ -173,8 +180,8 @@ class InputProcessor:
             scored: Whether log-probabilities of the prompts are wanted.
         """
         if params is None:
-            return [self._make(self.defaults, explicit=False)] * count
-        if isinstance(params, Mapping) or _is_upstreams(params):
+            return [self._default_sampling()] * count
+        if isinstance(params, Mapping) or is_upstreams(params):
             return [self._make(params, scored=scored)] * count
         params = _as_list("sampling_params", params)
         if len(params) != count:
@@ -186,17 +193,21 @@ class InputProcessor:
         for index, one in enumerate(params):
             try:
                 made += [
-                    self._make(self.defaults, explicit=False)
-                    if one is None
-                    else self._make(one, scored=scored)
+                    self._default_sampling() if one is None else self._make(one, scored=scored)
                 ]
             except InvalidRequest as error:
                 raise InvalidRequest(str(error), prompt_index=index) from None
         return made
 
+    def _default_sampling(self) -> Sampling:
+        self._defaults.check()
+        try:
+            return self._make(self._defaults.params, explicit=False)
+        except InvalidRequest as error:
+            raise self._defaults.blamed(error) from None
+
     def _make(self, params: Any, *, explicit: bool = True, scored: bool = False) -> Sampling:
-        if _is_upstreams(params):
-            params = _from_upstream(params)
+        params = from_upstream(params) if is_upstreams(params) else params
         if not isinstance(params, Mapping):
             raise InvalidRequest(f"sampling_params: expected a dict, got {described(params)}")
         made = make_sampling(
@@ -297,17 +308,3 @@ def _plain_ids(name: str, index: int, prompt: Any) -> list[int]:
                 f"{name}: {described(token_id)} is not an integer", prompt_index=index
             )
     return ids
-
-
-def _is_upstreams(params: Any) -> bool:
-    """Whether it is upstream's SamplingParams."""
-    return hasattr(params, "convert_to_dict") and not isinstance(params, type)
-
-
-def _from_upstream(params: Any) -> dict[str, Any]:
-    """The dict that upstream's object was made from, as far as it can tell."""
-    given = params.convert_to_dict()
-    if is_int(given["top_k"]) and given["top_k"] > 1 << 29:  # upstream's "all"
-        given["top_k"] = -1
-    given.pop("stop_str_max_len", None)
-    return given

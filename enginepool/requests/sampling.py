@@ -181,6 +181,20 @@ def _require(condition: bool, name: str, value: Any, limits: str) -> None:
         raise InvalidRequest(f"{name}={shown(value)}: expected {limits}")
 
 
+def is_upstreams(params: Any) -> bool:
+    """Whether it is upstream's SamplingParams."""
+    return hasattr(params, "convert_to_dict") and not isinstance(params, type)
+
+
+def from_upstream(params: Any) -> dict[str, Any]:
+    """The dict that upstream's object was made from, as far as it can tell."""
+    given = params.convert_to_dict()
+    if is_int(given["top_k"]) and given["top_k"] > 1 << 29:  # upstream's "all"
+        given["top_k"] = -1
+    given.pop("stop_str_max_len", None)
+    return given
+
+
 class Seeds:
     """A random stream for each sample, whichever engine runs it.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from enginepool.errors import InvalidRequest
-from enginepool.process.guest import no_generation_warnings
 from enginepool.requests.chat import ChatTemplate, check_messages
 from enginepool.requests.fair_lock import FairLock
 from enginepool.values import described
@@ -16,8 +14,6 @@ from enginepool.values import described
 # token depends on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
 _CONTEXT = 5
 _GROUP = 1 << 16  # characters that are encoded before others have their turn
-# The fields of generation_config.json that upstream's Engine takes as defaults.
-_GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 # Options of `apply_chat_template` with which it would not give token ids.
 _ANOTHER_RESULT = frozenset(
     ("conversation", "tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask")
@@ -122,21 +118,3 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def generation_defaults(server_args: Any) -> dict[str, Any]:
-    """Sampling parameters of a call that gives none: the checkpoint's generation_config.json.
-
-    As upstream's `Engine.get_default_sampling_params` reads it, without `repetition_penalty`,
-    which sglang-jax accepts and ignores.
-    """
-    from sgl_jax.srt.hf_transformers_utils import get_generation_config
-
-    with no_generation_warnings():
-        config = get_generation_config(
-            server_args.model_path, server_args.trust_remote_code, server_args.revision
-        )
-    given = config.to_diff_dict() if config is not None else {}
-    if server_args.preferred_sampling_params is not None:
-        given.update(json.loads(server_args.preferred_sampling_params))
-    return {name: given[name] for name in _GENERATION_DEFAULTS if given.get(name) is not None}

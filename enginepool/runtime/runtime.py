@@ -27,7 +27,13 @@ from enginepool.runtime.dispatch import Dispatch
 from enginepool.runtime.events import Events
 from enginepool.runtime.recovery import Recovery
 from enginepool.runtime.recovery_policy import Policy
-from enginepool.runtime.startup import advise, make_input_processor, patched, start_workers
+from enginepool.runtime.startup import (
+    advise,
+    make_input_processor,
+    patched,
+    read_defaults,
+    start_workers,
+)
 from enginepool.runtime.steering_lock import SteeringLock
 from enginepool.runtime.watchdog import watching
 from enginepool.weights.placement import least_free_bytes
@@ -85,8 +91,9 @@ class Runtime:
             self.guards.enter_context(quiet_logger("sgl_jax"))
             self.guards.enter_context(patched())
             self.workers += [self._make_worker(i, group) for i, group in enumerate(groups)]
+            defaults = read_defaults(self.config)
             start_workers(self.workers, self.config.warmup, on_engine)
-            self.input_processor = make_input_processor(self.workers)
+            self.input_processor = make_input_processor(self.workers, defaults)
             if (limit := self.config.step_timeout) is not None:
                 watch = watching(self.name, self.workers, limit, self.recovery)
                 self.guards.enter_context(watch)

@@ -14,10 +14,11 @@ from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, PatchFailed
 from enginepool.logs import logger
 from enginepool.process.tuning import frozen
+from enginepool.requests.generation_defaults import GenerationDefaults
 from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.input_processor import InputProcessor
 from enginepool.requests.limits import Limits
-from enginepool.requests.tokenizer import Tokenizer, generation_defaults
+from enginepool.requests.tokenizer import Tokenizer
 from enginepool.sizing import rules
 
 _lock = threading.Lock()
@@ -120,7 +121,17 @@ def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None
         raise
 
 
-def make_input_processor(workers: Sequence[EngineWorker]) -> InputProcessor:
+def read_defaults(config: PoolConfig) -> GenerationDefaults:
+    """What calls without sampling parameters get, before any engine is built."""
+    args = config.server_args
+    return GenerationDefaults.read(
+        config.model, args.get("revision"), args.get("preferred_sampling_params")
+    )
+
+
+def make_input_processor(
+    workers: Sequence[EngineWorker], defaults: GenerationDefaults
+) -> InputProcessor:
     """What checks and tokenizes prompts, with the limits of the smallest engine: devices that
     something else uses too have room for less KV cache."""
     engines: list[Any] = [worker.engine for worker in workers]
@@ -152,7 +163,7 @@ def make_input_processor(workers: Sequence[EngineWorker]) -> InputProcessor:
         "whitespace_pattern": args.constrained_json_whitespace_pattern,
     }
     grammars = GrammarCompiler(tokenizer, limits.vocab_size, json_options)
-    return InputProcessor(tokenizer, limits, generation_defaults(args), grammars)
+    return InputProcessor(tokenizer, limits, defaults, grammars)
 
 
 def _wait(worker: EngineWorker, future: Future[None]) -> None:

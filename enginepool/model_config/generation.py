@@ -1,0 +1,61 @@
+"""Reading a generation_config.json: a model's ends, and what a call without parameters does.
+
+Upstream takes one that it cannot read for one that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from enginepool.errors import InvalidConfig
+from enginepool.process.guest import no_generation_warnings
+from enginepool.values import is_int, shown
+
+NAME = "generation_config.json"
+
+
+def written_generation(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The fields of a checkpoint's generation_config.json, as they are written; none without one.
+
+    Raises:
+        InvalidConfig: It cannot be read, or transformers, and upstream with it, refuses it.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils.hub import cached_file
+
+    try:
+        place = cached_file(model, NAME, revision=revision)
+    except OSError:  # there is none, or no network; what a model needs fails by itself
+        return {}
+    if place is None:
+        return {}
+    try:
+        found = json.loads(Path(place).read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise InvalidConfig(f"{model}: {NAME} holds {shown(found)}: expected an object")
+        check_ends(found, f"{model}: {NAME}")
+        with no_generation_warnings():
+            GenerationConfig.from_dict(found)
+    except InvalidConfig:
+        raise
+    except Exception as error:  # transformers raises what it likes
+        raise InvalidConfig(
+            f"{model}: {NAME} is not to be read: {error}; correct it, or take it away"
+        ) from error
+    return found
+
+
+def check_ends(config: Mapping[str, Any], file: str) -> None:
+    """
+    Raises:
+        InvalidConfig: What the file names as ends are no ids, and would end no output.
+    """
+    ends = config.get("eos_token_id")
+    if ends is None or is_int(ends) or (isinstance(ends, list) and all(map(is_int, ends))):
+        return
+    raise InvalidConfig(
+        f"{file}: eos_token_id={shown(ends)}: expected a token id or a list of them; correct it"
+    )

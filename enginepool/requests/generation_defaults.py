@@ -1,0 +1,116 @@
+"""What a call without sampling parameters does: the checkpoint's generation_config.json, applied.
+
+The fields are those that upstream's `Engine.get_default_sampling_params` takes, and those besides
+that a pool has under another name. What would change the output and is not computed is refused by
+the first call that would need it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from enginepool.errors import InvalidConfig, InvalidRequest
+from enginepool.model_config.generation import NAME, written_generation
+from enginepool.values import shown
+
+_OPTION = "preferred_sampling_params"
+# By name, what sampling parameter a field is.
+_TAKEN = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
+    **{name: name for name in ("max_new_tokens", "min_new_tokens")},
+    "stop_strings": "stop",
+}
+# Fields with which transformers would give another output, and the values with which it would not.
+_NOT_COMPUTED: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "guidance_scale": (1,),
+    "penalty_alpha": (0,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ([],)),
+    **dict.fromkeys(("sequence_bias", "exponential_decay_length_penalty"), ({}, [])),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ()),
+}
+
+
+class GenerationDefaults:
+    """Of one pool.
+
+    Attributes:
+        params: Sampling parameters by name, unchecked.
+    """
+
+    def __init__(self, params: Mapping[str, Any], refused: Mapping[str, Any], origin: str) -> None:
+        """
+        Args:
+            refused: Fields of generation_config.json that the pool does not compute.
+            origin: Where all of them come from, in words.
+        """
+        self.params = dict(params)
+        self._refused = dict(refused)
+        self._origin = origin
+
+    @classmethod
+    def read(
+        cls, model: str, revision: str | None = None, preferred: str | None = None
+    ) -> GenerationDefaults:
+        """
+        Args:
+            preferred: Upstream's `preferred_sampling_params`, which come before the file's.
+
+        Raises:
+            InvalidConfig: One of them cannot be read.
+        """
+        return cls.of(written_generation(model, revision), _object(preferred))
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], preferred: Mapping[str, Any]) -> GenerationDefaults:
+        """Of a generation_config.json as it is written. `do_sample` that is false is greedy."""
+        given = {_TAKEN[name]: value for name, value in fields.items() if name in _TAKEN}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("top_k") == 0:  # transformers' "all"
+            given["top_k"] = -1
+        if fields.get("do_sample") is False:
+            given["temperature"] = 0.0
+        refused = {
+            name: fields[name]
+            for name, neutral in _NOT_COMPUTED.items()
+            if fields.get(name) is not None and fields[name] not in neutral
+        }
+        refused = {name: value for name, value in refused.items() if name not in preferred}
+        origin = f"{NAME} or {_OPTION}" if preferred else NAME
+        return cls({**given, **preferred}, refused, origin)
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidRequest: The checkpoint wants what the pool does not compute.
+        """
+        for name, value in self._refused.items():
+            raise self.blamed(f"{name}={shown(value)}: sglang-jax does not compute it")
+
+    def blamed(self, why: object) -> InvalidRequest:
+        """The error of a call that the checkpoint's parameters do not let start."""
+        return InvalidRequest(
+            f"the call has no sampling_params, and those of {self._origin} do not work: {why}; "
+            f"give the call sampling_params ({{}} for none of the checkpoint's), or the pool "
+            f"{_OPTION}"
+        )
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidConfig(f"{_OPTION}={shown(text)}: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidConfig(f"{_OPTION}={shown(text)}: expected an object")
+    return found
