@@ -84,7 +84,7 @@ def make_sampling(
     """Check one dict of sampling parameters and build upstream's object from it.
 
     Args:
-        end_ids: What ends an output by itself, beside the tokenizer's end token.
+        end_ids: What ends an output by itself.
 
     Raises:
         InvalidRequest: An unknown name (with the nearest), a value of the wrong type, out of
@@ -108,8 +108,7 @@ def make_sampling(
         built.verify(vocab_size)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"sampling parameters {shown(given)}: {error}") from error
-    named = built.stop_token_ids or ()
-    stops = {getattr(tokenizer, "eos_token_id", None), *end_ids, *named} - {None}
+    stops = {*end_ids, *(built.stop_token_ids or ())}
     if built.min_new_tokens and len(stops) >= vocab_size:  # no law is left, only NaN
         raise InvalidRequest(
             f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the model's end tokens are "

@@ -14,6 +14,7 @@ from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, PatchFailed
 from enginepool.logs import logger
 from enginepool.process.tuning import frozen
+from enginepool.requests.ends import end_ids
 from enginepool.requests.generation_defaults import GenerationDefaults
 from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.input_processor import InputProcessor
@@ -141,6 +142,8 @@ def make_input_processor(
         key=lambda scheduler: scheduler.max_req_len,
     )
     model, program = scheduler.model_config, scheduler.scorer.program
+    tokenizer = Tokenizer.load(args)
+    ends = end_ids(model.hf_eos_token_id, tokenizer.hf)
     limits = Limits(
         # Upstream's own arithmetic: it refuses a prompt of `max_req_input_len`, and cuts an
         # output at `max_req_len` - prompt - 1.
@@ -150,14 +153,11 @@ def make_input_processor(
         origin=(
             f"context_length={model.context_len}, max_total_tokens={scheduler.max_total_num_tokens}"
         ),
-        end_ids=frozenset(
-            end for end in model.hf_eos_token_id or () if 0 <= end < model.vocab_size
-        ),
+        end_ids=frozenset(end for end in ends if end < model.vocab_size),
         # Nothing follows the last token, so it takes no KV cache.
         scored=min(model.context_len, scheduler.max_total_num_tokens + 1, program.slots + 1),
         score_refusal=program.refusal,
     )
-    tokenizer = Tokenizer.load(args)
     json_options = {
         "whitespace_flexible": not args.constrained_json_disable_any_whitespace,
         "whitespace_pattern": args.constrained_json_whitespace_pattern,

@@ -36,7 +36,7 @@ def default_params(folder: Path, preferred: str | None = None) -> Any:
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(toy.checkpoint()))
     limits = Limits(
         prompt=400, total=500, vocab_size=VOCAB_SIZE, origin="a test", scored=500,
-        score_refusal=None,
+        score_refusal=None, end_ids=frozenset(),
     )  # fmt: skip
     defaults = GenerationDefaults.read(str(folder), preferred=preferred)
     grammars = GrammarCompiler(tokenizer, VOCAB_SIZE, {})

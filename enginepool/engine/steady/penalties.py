@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from enginepool.engine.common_programs import OnAnyDevice
+from enginepool.requests.ends import end_ids
 
 # In a tally, beside how often the row has given an id: ids that would end it too early.
 _BANNED = 1 << 30
@@ -72,11 +73,8 @@ def _entries(row: int, ids: Sequence[int], amount: int) -> np.ndarray:
 def _banned_ids(req: Any) -> set[int]:
     """What may not come until a request has its `min_new_tokens`: all that ends it by itself, also
     where it ignores that, as in upstream's prefill."""
-    tokenizer = req.tokenizer
-    ids = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
-    ids.update(tokenizer.additional_stop_token_ids or ())
-    ids.add(tokenizer.eos_token_id)
-    return {int(one) for one in ids if one is not None and one >= 0}
+    named = {*(req.sampling_params.stop_token_ids or ())}
+    return named | end_ids(req.eos_token_ids, req.tokenizer)
 
 
 def penalise(
