@@ -157,11 +157,14 @@ class NotFinite(EnginePoolError):
 
     Attributes:
         requests: Those that got them, by the ids that engines know them by.
+        alone: Nobody shared the step with them.
     """
 
-    def __init__(self, requests: Sequence[str]) -> None:
-        super().__init__(f"{len(requests)} requests got log-probabilities that are not finite")
+    def __init__(self, requests: Sequence[str], *, alone: bool = False) -> None:
+        who = "a request alone in its step" if alone else f"{len(requests)} in a step"
+        super().__init__(f"{who} got log-probabilities that are not finite")
         self.requests = tuple(requests)
+        self.alone = alone
 
 
 class PoolFailed(EnginePoolError):

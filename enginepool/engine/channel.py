@@ -140,7 +140,7 @@ class Channel:
             self._wake.clear()
             self._jobs.run_due()
             if not condition.paused:
-                if condition.kv_not_finite and not self.running and not scheduler.has_work():
+                if condition.kv_not_finite and not self.running:
                     scheduler.reset()
                     condition.kv_not_finite = False
                 if condition.may_step:
@@ -271,6 +271,7 @@ class Channel:
             room=room if at_most is None else min(room, at_most),
             cached=scheduler.cached_prefix,
             begun=self.condition.draining,
+            prefilling=scheduler.prefilling(),
         )
         running.hold(taken)
         now = time.perf_counter()

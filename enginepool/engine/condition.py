@@ -31,8 +31,9 @@ class WeightsCondition:
             entries. -1 for weights of no update.
         missing: Why the engine has none, if so.
         being_replaced: An update is being put in place; what lies there may be of either.
-        finite_under: The update under which a request last ended here with finite numbers.
-        nonfinite_under: The update that gives no finite numbers on any engine.
+        finite_under: The update under which a request last got finite numbers here.
+        finite_at: When that was, in `time.perf_counter`.
+        nonfinite_under: The update that has given no finite numbers on any engine.
     """
 
     version: int | str = 0
@@ -40,12 +41,19 @@ class WeightsCondition:
     missing: str | None = None
     being_replaced: bool = False
     finite_under: int | None = None
+    finite_at: float = 0.0
     nonfinite_under: int | None = None
 
     def replaced(self, version: int | str, update: int) -> None:
         """From here on tokens come from this update's weights."""
         self.version, self.update = version, update
         self.being_replaced = False
+
+    def are_finite(self) -> None:
+        """They have given somebody finite numbers."""
+        self.finite_under, self.finite_at = self.update, time.perf_counter()
+        if self.nonfinite_under == self.update:
+            self.nonfinite_under = None
 
 
 class EngineCondition:

@@ -27,13 +27,19 @@ class RunningRequests:
         self.lock = threading.RLock()
         self.last_output = 0.0
         self._weights = weights
+        self._starting: Request | None = None
 
     def __len__(self) -> int:
         return len(self.held)
 
     @property
     def has_one_alone(self) -> bool:
-        """Whether the engine has a request that runs alone."""
+        """Whether the engine has a request that runs alone, or is still to start alone."""
+        starting = self._starting
+        if starting is not None:
+            if starting.faults.starts_alone and starting.internal_rid in self.held:
+                return True
+            self._starting = None
         return len(self.held) == 1 and next(iter(self.held.values())).faults.runs_alone
 
     def progressed(self) -> bool:
@@ -68,6 +74,11 @@ class RunningRequests:
             # Of what it was given, some may be there as another's prompt.
             request.cached_tokens = min(req.cached_tokens, len(request.input_ids))
 
+    def proved(self, request: Request) -> None:
+        """One that started alone has got finite numbers."""
+        self._weights.are_finite()
+        request.faults.proved(self._weights.update)
+
     def set_weights(self, version: int | str, update: int) -> None:
         """Tokens from here on come from other weights; those so far are booked on the old."""
         for request in self.held.values():
@@ -76,14 +87,18 @@ class RunningRequests:
 
     def hold(self, requests: Iterable[Request]) -> None:
         """From here on the engine has these."""
-        self.held.update((request.internal_rid, request) for request in requests)
+        for request in requests:
+            self.held[request.internal_rid] = request
+            if request.faults.starts_alone:
+                self._starting = request
 
     # Requests leave
 
     def deliver(self, request: Request, req: Any) -> None:
         """Hand a finished upstream request to its caller."""
         self.last_output = time.perf_counter()
-        self._weights.finite_under = self._weights.update
+        if len(req.output_ids) > max(request.given, request.retracted_at):
+            self._weights.are_finite()
         self.held.pop(request.internal_rid, None)
         self.take_over(request)
         reason = finish_reason(req, req.finished_reason.to_json())
@@ -99,7 +114,7 @@ class RunningRequests:
                 return
             self.last_output = time.perf_counter()
             if request.scored.logprobs[-1] is not None:  # else nothing was computed
-                self._weights.finite_under = self._weights.update
+                self.proved(request)
             request.prompt_weight_versions = [request.scored.version]
             reason = {"type": "length", "length": len(request.scored.logprobs)}
             request.call.finish(request, reason)
@@ -112,14 +127,19 @@ class RunningRequests:
                 self.take_over(request)
                 request.call.finish(request, request.abort_reason or reason)
 
-    def end_not_finite(self, requests: list[Request]) -> None:
+    def end_not_finite(self, requests: list[Request], *, alone: bool) -> None:
         """End requests whose newest log-probability is no finite number.
 
+        Args:
+            alone: Nobody shared the step with them.
+
         Raises:
-            NotFinite: That may be this engine's fault; nothing is ended.
+            NotFinite: Another request or this engine may be at fault, or others are here whose KV
+                cache lies beside theirs; nothing is ended.
         """
-        if self._weights.nonfinite_under != self._weights.update:
-            raise NotFinite([request.internal_rid for request in requests])
+        known = self._weights.nonfinite_under == self._weights.update
+        if not (known and alone and len(requests) == len(self.held)):
+            raise NotFinite([request.internal_rid for request in requests], alone=alone)
         for request in requests:
             self.end(request.internal_rid, not_finite(self._weights.version))
 

@@ -119,7 +119,7 @@ class PinnedScheduler(Scheduler):
             held = running.held
             self._top_logprobs.collect(held)
             if broken := _not_finite(reqs, held):
-                running.end_not_finite(broken)
+                running.end_not_finite(broken, alone=len(reqs) == 1)
                 self.condition.kv_not_finite = True
                 for request in broken:
                     self.abort(request.internal_rid)
@@ -129,6 +129,8 @@ class PinnedScheduler(Scheduler):
                     continue
                 if not request.first_token_at and len(req.output_ids) > request.given:
                     running.sampled_first(request, req)
+                if request.faults.starts_alone and len(req.output_ids) > request.retracted_at:
+                    running.proved(request)
                 if req.finished():
                     running.deliver(request, req)
                 elif req.stream:
@@ -203,6 +205,11 @@ class PinnedScheduler(Scheduler):
         """How many more requests can start. None while one still waits for KV space."""
         waits = self.waiting_queue or self.scorer.waits_for_room
         return 0 if waits else self.max_running_requests - load
+
+    def prefilling(self) -> bool:
+        """Whether prompts wait here to be computed, or to be scored, or are so in part."""
+        in_chunks = any(req is not None for req in self.chunked_reqs)
+        return bool(self.waiting_queue) or in_chunks or self.scorer.has_prompts
 
     def cached_prefix(self, request: Request) -> int:
         """How many tokens of the prompt this engine's prefix cache has."""
@@ -279,7 +286,7 @@ class PinnedScheduler(Scheduler):
 
     def score(self) -> None:
         """Compute a piece of the prompts that are to be scored."""
-        complete, broken = self.scorer.step(self.wait_for_device)
+        complete, broken, alone = self.scorer.step(self.wait_for_device)
         running = self.running
         with running.lock:  # the step may have been abandoned: then it holds nothing any more
             for requests, scored in complete:
@@ -288,7 +295,7 @@ class PinnedScheduler(Scheduler):
                         self._scored(request, scored)
             broken = [request for request in broken if request.internal_rid in running.held]
             if broken:
-                running.end_not_finite(broken)
+                running.end_not_finite(broken, alone=alone)
                 self.condition.kv_not_finite = True
 
     def _scored(self, request: Request, scored: Scored) -> None:

@@ -21,6 +21,10 @@ class StepScheduler(Protocol):
         """How many more requests can start beside so many."""
         ...
 
+    def prefilling(self) -> bool:
+        """Whether it has prompts to compute."""
+        ...
+
     def cached_prefix(self, request: Request) -> int:
         """How many tokens of the prompt the engine's prefix cache has."""
         ...

@@ -164,14 +164,15 @@ class Scorer:
                     self._scheduler.cannot_hold(request)
         return bool(self._begun)
 
-    def step(self, wait: Callable[[Any], None]) -> tuple[list[_Complete], list[Request]]:
+    def step(self, wait: Callable[[Any], None]) -> tuple[list[_Complete], list[Request], bool]:
         """Compute as much as fits one run of the program.
 
         Args:
             wait: Called with the results, until they are there.
 
         Returns:
-            What is complete, and requests that got a log-probability that is no finite number.
+            What is complete, requests that got a log-probability that is no finite number, and
+            whether it was one prompt alone.
         """
         pieces: list[Piece] = []
         room, slots = self.program.tokens, self.program.slots
@@ -197,7 +198,7 @@ class Scorer:
                 broken += prompt.requests
                 self._remove(prompt)
         complete = [prompt for prompt in self._begun if prompt.complete]
-        return [self._finish(prompt) for prompt in complete], broken
+        return [self._finish(prompt) for prompt in complete], broken, len(pieces) == 1
 
     def make_way(self, pages: int) -> None:
         """See to it that running requests find so many pages of KV cache."""

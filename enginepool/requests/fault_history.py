@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Set as AbstractSet
 
 
@@ -12,16 +13,25 @@ class FaultHistory:
         reasons: Why, by the engine that failed.
         count: In how many failures in a row it was, without an output token in between.
         runs_alone: It runs with nothing beside it: it may be what makes engines fail.
-        nonfinite_under: The update of weights under which its log-probabilities were not finite.
+        starts_alone: It was in a step whose numbers were not finite, and has got none that are
+            since: nobody shares the step that computes its prompt.
+        nonfinite_under: The update of weights under which its own numbers were not finite.
+        nonfinite_on: When that was, in `time.perf_counter`, by engine.
+        finite_under: The update under which they were finite after that.
     """
 
-    __slots__ = ("_outputs", "count", "nonfinite_under", "reasons", "runs_alone")
+    __slots__ = (
+        *("_outputs", "count", "finite_under", "nonfinite_on", "nonfinite_under", "reasons"),
+        *("runs_alone", "starts_alone"),
+    )
 
     def __init__(self) -> None:
         self.reasons: dict[int, str] = {}
         self.count = 0
-        self.runs_alone = False
+        self.runs_alone = self.starts_alone = False
         self.nonfinite_under: int | None = None
+        self.nonfinite_on: dict[int, float] = {}
+        self.finite_under: int | None = None
         self._outputs = -1
 
     def add(self, engine_index: int, reason: str, outputs: int) -> None:
@@ -31,12 +41,21 @@ class FaultHistory:
         self._outputs = outputs
 
     def add_not_finite(self, engine_index: int, reason: str, update: int) -> bool:
-        """An engine failed on the request's own log-probability; returns whether that is the
+        """Its numbers were not finite in a step that nobody shared; returns whether that is the
         second time under this update of weights."""
         again = self.nonfinite_under == update
-        self.nonfinite_under = update
+        if not again:
+            self.nonfinite_on = {}
+        self.nonfinite_under, self.finite_under = update, None
+        self.nonfinite_on[engine_index] = time.perf_counter()
         self.reasons[engine_index] = f"engine {engine_index}: {reason}"
+        self.starts_alone = True
         return again
+
+    def proved(self, update: int) -> None:
+        """It has got finite numbers in a step that nobody shared."""
+        self.starts_alone = False
+        self.nonfinite_under, self.finite_under = None, update
 
     def may_run_on(self, engine_index: int, serving: AbstractSet[int]) -> bool:
         """Not where it was present in a failure, while another engine serves."""

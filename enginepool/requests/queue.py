@@ -163,6 +163,7 @@ class RequestQueue:
         room: int,
         cached: Callable[[Request], int],
         begun: bool = False,
+        prefilling: bool = False,
     ) -> list[Request]:
         """Hand an engine the requests that it should run now.
 
@@ -170,11 +171,14 @@ class RequestQueue:
 
         Args:
             begun: Only those that have outputs of ours; for an engine that drains.
+            prefilling: The engine has prompts to compute already.
         """
         if room <= 0 or not len(self):
             return []
         with self._lock:
-            taken = self._take_alone(engine_index, load, begun) if self._alone else None
+            taken = None
+            if self._alone:
+                taken = self._take_alone(engine_index, load, begun, prefilling)
             if taken is None:
                 taken = self._take_some(engine_index, load, room, cached, begun)
         if any(request.retracted for request in taken):
@@ -218,9 +222,11 @@ class RequestQueue:
                 group.pop(request.internal_rid, None)
         return taken
 
-    def _take_alone(self, engine_index: int, load: int, begun: bool) -> list[Request] | None:
-        """A request that is to run with nothing beside it; none yet while the engine has others;
-        None if no such request is for this engine."""
+    def _take_alone(
+        self, engine_index: int, load: int, begun: bool, prefilling: bool
+    ) -> list[Request] | None:
+        """A request that is to run or to start with nothing beside it; none yet while the engine
+        has others; None if no such request is for this engine."""
         for request in self._alone.values():
             key = request.internal_rid
             mine = request.pinned_to == engine_index
@@ -228,7 +234,7 @@ class RequestQueue:
                 mine = self._may_run(request, engine_index)
             mine = mine and bool(request.begun or not begun)
             if mine and self._reserved.setdefault(key, engine_index) == engine_index:
-                if load:
+                if load if request.faults.runs_alone else prefilling:
                     return []
                 del self._reserved[key]
                 return [self._alone.pop(key)]
@@ -238,7 +244,7 @@ class RequestQueue:
         return request.faults.may_run_on(engine_index, self._engines.keys())
 
     def _group_of(self, request: Request, resumed: bool) -> dict[str, Request]:
-        if request.faults.runs_alone:
+        if request.faults.runs_alone or request.faults.starts_alone:
             return self._alone
         if request.pinned_to is not None:
             return self._pinned.setdefault(request.pinned_to, {})

@@ -14,6 +14,7 @@ from typing import Literal
 from enginepool.engine.recovery_protocol import Decision
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
+from enginepool.requests.fault_history import FaultHistory
 from enginepool.requests.request import Request, aborted, not_finite
 from enginepool.runtime.desired import DesiredState
 from enginepool.runtime.dispatch import Dispatch
@@ -47,6 +48,8 @@ class Recovery:
         self._steering = steering
         self._events = events
         self._times: dict[int, list[float]] = {}  # of failures, by engine
+        # By engine: whose numbers were not finite there, alone; the update and when that was.
+        self._not_finite: dict[int, list[tuple[FaultHistory, int, float]]] = {}
 
     # The requests
 
@@ -110,15 +113,15 @@ class Recovery:
     def _sort_out_not_finite(
         self, worker: EngineWorker, error: NotFinite, requests: Sequence[Request]
     ) -> list[Request]:
+        """What was alone may be at fault; what was not is tried alone first."""
         weights = worker.condition.weights
-        finite_on = self._finite_on(worker)
         movable = []
         for request in requests:
             fault = "resume"
             if request.internal_rid in error.requests:
-                reason = str(worker.condition.reason)
-                again = request.faults.add_not_finite(worker.index, reason, weights.update)
-                fault = decide_not_finite(request.faults, again=again, finite_on=finite_on)
+                request.faults.starts_alone = True
+                if error.alone:
+                    fault = self._look_at(worker, request)
             if fault == "weights":
                 for other in self._dispatch.workers:
                     other.condition.weights.nonfinite_under = weights.update
@@ -128,17 +131,46 @@ class Recovery:
                 request.call.finish(request, not_finite(weights.version))
         return movable
 
-    def _finite_on(self, worker: EngineWorker) -> list[int]:
-        """Other engines that have given finite numbers with this one's update of weights."""
-        update = worker.condition.weights.update
-        others = (other for other in self._dispatch.workers if other is not worker)
-        return [w.index for w in others if w.condition.weights.finite_under == update]
+    def _look_at(
+        self, worker: EngineWorker, request: Request
+    ) -> Literal["resume", "request", "weights"]:
+        """What is at fault where a request that was alone had no finite numbers."""
+        weights, faults = worker.condition.weights, request.faults
+        again = faults.add_not_finite(worker.index, str(worker.condition.reason), weights.update)
+        seen = self._not_finite.get(worker.index, [])
+        when = faults.nonfinite_on[worker.index]
+        self._not_finite[worker.index] = [
+            *(one for one in seen if one[1] == weights.update and one[2] > weights.finite_at),
+            (faults, weights.update, when),
+        ]
+        finite_on = {
+            other.index: other.condition.weights.finite_at
+            for other in self._dispatch.workers
+            if other.condition.weights.finite_under == weights.update
+            and other.condition.will_serve
+            and request.pinned_to in (None, other.index)
+        }
+        again = again or weights.nonfinite_under == weights.update
+        return decide_not_finite(faults, again=again, finite_on=finite_on)
+
+    def _weights_are_broken(self, worker: EngineWorker) -> bool:
+        """Whether what had no finite numbers here, alone, has had some elsewhere since, while
+        nothing had any here."""
+        weights = worker.condition.weights
+        return any(
+            update == weights.update == faults.finite_under and when > weights.finite_at
+            for faults, update, when in self._not_finite.get(worker.index, ())
+        )
 
     # The engine
 
     def decide(self, worker: EngineWorker, error: BaseException) -> Decision:
-        finite = bool(self._finite_on(worker))
-        history = EngineHistory(self._count(worker), finite_elsewhere=finite)
+        broken = isinstance(error, NotFinite) and self._weights_are_broken(worker)
+        if broken:
+            del self._not_finite[worker.index]
+        if isinstance(error, NotFinite) and not broken:
+            return decide(error, EngineHistory(1), self._policy)
+        history = EngineHistory(self._count(worker), weights_broken=broken)
         return decide(error, history, self._policy)
 
     def recovery_failed(self, worker: EngineWorker, error: Exception, trace: str) -> Decision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,14 +32,15 @@ class EngineHistory:
     """What led to a failure.
 
     Attributes:
-        failures: How many in a row within `WINDOW_SECONDS`, this one included.
+        failures: How many in a row within `WINDOW_SECONDS`, this one included, without those
+            that may be a request's doing: numbers that are not finite.
         not_made_anew: The last of them was a reset or a rebuild.
-        finite_elsewhere: Another engine has given finite numbers with the same weights.
+        weights_broken: What had no finite numbers here, alone, has had some elsewhere since.
     """
 
     failures: int
     not_made_anew: bool = False
-    finite_elsewhere: bool = False
+    weights_broken: bool = False
 
 
 def decide(error: BaseException, history: EngineHistory, policy: Policy) -> Decision:
@@ -47,16 +48,12 @@ def decide(error: BaseException, history: EngineHistory, policy: Policy) -> Deci
     failures = history.failures
     if not policy.restart:
         return Decision("stay out", attempt=failures)
+    if isinstance(error, NotFinite) and not history.weights_broken:
+        return Decision("reset")
     if failures > policy.max_restarts:
         limit = f"max_restarts={policy.max_restarts} in {WINDOW_SECONDS:g} s are used up"
         return Decision("stay out", attempt=failures, why=limit)
-    if history.not_made_anew:
-        rebuild = True
-    elif isinstance(error, NotFinite):
-        # A reset did not help, and the same weights work elsewhere: these here are broken.
-        rebuild = failures > 1 and history.finite_elsewhere
-    else:
-        rebuild = failures >= REBUILD_AFTER
+    rebuild = history.not_made_anew or history.weights_broken or failures >= REBUILD_AFTER
     return Decision("rebuild" if rebuild else "reset", delay_before(failures), failures)
 
 
@@ -77,16 +74,22 @@ def decide_request(
 
 
 def decide_not_finite(
-    faults: FaultHistory, *, again: bool, finite_on: Collection[int]
+    faults: FaultHistory, *, again: bool, finite_on: Mapping[int, float]
 ) -> Literal["resume", "request", "weights"]:
-    """What is at fault where a request's log-probability is no finite number: nothing that would
-    keep it from another try, the request, or the weights.
+    """What is at fault where the log-probability of a request that was alone is no finite number:
+    nothing that would keep it from another try, the request, or the weights.
 
     Args:
         again: It is the second time under these weights.
-        finite_on: Engines that have given finite numbers with the same weights.
+        finite_on: When engines have last given finite numbers with the same weights, of those that
+            may run it.
     """
-    if not again or set(finite_on) - faults.reasons.keys():
+    if not again:
+        return "resume"
+    tried = faults.nonfinite_on
+    if any(finite_on.get(engine, 0.0) > when for engine, when in tried.items()):
+        return "request"  # others had finite numbers there afterwards
+    if finite_on.keys() - tried.keys():
         return "resume"
     # On two engines, or twice on the only one.
     return "request" if finite_on else "weights"

@@ -37,8 +37,9 @@ def take(
     load: int = 0,
     room: int = 100,
     cached: Callable[[Request], int] = lambda request: 0,
+    prefilling: bool = False,
 ) -> list[Request]:
-    return queue.take(engine, load=load, room=room, cached=cached)
+    return queue.take(engine, load=load, room=room, cached=cached, prefilling=prefilling)
 
 
 def test_oldest_first(queue: RequestQueue):
@@ -141,6 +142,20 @@ def test_engine_that_comes_back_gets_a_suspect_that_failed_on_the_others(queue: 
     queue.attach(2, lambda: 0, lambda: None)
     assert take(queue, engine=0) == take(queue, engine=1) == []
     assert take(queue, engine=2) == [suspect]
+
+
+def test_a_suspect_that_starts_alone(queue: RequestQueue):
+    """It comes by itself, first, as soon as the engine computes no other prompt; what runs there
+    does not keep it waiting."""
+    attach(queue, 3)
+    (suspect,), others = make(1), make(2)
+    suspect.faults.starts_alone = True
+    queue.put([*others, suspect])
+    assert take(queue, load=3, prefilling=True) == []
+    assert take(queue, load=3) == [suspect]
+    suspect.faults.proved(update=0)
+    queue.put([suspect], resumed=True)
+    assert take(queue) == [suspect, *others]
 
 
 def test_request_passed_over_too_often_goes_first(queue: RequestQueue):

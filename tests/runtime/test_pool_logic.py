@@ -168,6 +168,10 @@ class ScriptedScheduler:
     def room(self, load: int) -> int:
         return ROOM - load
 
+    def prefilling(self) -> bool:
+        """A step does all there is."""
+        return False
+
     def cached_prefix(self, request: Request) -> int:
         return MIN_SHARED_PREFIX if request.candidate.prefix in self.prefixes else 0
 

@@ -179,14 +179,15 @@ def test_lost_weight(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
 
 def test_weight_that_is_not_finite(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """On one engine only: no output has a number that is not finite, the engine is reset, and
-    rebuilt with a sibling's weights when that did not help."""
+    rebuilt with a sibling's weights when what it had has had finite numbers elsewhere."""
     before, engine = len(pool.events()), pool.engines[0]
     faults.spoil_leaf(pool, 0)
     while pool.engines[0] is engine:
         same(ask(pool), expected)
-    until(lambda: len(news(pool, before, "engine_recovered")) >= 2)
+    until(lambda: news(pool, before, "engine_recovered")[-1]["by"] == "rebuild")
     kinds = [entry["by"] for entry in news(pool, before, "engine_recovered")]
-    assert kinds == ["reset", "rebuild"]
+    assert kinds.count("rebuild") == 1
+    assert len(kinds) > 1
     assert "NotFinite" in news(pool, before, "engine_quarantined")[0]["reason"]
 
 

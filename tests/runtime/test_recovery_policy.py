@@ -1,5 +1,6 @@
 """What becomes of an engine that failed, and of what it held: decisions alone, no engine."""
 
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from enginepool.runtime.recovery_policy import (
 
 POLICY = Policy(restart=True, max_restarts=5)
 FAULT, NOT_FINITE = RuntimeError("no device"), NotFinite([])
+# Than any failure here, in `time.perf_counter`.
+BEFORE, AFTER = 0.0, math.inf
 
 
 def history(*failures: tuple[int, int]) -> FaultHistory:
@@ -59,15 +62,17 @@ def test_an_engine_whose_reset_failed_is_rebuilt() -> None:
     assert (found.action, found.delay) == ("rebuild", 0.05)
 
 
-@pytest.mark.parametrize(
-    ("failures", "elsewhere", "action"),
-    [(1, False, "reset"), (1, True, "reset"), (2, True, "rebuild"), (4, False, "reset")],
-)
-def test_numbers_that_are_not_finite(failures: int, elsewhere: bool, action: str) -> None:
-    """A rebuild helps only where the engine's own weights are broken: a reset did not help, and
-    the same weights work elsewhere."""
-    found = decide(NOT_FINITE, EngineHistory(failures, finite_elsewhere=elsewhere), POLICY)
-    assert found.action == action
+@pytest.mark.parametrize("failures", [1, 4, 6])
+def test_numbers_that_are_not_finite_are_no_failure_of_the_engine(failures: int) -> None:
+    """They may be a request's doing, however many failures there were."""
+    assert decide(NOT_FINITE, EngineHistory(failures), POLICY) == Decision("reset")
+
+
+def test_an_engine_whose_weights_are_broken_is_rebuilt() -> None:
+    """At once, since a reset cannot help; that counts."""
+    found = decide(NOT_FINITE, EngineHistory(1, weights_broken=True), POLICY)
+    assert found == Decision("rebuild")
+    assert decide(NOT_FINITE, EngineHistory(6, weights_broken=True), POLICY).action == "stay out"
 
 
 @pytest.mark.parametrize(
@@ -105,15 +110,18 @@ def test_a_request_keeps_away_from_engines_that_failed_with_it() -> None:
 @pytest.mark.parametrize(
     ("engines", "finite_on", "fault"),
     [
-        ([0], [], "resume"),  # once proves nothing
-        ([0, 1], [], "weights"),  # on two engines, and no other has shown that they work
-        ([0, 0], [], "weights"),  # twice on the only one
-        ([0, 1], [1], "request"),  # where it failed, others got numbers
-        ([0, 1], [2], "resume"),  # one engine is left that has shown that its weights work
+        ([0], {}, "resume"),  # once proves nothing
+        ([0], {0: AFTER}, "resume"),
+        ([0, 1], {}, "weights"),  # on two engines, and no other has shown that they work
+        ([0, 0], {}, "weights"),  # twice on the only one
+        ([0, 1], {1: BEFORE}, "request"),  # where it failed, others got numbers
+        ([0, 1], {2: AFTER}, "resume"),  # an engine is left that has shown that its weights work
+        ([0, 1], {0: BEFORE, 2: AFTER}, "resume"),  # weights may have broken since
+        ([0, 1], {0: AFTER, 2: AFTER}, "request"),  # they have not: others got numbers afterwards
     ],
 )
 def test_whose_fault_numbers_that_are_not_finite_are(
-    engines: list[int], finite_on: list[int], fault: str
+    engines: list[int], finite_on: dict[int, float], fault: str
 ) -> None:
     faults, found = FaultHistory(), ""
     for engine_index in engines:
@@ -128,3 +136,15 @@ def test_new_weights_are_tried_anew() -> None:
     assert not faults.add_not_finite(0, "not finite", update=1)
     assert not faults.add_not_finite(0, "not finite", update=2)
     assert faults.add_not_finite(0, "not finite", update=2)
+
+
+def test_a_suspect_is_none_once_it_had_finite_numbers() -> None:
+    """What is found later concerns tokens that it did not have."""
+    faults = FaultHistory()
+    assert not faults.add_not_finite(0, "not finite", update=1)
+    assert faults.starts_alone
+    faults.proved(update=1)
+    assert not faults.starts_alone
+    assert faults.finite_under == 1
+    assert not faults.add_not_finite(1, "not finite", update=1)
+    assert faults.finite_under is None
