@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from enginepool.engine.channel import Channel
+from enginepool.engine.rotary_check import check_rotary
 from enginepool.errors import EnginePoolError, InvalidConfig
 from enginepool.process.alone import alone
 from enginepool.process.guest import preserved
@@ -103,6 +104,9 @@ class Assembly:
         started = time.perf_counter()
         self.engine = build_engine(server_args, self._devices, self._channel, source)
         self.leaves = self.scheduler.leaves
+        if server_args.get("load_format") != "dummy":
+            runner = self.scheduler.tp_worker.worker.model_runner
+            check_rotary(runner.model, runner.model_config.hf_config)
         self._channel.attach(self.scheduler)
         self.build_seconds = time.perf_counter() - started
 

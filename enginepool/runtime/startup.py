@@ -11,7 +11,7 @@ from typing import Any
 import patches
 from enginepool.config import PoolConfig, Warmup
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import EngineStartFailed, PatchFailed
+from enginepool.errors import EngineStartFailed, InvalidConfig, PatchFailed
 from enginepool.logs import logger
 from enginepool.process.tuning import frozen
 from enginepool.requests.ends import end_ids
@@ -96,6 +96,7 @@ def start_workers(
 
     Raises:
         EngineStartFailed: For the first engine that did not start; the caller closes the others.
+        InvalidConfig: An engine does not compute what the model's configuration says.
     """
     batches = [workers] if warmup == "parallel" else [[worker] for worker in workers]
     with ExitStack() as until_all_serve:
@@ -115,7 +116,7 @@ def start_workers(
 def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None:
     try:
         _wait(worker, worker.built)
-    except EngineStartFailed:
+    except (EngineStartFailed, InvalidConfig):
         for earlier in batch:  # one whose warm-up failed has no weights to copy any more
             if earlier.warm.done():
                 _wait(earlier, earlier.warm)
@@ -169,6 +170,8 @@ def make_input_processor(
 def _wait(worker: EngineWorker, future: Future[None]) -> None:
     try:
         future.result()
+    except InvalidConfig:
+        raise  # the checkpoint's fault, not the device's
     except Exception as error:
         ids = [device.id for device in worker.devices]
         raise EngineStartFailed(

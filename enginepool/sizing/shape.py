@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from enginepool.errors import InvalidConfig
+from enginepool.model_config import FAMILIES
 from enginepool.model_config.reading import load
 from enginepool.values import shown
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe")
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # upstream pads a head's KV to whole vector registers
 _GATED_MLP = 3  # matrices: gate, up, down

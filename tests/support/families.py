@@ -1,4 +1,5 @@
-"""Gemma2 and Qwen3-MoE in plain JAX, next to the families that the toy's forward pass knows.
+"""Gemma2 and Qwen3-MoE in plain JAX, next to the families that the toy's forward pass knows; and
+those too where their rotary embedding is other than the toy's.
 
 Written from the models' papers and Hugging Face's configuration, for reading: no cache, no
 kernels, one sequence at a time, every expert for every token. Parameters go by their Hugging
@@ -13,8 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from enginepool.model_config.rotary import rotation
 from enginepool.toy.model import forward as toy_forward
 from enginepool.toy.model import parameter_shapes as toy_shapes
+
+_gelu = partial(jax.nn.gelu, approximate=True)
 
 Config = Mapping[str, Any]
 Leaf = Callable[[str], jax.Array]
@@ -40,8 +44,11 @@ QWEN3_MOE: dict[str, Any] = {
 
 def forward(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> jax.Array:
     """Logits of the next token at every position, [B, T, V] float32."""
-    if config["model_type"] not in ("gemma2", "qwen3_moe"):
+    scaled = config.get("rope_scaling") or config.get("rope_parameters")
+    if config["model_type"] not in ("gemma2", "qwen3_moe") and not scaled:
         return toy_forward(config, params, input_ids)
+    experts = config.get("num_experts", config.get("num_local_experts"))  # as transformers 5 has it
+    config = {**config, "num_experts": experts}
     with jax.default_matmul_precision("highest"):
         return jax.vmap(partial(_logits, config, params))(jnp.asarray(input_ids))
 
@@ -77,27 +84,34 @@ def _logits(config: Config, params: Mapping[str, jax.Array], ids: jax.Array) -> 
     x = embedding[ids] * (np.sqrt(config["hidden_size"]) if gemma else 1.0)
     for index in range(config["num_hidden_layers"]):
         leaf = partial(lambda at, name: params[at + name], f"model.layers.{index}.")
-        mixed = _attention(config, leaf, norm(x, leaf("input_layernorm.weight")))
+        mixed = _attention(config, index, leaf, norm(x, leaf("input_layernorm.weight")))
         if gemma:
             x = x + norm(mixed, leaf("post_attention_layernorm.weight"))
-            y = _geglu(leaf, norm(x, leaf("pre_feedforward_layernorm.weight")))
+            y = _gated(_gelu, leaf, norm(x, leaf("pre_feedforward_layernorm.weight")))
             x = x + norm(y, leaf("post_feedforward_layernorm.weight"))
         else:
             x = x + mixed
-            x = x + _experts(config, leaf, norm(x, leaf("post_attention_layernorm.weight")))
+            y = norm(x, leaf("post_attention_layernorm.weight"))
+            moe = config["model_type"] == "qwen3_moe"
+            x = x + (_experts(config, leaf, y) if moe else _gated(jax.nn.silu, leaf, y))
     head = params.get("lm_head.weight", embedding)
     logits = norm(x, params["model.norm.weight"]) @ head.T
     return _capped(logits, config.get("final_logit_softcapping"))
 
 
-def _attention(config: Config, leaf: Leaf, x: jax.Array) -> jax.Array:
+def _attention(config: Config, index: int, leaf: Leaf, x: jax.Array) -> jax.Array:
     dim, length = config["head_dim"], len(x)
     groups = config["num_attention_heads"] // config["num_key_value_heads"]
-    q, k, v = ((x @ leaf(f"self_attn.{n}_proj.weight").T).reshape(length, -1, dim) for n in "qkv")
-    if config["model_type"] == "qwen3_moe":
+    q, k, v = (x @ leaf(f"self_attn.{n}_proj.weight").T for n in "qkv")
+    if config["model_type"] == "qwen2":
+        q, k, v = (
+            y + leaf(f"self_attn.{n}_proj.bias") for n, y in zip("qkv", (q, k, v), strict=True)
+        )
+    q, k, v = (y.reshape(length, -1, dim) for y in (q, k, v))
+    if config["model_type"] in ("qwen3", "qwen3_moe"):
         q = _norm(q, leaf("self_attn.q_norm.weight"), config["rms_norm_eps"])
         k = _norm(k, leaf("self_attn.k_norm.weight"), config["rms_norm_eps"])
-    q, k = _turned(q, config["rope_theta"]), _turned(k, config["rope_theta"])
+    q, k = _turned(q, *rotation(config, index)), _turned(k, *rotation(config, index))
     k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q, k) * config.get("query_pre_attn_scalar", dim) ** -0.5
     scores = _capped(scores, config.get("attn_logit_softcapping"))
@@ -106,8 +120,8 @@ def _attention(config: Config, leaf: Leaf, x: jax.Array) -> jax.Array:
     return mixed @ leaf("self_attn.o_proj.weight").T
 
 
-def _geglu(leaf: Leaf, x: jax.Array) -> jax.Array:
-    gate = jax.nn.gelu(x @ leaf("mlp.gate_proj.weight").T, approximate=True)
+def _gated(activation: Callable[..., jax.Array], leaf: Leaf, x: jax.Array) -> jax.Array:
+    gate = activation(x @ leaf("mlp.gate_proj.weight").T)
     return (gate * (x @ leaf("mlp.up_proj.weight").T)) @ leaf("mlp.down_proj.weight").T
 
 
@@ -130,11 +144,11 @@ def _norm(x: jax.Array, weight: jax.Array, epsilon: float, offset: float = 0.0) 
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * (offset + weight)
 
 
-def _turned(x: jax.Array, theta: float) -> jax.Array:
+def _turned(x: jax.Array, frequencies: np.ndarray, scale: float) -> jax.Array:
     """[T, heads, dim] turned by position, as complex numbers of two halves."""
     half = x.shape[-1] // 2
-    angles = np.arange(len(x))[:, None, None] * theta ** (-np.arange(half) / half)
-    y = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angles)
+    angles = np.arange(len(x))[:, None, None] * frequencies
+    y = (x[..., :half] + 1j * x[..., half:]) * (scale * jnp.exp(1j * angles))
     return jnp.concatenate([y.real, y.imag], axis=-1)
 
 

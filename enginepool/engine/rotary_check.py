@@ -1,0 +1,88 @@
+"""Whether a model turns queries and keys by the frequencies that its configuration says.
+
+Reaches into upstream's models: the layers' `self_attn.rotary_emb`.
+
+What breaks: Frequencies that are not the configuration's are not seen: outputs stay plausible, and
+a trainer's policy is another one.
+Why: Upstream drops what a configuration asks for where it does not know it, or reads it and uses
+something else. What is known of that is repaired in `patches/`; this is for the next one.
+Remove when: Never; where upstream's models have other parts, the log says that they are not
+checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from enginepool.engine.common_programs import alike
+from enginepool.errors import InvalidConfig
+from enginepool.logs import logger
+from enginepool.model_config import FAMILIES
+from enginepool.model_config.rotary import Rotation, rotation
+
+# Each entry is looked at where it has turned by about so many radians: the first shows a wrong
+# scale or kind, the second what is rounded. float32 is exact to 1e-5 there.
+_RADIANS = (1.0, 64.0)
+_TOLERANCE = 1e-3
+
+
+def check_rotary(model: Any, hf_config: Any) -> None:
+    """Turn a vector by each layer's own embedding, and compare with the published formula.
+
+    Raises:
+        InvalidConfig: They differ, or the configuration asks for what no engine computes.
+    """
+    if hf_config.model_type not in FAMILIES:
+        return
+    fields = dict(vars(hf_config))
+    try:
+        embeddings = [layer.self_attn.rotary_emb for layer in model.model.layers]
+    except AttributeError as error:
+        logger().warning("enginepool.rotary_not_checked", why=str(error))
+        return
+    seen: list[tuple[Any, Rotation]] = []
+    for layer, embedding in enumerate(embeddings):
+        expected = rotation(fields, layer)
+        if not any(alike(embedding, one) and _same(expected, other) for one, other in seen):
+            _check(embedding, expected, layer, fields)
+            seen.append((embedding, expected))
+
+
+def _same(one: Rotation, other: Rotation) -> bool:
+    return one.scale == other.scale and np.array_equal(one.frequencies, other.frequencies)
+
+
+def _check(embedding: Any, expected: Rotation, layer: int, fields: dict[str, Any]) -> None:
+    frequencies, scale = expected
+    for radians in _RADIANS:
+        positions = np.maximum(1, np.round(radians / frequencies)).astype(np.int64)
+        positions = np.minimum(positions, np.iinfo(np.int32).max).astype(np.int32)
+        cosine, sine = _turned(embedding, positions, len(frequencies))
+        angles = positions * frequencies
+        limit = scale * (_TOLERANCE + float(jnp.finfo(embedding.dtype).eps))
+        wrong = np.maximum(
+            np.abs(cosine - scale * np.cos(angles)), np.abs(sine - scale * np.sin(angles))
+        )
+        # A NaN is wrong, too.
+        if not (wrong <= limit).all():
+            names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+            asked = ", ".join(f"{n}={fields[n]!r}" for n in names if fields.get(n) is not None)
+            entry = int(np.argmax(~(wrong <= limit)))
+            raise InvalidConfig(
+                f"config.json: layer {layer} is not turned as it says ({asked}): entry {entry} of "
+                f"a head, at position {positions[entry]}, is off by {wrong[entry]:.3g}. This "
+                "sglang-jax does not compute it"
+            )
+
+
+def _turned(embedding: Any, positions: np.ndarray, entries: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of each entry at its own position: what becomes of (1, 0)."""
+    head = np.zeros((len(positions), embedding.head_size), np.float32)
+    head[:, :entries] = 1.0
+    turned, _ = jax.jit(embedding)(positions, head, head)
+    turned, own = np.asarray(turned), np.arange(entries)
+    return turned[own, own], turned[own, own + entries]

@@ -1,0 +1,115 @@
+"""Rotary frequencies by their published definitions, to hold an engine's against.
+
+- RoPE: Su et al., "RoFormer", arXiv:2104.09864, section 3.2.2.
+- "llama3": the model card and the reference code of Llama 3.1 (`apply_scaling`).
+- "yarn": Peng et al., "YaRN", arXiv:2309.00071: NTK-by-parts (section 3.2), and the temperature of
+  attention (section 3.4), put into cosines and sines.
+
+In float64. A test holds them against what transformers computes of the same configurations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from enginepool.errors import InvalidConfig
+from enginepool.model_config.reading import as_read
+from enginepool.values import shown
+
+# What upstream, with our patches, computes.
+COMPUTED = ("default", "llama3", "yarn")
+
+
+class Rotation(NamedTuple):
+    """How a layer turns queries and keys.
+
+    Attributes:
+        frequencies: Radians a position, [turned entries of a head / 2].
+        scale: What cosines and sines are multiplied by.
+    """
+
+    frequencies: np.ndarray
+    scale: float
+
+
+def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
+    """What a config.json, of either transformers, says of a layer.
+
+    Raises:
+        InvalidConfig: A kind of scaling that no engine computes, or one without what it needs.
+    """
+    config = as_read(config)
+    field, rope = _parameters(config, layer)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in COMPUTED:
+        raise InvalidConfig(
+            f"config.json: {field} has rope_type={shown(kind)}, which no engine computes; "
+            f"expected one of {', '.join(COMPUTED)}"
+        )
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    dim = int(dim * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
+    plain = theta ** (-np.arange(0, dim, 2) / dim)
+    if kind == "default":
+        return Rotation(plain, 1.0)
+    before = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    try:
+        if kind == "llama3":
+            return Rotation(plain * _llama3(plain, rope, before), 1.0)
+        pressed = _pressed(theta, dim, rope, before)
+        scaled = plain * (1 - pressed + pressed / rope["factor"])
+        return Rotation(scaled, _temperature(rope, rope["factor"]))
+    except KeyError as error:
+        raise InvalidConfig(f"config.json: {field} of rope_type={kind!r} lacks {error}") from error
+
+
+def _parameters(config: Mapping[str, Any], layer: int) -> tuple[str, Mapping[str, Any]]:
+    """A layer's own, and the field where they are. Those that differ by layer type are left in the
+    field of transformers 5."""
+    by_type = config.get("rope_parameters")
+    if not by_type:
+        return "rope_scaling", config.get("rope_scaling") or {}
+    kinds = config.get("layer_types") or []
+    if layer >= len(kinds) or kinds[layer] not in by_type:
+        raise InvalidConfig(
+            f"config.json: rope_parameters has {', '.join(by_type)}, and layer_types does not say "
+            f"which of them layer {layer} has"
+        )
+    return f"rope_parameters[{kinds[layer]!r}]", by_type[kinds[layer]] or {}
+
+
+def _llama3(plain: np.ndarray, rope: Mapping[str, Any], before: int) -> np.ndarray:
+    """What frequencies are multiplied by, for how often their waves fit into the context of
+    before: all of it, or a factor less."""
+    fits = before * plain / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((fits - low) / (high - low), 0, 1) if high != low else fits > high
+    return kept + (1 - kept) / rope["factor"]
+
+
+def _pressed(theta: float, dim: int, rope: Mapping[str, Any], before: int) -> np.ndarray:
+    """How far each entry is interpolated: 0 where a wave makes `beta_fast` turns in the context of
+    before, 1 where it makes `beta_slow`, linearly by the entry's place between the two."""
+    first, last = (
+        dim * math.log(before / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+    )
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    return np.clip((np.arange(dim // 2) - first) / max(last - first, 0.001), 0, 1)
+
+
+def _temperature(rope: Mapping[str, Any], factor: float) -> float:
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return of(rope["mscale"]) / of(rope["mscale_all_dim"])
+    return of(1.0)

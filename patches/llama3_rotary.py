@@ -1,0 +1,81 @@
+"""Llama 3's scaled rotary frequencies are used.
+
+What breaks: A model whose configuration has `rope_type` "llama3" is computed with the frequencies
+of before the scaling: Llama 3.1, 3.2 and 3.3 are, and whatever was trained from them.
+
+Why: `Llama3RotaryEmbedding` overrides the method that once computed frequencies. The forward reads
+`_inv_freq_np`, which the base class's constructor fills without asking that method.
+
+What we change: Once it is constructed, `_inv_freq_np` is scaled: waves that fit less than
+`low_freq_factor` times into the original context are `factor` times as long, those that fit more
+than `high_freq_factor` times stay as they are, and between the two it goes over linearly in how
+often they fit (Llama 3.1's model card and reference code).
+
+Remove when: Upstream's forward uses the scaled frequencies.
+"""
+
+import math
+
+import numpy as np
+
+from patches._lookup import module
+from patches._patch import Patch, Target
+
+_MODULE = "sgl_jax.srt.layers.embeddings"
+
+
+def _is_needed(original) -> bool:
+    """Construct one whose waves are all too long to stay as they are; the constructor is NumPy."""
+    rotary = module(_MODULE).Llama3RotaryEmbedding
+    embedding = rotary.__new__(rotary)
+    original(embedding, 8, 8, 64, 10000, True, np.float32, 8.0, 1000.0, 4000.0, 64)
+    plain = 10000.0 ** (-np.arange(0, 8, 2) / 8)
+    return bool(np.allclose(embedding._inv_freq_np, plain))
+
+
+def _replace(original):
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self._inv_freq_np = scaled(
+            self._inv_freq_np,
+            self.scaling_factor,
+            self.low_freq_factor,
+            self.high_freq_factor,
+            self.orig_max_position,
+        )
+
+    return __init__
+
+
+def scaled(plain, factor, low, high, original_context):
+    """Frequencies as Llama 3.1 has them, of those without scaling."""
+    fits = original_context * plain / (2 * math.pi)
+    kept = np.clip((fits - low) / (high - low), 0, 1) if high != low else fits > high
+    return (plain * (kept + (1 - kept) / factor)).astype(plain.dtype)
+
+
+PATCH = Patch(
+    name="llama3_rotary",
+    issue="not reported",
+    replaced=(
+        Target(
+            _MODULE,
+            "Llama3RotaryEmbedding.__init__",
+            _replace,
+            (
+                "self",
+                "head_size",
+                "rotary_dim",
+                "max_position_embeddings",
+                "base",
+                "is_neox_style",
+                "dtype",
+                "scaling_factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "orig_max_position",
+            ),
+        ),
+    ),
+    probe=_is_needed,
+)
