@@ -66,7 +66,8 @@ class InvalidGrammar(InvalidRequest):
 
 
 class InvalidWeights(EnginePoolError, ValueError):
-    """Raised by `update_weights` for a source that does not fit; every engine is as before.
+    """Raised by `update_weights` for a source that does not fit, with every engine as before; by
+    `open()` for a checkpoint that does not fit its own configuration.
 
     Attributes:
         names: The tensors that are missing, unknown, misshapen or of a wrong dtype.

@@ -119,7 +119,7 @@ def build_engine(
 ) -> Engine:
     """Build an Engine whose scheduler the calling thread must run.
 
-    Its weights are copied from `source`, if given, instead of read (`weights/sibling_loader.py`).
+    Its weights are copied from `source`, if given, instead of read (`weights/loader.py`).
     The caller gives it a `tokenizer_manager` and a `loop` before handing it to users. A failure
     leaves nothing behind: no thread, no file, no process-wide state.
     """
@@ -159,11 +159,11 @@ def build_engine(
 
 def _build_scheduler(args: Any, mesh: Mesh, channel: Channel, source: EngineLeaves | None) -> Any:
     from enginepool.engine.scheduler import PinnedScheduler
-    from enginepool.weights.sibling_loader import loader_from
+    from enginepool.weights.loader import loader_for
 
     load_format = args.load_format
-    if source is not None and load_format != "dummy":
-        args.load_format = loader_from(source, mesh) or load_format
+    if load_format != "dummy":
+        args.load_format = loader_for(mesh, source) or load_format
     scheduler = PinnedScheduler.__new__(PinnedScheduler)
     try:
         scheduler.__init__(args, mesh, channel)

@@ -314,7 +314,8 @@ class PinnedScheduler(Scheduler):
     @cached_property
     def hugging_face(self) -> HuggingFaceMapping:
         """Which Hugging Face tensors make this engine's leaves. Any thread."""
-        return HuggingFaceMapping(self.tp_worker.worker.model_runner, self.leaves.specs)
+        runner = self.tp_worker.worker.model_runner
+        return HuggingFaceMapping(runner.model, runner.model_config, self.leaves.specs)
 
     def warm_top_logprobs(self, warming: bool) -> None:
         self._top_logprobs.warm(warming)

@@ -158,6 +158,7 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
             PoolClosed: The pool was closed.
             EngineStartFailed: With the device and the cause; the others are closed again, and
                 `open()` may be tried again.
+            InvalidWeights: The checkpoint's files do not fit its configuration; likewise.
         """
         self._check_process()
         with self._lock:

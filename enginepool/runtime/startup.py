@@ -11,7 +11,7 @@ from typing import Any
 import patches
 from enginepool.config import PoolConfig, Warmup
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import EngineStartFailed, InvalidConfig, PatchFailed
+from enginepool.errors import EngineStartFailed, InvalidConfig, InvalidWeights, PatchFailed
 from enginepool.logs import logger
 from enginepool.process.tuning import frozen
 from enginepool.requests.ends import end_ids
@@ -97,6 +97,7 @@ def start_workers(
     Raises:
         EngineStartFailed: For the first engine that did not start; the caller closes the others.
         InvalidConfig: An engine does not compute what the model's configuration says.
+        InvalidWeights: The checkpoint's files do not fit that configuration.
     """
     batches = [workers] if warmup == "parallel" else [[worker] for worker in workers]
     with ExitStack() as until_all_serve:
@@ -116,7 +117,7 @@ def start_workers(
 def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None:
     try:
         _wait(worker, worker.built)
-    except (EngineStartFailed, InvalidConfig):
+    except (EngineStartFailed, InvalidConfig, InvalidWeights):
         for earlier in batch:  # one whose warm-up failed has no weights to copy any more
             if earlier.warm.done():
                 _wait(earlier, earlier.warm)
@@ -170,7 +171,7 @@ def make_input_processor(
 def _wait(worker: EngineWorker, future: Future[None]) -> None:
     try:
         future.result()
-    except InvalidConfig:
+    except (InvalidConfig, InvalidWeights):
         raise  # the checkpoint's fault, not the device's
     except Exception as error:
         ids = [device.id for device in worker.devices]

@@ -17,7 +17,7 @@ from enginepool.swap.report import SwapReport
 from enginepool.swap.staging import stage
 from enginepool.swap.turn import updating
 from enginepool.swap.update import Update
-from enginepool.weights.sources import listed
+from enginepool.weights.misfit import listed
 
 
 class StagedWeights:

@@ -1,33 +1,19 @@
-"""A checkpoint directory in Hugging Face layout: safetensors, sharded or not."""
+"""A checkpoint directory in Hugging Face layout: safetensors, sharded or not.
+
+`files.decide` says which files are read, whoever reads them: a pool that opens, an update, the
+reference.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from enginepool.errors import InvalidWeights
-
-INDEX = "model.safetensors.index.json"
-
-_DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
+from enginepool.weights.files import INDEX, TensorFile, decide
 
 
 class Checkpoint:
@@ -35,31 +21,70 @@ class Checkpoint:
 
     Raises:
         InvalidWeights: No such directory, no safetensors, a file that is missing, truncated or
-            broken, a tensor that stands in two files.
+            broken, a tensor that is not where the index says, or that stands in two files of which
+            no index decides.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.specs: dict[str, jax.ShapeDtypeStruct] = {}
-        self._handles = {}
-        for file in _files(directory):
-            try:
-                handle = safe_open(file, framework="numpy")
-            except (SafetensorError, OSError) as error:
-                raise InvalidWeights(f"{file}: cannot be read: {error}") from error
-            for name in handle.keys():  # noqa: SIM118  no dict
-                if name in self._handles:
-                    raise InvalidWeights(f"{file}: {name} stands in another file too", names=[name])
-                self._handles[name] = handle
-                part = handle.get_slice(name)
-                dtype = _DTYPES.get(part.get_dtype(), np.void)
-                self.specs[name] = jax.ShapeDtypeStruct(tuple(part.get_shape()), dtype)
+        self._files: dict[str, TensorFile] = {}
+        self._opened: list[TensorFile] = []
+        paths, where = decide(directory)
+        for path in paths:
+            file = TensorFile(path)
+            self._opened.append(file)
+            for name in file.tensors:
+                if where.get(name, path.name) != path.name:
+                    continue  # the index names another file for it
+                if name in self._files:
+                    raise InvalidWeights(
+                        f"{path}: {name} stands in {self._files[name].path.name} too, and no "
+                        f"{INDEX} says which of the two is meant",
+                        names=[name],
+                    )
+                self._files[name] = file
+        if lost := [name for name in where if name not in self._files]:
+            raise InvalidWeights(
+                f"{directory}: {INDEX} names {where[lost[0]]} for {lost[0]}, and that file does "
+                "not have it",
+                names=lost,
+            )
+        self.specs = {
+            name: jax.ShapeDtypeStruct(file.tensors[name].shape, file.tensors[name].dtype)
+            for name, file in self._files.items()
+        }
 
-    def load(self, name: str) -> np.ndarray:
-        """One tensor, in memory of its own."""
-        data = self._handles[name].get_tensor(name)
-        # safetensors without ml_dtypes gives bfloat16 as two bytes of anything.
-        return data if data.dtype.kind != "V" else data.view(self.specs[name].dtype)
+    def load(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """One tensor, or some of its first axis, in memory of its own.
+
+        Raises:
+            InvalidWeights: Its file was changed meanwhile.
+        """
+        return self._files[name].load(name, rows)
+
+    def places(self) -> dict[str, list[dict[str, Any]]]:
+        """Where each tensor lies, as upstream's WeightLoader writes it down."""
+        return {
+            name: [
+                {
+                    "file": str(file.path),
+                    "shape": file.tensors[name].shape,
+                    "dtype": file.tensors[name].code,
+                    "byte_offset": file.tensors[name].offset,
+                    "byte_size": file.tensors[name].nbytes,
+                }
+            ]
+            for name, file in self._files.items()
+        }
+
+    def check_unchanged(self) -> None:
+        """For who has read the files by their names.
+
+        Raises:
+            InvalidWeights: One of them was changed, replaced or deleted meanwhile.
+        """
+        for file in self._opened:
+            file.check_unchanged()
 
 
 def find(source: str | Path, download_dir: str | None = None, revision: str | None = None) -> Path:
@@ -84,20 +109,3 @@ def find(source: str | Path, download_dir: str | None = None, revision: str | No
         raise InvalidWeights(
             f"{source}: no such directory, and not to be had from the hub: {error}"
         ) from error
-
-
-def _files(directory: Path) -> list[Path]:
-    index = directory / INDEX
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise InvalidWeights(f"{index}: not an index of weights: {error!r}") from error
-        missing = [name for name in names if not (directory / name).exists()]
-        if missing:
-            raise InvalidWeights(f"{directory}: the index names files that are missing: {missing}")
-        return [directory / name for name in names]
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise InvalidWeights(f"{directory}: no *.safetensors in this directory")
-    return files

@@ -60,10 +60,22 @@ class HuggingFaceMapping:
         paths: For each name, the leaf path.
     """
 
-    def __init__(self, model_runner: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        model_config: Any,
+        specs: Mapping[str, jax.ShapeDtypeStruct],
+        load_weights: Any = None,
+    ) -> None:
+        """
+        Args:
+            load_weights: The one of the model's own class, where it has another for a while.
+        """
         expect(WeightLoader, *_OVERRIDDEN, remedy=_REMEDY)
         self._specs = specs
-        self._loader, mapping = _capture(model_runner.model, model_runner.model_config)
+        self._loader, mapping = _capture(
+            model, model_config, load_weights or type(model).load_weights
+        )
         self._entries: dict[str, tuple[str, Any]] = {}
         self.names: dict[str, tuple[str, ...]] = {}
         for key, entry in mapping.items():
@@ -244,20 +256,28 @@ class _FedLoader(WeightLoader):
         return stacked.swapaxes(-1, -2) if do_transpose else stacked
 
 
-def _capture(model: Any, model_config: Any) -> tuple[_FedLoader, dict[str, Any]]:
+def _capture(model: Any, model_config: Any, load_weights: Any) -> tuple[_FedLoader, dict[str, Any]]:
     """Run the model's `load_weights` with our loader where it names upstream's."""
-    function = type(model).load_weights
-    names = {**function.__globals__, "WeightLoader": _FedLoader}
-    ours = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
+    loading = with_loader(load_weights, _FedLoader)
     try:
-        ours(model, model_config)
+        if loading is not None:
+            loading(model, model_config)
     except _Captured as captured:
         return captured.args
     raise EnginePoolError(
         f"{type(model).__name__} does not load through upstream's WeightLoader: Hugging Face "
         "names cannot be mapped; update_weights takes an nnx.State or a list of leaves"
+    )
+
+
+def with_loader(function: Any, loader: type[WeightLoader]) -> Callable[..., None] | None:
+    """A model's `load_weights`, with this loader where it names upstream's; None if it names
+    none."""
+    if "WeightLoader" not in function.__code__.co_names:
+        return None
+    names = {**function.__globals__, "WeightLoader": loader}
+    return types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
 
 

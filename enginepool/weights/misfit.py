@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
-from enginepool.weights.sources import listed
+_SHOWN = 8
 
 
-def misfit(missing: Sequence[str], unknown: Sequence[str], *, part: bool) -> str:
+def listed(names: Sequence[str], what: str = "name") -> str:
+    """Names in an error: how many, and the first of them."""
+    shown = ", ".join(names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return f"{len(names)} {what}{'s' * (len(names) != 1)}: {shown}" + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
+def misfit(subject: str, missing: Sequence[str], unknown: Sequence[str], *, part: bool) -> str:
     """The error's text.
 
     Args:
+        subject: What does not fit.
         missing: What the model wants and the source has not.
         unknown: What the source has and the model wants not.
         part: Whether an update of what does fit may have been meant.
@@ -20,23 +31,30 @@ def misfit(missing: Sequence[str], unknown: Sequence[str], *, part: bool) -> str
         said.append(f"missing {listed(missing)}")
     if unknown:
         said.append(f"not of this model {listed(unknown)}")
-    text = f"update_weights: the source does not fit the model: {'; '.join(said)}"
+    text = f"{subject} does not fit the model: {'; '.join(said)}"
     if prefix := _prefix(missing, unknown):
         return f"{text} (without {prefix!r} before them, these are the missing ones)"
+    if prefix := _prefix(unknown, missing):
+        return f"{text} (with {prefix!r} before them, these are the missing ones)"
+    if near := _nearest(missing, unknown):
+        text += f" ({near[0]} is missing, {near[1]} is the nearest name that is there)"
     return text + (" (strict=False updates a part)" if part else "")
 
 
-def _prefix(missing: Sequence[str], unknown: Sequence[str]) -> str | None:
-    """What a wrapper has put before every name, as `module.` or `_orig_mod.`."""
-    if not missing or not unknown:
+def _prefix(wanted: Sequence[str], given: Sequence[str]) -> str | None:
+    """What stands before every name, as a wrapper's `module.` or `_orig_mod.`."""
+    if not wanted or not given:
         return None
-    wanted = set(missing)
-    before = {name[: -len(one)] for name in unknown[:1] for one in wanted if name.endswith(one)}
+    names = set(wanted)
+    before = {name[: -len(one)] for name in given[:1] for one in names if name.endswith(one)}
     return next(
-        (
-            p
-            for p in before
-            if p and {n.removeprefix(p) for n in unknown if n.startswith(p)} >= wanted
-        ),
+        (p for p in before if p and {n.removeprefix(p) for n in given if n.startswith(p)} >= names),
         None,
     )
+
+
+def _nearest(missing: Sequence[str], unknown: Sequence[str]) -> tuple[str, str] | None:
+    if not missing or not unknown:
+        return None
+    found = difflib.get_close_matches(missing[0], unknown, 1, 0.0)
+    return (missing[0], found[0]) if found else None

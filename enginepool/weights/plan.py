@@ -14,17 +14,14 @@ import numpy as np
 from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
-from enginepool.weights.arrays import Array, convertible, jax_dtype, lies_in, same_buffer
-from enginepool.weights.misfit import misfit
+from enginepool.weights.arrays import Array, jax_dtype, lies_in, same_buffer
+from enginepool.weights.fit import Fit
 from enginepool.weights.placement import gathered, in_parts, lies_there, place
-from enginepool.weights.sources import Source, Specs, listed
+from enginepool.weights.sources import Source, Specs
 from enginepool.weights.tied import HEAD, TiedHead
 
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
-
-# Tensors that checkpoints carry and models do not need.
-_TOLERATED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ class Plan:
 
     Attributes:
         paths: The leaves that will change; for a stream, all of them until it has ended.
-        left: Leaves that stay as they are (partial updates).
-        ignored: Names of the source that mean nothing to the model.
     """
 
     def __init__(self, source: Source, leaves: EngineLeaves, mapping: Any, *, strict: bool) -> None:
@@ -62,10 +57,8 @@ class Plan:
         self._source = source
         self._specs = leaves.specs
         self._mapping = mapping
-        self._strict = strict
+        self._fit = Fit(source, leaves.specs, mapping, strict=strict)
         self._tied = TiedHead(leaves.specs if strict else {})
-        self.left: list[str] = []
-        self.ignored: list[str] = []
         if leaves.quantized:
             raise InvalidWeights(
                 "update_weights: this model is quantized; start a new pool on the new weights",
@@ -74,13 +67,24 @@ class Plan:
         if source.stream is not None:
             self.paths = list(leaves.specs)
             return
-        self._parts = self._resolve(source.specs)
+        self._fit.resolve()
+        self._parts = self._fit.parts
         self.paths = [path for path in leaves.specs if path in self._parts]
         for path in self.paths:
-            self._check(path, {name: source.specs[name] for name in self._parts[path]})
+            self._fit.check(path, {name: source.specs[name] for name in self._parts[path]})
         if self._tied.path is not None and HEAD in source.specs and source.load is not None:
             (embedding,) = self._parts[self._tied.path]
-            self._tied.compare(source.load(HEAD), source.load(embedding), self._said(HEAD))
+            self._tied.compare(source.load(HEAD), source.load(embedding), self._fit.said(HEAD))
+
+    @property
+    def left(self) -> list[str]:
+        """Leaves that stay as they are (partial updates)."""
+        return self._fit.left
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the source that mean nothing to the model."""
+        return self._fit.ignored
 
     @property
     def nbytes(self) -> int:
@@ -189,79 +193,13 @@ class Plan:
             return self._source.specs[self._parts[path][0]]
         return None
 
-    def _resolve(self, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-        """Which names make which leaf; complains of what is missing or unknown."""
-        if self._source.by_path:
-            wanted = {path: (path,) for path in self._specs}
-        else:
-            wanted = self._mapping.names
-        known = {name for group in wanted.values() for name in group}
-        unknown = [name for name in names if name not in known and not self._tolerated(name)]
-        self.ignored = [self._said(name) for name in names if name not in known]
-        parts, missing = {}, []
-        for path in self._specs:
-            group = wanted.get(path, ())
-            absent = [name for name in group if name not in names]
-            if not group:
-                continue  # nothing of Hugging Face makes it: it stays in every update
-            if not absent:
-                parts[path] = group
-            elif self._strict or len(absent) < len(group):
-                missing += absent
-            else:
-                self.left.append(path)
-        if not parts and names and not missing:
-            raise InvalidWeights(
-                f"update_weights: none of the names is one of the model's: {listed(list(names))}",
-                names=list(names),
-            )
-        self._complain(missing, unknown if self._strict else [], some=bool(parts))
-        return parts
-
-    def _complain(
-        self, missing: Sequence[str], unknown: Sequence[str], *, some: bool = True
-    ) -> None:
-        if missing or unknown:
-            part = self._strict and some
-            said = misfit(missing, [self._said(name) for name in unknown], part=part)
-            raise InvalidWeights(said, names=[*missing, *unknown])
-
-    def _check(self, path: str, tensors: Mapping[str, Any]) -> None:
-        """Shapes and dtypes of what makes one leaf."""
-        spec = self._specs[path]
-        by_path = self._source.by_path
-        expected = spec.shape if by_path else self._mapping.source_shape(path)
-        for name, tensor in tensors.items():
-            if expected is not None and tuple(tensor.shape) != expected:
-                raise InvalidWeights(
-                    f"{self._said(name)}: shape {tuple(tensor.shape)}, expected {expected}"
-                    + ("" if by_path else f" (for the leaf {path} of shape {spec.shape})"),
-                    names=[self._said(name)],
-                )
-            if not convertible(tensor.dtype, spec.dtype):
-                raise InvalidWeights(
-                    f"{self._said(name)}: dtype {tensor.dtype} cannot become the model's "
-                    f"{spec.dtype}",
-                    names=[self._said(name)],
-                )
-        if expected is None:
-            made = self._mapping.result_shape(path, tensors)
-            if made != spec.shape:
-                raise InvalidWeights(
-                    f"{listed(list(tensors))}: would make {path} of shape {made}, it has "
-                    f"{spec.shape}",
-                    names=list(tensors),
-                )
-
     def _streamed(self, stream: Iterator[tuple[str, Array]]) -> Iterator[Piece]:
         waiting: dict[str, dict[str, Array]] = {}
         done: set[str] = set()
         for name, array in stream:
             path = self._mapping.paths.get(name)
             if path is None:
-                self.ignored.append(name)
-                if self._strict and not self._tolerated(name):
-                    self._complain([], [name])
+                self._fit.unknown(name)
                 self._tied.came(name, array)
                 continue
             if path in done:
@@ -269,26 +207,11 @@ class Plan:
             group = waiting.setdefault(path, {})
             group[name] = array
             if len(group) == len(self._mapping.names[path]):
-                self._check(path, group)
+                self._fit.check(path, group)
                 done.add(path)
                 # No reference stays here: a tensor can go when its leaf is made.
                 del group, array
                 yield self._piece(path, waiting.pop(path))
         self._tied.forget()
-        missing = [
-            name
-            for path, names in self._mapping.names.items()
-            if path not in done and (self._strict or path in waiting)
-            for name in names
-            if name not in waiting.get(path, ())
-        ]
-        self.left = [path for path in self._specs if path not in done]
         self.paths = [path for path in self._specs if path in done]
-        self._complain(missing, [])
-
-    def _tolerated(self, name: str) -> bool:
-        tied = name == HEAD and "lm_head.embedding" not in self._specs
-        return tied or name.endswith(_TOLERATED)
-
-    def _said(self, name: str) -> str:
-        return self._source.origins.get(name, name)
+        self._fit.ended(done, waiting)

@@ -15,7 +15,6 @@ from enginepool.weights.arrays import Array, as_array, is_array
 from enginepool.weights.checkpoint import Checkpoint, find
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,6 @@ def read_source(
         f"update_weights cannot read a {type(source).__name__}; it takes a checkpoint directory "
         "or hub id, a dict of Hugging Face names, an nnx.State or dict by nnx path, a list of "
         "leaves in the model's order, a Flax parameter tree, or an iterator of (name, array)"
-    )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in an error: how many, and the first of them."""
-    shown = ", ".join(names[:_SHOWN])
-    more = len(names) - _SHOWN
-    return f"{len(names)} name{'s' * (len(names) != 1)}: {shown}" + (
-        f" and {more} more" if more > 0 else ""
     )
 
 

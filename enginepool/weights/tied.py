@@ -41,12 +41,16 @@ class TiedHead:
         Raises:
             InvalidWeights: They differ.
         """
-        if not convertible(head.dtype, self._dtype) or not _same(head, embedding, self._dtype):
+        if not self.equal(head, embedding):
             raise InvalidWeights(
                 f"{said}: differs from the embedding, and this model has one matrix for both "
                 "(tie_word_embeddings); leave it out, or ignore it with strict=False",
                 names=[said],
             )
+
+    def equal(self, head: Array, embedding: Array) -> bool:
+        """Whether they are the same in the model's dtype."""
+        return convertible(head.dtype, self._dtype) and _same(head, embedding, self._dtype)
 
     # From a stream, whose order is its owner's
 

@@ -1,4 +1,4 @@
-"""A later engine's weights: copied from the first one's devices, so that a checkpoint is read once.
+"""An engine's weights: read once, checked before; later engines copy the first one's.
 
 Upstream's `load_format` may be a class of loader. Ours is upstream's own, which makes the model,
 with `load_weights` of the model replaced while it runs.
@@ -6,11 +6,12 @@ with `load_weights` of the model replaced while it runs.
 Reaches into upstream's loader (`_initialize_model` and, where there is one,
 `_warmup_safetensors_cache`), and changes the class of the model that it has made.
 
-What breaks: Every engine of a pool reads the checkpoint from the disk: four engines, four times.
+What breaks: Every engine of a pool reads the checkpoint from the disk: four engines, four times;
+and what does not fit the model is not refused (`reading.py`).
 Why: Upstream's loader makes a model and has the model read its files; it takes no arrays. While
 the model's class is replaced, so is what it reads by.
 Remove when: Upstream's loader takes arrays. Where it makes models otherwise engines read for
-themselves, and the log says so.
+themselves, unchecked, and the log says so.
 
 Imports sgl_jax: import it only after the patches are applied.
 """
@@ -33,33 +34,31 @@ from enginepool.logs import logger
 from enginepool.process.upstream import expect_parameters
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import place
+from enginepool.weights.reading import read
 
-# What the model that this thread loads is to copy, and the mesh where it wants it.
-_copied: ContextVar[tuple[EngineLeaves, Mesh]] = ContextVar("copied")
+# What the model that this thread loads is to copy, if anything, and the mesh where it wants it.
+_copied: ContextVar[tuple[EngineLeaves | None, Mesh]] = ContextVar("copied")
 
 
-def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader] | None:
+def loader_for(mesh: Mesh, source: EngineLeaves | None = None) -> type[JAXModelLoader] | None:
     """A class of loader for an engine on this mesh, for upstream's `load_format`; None if this
     upstream makes its models otherwise.
 
-    The leaves have the same values and, on the other devices, the same shardings. A model with
-    other leaves than the source has before it loads (quantized, or made of others while loading)
-    reads the checkpoint, as ever.
+    Copied from `source`, the leaves have the same values and, on the other devices, the same
+    shardings. A model with other leaves than the source has before it loads (quantized, or made of
+    others while loading) reads the checkpoint, as the first one does.
     """
     if not _makes_models():
-        logger().warning("enginepool.weights_not_copied", why="upstream's loader has changed")
+        less = "weights_not_checked" if source is None else "weights_not_copied"
+        logger().warning(f"enginepool.{less}", why="upstream's loader has changed")
         return None
 
-    class SiblingLoader(JAXModelLoader):
+    class Loader(JAXModelLoader):
         def __init__(self, load_config: Any) -> None:
             super().__init__(load_config, mesh)
 
-        @staticmethod
-        def _warmup_safetensors_cache(model_config: Any) -> None:
-            """Upstream would read the files here once more, to have them at hand."""
-
         def _initialize_model(self, model_config: Any) -> Any:
-            return _that_copies(super()._initialize_model(model_config))
+            return _of_ours(super()._initialize_model(model_config))
 
         def load_model(self, model_config: Any) -> Any:
             token = _copied.set((source, mesh))
@@ -69,11 +68,16 @@ def loader_from(source: EngineLeaves, mesh: Mesh) -> type[JAXModelLoader] | None
                 _copied.reset(token)
             # `load_weights` is the model's own again, if it was replaced. Set without the module's
             # notice, who would count it among its attributes: so unlike the one it is copied from.
-            own = getattr(type(model), "copied_class", type(model))
+            own = getattr(type(model), "replaced_class", type(model))
             object.__setattr__(model, "__class__", own)
             return model
 
-    return SiblingLoader
+    class SiblingLoader(Loader):
+        @staticmethod
+        def _warmup_safetensors_cache(model_config: Any) -> None:
+            """Upstream would read the files here once more, to have them at hand."""
+
+    return Loader if source is None else SiblingLoader
 
 
 def _makes_models() -> bool:
@@ -87,15 +91,16 @@ def _makes_models() -> bool:
 
 
 @functools.cache  # JAX keeps every class of model that it has seen
-def _that_copies(model_class: Any) -> Any:
-    class Copying(model_class):
-        copied_class = model_class
+def _of_ours(model_class: Any) -> Any:
+    class Model(model_class):
+        replaced_class = model_class
 
         def load_weights(self, model_config: Any) -> None:
-            if not _copy(self, *_copied.get()):
-                super().load_weights(model_config)
+            source, mesh = _copied.get()
+            if source is None or not _copy(self, source, mesh):
+                read(self, model_class.load_weights, model_config)
 
-    return Copying
+    return Model
 
 
 def _copy(model: Any, source: EngineLeaves, mesh: Mesh) -> bool:

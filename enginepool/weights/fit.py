@@ -1,0 +1,167 @@
+"""Whether a source fits a model: every name, shape and dtype, for an update as at opening."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from enginepool.errors import InvalidWeights
+from enginepool.weights.arrays import convertible
+from enginepool.weights.misfit import listed, misfit
+from enginepool.weights.sources import Source, Specs
+from enginepool.weights.tied import HEAD
+
+# Tensors that checkpoints carry and models do not need.
+_TOLERATED = ("rotary_emb.inv_freq",)
+
+
+class Fit:
+    """Which tensors of a source make which leaf.
+
+    Attributes:
+        parts: For each leaf that the source has, the names of its tensors.
+        left: Leaves that it has not (partial updates).
+        ignored: Names of the source that mean nothing to the model.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        specs: Specs,
+        mapping: Any,
+        *,
+        strict: bool,
+        opening: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            mapping: The `HuggingFaceMapping`; None if the source goes by path.
+            opening: The checkpoint that an engine opens with, where this is no update.
+        """
+        self._source = source
+        self._specs = specs
+        self._mapping = mapping
+        self._strict = strict
+        self._opening = opening
+        self._where = "update_weights: " if opening is None else f"{opening}: "
+        self.parts: dict[str, tuple[str, ...]] = {}
+        self.left: list[str] = []
+        self.ignored: list[str] = []
+
+    def resolve(self) -> None:
+        """Find `parts`.
+
+        Raises:
+            InvalidWeights: Something is missing, or unknown.
+        """
+        names = self._source.specs
+        if self._source.by_path:
+            wanted: Mapping[str, tuple[str, ...]] = {path: (path,) for path in self._specs}
+        else:
+            wanted = self._mapping.names
+        known = {name for group in wanted.values() for name in group}
+        unknown = [name for name in names if name not in known and not self._tolerated(name)]
+        self.ignored = [self.said(name) for name in names if name not in known]
+        missing: list[str] = []
+        for path in self._specs:
+            group = wanted.get(path, ())
+            absent = [name for name in group if name not in names]
+            if not group:
+                continue  # nothing of Hugging Face makes it: it stays in every update
+            if not absent:
+                self.parts[path] = group
+            elif self._strict or len(absent) < len(group):
+                missing += absent
+            else:
+                self.left.append(path)
+        if not self.parts and names and not missing:
+            raise InvalidWeights(
+                f"{self._where}none of the names is one of the model's: {listed(list(names))}",
+                names=list(names),
+            )
+        self._complain(missing, unknown if self._strict else [], some=bool(self.parts))
+
+    def check(self, path: str, tensors: Mapping[str, Any]) -> None:
+        """
+        Args:
+            tensors: Something with `shape` and `dtype` for each of the names that make this leaf.
+
+        Raises:
+            InvalidWeights: Another shape or dtype.
+        """
+        spec = self._specs[path]
+        by_path = self._source.by_path
+        expected = spec.shape if by_path else self._mapping.source_shape(path)
+        for name, tensor in tensors.items():
+            if expected is not None and tuple(tensor.shape) != expected:
+                raise InvalidWeights(
+                    f"{self._where}{self.said(name)}: shape {tuple(tensor.shape)}, "
+                    f"expected {expected}"
+                    + ("" if by_path else f" (for the leaf {path} of shape {spec.shape})"),
+                    names=[self.said(name)],
+                )
+            if not convertible(tensor.dtype, spec.dtype):
+                raise InvalidWeights(
+                    f"{self._where}{self.said(name)}: dtype {tensor.dtype} cannot become the "
+                    f"model's {spec.dtype}",
+                    names=[self.said(name)],
+                )
+        if expected is None:
+            made = self._mapping.result_shape(path, tensors)
+            if made != spec.shape:
+                raise InvalidWeights(
+                    f"{self._where}{listed(list(tensors))}: would make {path} of shape {made}, "
+                    f"it has {spec.shape}",
+                    names=list(tensors),
+                )
+
+    # From a stream, which cannot be read ahead
+
+    def unknown(self, name: str) -> None:
+        """A tensor came that makes no leaf.
+
+        Raises:
+            InvalidWeights: It is none that checkpoints carry, and the update is strict.
+        """
+        self.ignored.append(name)
+        if self._strict and not self._tolerated(name):
+            self._complain([], [name])
+
+    def ended(self, done: Collection[str], waiting: Mapping[str, Mapping[str, Any]]) -> None:
+        """No more tensors come.
+
+        Args:
+            done: The leaves that were made.
+            waiting: The tensors of those that were not, by leaf.
+
+        Raises:
+            InvalidWeights: Something is missing.
+        """
+        self.left = [path for path in self._specs if path not in done]
+        missing = [
+            name
+            for path, names in self._mapping.names.items()
+            if path not in done and (self._strict or path in waiting)
+            for name in names
+            if name not in waiting.get(path, ())
+        ]
+        self._complain(missing, [])
+
+    def said(self, name: str) -> str:
+        """What the caller calls it."""
+        return self._source.origins.get(name, name)
+
+    def _tolerated(self, name: str) -> bool:
+        tied = name == HEAD and "lm_head.embedding" not in self._specs
+        return tied or name.endswith(_TOLERATED)
+
+    def _complain(
+        self, missing: Sequence[str], unknown: Sequence[str], *, some: bool = True
+    ) -> None:
+        if missing or unknown:
+            part = self._strict and some and self._opening is None
+            subject = self._opening or "update_weights: the source"
+            unknown = [self.said(name) for name in unknown]
+            said = misfit(str(subject), missing, unknown, part=part)
+            raise InvalidWeights(said, names=[*missing, *unknown])

@@ -1,0 +1,140 @@
+"""Reading a checkpoint into the model that an engine is made with, once it is known to fit.
+
+Reaches into upstream's WeightLoader: `_scan_weight_info` is overridden.
+
+What breaks: Upstream reads every *.safetensors of a directory, whatever its index says; a tensor
+that is missing or has another name is a line in the log, another shape is taken as it is, and an
+engine serves what it has instead.
+Why: Its loader goes by what it finds, and does not ask afterwards what it has not found.
+Remove when: Upstream reads what an index names, and refuses what does not fit. A model that loads
+otherwise than through WeightLoader is read unchecked, and the log says so.
+
+Imports sgl_jax: import it only after the patches are applied.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from sgl_jax.srt.utils.weight_utils import WeightLoader
+
+from enginepool.errors import EnginePoolError, InvalidWeights
+from enginepool.logs import logger
+from enginepool.weights.checkpoint import Checkpoint
+from enginepool.weights.fit import Fit
+from enginepool.weights.mapping import HuggingFaceMapping, with_loader
+from enginepool.weights.misfit import listed
+from enginepool.weights.sources import Source
+from enginepool.weights.tied import HEAD, TiedHead
+
+# Rows of a head that are compared with the embedding: none of a head of its own is alike.
+_ROWS = 32
+
+
+def read(model: nnx.Module, load_weights: Callable[..., None], model_config: Any) -> None:
+    """Fill a model that was made without values.
+
+    Args:
+        load_weights: Of the model's own class.
+
+    Raises:
+        InvalidWeights: The checkpoint does not fit, or was changed while it was read.
+    """
+    checkpoint = Checkpoint(Path(model_config.model_path))
+    loading = with_loader(load_weights, _reading(checkpoint.places()))
+    if loading is None:
+        _warn(model, "it does not load through upstream's WeightLoader")
+    else:
+        _check(checkpoint, model, load_weights, model_config)
+    try:
+        (loading or load_weights)(model, model_config)
+    finally:  # whatever upstream says of a file that is gone or half written
+        checkpoint.check_unchanged()
+    empty = [path for path, value in _leaves(model) if isinstance(value, jax.ShapeDtypeStruct)]
+    if empty and not _quantized(model_config):
+        raise InvalidWeights(
+            f"{checkpoint.directory}: nothing was read for leaves of the model, {listed(empty)}",
+            names=empty,
+        )
+
+
+def _reading(places: dict[str, Any]) -> type[WeightLoader]:
+    class Reading(WeightLoader):
+        def _scan_weight_info(self) -> dict[str, Any]:
+            return places
+
+    return Reading
+
+
+def _check(checkpoint: Checkpoint, model: nnx.Module, load_weights: Any, model_config: Any) -> None:
+    """Names, shapes and dtypes, by the files' headers alone."""
+    specs: dict[str, Any] = {path: value for path, value in _leaves(model) if value.shape}
+    try:
+        mapping = HuggingFaceMapping(model, model_config, specs, load_weights)
+    except EnginePoolError as error:
+        _warn(model, str(error))
+        return
+    there = checkpoint.specs
+    # What a quantized checkpoint has beside its weights, and in which shape, its own code knows.
+    quantized = _quantized(model_config)
+    if quantized:
+        there = {name: spec for name, spec in there.items() if name in mapping.paths}
+    left_out = _layers_left_out(checkpoint.directory, model_config)
+    named = {name: spec for name, spec in there.items() if not name.startswith(left_out)}
+    source = Source(False, named, checkpoint.load)
+    fit = Fit(source, specs, mapping, strict=True, opening=checkpoint.directory)
+    fit.resolve()
+    if quantized:
+        return
+    for path, names in fit.parts.items():
+        fit.check(path, {name: named[name] for name in names})
+    tied = TiedHead(specs)
+    if HEAD in named and tied.path is not None:
+        (embedding,) = fit.parts[tied.path]
+        _compare(checkpoint, tied, embedding)
+
+
+def _layers_left_out(directory: Path, model_config: Any) -> tuple[str, ...]:
+    """What names of layers begin with that the checkpoint has and the engine was told to leave
+    out, or that predict further tokens."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    more = config.get("num_nextn_predict_layers") or 0
+    layers = model_config.hf_config.num_hidden_layers
+    have = (config.get("num_hidden_layers") or layers) + more
+    return tuple(f"model.layers.{index}." for index in range(layers, have))
+
+
+def _compare(checkpoint: Checkpoint, tied: TiedHead, embedding: str) -> None:
+    """A head beside a tied embedding: a few rows, so that neither is read a second time."""
+    shape = checkpoint.specs[HEAD].shape
+    same = shape == checkpoint.specs[embedding].shape
+    for row in np.unique(np.linspace(0, shape[0] - 1, _ROWS).astype(int)) if same else ():
+        rows = slice(int(row), int(row) + 1)
+        same &= tied.equal(checkpoint.load(HEAD, rows), checkpoint.load(embedding, rows))
+    if not same:
+        raise InvalidWeights(
+            f"{checkpoint.directory}: {HEAD} differs from {embedding}, and this model has one "
+            "matrix for both; set tie_word_embeddings to false in config.json, or leave it out",
+            names=[HEAD],
+        )
+
+
+def _leaves(model: nnx.Module) -> list[tuple[str, Any]]:
+    flat = nnx.to_flat_state(nnx.state(model))
+    return [(".".join(map(str, path)), variable.get_value()) for path, variable in flat]
+
+
+def _quantized(model_config: Any) -> bool:
+    """Whether the files have quantized weights, as upstream has understood the configuration."""
+    found = getattr(model_config, "quantization_config", None)
+    return found is not None and found.is_static_checkpoint
+
+
+def _warn(model: nnx.Module, why: str) -> None:
+    logger().warning("enginepool.weights_not_checked", model=type(model).__name__, why=why)

@@ -1,0 +1,158 @@
+"""Nothing opens that does not fit its model: names, shapes and dtypes of the files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from enginepool import EnginePool, InvalidWeights
+from tests.support import opening
+from tests.support.checkpoints import FAMILIES, FILE, Tensors, cut, dropped, make, renamed
+from tests.support.layouts import GREEDY, PROMPTS, serves
+from tests.support.pools import SMALL
+from tests.support.reference import LARGER
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+def chained(*edits: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]:
+    def edit(tensors: Tensors) -> Tensors:
+        for each in edits:
+            tensors = each(tensors)
+        return tensors
+
+    return edit
+
+
+def added(name: str, shape: tuple[int, ...] = (256,)) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: np.ones(shape, np.float32)}
+
+
+class Misfit(NamedTuple):
+    """What is done to the tensors, and what the error says."""
+
+    edit: Callable[[Tensors], Tensors]
+    says: tuple[str, ...]
+    families: tuple[str, ...] = FAMILIES
+    names: str = EMBEDDING
+
+
+MISFITS = {
+    "torch.compile": Misfit(renamed("", "_orig_mod."), ("without '_orig_mod.' before them",)),
+    "PEFT": Misfit(renamed("", "base_model.model."), ("without 'base_model.model.' before them",)),
+    "DDP": Misfit(renamed("", "module."), ("without 'module.' before them",)),
+    "no prefix": Misfit(renamed("model.", ""), ("with 'model.' before them",)),
+    "nothing": Misfit(lambda tensors: {"weight": np.ones(3, np.float32)}, ("missing", "weight")),
+    "no norm": Misfit(dropped(NORM), ("missing 1 name: model.norm.weight",), names=NORM),
+    "another name": Misfit(
+        renamed("model.norm.", "model.final_norm."),
+        ("model.norm.weight is missing, model.final_norm.weight is the nearest",),
+        names=NORM,
+    ),
+    "short embedding": Misfit(
+        cut(EMBEDDING, 200), ("shape (200, 256), expected (272, 256)", EMBEDDING)
+    ),
+    "short norm": Misfit(cut(NORM, 40), ("shape (40,), expected (256,)",), names=NORM),
+    "a layer too many": Misfit(
+        added("model.layers.9.input_layernorm.weight"),
+        ("not of this model 1 name: model.layers.9.input_layernorm.weight",),
+        names="model.layers.9.input_layernorm.weight",
+    ),
+    "a bias that is not added": Misfit(
+        added("model.layers.0.self_attn.o_proj.bias"),
+        ("not of this model 1 name: model.layers.0.self_attn.o_proj.bias",),
+        names="model.layers.0.self_attn.o_proj.bias",
+    ),
+    "integers": Misfit(
+        lambda tensors: tensors | {NORM: np.ones(256, np.int32)},
+        ("dtype int32 cannot become the model's float32",),
+        names=NORM,
+    ),
+    "no bias": Misfit(
+        dropped("k_proj.bias"),
+        ("missing 2 names: model.layers.0.self_attn.k_proj.bias",),
+        ("qwen2",),
+        "model.layers.0.self_attn.k_proj.bias",
+    ),
+    "no head": Misfit(
+        dropped("lm_head"), ("missing 1 name: lm_head",), ("llama",), "lm_head.weight"
+    ),
+    "an expert gone": Misfit(
+        dropped("layers.1.mlp.experts.4.up_proj"),
+        ("missing 1 name: model.layers.1.mlp.experts.4.up_proj.weight",),
+        ("qwen3_moe",),
+        "model.layers.1.mlp.experts.4.up_proj.weight",
+    ),
+    "a short expert": Misfit(
+        cut("model.layers.1.mlp.experts.4.up_proj.weight", 60),
+        ("shape (60, 256), expected (64, 256)",),
+        ("qwen3_moe",),
+        "model.layers.1.mlp.experts.4.up_proj.weight",
+    ),
+    "a head of its own beside a tied embedding": Misfit(
+        lambda tensors: tensors | {"lm_head.weight": tensors[EMBEDDING] + 1},
+        ("lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings"),
+        ("qwen2", "qwen3", "gemma2", "qwen3_moe"),
+        "lm_head.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "quirk"), [(f, quirk) for quirk, each in MISFITS.items() for f in each.families]
+)
+def test_misfits(tmp_path: Path, family: str, quirk: str) -> None:
+    """What does not fit the model is not opened, and names itself."""
+    misfit = MISFITS[quirk]
+    folder = make(tmp_path / "model", family, edit=misfit.edit)
+    with pytest.raises(InvalidWeights) as caught:
+        opening.read(folder)
+    assert str(folder) in str(caught.value)
+    assert [part for part in misfit.says if part not in str(caught.value)] == []
+    assert misfit.names in caught.value.names
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_harmless(tmp_path: Path, family: str, devices: int) -> None:
+    """Extras that many checkpoints carry, in a checkpoint that fits; cut over devices, too."""
+    random: dict[str, Any] = LARGER if family == "qwen3" else {}
+    extras = [added("model.layers.0.self_attn.rotary_emb.inv_freq", (64,))]
+    if family != "llama":
+        extras.append(lambda tensors: tensors | {"lm_head.weight": tensors[EMBEDDING]})
+    plain = opening.read(make(tmp_path / "plain", family, **random), devices)
+    opening.same_leaves(
+        opening.read(make(tmp_path / "more", family, **random, edit=chained(*extras)), devices),
+        plain,
+    )
+
+
+def test_layers_left_out(tmp_path: Path) -> None:
+    """Who asks for fewer layers than there are gets them; what predicts further tokens is left."""
+    folder = make(tmp_path / "more", "llama", num_layers=3)
+    fewer = opening.read(folder, model_override_args='{"num_hidden_layers": 2}')
+    assert {path.split(".")[2] for path in fewer if ".layers." in path} == {"0", "1"}
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    opening.same_leaves(
+        opening.read(make(tmp_path / "next", "llama", num_layers=3, config=config)), fewer
+    )
+
+
+def test_a_pool_does_not_open(tmp_path: Path) -> None:
+    """Before anything is compiled, with the checkpoint's own error; it may be tried again."""
+    folder = make(tmp_path / "model", "llama", edit=renamed("", "_orig_mod."))
+    pool = EnginePool(str(folder), devices=2, warmup="none", **SMALL)
+    with pytest.raises(InvalidWeights, match=r"without '_orig_mod\.' before them"):
+        pool.open()
+    make(folder, "llama")
+    with pool.open():
+        serves(pool, folder)
+
+
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model", "llama")
+    (folder / FILE).unlink()
+    with EnginePool(str(folder), devices=1, warmup="none", load_format="dummy", **SMALL) as pool:
+        assert pool.generate_all(input_ids=PROMPTS[:1], sampling_params=GREEDY)
