@@ -73,7 +73,7 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
             serving (warmup="none") count as part of a step, and so do all the steps of a dispatch
             (`max_decode_steps`). None for no limit.
         max_decode_steps: How many decode steps may be one dispatch, 8 at most. There are as many as
-            take about 20 ms while nobody streams or waits to join; others only where a device would
+            take about 40 ms while nobody streams or waits to join; others only where a device would
             wait for the host; and at most a sixteenth of what outputs have had on average. What
             waits for a step, as an abort or the next tokens of a stream, then waits for so many.
             1 for one by one.

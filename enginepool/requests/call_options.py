@@ -24,8 +24,7 @@ class CallOptions(TypedDict, total=False):
         top_logprobs_num: Give the most probable ids of each step as well; at most 20.
         token_ids_logprob: Give the log-probabilities of these ids in each step as well, in
             `meta_info["output_token_ids_logprobs"]`: one list for all prompts, or one a prompt, of
-            64 at most. They are -inf where an id cannot come. A batch with such a request takes
-            upstream's step, which is slower.
+            64 at most. They are -inf where an id cannot come.
         return_prompt_logprob: Give `meta_info["input_token_logprobs"]`, one (logprob, id, None) a
             token of the prompt, at temperature 1; the first token's is None. They are computed
             apart from the sampling, before it, by the weights that

@@ -237,7 +237,7 @@ class Flight:
         if ended:
             self._end(ended)
         if rows.broken:
-            # What was sampled after this is of no use; the next step is upstream's.
+            # What was sampled after this is of no use.
             self._on_their_way.clear()
             self._landing = True
             home.hand_over([rows.reqs[row] for row in live])
