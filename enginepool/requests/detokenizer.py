@@ -12,6 +12,7 @@ from enginepool.requests.request import Request
 from enginepool.requests.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+_MOST_BYTES = 4  # of a character
 
 
 def detokenize(
@@ -25,14 +26,14 @@ def detokenize(
     """
     sampling, reason = request.sampling, request.finish_reason or {}
     if not final:
-        text = _decode(request, output_ids, tokenizer).rstrip(_REPLACEMENT)
+        text = _decode_whole(request, output_ids, tokenizer)
         return _hold_back_stop(text, [] if sampling.no_stop_trim else sampling.stop_strs)
     matched = None if sampling.no_stop_trim else reason.get("matched")
     if isinstance(matched, int) and output_ids and output_ids[-1] == matched:
         output_ids = output_ids[:-1]
     text = _decode(request, output_ids, tokenizer)
     if isinstance(matched, str):
-        before = _decode(request, output_ids[:-1], tokenizer).rstrip(_REPLACEMENT)
+        before = _decode_whole(request, output_ids[:-1], tokenizer)
         text = _cut_stop(text, matched, len(before), tokenizer)
     return text
 
@@ -48,18 +49,35 @@ def _cut_stop(text: str, stop: str, before: int, tokenizer: Tokenizer) -> str:
     return text.removesuffix(stop)
 
 
+def _decode_whole(request: Request, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text without a character at its end whose bytes are not complete.
+
+    Where bytes are tokens beside the tokenizer's own (byte fallback), one that is not complete
+    takes the whole ones before it from the text, so ids are left out until it is gone.
+    """
+    text = _decode(request, output_ids, tokenizer)
+    if tokenizer.decode_context:
+        for left_out in range(1, min(_MOST_BYTES, len(output_ids) + 1)):
+            if not text.endswith(_REPLACEMENT):
+                return text
+            text = _decode(request, output_ids[:-left_out], tokenizer)
+    return text.rstrip(_REPLACEMENT)
+
+
 def _decode(request: Request, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     sampling, hf = request.sampling, tokenizer.hf
     options = {
         "skip_special_tokens": sampling.skip_special_tokens,
         "spaces_between_special_tokens": sampling.spaces_between_special_tokens,
     }
-    context = request.input_ids[-tokenizer.decode_context :]
-    if tokenizer.decode_context and context:
+    for more in range(_MOST_BYTES if tokenizer.decode_context else 0):
+        context = request.input_ids[-tokenizer.decode_context - more :]
         before = hf.decode(context, **options)
-        text = hf.decode([*context, *output_ids], **options)
-        if text.startswith(before):
-            return text[len(before) :]
+        if not before.startswith(_REPLACEMENT):  # else it begins within a character's bytes
+            text = hf.decode([*context, *output_ids], **options)
+            if text.startswith(before):
+                return text[len(before) :]
+            break
     return hf.decode(list(output_ids), **options)
 
 

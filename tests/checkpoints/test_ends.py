@@ -7,17 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from enginepool import EnginePool, InvalidConfig, InvalidRequest, toy
-from enginepool.requests.generation_defaults import GenerationDefaults
-from enginepool.requests.grammar_compiler import GrammarCompiler
-from enginepool.requests.input_processor import InputProcessor
-from enginepool.requests.limits import Limits
-from enginepool.requests.tokenizer import Tokenizer
-from enginepool.toy.files import END_ID, VOCAB_SIZE, read_checkpoint
+from enginepool.toy.files import END_ID, read_checkpoint
 from tests.support.checkpoints import set_config, write_tensors
 from tests.support.forced import write_scripted_model
+from tests.support.inputs import input_processor
 from tests.support.pools import SMALL
 from tests.support.servers import Running, generate, serving
 
@@ -33,14 +28,7 @@ def generation(folder: Path, fields: Any) -> Path:
 
 def default_params(folder: Path, preferred: str | None = None) -> Any:
     """Upstream's SamplingParams of a call without any."""
-    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(toy.checkpoint()))
-    limits = Limits(
-        prompt=400, total=500, vocab_size=VOCAB_SIZE, origin="a test", scored=500,
-        score_refusal=None, end_ids=frozenset(),
-    )  # fmt: skip
-    defaults = GenerationDefaults.read(str(folder), preferred=preferred)
-    grammars = GrammarCompiler(tokenizer, VOCAB_SIZE, {})
-    processor = InputProcessor(tokenizer, limits, defaults, grammars)
+    processor = input_processor(folder=folder, preferred=preferred)
     return processor.make_call("12+7=", None, None).requests[0].sampling
 
 

@@ -1,0 +1,36 @@
+"""What checks and tokenizes a pool's prompts, without a pool."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from enginepool import toy
+from enginepool.requests.generation_defaults import GenerationDefaults
+from enginepool.requests.grammar_compiler import GrammarCompiler
+from enginepool.requests.input_processor import InputProcessor
+from enginepool.requests.limits import Limits
+from enginepool.requests.tokenizer import Tokenizer
+from enginepool.toy.files import VOCAB_SIZE
+
+
+def input_processor(
+    hf: Any = None, folder: Path | None = None, preferred: str | None = None
+) -> InputProcessor:
+    """
+    Args:
+        hf: A Hugging Face tokenizer; the toy's if left out.
+        folder: Of a checkpoint whose generation_config.json applies; none if left out.
+        preferred: `preferred_sampling_params`.
+    """
+    tokenizer = Tokenizer(hf or AutoTokenizer.from_pretrained(toy.checkpoint()))
+    limits = Limits(
+        prompt=400, total=500, vocab_size=VOCAB_SIZE, origin="a test", scored=500,
+        score_refusal=None, end_ids=frozenset(),
+    )  # fmt: skip
+    if folder is None:
+        defaults = GenerationDefaults.of({}, {})
+    else:
+        defaults = GenerationDefaults.read(str(folder), preferred=preferred)
+    grammars = GrammarCompiler(tokenizer, VOCAB_SIZE, {})
+    return InputProcessor(tokenizer, limits, defaults, grammars)
