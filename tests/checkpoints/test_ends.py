@@ -10,7 +10,7 @@ import pytest
 
 from enginepool import EnginePool, InvalidConfig, InvalidRequest, toy
 from enginepool.toy.files import END_ID, read_checkpoint
-from tests.support.checkpoints import set_config, write_tensors
+from tests.support.checkpoints import set_config, set_json, write_tensors
 from tests.support.forced import write_scripted_model
 from tests.support.inputs import input_processor
 from tests.support.pools import SMALL
@@ -134,13 +134,16 @@ def test_ends_of_config_json_that_are_no_ids(tmp_path: Path, ends: Any) -> None:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     """One engine on the scripted model: config.json ends it with 0, which follows `m`,
-    generation_config.json with `5` or `你`'s first byte, the tokenizer with END_ID."""
+    generation_config.json with `5` or `你`'s first byte, the tokenizer with END_ID. That is a
+    Llama's as transformers 5 saves it."""
     folder = write_scripted_model(tmp_path_factory.mktemp("ended"))
     _, tensors = read_checkpoint(folder)
     head, embedding = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
     head[0], head[ord("n")] = embedding[ord("m")], np.zeros_like(head[0])
     write_tensors(folder, tensors)
     set_config(folder, {"eos_token_id": 0})
+    saved = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|im_start|>"]}
+    set_json(folder / "tokenizer_config.json", saved, without=("additional_special_tokens",))
     generation(folder, {"eos_token_id": [ord("5"), "你".encode()[0]], "top_k": 0, "max_length": 9,
                         "do_sample": False, "transformers_version": "4.57.6"})  # fmt: skip
     with EnginePool(str(folder), devices=1, **SMALL) as pool:
