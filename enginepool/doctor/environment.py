@@ -62,7 +62,7 @@ def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str
 
     Returns:
         The findings; under `problems` what stands in the way of a pool, and under `warnings` what
-        a TPU makes of its settings: lists of `{"problem", "remedy"}`.
+        a TPU makes of its settings and what else will not work: lists of `{"problem", "remedy"}`.
     """
     # First, so that the process which starts JAX here is not among those that hold the TPU.
     holders, hidden = device_holders()
@@ -76,7 +76,7 @@ def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     }
     report["problems"] = problems(report)
-    report["warnings"] = warnings(report["jax"], config)
+    report["warnings"] = warnings(report["jax"], config) + modules()
     return report
 
 
@@ -160,6 +160,14 @@ def needed_patches() -> list[dict[str, Any]]:
             answer |= {"needed": None, "error": f"{type(error).__name__}: {error}"}
         answers.append(answer)
     return answers
+
+
+def modules() -> list[dict[str, str]]:
+    """What is wrong with modules that a pool does without."""
+    from patches.overwritten_msgpack import find_overwritten
+
+    found = find_overwritten()
+    return [] if found is None else [{"problem": found[0], "remedy": found[1]}]
 
 
 def problems(report: dict[str, Any]) -> list[dict[str, str]]:

@@ -13,6 +13,7 @@ from ray.util.placement_group import remove_placement_group  # pyright: ignore[r
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 from enginepool import EnginePool, InvalidConfig, PoolClosed
+from enginepool.ray import requirements
 from enginepool.ray.fleet import Fleet
 from enginepool.ray.generate import Generation
 from enginepool.ray.host import Host
@@ -58,6 +59,7 @@ class RayEnginePool(Generation, Steering):
         hang_timeout: float | None = 60.0,
         **pool_args: Any,
     ) -> None:
+        requirements.check()
         if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
             raise InvalidConfig(f"hosts={hosts!r}: expected an integer, 1 or more")
         if placement_group is not None and placement_group.bundle_count < hosts:
