@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.synthetic import read_model
 from enginepool.toy.model import forward
 
-_ROWS = 16
+ROWS = 16
 _PAD_TO = 64  # few shapes, few compilations
 # Where the best two logits are closer than this, rounding decides and either token is right.
 NEAR_TIE = 1e-3
@@ -103,9 +103,9 @@ def check_tokens(outputs: Sequence[Finished], models: Sequence[Path]) -> Compare
     compared = Compared()
     for which, model in enumerate(models):
         mine = [f for f in outputs if any(v % len(models) == which for *_, v in f.spans)]
-        for begin in range(0, len(mine), _ROWS):
-            block = mine[begin : begin + _ROWS]
-            for finished, logits in zip(block, _logits(model, block), strict=True):
+        for begin in range(0, len(mine), ROWS):
+            block = mine[begin : begin + ROWS]
+            for finished, logits in zip(block, output_logits(model, block), strict=True):
                 for start, end, version in finished.spans:
                     if version % len(models) == which:
                         _compare(finished, logits, range(start, end), version, compared)
@@ -129,10 +129,10 @@ def _compare(
             return  # what follows in this span says nothing more
 
 
-def _logits(model: Path, block: Sequence[Finished]) -> list[np.ndarray]:
-    """The reference's logits for each output token."""
+def output_logits(model: Path, block: Sequence[Finished]) -> list[np.ndarray]:
+    """The reference's logits for each output token, of up to `ROWS` requests."""
     longest = max(len(finished.prompt) + len(finished.output) for finished in block)
-    ids = np.zeros((_ROWS, -(-longest // _PAD_TO) * _PAD_TO), np.int32)
+    ids = np.zeros((ROWS, -(-longest // _PAD_TO) * _PAD_TO), np.int32)
     for row, finished in enumerate(block):
         sequence = finished.prompt + finished.output
         ids[row, : len(sequence)] = sequence

@@ -57,7 +57,8 @@ class ScoreCalls(Opening):
         Returns:
             One dict a continuation, in input order; a lone dict for a lone prompt and a lone
             continuation. `logprobs` has one number a token of `continuation_ids`, `top_logprobs`
-            and `token_ids_logprobs` (if asked for) a list of (logprob, id, None) a token.
+            and `token_ids_logprobs` (if asked for) a list of (logprob, id, None) a token. All are
+            empty where it ended early.
 
         Raises:
             InvalidRequest: Bad input, before anything has started.

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.merges import give_merges
 from enginepool import EnginePool
 from tests.support.forced import write_scripted_model
 from tests.support.liveness import SECONDS, callers, paused, running, until
-from tests.support.merges import give_merges
 from tests.support.pools import SMALL
 from tests.support.steady import several_at_once
 
@@ -19,7 +19,8 @@ SPECIAL, ITS_ID = "<|im_start|>", 257
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     """An engine that spells: letters up to z, digits and 你是谁🙂 for ever, byte by byte."""
-    folder = give_merges(write_scripted_model(tmp_path_factory.mktemp("spelling")))
+    folder = write_scripted_model(tmp_path_factory.mktemp("spelling"))
+    give_merges(folder, ["efg", "谁🙂"], first_id=259)
     with several_at_once(), EnginePool(str(folder), devices=1, **SMALL) as pool:
         yield pool
 

@@ -6,8 +6,8 @@ import types
 import pytest
 
 import patches
+from benchmarks.merges import give_merges
 from patches import stop_strings
-from tests.support.merges import give_merges
 
 ALPHABET = [*b"abefg th", 0x80, 0xE2, *"é谁🙂".encode(), 256, 257, *range(259, 270)]
 STOPS = ["efg", "a谁", "the", "🙂", "é", " a", "bb", "<|im_start|>a"]
@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(give_merges(folder))
+    return AutoTokenizer.from_pretrained(give_merges(folder, ["efg", "谁🙂", "th"], 259))
 
 
 def ended(tokenizer, ids, stops, max_new_tokens=1000, **params):

@@ -1,0 +1,143 @@
+"""Calls of every kind, with parameters of every kind, and every output held against the law.
+
+    python -m benchmarks.fuzz --outputs 2000 --page-size 16
+    python -m benchmarks.fuzz --outputs 2000 --page-size 128 --tp-size 2 --engines 2 --seed 7
+
+Temperatures, top-k, top-p, min-p, penalties, `min_new_tokens`, grammars, samples, stop ids and stop
+strings, seeds, shared prefixes, prompts in chunks, streams, scores; timeouts and aborts, whose
+outputs go on from what they have; requests that join others whose steps are on their way. Beside
+each output runs a plain JAX forward pass: what was sampled must be possible under the parameters,
+and the best where they are greedy; its log-probabilities must be those of the reference within
+1e-4; text and ids must end where a stop says so. Nothing is broken on purpose: every exception and
+every engine that failed is a fault. Exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer
+
+from benchmarks.fuzz_law import Law
+from benchmarks.fuzz_load import CHUNK, ENDS, VOCABULARY, Load, fuzz_model
+from benchmarks.micro_pool import at_rest
+from benchmarks.span_checks import ROWS, Finished, output_logits
+from benchmarks.table import plain
+from enginepool import EnginePool
+
+_SLOTS = 16
+_NEAR = 1e-4
+_SHOWN = 20
+_REST_SECONDS = 60.0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--outputs", type=int, default=2000)
+    add("--page-size", type=int, default=1)
+    add("--tp-size", type=int, default=1)
+    add("--engines", type=int, default=1)
+    add("--callers", type=int, default=8, help="threads that ask, for each engine; default: 8")
+    add("--seed", type=int, default=0)
+    add("--json", metavar="FILE", help="write all figures there")
+    return parser.parse_args(argv)
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of a pool in which every path is short: pages that run out, prompts in chunks."""
+    return {
+        "dtype": "float32",
+        "devices": args.engines * args.tp_size,
+        "tp_size": args.tp_size,
+        "page_size": args.page_size,
+        "context_length": 512,
+        "max_running_requests": _SLOTS,
+        "max_total_tokens": 1536 if args.page_size == 1 else max(3072, 24 * args.page_size),
+        "max_prefill_tokens": CHUNK,
+        "chunked_prefill_size": CHUNK,
+        "precompile_token_paddings": [64, CHUNK],
+        "precompile_bs_paddings": [_SLOTS],
+    }
+
+
+def check(model: Path, load: Load) -> list[str]:
+    """Hold everything against the reference."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    law = Law(tokenizer, ENDS, from_tokenizer(tokenizer, n_vocab=VOCABULARY))
+    found = list(load.faults)
+    # Of like lengths together, since they are padded to the longest.
+    asked = sorted(load.asked, key=lambda one: len(one.finished.prompt + one.finished.output))
+    for start in range(0, len(asked), ROWS):
+        block = asked[start : start + ROWS]
+        logits = output_logits(model, [one.finished for one in block])
+        for one, rows in zip(block, logits, strict=True):
+            found += law.faults(one.finished, one.params, rows)
+    for start in range(0, len(load.scored), ROWS):
+        scored = load.scored[start : start + ROWS]
+        block = [
+            Finished(prompt, {"output_ids": continuation, "meta_info": {}})
+            for prompt, continuation, _ in scored
+        ]
+        for (prompt, given, result), rows in zip(scored, output_logits(model, block), strict=True):
+            values = jax.nn.log_softmax(rows, axis=-1)[np.arange(len(given)), np.array(given)]
+            if np.abs(np.array(result["logprobs"]) - values).max() > _NEAR:
+                found.append(f"a score of {given} after {prompt}: {result['logprobs']}, {values}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        model = fuzz_model(Path(folder), args.tp_size)
+        with EnginePool(str(model), **options(args)) as pool:
+            load = Load(pool, args.seed)
+            started = time.monotonic()
+            load.run(args.outputs, args.callers * args.engines)
+            seconds = time.monotonic() - started
+            deadline = time.monotonic() + _REST_SECONDS
+            while not at_rest(stats := pool.stats()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            events = [event for event in pool.events() if event["event"] == "engine_failed"]
+        faults = check(model, load)
+    if not at_rest(stats):
+        faults.append(f"does not come to rest: {stats['engines']}")
+    faults += [f"raised {count} times: {error}" for error, count in load.exceptions.items()]
+    faults += [
+        f"an engine failed: {event}" for event in events if event["event"] == "engine_failed"
+    ]
+    finished = [one.finished for one in load.asked]
+    report = {
+        "outputs": len(finished),
+        "tokens": sum(len(one.output) for one in finished),
+        "ended": dict(collections.Counter(one.reason["type"] for one in finished)),
+        "outputs that went on from a part": load.resumed,
+        "tokens from prefix caches": sum(o.result["meta_info"]["cached_tokens"] for o in finished),
+        "scores": len(load.scored),
+        "calls": dict(load.calls),
+        "steps at once": stats["engines"][0]["steady_dispatches"],
+        "seconds of load": round(seconds, 1),
+        "faults": len(faults),
+    }
+    plain(["what", "how many"], [[name, str(value)] for name, value in report.items()])
+    print("\n".join(fault[:600] for fault in faults[:_SHOWN]))
+    if args.json:
+        figures = {"jax": jax.__version__, "arguments": vars(args), **report, "faults": faults}
+        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""What is asked of a pool that is fuzzed: its model, and calls of every kind, one seed a run."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.merges import give_merges
+from benchmarks.span_checks import Finished
+from benchmarks.synthetic import micro_config, nano_config, write_model
+from enginepool import EnginePool
+from enginepool.toy.files import END_ID
+
+# What the model says most, each letter a token; the tokenizer makes one of any two.
+LETTERS = "abcdefgh"
+_MERGED_AT = 272
+VOCABULARY = _MERGED_AT + len(LETTERS) ** 2
+# The tokenizer's end id, one of config.json's and two of generation_config.json's.
+ENDS = {END_ID, 60, 61, 62}
+_GRAMMARS: list[dict[str, str]] = [
+    {"regex": "[a-h]{2,20}"},
+    {"regex": "(ab|cd|ef)+g?"},
+    {"ebnf": 'start: "a" /[b-f]+/ ("g" | "h")'},
+    {"json_schema": '{"enum": ["abc", "fed", "hhhh"]}'},
+    {"json_schema": '{"type": "array", "items": {"type": "boolean"}, "maxItems": 5}'},
+]
+_SHARED = [97 + i % 7 for i in range(40)]
+# Prompts that are longer are prefilled in chunks; so many short ones are not, but for their pages.
+CHUNK = 256
+_EARLY, _LATE = (9, 8, 110), (6, 33, 40)  # requests, tokens of a prompt, of an output
+
+
+def fuzz_model(folder: Path, tp_size: int) -> Path:
+    """A checkpoint of random weights that says letters more often than other bytes."""
+    config = (micro_config() if tp_size > 1 else nano_config()) | {
+        "vocab_size": VOCABULARY,
+        "eos_token_id": [END_ID, 60],
+    }
+    write_model(folder, config, seed=1, std=0.15)
+    generation = json.dumps({"eos_token_id": [61, 62]})
+    (folder / "generation_config.json").write_text(generation, encoding="utf-8")
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    table = tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
+    table[[ord(letter) for letter in LETTERS]] *= 2.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    return give_merges(folder, ["".join(pair) for pair in product(LETTERS, repeat=2)], _MERGED_AT)
+
+
+class Questions:
+    """Prompts and parameters at random."""
+
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)
+        self._few = [self.new_prompt() for _ in range(6)]
+
+    def prompt(self) -> list[int]:
+        return self.random.choice(self._few) if self.random.random() < 0.3 else self.new_prompt()
+
+    def new_prompt(self, length: int = 0) -> list[int]:
+        draw = self.random
+        if not length:
+            length = (
+                draw.randint(CHUNK, CHUNK + 60) if draw.random() < 0.04 else draw.randint(1, 48)
+            )
+            if draw.random() < 0.3:
+                return _SHARED + self.new_prompt(length)
+        return draw.choices(range(32, 127), k=length)
+
+    def params(self, *, grammars: bool = True) -> dict[str, Any]:
+        draw = self.random
+        given: dict[str, Any] = {
+            "max_new_tokens": draw.randint(1, 40),
+            "temperature": draw.choice([0, 0, 0.4, 0.7, 1.0, 1.5]),
+            "top_k": draw.choice([-1, -1, 1, 2, 5, 40]),
+            "top_p": draw.choice([1.0, 1.0, 0.95, 0.6, 0.2]),
+            "min_p": draw.choice([0.0, 0.0, 0.05, 0.3]),
+            "no_stop_trim": draw.random() < 0.2,
+            "skip_special_tokens": draw.random() < 0.8,
+        }
+        for name in ("frequency_penalty", "presence_penalty"):
+            if draw.random() < 0.2:
+                given[name] = round(draw.uniform(-1.5, 1.5), 2)
+        if draw.random() < 0.5:
+            given["sampling_seed"] = draw.randrange(2**31)
+        if draw.random() < 0.3:
+            given["stop"] = ["".join(draw.choices(LETTERS, k=draw.randint(1, 4))) for _ in range(2)]
+        if grammars and draw.random() < 0.2:
+            return given | draw.choice(_GRAMMARS)
+        if draw.random() < 0.3:
+            given["min_new_tokens"] = draw.randint(1, given["max_new_tokens"])
+        if draw.random() < 0.3:
+            given["stop_token_ids"] = draw.sample(range(32, 127), draw.choice([1, 3, 30]))
+        given["ignore_eos"] = draw.random() < 0.2
+        return given
+
+    def options(self) -> dict[str, Any]:
+        """Of a call: which log-probabilities it wants."""
+        draw, given = self.random, dict[str, Any](return_logprob=True)
+        if draw.random() < 0.3:
+            given["top_logprobs_num"] = draw.randint(1, 20)
+        if draw.random() < 0.2:
+            given["token_ids_logprob"] = draw.sample(range(VOCABULARY), 5)
+        return given
+
+
+@dataclass
+class Asked:
+    """An output that has ended by itself, and what it was asked with."""
+
+    finished: Finished
+    params: dict[str, Any]
+
+
+class Load:
+    """Calls of a pool, from many threads; what they bring is kept with what was asked.
+
+    Attributes:
+        scored: Prompt, continuation and result of every score.
+        faults: What a call's own results contradict.
+        calls: How many there were of each kind.
+        exceptions: How many calls raised what.
+        resumed: How many outputs went on from a part.
+    """
+
+    def __init__(self, pool: EnginePool, seed: int) -> None:
+        self._pool, self._seed = pool, seed
+        self._lock = threading.Lock()
+        self.asked: list[Asked] = []
+        self.scored: list[tuple[list[int], list[int], dict[str, Any]]] = []
+        self.faults: list[str] = []
+        self.calls, self.exceptions = Counter[str](), Counter[str]()
+        self.resumed = 0
+        self._kinds: dict[str, Callable[[Questions], None]] = {
+            "batch": self._batch,
+            "stream": self._stream,
+            "timeout": self._timeout,
+            "aborted": self._aborted,
+            "score": self._score,
+            "stop in a known text": self._again,
+        }
+
+    def run(self, outputs: int, callers: int) -> None:
+        """Ask until so many outputs have ended."""
+        number = 0
+        while len(self.asked) < outputs and not self.exceptions:
+            if number % 4 == 0:
+                self._call("join late", self._late, Questions(f"{self._seed} {number}"))
+            with ThreadPoolExecutor(callers) as executor:
+                for caller in range(4 * callers):
+                    executor.submit(self._any_call, f"{self._seed} {number} {caller}")
+            number += 1
+
+    def _any_call(self, seed: str) -> None:
+        questions = Questions(seed)
+        kinds = ["batch"] * 4 + sorted(self._kinds)
+        kind = questions.random.choice(kinds)
+        time.sleep(questions.random.uniform(0, 0.1))
+        self._call(kind, self._kinds[kind], questions)
+
+    def _call(self, kind: str, ask: Callable[[Questions], None], questions: Questions) -> None:
+        self.calls[kind] += 1
+        try:
+            ask(questions)
+        except Exception as error:
+            with self._lock:
+                self.exceptions[f"{kind}: {type(error).__name__}: {str(error)[:200]}"] += 1
+
+    def _note(self, prompt: list[int], params: Mapping[str, Any], result: dict[str, Any]) -> None:
+        with self._lock:
+            self.asked.append(Asked(Finished(prompt, result), dict(params)))
+
+    # The kinds
+
+    def _batch(self, questions: Questions) -> None:
+        count, options = questions.random.randint(1, 4), questions.options()
+        prompts = [questions.prompt() for _ in range(count)]
+        params = [questions.params() for _ in range(count)]
+        if questions.random.random() < 0.5:
+            params = [params[0] | {"n": questions.random.randint(1, 3)}] * count
+        results = self._pool.generate_all(input_ids=prompts, sampling_params=params, **options)
+        for result in results:
+            index = result["meta_info"]["prompt_index"]
+            self._note(prompts[index], params[index], result)
+
+    def _stream(self, questions: Questions) -> None:
+        prompt, params = questions.prompt(), questions.params()
+        chunk: dict[str, Any] = {"text": "", "output_ids": []}
+        for new in self._pool.stream(
+            input_ids=prompt, sampling_params=params, **questions.options()
+        ):
+            count = len(chunk["output_ids"])
+            if new["output_ids"][:count] != chunk["output_ids"]:
+                self.faults.append(f"a stream changed ids: {chunk}, {new}")
+            if not new["text"].startswith(chunk["text"]):
+                self.faults.append(f"a stream changed its text: {chunk}, {new}, {params}")
+            chunk = new
+        self._note(prompt, params, chunk)
+
+    def _timeout(self, questions: Questions) -> None:
+        prompts = [questions.prompt() for _ in range(3)]
+        params, options = questions.params(), questions.options()
+        seconds = questions.random.uniform(0.01, 0.3)
+        results = self._pool.generate_all(
+            input_ids=prompts, sampling_params=params, timeout=seconds, **options
+        )
+        for prompt, result in zip(prompts, results, strict=True):
+            self._go_on(prompt, params, result, options)
+
+    def _aborted(self, questions: Questions) -> None:
+        prompt, params, options = questions.prompt(), questions.params(), questions.options()
+        after, chunk = questions.random.randint(1, 20), dict[str, Any]()
+        for chunk in self._pool.stream(input_ids=prompt, sampling_params=params, **options):
+            if len(chunk["output_ids"]) >= after:
+                self._pool.abort_request(chunk["meta_info"]["id"])
+        self._go_on(prompt, params, chunk, options)
+
+    def _go_on(
+        self, prompt: list[int], params: dict[str, Any], result: dict[str, Any], options: Any
+    ) -> None:
+        """Take the rest of an output that somebody has ended."""
+        meta = result["meta_info"]
+        if meta["finish_reason"].get("err_type") in ("timeout", "cancelled"):
+            self.resumed += bool(result["output_ids"])
+            [result] = self._pool.generate_all(
+                input_ids=[prompt],
+                sampling_params=params,
+                prompt_indices=[meta["prompt_index"]],
+                sample_indices=[meta["sample_index"]],
+                partial_outputs=[result if result["output_ids"] else None],
+                **options,
+            )
+        self._note(prompt, params, result)
+
+    def _score(self, questions: Questions) -> None:
+        lengths = [questions.random.randint(1, 60) for _ in range(3)]
+        pairs = [(questions.prompt(), questions.new_prompt(length)) for length in lengths]
+        prompts, continuations = map(list, zip(*pairs, strict=True))
+        results: Any = self._pool.score(input_ids=prompts, continuation_ids=continuations)
+        with self._lock:
+            self.scored += [(*pair, one) for pair, one in zip(pairs, results, strict=True)]
+
+    def _again(self, questions: Questions) -> None:
+        """What was greedy says the same again, up to a string in the middle of its text."""
+        with self._lock:
+            known = [one for one in self.asked[-200:] if not one.params["temperature"]]
+        if not known:
+            self._batch(questions)
+            return
+        one = questions.random.choice(known)
+        text = one.finished.result["text"]
+        start = questions.random.randrange(max(1, len(text)))
+        stop = text[start : start + questions.random.randint(3, 10)].replace("\ufffd", "")
+        params = one.params | {"stop": [stop or "a"], "n": 1}
+        prompt = one.finished.prompt
+        [result] = self._pool.generate_all(
+            input_ids=[prompt], sampling_params=params, **questions.options()
+        )
+        self._note(prompt, params, result)
+
+    def _late(self, questions: Questions) -> None:
+        """Short prompts that run long on every engine; then longer ones, half of them with a part
+        of their output, that are too many for one step by their pages and not by their tokens."""
+        engines = len(self._pool.engines)
+        always = {"temperature": 0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
+        (early, short, runs), (late, long, lasts) = _EARLY, _LATE
+        first = [questions.new_prompt(short) for _ in range(engines * early)]
+        then = [questions.new_prompt(long) for _ in range(engines * late)]
+        begun = [questions.new_prompt(long - 5) for _ in range(engines * late)]
+        parts = self._pool.generate_all(
+            input_ids=begun, sampling_params=always | {"max_new_tokens": 5}, return_logprob=True
+        )
+        for prompts, given in ((then, None), (begun, parts)):
+            with ThreadPoolExecutor(1) as executor:
+                running = executor.submit(self._whole, first, always | {"max_new_tokens": runs})
+                time.sleep(0.08)
+                self._whole(prompts, always | {"max_new_tokens": lasts}, partial_outputs=given)
+                running.result()
+
+    def _whole(self, prompts: list[list[int]], params: dict[str, Any], **options: Any) -> None:
+        results = self._pool.generate_all(
+            input_ids=prompts, sampling_params=params, return_logprob=True, **options
+        )
+        for prompt, result in zip(prompts, results, strict=True):
+            self._note(prompt, params, result)

@@ -1,0 +1,62 @@
+"""A fuzz of a minute, and that it would see what is wrong."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks import fuzz
+from benchmarks.fuzz_law import Law
+from benchmarks.span_checks import Finished
+from enginepool import EnginePool
+from tests.support.forced import output_logits
+from tests.support.pools import NATIVE_PAGES
+
+PARAMS: dict[str, Any] = {
+    "max_new_tokens": 12,
+    "temperature": 0.8,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "sampling_seed": 5,
+    "ignore_eos": True,
+}
+
+
+def test_nothing_is_wrong() -> None:
+    page = "16" if NATIVE_PAGES else "1"
+    assert fuzz.main(["--outputs", "150", "--page-size", page]) == 0
+
+
+WRONG: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "goes on behind end id": lambda params, _: params.update(
+        ignore_eos=False, stop_token_ids=[*range(256)]
+    ),
+    "ended without a reason": lambda params, _: params.update(max_new_tokens=13),
+    "only 12 tokens": lambda params, _: params.update(min_new_tokens=13, max_new_tokens=13),
+    "is forbidden": lambda params, _: params.update(regex="[0-9]+"),
+    "is better by": lambda params, _: params.update(temperature=0),
+    "outside of what": lambda params, _: params.update(top_p=1e-6),
+    "the reference": lambda params, _: params.update(frequency_penalty=0.5, temperature=0.81),
+    "its ids": lambda _, result: result.update(text="another"),
+    "of other ids": lambda _, result: result["output_ids"].reverse(),
+    "ended as": lambda _, result: result["meta_info"].update(finish_reason={"type": "abort"}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_it_would_see(pool: EnginePool, model_dir: Callable[[str], Any], wrong: str) -> None:
+    """An output that is right as it was asked for, and is not otherwise."""
+    from llguidance.hf import from_tokenizer
+    from transformers import AutoTokenizer
+
+    folder, prompt = model_dir("qwen3"), [65, 66, 67]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    law = Law(tokenizer, {258}, from_tokenizer(tokenizer, n_vocab=272))
+    result: Any = pool.generate(input_ids=prompt, sampling_params=PARAMS, return_logprob=True)
+    [rows] = output_logits(folder, [prompt], [result["output_ids"]])
+    assert law.faults(Finished(prompt, result), PARAMS, rows) == []
+    params, other = dict(PARAMS), copy.deepcopy(result)
+    WRONG[wrong](params, other)
+    assert wrong in " ".join(law.faults(Finished(prompt, other), params, rows))
