@@ -2,6 +2,7 @@
 
     python -m benchmarks.startup
     python -m benchmarks.startup --layers 36 --batch 64 --engines 1 4
+    python -m benchmarks.startup --checkpoint-gb 1 --engines 1 --warmup none
 
 Each pool has a process of its own. "Cold": nothing is compiled yet. "Warm": JAX's persistent
 compilation cache (JAX_COMPILATION_CACHE_DIR) has what an earlier run compiled. Sizes go turn
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.synthetic import nano_config, write_model
+from benchmarks.synthetic import nano_config, sized_config, write_model
 from benchmarks.table import plain
 
 
@@ -34,8 +35,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--model", help="directory or hub id; left out, the toy")
     add("--layers", type=int, help="in place of --model, a tiny Qwen3 of so many layers")
+    add("--checkpoint-gb", type=float, help="in place of --model, a Qwen3 of about so many GB")
     add("--batch", type=int, help="max_running_requests; left out, the pool's default")
-    add("--warmup", default="sequential", choices=["sequential", "parallel"])
+    add("--warmup", default="sequential", choices=["sequential", "parallel", "none"])
     add("--json", metavar="FILE", help="write all figures there")
     add("--one", type=int, metavar="N", help=argparse.SUPPRESS)  # in the pool's own process
     return parser.parse_args(argv)
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
         if args.layers is not None:
             config = nano_config() | {"num_hidden_layers": args.layers}
+            args.model = str(write_model(Path(folder, "model"), config))
+        elif args.checkpoint_gb is not None:
+            config = sized_config(args.checkpoint_gb * 1e9, "float32")
             args.model = str(write_model(Path(folder, "model"), config))
         for number in range(args.rounds + 1):
             for engines, kinds in runs.items():

@@ -197,12 +197,21 @@ class PoolConfig:
         }
 
     @cached_property
+    def written(self) -> dict[str, Any]:
+        """The model's config.json, found where upstream's engines look for it.
+
+        Raises:
+            InvalidConfig: There is none.
+        """
+        return written(self.model, self.server_args.get("revision"))
+
+    @cached_property
     def _model_overrides(self) -> dict[str, str]:
         """What upstream needs to read this config.json as it means."""
         args = self.server_args
         try:
-            config = written(self.model, args.get("revision"), args.get("download_dir"))
-        except InvalidConfig as error:  # upstream reads it too, and will say so
+            config = self.written
+        except InvalidConfig as error:  # who opens a pool asks before
             logger().info("enginepool.model_not_read", reason=str(error))
             return {}
         check_ends(config, f"{self.model}: config.json")

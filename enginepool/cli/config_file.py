@@ -46,7 +46,7 @@ def _read(path: Path) -> dict[Any, Any]:
     if kind is None:
         raise InvalidConfig(f"--config {path}: expected a name in {', '.join(_KINDS)}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows begins a file with a mark
         found = tomllib.loads(text) if kind == "TOML" else yaml.safe_load(text)
     except OSError as error:
         raise InvalidConfig(f"--config {path}: {error.strerror}") from None

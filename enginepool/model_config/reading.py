@@ -42,6 +42,10 @@ def written(
         raise InvalidConfig(f"{model}: no configuration to be read: {error}") from error
     if not isinstance(found, dict):
         raise InvalidConfig(f"{model}: config.json holds {shown(found)}: expected an object")
+    if not found:  # so transformers has it of a directory without one
+        raise InvalidConfig(
+            f"{model}: no configuration to be read: no config.json, or an empty one"
+        )
     return found
 
 
@@ -148,5 +152,5 @@ def _kind(model_type: Any) -> Any:
 
     try:
         return CONFIG_MAPPING[model_type]
-    except KeyError:
+    except (KeyError, TypeError):  # none of that name, or no name
         return None

@@ -13,11 +13,19 @@ from typing import Any, Literal
 from enginepool.errors import InvalidConfig
 from enginepool.model_config import FAMILIES
 from enginepool.model_config.reading import load
-from enginepool.values import shown
+from enginepool.values import is_int, shown
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # upstream pads a head's KV to whole vector registers
 _GATED_MLP = 3  # matrices: gate, up, down
+
+# Fields of a configuration that say how many.
+_COUNTS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+    *("vocab_size", "max_position_embeddings"),
+)
+_MAY_BE_NONE = ("num_key_value_heads", "head_dim", "num_experts", "sliding_window")
+_OF_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
 
 # What of a tensor a decode step reads: all, a row a token, or some experts' share.
 Role = Literal["whole", "rows", "expert"]
@@ -183,6 +191,7 @@ def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape
         dtype = str(own or "float32").removeprefix("torch.")
     if dtype not in _ITEMSIZES:
         raise InvalidConfig(f"{name}: dtype={dtype!r}: expected one of {', '.join(_ITEMSIZES)}")
+    _check_counts(config, name)
     layers, experts = config.num_hidden_layers, getattr(config, "num_experts", 0) or 0
     per_token = config.num_experts_per_tok if experts else 0
     expert_width = config.moe_intermediate_size if experts else 0
@@ -212,6 +221,20 @@ def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape
         expert_width=expert_width,
         dense_width=width,
     )
+
+
+def _check_counts(config: Any, name: str) -> None:
+    wanted = list(_COUNTS)
+    # Some have none of these; then they are derived, or the model has no experts.
+    wanted += [field for field in _MAY_BE_NONE if getattr(config, field, None)]
+    wanted += _OF_EXPERTS if getattr(config, "num_experts", None) else ()
+    for field in wanted:
+        value: Any = getattr(config, field, None)
+        if not is_int(value) or value < 1:
+            raise InvalidConfig(
+                f"{name}: {field}={shown(value)}: expected a whole number, 1 or more; correct "
+                "config.json"
+            )
 
 
 def _context(config: Any) -> int:

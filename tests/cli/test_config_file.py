@@ -51,11 +51,20 @@ def read(*args: str) -> tuple[dict[str, Any], str | None, dict[str, Any]]:
 
 def written(directory: Path, text: str, name: str = "serve.yaml") -> str:
     path = directory / name
-    path.write_text(text)
+    path.write_bytes(text.encode())
     return str(path)
 
 
-@pytest.mark.parametrize(("name", "text"), [("serve.yaml", YAML), ("serve.toml", TOML)])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("serve.yaml", YAML),
+        ("serve.toml", TOML),
+        # As editors on Windows write it.
+        ("serve.yaml", "\ufeff" + YAML.replace("\n", "\r\n")),
+        ("serve.toml", "\ufeff" + TOML.replace("\n", "\r\n")),
+    ],
+)
 def test_a_file_says_what_flags_say(tmp_path: Path, name: str, text: str) -> None:
     by_file = read("--config", written(tmp_path, text, name))
     by_flags = read(
