@@ -192,6 +192,7 @@ def _make_call(
         prompts,
         sampling_params,
         checked.get("input_ids"),
+        add_special_tokens=checked.get("add_special_tokens"),
         return_logprob=checked.get("return_logprob"),
         top_logprobs_num=checked.get("top_logprobs_num"),
         token_ids_logprob=checked.get("token_ids_logprob"),

@@ -17,7 +17,10 @@ class CallOptions(TypedDict, total=False):
     """Options of every call that generates. None leaves one out, as leaving it out does.
 
     Attributes:
-        input_ids: Token ids instead of text: one prompt, or a list of them. `chat` has none.
+        input_ids: Token ids instead of text: one prompt, or a list of them. `chat` has none of them
+            and no `add_special_tokens`.
+        add_special_tokens: False for text that has its special tokens already, as a rendered chat
+            template has: the tokenizer adds none, such as a second one at the beginning.
         return_logprob: Give `meta_info["output_token_logprobs"]`, one (logprob, id, None) an id.
             They are those of softmax(logits / temperature) before top-k, top-p and min-p, at
             temperature 0 of softmax(logits); of logits after the penalties and `min_new_tokens`.
@@ -49,6 +52,7 @@ class CallOptions(TypedDict, total=False):
     """
 
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None
+    add_special_tokens: bool
     return_logprob: bool
     top_logprobs_num: int
     token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None
@@ -60,6 +64,8 @@ class CallOptions(TypedDict, total=False):
     timeout: float | None
 
 
+# What a template makes of messages has all of it.
+_OF_PROMPTS = ("input_ids", "add_special_tokens")
 # Parameters of a call's own, as its signature has them.
 _OWN = {
     "generate": ("prompt", "sampling_params", "raise_on_error"),
@@ -76,7 +82,9 @@ def check_options(verb: str, options: Mapping[str, Any]) -> CallOptions:
     Raises:
         InvalidRequest: A name that is none of them, with where it belongs or the nearest.
     """
-    known = [name for name in CallOptions.__annotations__ if (verb, name) != ("chat", "input_ids")]
+    known = list(CallOptions.__annotations__)
+    if verb == "chat":
+        known = [name for name in known if name not in _OF_PROMPTS]
     for name, value in options.items():
         if name not in known:
             raise InvalidRequest(_unknown(verb, name, value, [*_OWN[verb], *known]))

@@ -12,7 +12,7 @@ from enginepool.requests.generation_defaults import GenerationDefaults
 from enginepool.requests.grammar import Grammar
 from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.limits import Limits, check_ids, check_length
-from enginepool.requests.logprob_options import check_named_ids, check_top_logprobs
+from enginepool.requests.logprob_options import check_named_ids, check_starts, check_top_logprobs
 from enginepool.requests.partial_call import read_part
 from enginepool.requests.request import Call, Request
 from enginepool.requests.sampling import (
@@ -50,6 +50,7 @@ class InputProcessor:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         *,
+        add_special_tokens: bool | None = None,
         return_logprob: bool | None = None,
         top_logprobs_num: int | None = None,
         token_ids_logprob: Any = None,
@@ -73,6 +74,8 @@ class InputProcessor:
         with log-probabilities of the prompt, generates nothing.
 
         Args:
+            add_special_tokens: Whether texts get those that the tokenizer adds; they do if left
+                out.
             prompt_top_logprobs_num: Of the prompt's tokens; left out, `top_logprobs_num`.
             clamp: Cut a `max_new_tokens` that does not fit down to the room, and do not refuse it.
             thinking: What comes before that which outputs are held to.
@@ -80,7 +83,13 @@ class InputProcessor:
         Raises:
             InvalidRequest: With the prompt's index, the value, the limit and the remedy.
         """
-        texts, token_ids, lone = self.prompts(prompts, input_ids)
+        if add_special_tokens is not None and prompts is None:
+            raise InvalidRequest(
+                f"add_special_tokens={shown(add_special_tokens)}: nothing is added to input_ids; "
+                "leave it out"
+            )
+        special = add_special_tokens is None or flag("add_special_tokens", add_special_tokens)
+        texts, token_ids, lone = self.prompts(prompts, input_ids, special_tokens=special)
         scored = flag("return_prompt_logprob", return_prompt_logprob)
         sampling = self._sampling(sampling_params, len(token_ids), scored)
         top_logprobs_num = check_top_logprobs(top_logprobs_num)
@@ -94,7 +103,7 @@ class InputProcessor:
             raise InvalidRequest(f"{len(rids)} request ids for {len(token_ids)} prompts")
         for index, prompt in enumerate(token_ids):
             check_ids(prompt, "the prompt", index, self.limits)
-        starts = self._starts(scored, logprob_start_len, token_ids)
+        starts = check_starts(scored, logprob_start_len, token_ids, self.limits)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             check_length(index, prompt, one, self.limits, clamp=clamp)
         part = read_part(
@@ -234,37 +243,6 @@ class InputProcessor:
                 lone = all(other is one for other in sampling)
                 raise InvalidGrammar(str(error), prompt_index=None if lone else index) from error
         return made
-
-    def _starts(
-        self, wanted: bool, starts: Any, token_ids: Sequence[Sequence[int]]
-    ) -> Sequence[int | None]:
-        """Of each prompt, the first token whose log-probability is wanted."""
-        starts = plain(starts)
-        if not wanted:
-            if starts is not None:
-                raise InvalidRequest(
-                    f"logprob_start_len={shown(starts)} says from where on a prompt's "
-                    "log-probabilities are wanted: give return_prompt_logprob=True with it"
-                )
-            return [None] * len(token_ids)
-        if self.limits.score_refusal is not None:
-            refusal = self.limits.score_refusal
-            raise InvalidRequest(f"return_prompt_logprob: this pool cannot: {refusal}")
-        if not isinstance(starts, list | tuple):
-            starts = [0 if starts is None else starts] * len(token_ids)
-        if len(starts) != len(token_ids):
-            raise InvalidRequest(
-                f"logprob_start_len has {len(starts)} entries for {len(token_ids)} prompts: give "
-                "one for all of them, or one a prompt"
-            )
-        for index, (start, ids) in enumerate(zip(starts, token_ids, strict=True)):
-            if not (is_int(start) and 0 <= start < len(ids)):
-                raise InvalidRequest(
-                    f"logprob_start_len={shown(start)}: expected an integer from 0 to "
-                    f"{len(ids) - 1}, the prompt's last token",
-                    prompt_index=index,
-                )
-        return starts
 
     def _one_sample(self, sampling: Sampling, prompt: int, index: int, sample_index: int) -> Any:
         """Upstream's object for one sample: its own stream of random numbers, one output."""

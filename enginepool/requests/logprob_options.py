@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginepool.errors import InvalidRequest
+from enginepool.requests.limits import Limits
 from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 from enginepool.values import is_int, plain, shown
 
@@ -63,3 +64,35 @@ def _checked(ids: Sequence[Any], vocab_size: int, index: int | None) -> list[int
                 prompt_index=index,
             )
     return list(ids)
+
+
+def check_starts(
+    wanted: bool, starts: Any, token_ids: Sequence[Sequence[int]], limits: Limits
+) -> Sequence[int | None]:
+    """Of each prompt, the first token whose log-probability is wanted."""
+    starts = plain(starts)
+    if not wanted:
+        if starts is not None:
+            raise InvalidRequest(
+                f"logprob_start_len={shown(starts)} says from where on a prompt's "
+                "log-probabilities are wanted: give return_prompt_logprob=True with it"
+            )
+        return [None] * len(token_ids)
+    if limits.score_refusal is not None:
+        refusal = limits.score_refusal
+        raise InvalidRequest(f"return_prompt_logprob: this pool cannot: {refusal}")
+    if not isinstance(starts, list | tuple):
+        starts = [0 if starts is None else starts] * len(token_ids)
+    if len(starts) != len(token_ids):
+        raise InvalidRequest(
+            f"logprob_start_len has {len(starts)} entries for {len(token_ids)} prompts: give "
+            "one for all of them, or one a prompt"
+        )
+    for index, (start, ids) in enumerate(zip(starts, token_ids, strict=True)):
+        if not (is_int(start) and 0 <= start < len(ids)):
+            raise InvalidRequest(
+                f"logprob_start_len={shown(start)}: expected an integer from 0 to "
+                f"{len(ids) - 1}, the prompt's last token",
+                prompt_index=index,
+            )
+    return starts

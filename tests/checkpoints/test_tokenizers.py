@@ -1,14 +1,23 @@
 """Tokenizers as checkpoints have them: ids and text are what the tokenizer's own library says."""
 
+import shutil
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Fast
-from transformers import PreTrainedTokenizerFast
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from enginepool import InvalidRequest, toy
+from enginepool.requests.call_options import check_options
 from enginepool.requests.detokenizer import detokenize
+from enginepool.requests.tokenizer import Tokenizer
+from enginepool.toy.files import START_ID, START_TOKEN, VOCAB_SIZE
+from tests.support.checkpoints import set_json
 from tests.support.inputs import input_processor
 
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -60,3 +69,106 @@ def test_characters_of_several_tokens(bytes_beside: Any, prompt: str, output: st
     ends = [place for place, character in enumerate(output, 1) if not character.isascii()]
     assert {output[:end] for end in ends} <= {*texts}
     assert detokenize(request, output_ids, processor.tokenizer) == output
+
+
+@pytest.fixture
+def begins() -> Any:
+    """The toy's, which sets a token before every text, as Llama 3's does."""
+    hf: Any = AutoTokenizer.from_pretrained(toy.checkpoint())
+    hf.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{START_TOKEN} $A", special_tokens=[(START_TOKEN, START_ID)]
+    )
+    hf.chat_template = START_TOKEN + "{{ messages[0]['content'] }}"
+    return hf
+
+
+def test_one_beginning(begins: Any) -> None:
+    """Text gets it, a template has its own, and what a template rendered can go without."""
+    processor = input_processor(begins)
+    messages = [{"role": "user", "content": "1"}]
+    rendered = begins.apply_chat_template(messages, tokenize=False)
+
+    def ids(text: str, **options: Any) -> list[int]:
+        return processor.make_call(text, {}, None, **options).requests[0].input_ids
+
+    once = [START_ID, ord("1")]
+    assert ids("1") == once
+    assert processor.tokenizer.apply_chat_template(0, messages) == once
+    assert ids(rendered) == [START_ID, *once]
+    assert ids(rendered, add_special_tokens=False) == once
+    with pytest.raises(InvalidRequest, match="add_special_tokens='no'"):
+        ids(rendered, add_special_tokens="no")
+    with pytest.raises(InvalidRequest, match="nothing is added to input_ids"):
+        processor.make_call(None, {}, once, add_special_tokens=False)
+
+
+def test_the_option_is_of_calls_with_prompts() -> None:
+    assert (
+        check_options("generate", {"add_special_tokens": False}).get("add_special_tokens") is False
+    )
+    with pytest.raises(InvalidRequest, match="chat: add_special_tokens=False is unknown"):
+        check_options("chat", {"add_special_tokens": False})
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_token_beyond_the_embedding(special: bool) -> None:
+    """It has no row there, whether a text, a conversation or the caller says it."""
+    hf: Any = AutoTokenizer.from_pretrained(toy.checkpoint())
+    hf.add_tokens([AddedToken("<added>", special=special)])
+    processor = input_processor(hf)
+    ids = processor.tokenizer.apply_chat_template(0, [{"role": "user", "content": "a <added>"}])
+    for text, given in (("a <added> b", None), (None, [1, VOCAB_SIZE]), (None, ids)):
+        with pytest.raises(InvalidRequest, match="token id 272 is outside the vocabulary of 272"):
+            processor.make_call(text, {}, given)
+    assert processor.make_call("a b", {}, None).requests
+
+
+NAMED = [
+    {"name": "default", "template": "D{{ messages[0]['content'] }}"},
+    {"name": "tool_use", "template": "T{{ messages[0]['content'] }}"},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "D1"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "T1"),
+        ({"chat_template": "tool_use"}, "T1"),
+    ],
+)
+def test_named_templates(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    processor = input_processor(loaded(tmp_path, chat_template=NAMED))
+    messages = [{"role": "user", "content": "1"}]
+    ids = processor.tokenizer.apply_chat_template(0, messages, **options)
+    assert bytes(ids).decode() == text
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [(None, "no chat template"), ([NAMED[1]], r"no default specified.*\['tool_use'\]")],
+)
+def test_no_template(tmp_path: Path, template: Any, why: str) -> None:
+    processor = input_processor(loaded(tmp_path, chat_template=template))
+    with pytest.raises(InvalidRequest, match=why):
+        processor.tokenizer.apply_chat_template(0, [{"role": "user", "content": "1"}])
+
+
+def test_a_template_in_its_own_file(tmp_path: Path) -> None:
+    """As transformers 5 writes it."""
+    (tmp_path / "chat_template.jinja").write_text("é{{ messages[0]['content'] }}", encoding="utf-8")
+    processor = input_processor(loaded(tmp_path, chat_template=None))
+    ids = processor.tokenizer.apply_chat_template(0, [{"role": "user", "content": "1"}])
+    assert bytes(ids).decode() == "é1"
+
+
+def loaded(folder: Path, **fields: Any) -> Any:
+    """The toy's, with these fields in tokenizer_config.json, as engines load it."""
+    shutil.copy(toy.checkpoint() / "tokenizer.json", folder)
+    shutil.copy(toy.checkpoint() / "config.json", folder)
+    shutil.copy(toy.checkpoint() / "tokenizer_config.json", folder)
+    set_json(folder / "tokenizer_config.json", fields)
+    args = SimpleNamespace(
+        tokenizer_path=str(folder), tokenizer_mode="auto", trust_remote_code=False, revision=None
+    )
+    return Tokenizer.load(args).hf
