@@ -6,6 +6,10 @@ A server of the toy, as a process of its own, and one client that sends one chat
 The attacker is a third process (`hostile_client.py`): two bodies at a time over and over, or
 connections held. All of them share this machine's cores: what the attacker computes (up to 16 MB
 are sent again and again) is no longer there for the server, whatever that does.
+
+Beside each attack `/health` is asked, too, and afterwards it is looked how much memory the server
+has more than before the first, its helpers' included. Ends with 1 where `/health` took more than a
+second or the memory grew by more than a gigabyte.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+import psutil
 
 from benchmarks.hostile_client import BODIES, CHAT, CONNECTIONS, SUM
 from benchmarks.serving import flags, server
@@ -27,6 +32,8 @@ from benchmarks.table import CORES, plain
 from enginepool import toy
 
 _BEGIN = 1.0  # seconds until an attack is under way
+_HEALTH_SECONDS = 1.0
+_GROWTH = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,30 +46,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     command = [sys.executable, "-m", "enginepool.cli", "serve", str(toy.checkpoint())]
     command += ["--devices", str(options.devices), *flags()]
-    rows: dict[str, list[float]] = {}
+    rows: dict[str, dict[str, list[float]]] = {}
     with server(command) as url, httpx.Client(base_url=url, timeout=600) as client:
         _chats(client, 2.0)
+        before = _memory()
         rows["quiet"] = _chats(client, options.seconds)
         for attack in options.attacks:
             rows[attack] = _beside(url, attack, client, options.seconds)
             _chats(client, 1.0)
+            rows[attack]["grown"] = [_memory() - before]
         rows["quiet again"] = _chats(client, options.seconds)
+        rows["quiet again"]["grown"] = [_memory() - before]
     print(f"a chat of 3 tokens, ms, on {CORES} cores with the attacker beside it:")
-    quiet = statistics.median(rows["quiet"])
+    quiet = statistics.median(rows["quiet"]["chats"])
     plain(
-        ("", "chats", "median", "longest", "median to quiet's"),
+        ("", "chats", "median", "longest", "median to quiet's", "longest /health", "MB more"),
         [
-            [name, len(times), *_ms(statistics.median(times), max(times)),
-             f"{statistics.median(times) / quiet:.1f}"]
-            for name, times in rows.items()
+            [name, len(row["chats"]), *_ms(statistics.median(row["chats"]), max(row["chats"])),
+             f"{statistics.median(row['chats']) / quiet:.1f}", *_ms(max(row["health"])),
+             f"{row.get('grown', [0])[0] / 1e6:.0f}"]
+            for name, row in rows.items()
         ],
     )  # fmt: skip
     if options.json:
         Path(options.json).write_text(json.dumps(rows), encoding="utf-8")
-    return 0
+    late = max(max(row["health"]) for row in rows.values()) > _HEALTH_SECONDS
+    return int(late or max(row.get("grown", [0])[0] for row in rows.values()) > _GROWTH)
 
 
-def _beside(url: str, attack: str, client: httpx.Client, seconds: float) -> list[float]:
+def _memory() -> int:
+    """Of the server and its own processes."""
+    (one,) = (child for child in psutil.Process().children() if "serve" in child.cmdline())
+    return sum(each.memory_info().rss for each in (one, *one.children(recursive=True)))
+
+
+def _beside(url: str, attack: str, client: httpx.Client, seconds: float) -> dict[str, list[float]]:
     attacker = subprocess.Popen([sys.executable, "-m", "benchmarks.hostile_client", url, attack])
     try:
         _chats(client, _BEGIN)
@@ -75,17 +93,21 @@ def _beside(url: str, attack: str, client: httpx.Client, seconds: float) -> list
         attacker.wait()
 
 
-def _chats(client: httpx.Client, seconds: float) -> list[float]:
-    """One after the other."""
-    times = []
+def _chats(client: httpx.Client, seconds: float) -> dict[str, list[float]]:
+    """One after the other, and what `/health` took before each."""
+    times: list[float] = []
+    health: list[float] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or not times:
+        began = time.perf_counter()
+        client.get("/health").raise_for_status()
+        health.append(time.perf_counter() - began)
         began = time.perf_counter()
         reply = client.post(CHAT, json={"model": "toy", "messages": SUM, "temperature": 0})
         times.append(time.perf_counter() - began)
         if reply.json()["choices"][0]["message"]["content"] != "19":
             raise RuntimeError(f"the chat was not answered: {reply.text[:300]}")
-    return times
+    return {"chats": times, "health": health}
 
 
 def _ms(*seconds: float) -> list[str]:

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from benchmarks import hostile_grammars as grammars
+
 SUM = [{"role": "user", "content": "12+7="}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 TOKENS, SCORE = "/inference/v1/generate", "/v1/score"
@@ -88,6 +90,18 @@ _BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "labels": (SCORE, lambda: {"query": "1", "items": ["1"], "label_token_ids": [1] * 5_000_000}),
     "deep schema": (CHAT, lambda: {"messages": SUM, "response_format": _format(_nested(60))}),
+    "chain of schemas": (
+        CHAT,
+        lambda: {"messages": SUM, "response_format": _format(grammars.chain_of_schemas(1400))},
+    ),
+    "chain of rules": (CHAT, lambda: {"messages": SUM, "ebnf": grammars.chain_of_rules(4000)}),
+    "grammar without end": (CHAT, lambda: {"messages": SUM, "ebnf": grammars.without_end()}),
+    "lists": (CHAT, lambda: {"messages": SUM, "response_format": _format(grammars.lists(200))}),
+    "numbers": (
+        CHAT,
+        lambda: {"messages": SUM, "response_format": _format(grammars.multiples(150))},
+    ),
+    "long expression": (CHAT, lambda: {"messages": SUM, "regex": grammars.long_expression()}),
 }
 BODIES = tuple(_BODIES)
 

@@ -15,8 +15,10 @@ It is computed while the device runs the model.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,11 @@ from enginepool.requests.request import aborted
 from enginepool.requests.thinking import Thinking, Thought
 
 _ALL = np.uint32((1 << 32) - 1)
+
+# What a request's masks may take of the thread that all requests of an engine wait for: so much a
+# token, and so much more in all. Most take a tenth of a millisecond.
+_A_TOKEN = 0.003
+_IN_ADVANCE = 0.5
 
 
 class RequestGrammar:
@@ -50,27 +57,31 @@ class RequestGrammar:
             output_ids: Those that it has already, as it resumes.
             thinking: What comes before the grammar, if anything does.
         """
+        self._grammar = grammar
         self._matcher = grammar.matcher()
         self._ends = sorted({*ends, grammar.eos_token_id})
         self.finished = False
         self.failure: str | None = None
+        self._owed = 0.0  # seconds beyond what its tokens give
         self._thought = None if thinking is None else Thought(thinking)
         going = [token for token in output_ids if token not in self._ends]
         if answer := list(itertools.dropwhile(self._is_thought, going)):
-            self._matcher.consume_tokens(answer)
-            self._look_for_failure()
+            with self._taking(len(answer)):
+                self._matcher.consume_tokens(answer)
 
     def accept_token(self, token: int) -> None:
         """Go on behind a token of the output."""
         if self.failure is None and token not in self._ends and not self._is_thought(token):
-            self._matcher.consume_token(token)
-            self._look_for_failure()
+            with self._taking(tokens=0):
+                self._matcher.consume_token(token)
 
     def _is_thought(self, token: int) -> bool:
         """Whether a token of the output comes before what the grammar describes."""
         if self._thought is None:
             return False
-        fits = self._thought.first_id is not None and self._matcher.validate_tokens([token]) == 1
+        with self._taking(tokens=0):
+            fits = self._thought.first_id is not None
+            fits = fits and self._matcher.validate_tokens([token]) == 1
         said = self._thought.take(token, fits_answer=fits)
         if said:
             self.failure = f"a token ended the thinking and began the answer with {len(said)} "
@@ -94,8 +105,8 @@ class RequestGrammar:
             return
         row[:] = 0
         if self.failure is None:
-            allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(row)]
-            self._look_for_failure()
+            with self._taking(tokens=1):
+                allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(row)]
             row[: len(allowed)] = allowed
             if self.failure is None and not row.any():
                 self.failure = "no token of the vocabulary continues what the grammar describes"
@@ -110,10 +121,22 @@ class RequestGrammar:
         if first is not None and self.failure is None:
             row[first // 32] |= np.uint32(1 << first % 32)
 
-    def _look_for_failure(self) -> None:
+    @contextlib.contextmanager
+    def _taking(self, tokens: int) -> Iterator[None]:
+        """Around what the matcher does for so many tokens."""
+        began = time.thread_time()
+        yield
+        taken = time.thread_time() - began
+        self._grammar.seconds += taken
+        self._owed = max(0.0, self._owed + taken - tokens * _A_TOKEN)
         if self._matcher.is_error():
             lines = self._matcher.get_error().strip().splitlines()
             self.failure = lines[0] if lines else "llguidance gives no reason"
+        elif self._owed > _IN_ADVANCE:
+            self.failure = (
+                f"what may come next takes too long to find: {_IN_ADVANCE:g} s in all and "
+                f"{1000 * _A_TOKEN:g} ms a token are given; make its expressions shorter"
+            )
 
 
 def open_mask(vocab_size: int, batch_size: int) -> np.ndarray:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Unpack
 
-import anyio.to_thread
-
 from enginepool.pool.calls import async_run_call, run_call
 from enginepool.pool.opening import Opening
+from enginepool.requests.asker import in_thread
 from enginepool.requests.call_options import CallOptions, Params, Prompts, check_options
 from enginepool.requests.output_processor import make_chunk, make_result, raise_failure
 from enginepool.requests.progress_bar import show_progress
@@ -128,9 +127,7 @@ class Generation(Opening):
         """`as_completed` on an event loop; bad input is raised at the first step."""
         checked = check_options("as_completed", options)
         runtime = await self._async_runtime()
-        call = await anyio.to_thread.run_sync(
-            _make_call, runtime, prompts, sampling_params, checked
-        )
+        call = await in_thread(_make_call, runtime, prompts, sampling_params, checked)
         dispatch = runtime.dispatch
         with submitted(dispatch, call):
             async for chunk in async_chunks(dispatch, call, checked.get("timeout")):
@@ -170,7 +167,7 @@ class Generation(Opening):
         """`stream` on an event loop; bad input is raised at the first step."""
         checked = check_options("stream", options)
         runtime = await self._async_runtime()
-        call = await anyio.to_thread.run_sync(
+        call = await in_thread(
             lambda: _make_call(runtime, prompt, sampling_params, checked, stream=True)
         )
         dispatch = runtime.dispatch
@@ -228,7 +225,7 @@ async def async_run(
     raise_on_error: bool,
 ) -> tuple[Call, list[dict[str, Any]]]:
     """`run` on an event loop."""
-    call = await anyio.to_thread.run_sync(_make_call, runtime, prompts, sampling_params, checked)
+    call = await in_thread(_make_call, runtime, prompts, sampling_params, checked)
     return call, await async_run_call(runtime, call, checked.get("timeout"), raise_on_error)
 
 

@@ -24,6 +24,7 @@ from anyio.to_thread import run_sync
 from sgl_jax.srt.managers.io_struct import FlushCacheReqOutput
 
 from enginepool.errors import EnginePoolError, InvalidRequest
+from enginepool.requests.asker import in_thread
 from enginepool.requests.output_processor import call_results, make_chunk, raise_failure
 from enginepool.requests.request import Call
 from enginepool.requests.score_input import make_score_call
@@ -80,7 +81,7 @@ class FrontEnd:
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """Serve upstream's GenerateReqInput; yields its one result, or chunks when it streams."""
         del request
-        call = await run_sync(self.make_call, obj)
+        call = await in_thread(self.make_call, obj)
         async for output in self.outputs(call, obj):
             yield output
 

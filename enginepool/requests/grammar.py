@@ -10,11 +10,19 @@ from enginepool.errors import InvalidGrammar
 from enginepool.values import described
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
 KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # Characters of a grammar: what is longer takes seconds to compile.
 _LONGEST = 1 << 18
+# What a grammar may take: the stack that it is compiled on, smaller than that of any thread which
+# compiles it or fills its masks in the pool's process; memory to compile it; and when it is.
+STACK_BYTES = 1 << 21
+ADDRESS_BYTES = 1 << 29
+TOO_MUCH_MEMORY = f"it takes more than {ADDRESS_BYTES >> 20} MiB to compile; make it smaller"
+MOST_BYTES = 1 << 27
+# What its lexer grows by while its masks are computed, by the second of that, at the most.
+_GROWTH = 1 << 28
 
 
 class GrammarSource(NamedTuple):
@@ -44,13 +52,31 @@ class GrammarSource(NamedTuple):
         return cls(kind, text)
 
 
-class Grammar:
-    """A compiled grammar: from any thread."""
+def parser_limits() -> LLParserLimits:
+    """llguidance's own, of which a grammar in use would reach half a gigabyte."""
+    from llguidance import LLParserLimits
 
-    def __init__(self, start: LLMatcher, eos_token_id: int) -> None:
+    return LLParserLimits(max_lexer_states=100_000)
+
+
+class Grammar:
+    """A compiled grammar: from any thread.
+
+    Attributes:
+        seconds: What the masks of all its states have taken so far.
+    """
+
+    def __init__(self, start: LLMatcher, eos_token_id: int, compiled_bytes: int) -> None:
         self._start = start
         self._lock = threading.Lock()
+        self._compiled_bytes = compiled_bytes
         self.eos_token_id = eos_token_id
+        self.seconds = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """At the most: all its states share a lexer, which grows as they go on."""
+        return self._compiled_bytes + int(_GROWTH * self.seconds)
 
     def matcher(self) -> LLMatcher:
         """A state of its own, before the first token."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from enginepool.errors import InvalidGrammar, InvalidRequest
 from enginepool.requests.generation_defaults import GenerationDefaults
-from enginepool.requests.grammar import Grammar
+from enginepool.requests.grammar import Grammar, GrammarSource
 from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.limits import Limits, check_ids, check_length
 from enginepool.requests.logprob_options import check_named_ids, check_starts, check_top_logprobs
@@ -235,14 +235,17 @@ class InputProcessor:
 
     def _grammars(self, sampling: Sequence[Sampling]) -> list[Grammar | None]:
         """What every prompt's outputs are held to, compiled."""
-        made: list[Grammar | None] = []
+        made: dict[GrammarSource | None, Grammar | None] = {None: None}
         for index, one in enumerate(sampling):
+            if one.grammar in made:
+                continue
+            assert one.grammar is not None
             try:
-                made.append(None if one.grammar is None else self.grammars.compile(one.grammar))
+                made[one.grammar] = self.grammars.compile(one.grammar)
             except InvalidGrammar as error:
                 lone = all(other is one for other in sampling)
                 raise InvalidGrammar(str(error), prompt_index=None if lone else index) from error
-        return made
+        return [made[one.grammar] for one in sampling]
 
     def _one_sample(self, sampling: Sampling, prompt: int, index: int, sample_index: int) -> Any:
         """Upstream's object for one sample: its own stream of random numbers, one output."""

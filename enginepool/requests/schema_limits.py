@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-# llguidance writes out every item, every remainder of a multiple, and all that `allOf` combines.
+# llguidance writes out every item, every remainder of a multiple, and all that `allOf` combines; it
+# compiles what a schema has in it, or refers to, on the stack.
 _MOST_ITEMS = 10_000
 _LARGEST_MULTIPLE = 10_000
 _MOST_WAYS = 1_000
+_LONGEST_CHAIN = 256
 
 
 def check_schema(schema: Any) -> None:
@@ -19,13 +21,53 @@ def check_schema(schema: Any) -> None:
         RecursionError: It is nested too deeply.
     """
     parts = dict(_subschemas(schema, "#"))
+    items = 0.0
     for part in parts.values():
-        for name in ("minItems", "maxItems", "minProperties", "maxProperties"):
-            count = part.get(name)
-            if isinstance(count, int | float) and count > _MOST_ITEMS:
-                raise ValueError(f"{name}={count}: at most {_MOST_ITEMS} are compiled")
+        for names in (("minItems", "maxItems"), ("minProperties", "maxProperties")):
+            counts = [(part[name], name) for name in names if _is_count(part.get(name))]
+            count, name = max(counts, default=(0, ""))
+            items += count
+            if items > _MOST_ITEMS:
+                raise ValueError(
+                    f"{name}={count}: at most {_MOST_ITEMS} are compiled, in all of a schema"
+                )
         _check_multiple(part.get("multipleOf"))
+    _check_chains(schema, parts)
     _Ways(parts).check()
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _check_chains(schema: Any, parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """By way of everything that is in a schema, and of references; each is looked at once, as the
+    compiler does."""
+    seen: set[int] = set()
+    ways: list[Iterator[Any]] = [iter([schema])]
+    while ways:
+        value = next(ways[-1], ways)
+        if value is ways:
+            ways.pop()
+        elif isinstance(value, Mapping | list) and id(value) not in seen:
+            seen.add(id(value))
+            if len(ways) > _LONGEST_CHAIN:
+                raise ValueError(
+                    f"it has a chain of more than {_LONGEST_CHAIN} schemas, each in the one before "
+                    "or referred to by it ($ref, anyOf, items, …): make it shorter"
+                )
+            ways.append(iter(_next_in_chain(value, parts)))
+
+
+def _next_in_chain(value: Any, parts: Mapping[str, Any]) -> list[Any]:
+    """What a schema has in it and what it refers to; definitions are only referred to."""
+    if isinstance(value, list):
+        return value
+    inner = [one for name, one in value.items() if name not in ("$defs", "definitions")]
+    reference = value.get("$ref")
+    if isinstance(reference, str) and reference in parts:
+        inner.append(parts[reference])
+    return inner
 
 
 def _check_multiple(number: Any) -> None:

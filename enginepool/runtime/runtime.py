@@ -94,7 +94,8 @@ class Runtime:
             self.workers += [self._make_worker(i, group) for i, group in enumerate(groups)]
             defaults = read_defaults(self.config)
             start_workers(self.workers, self.config.warmup, on_engine)
-            self.input_processor = make_input_processor(self.workers, defaults)
+            self.input_processor = make_input_processor(self.workers, defaults, self.name)
+            self.guards.callback(self.input_processor.grammars.close)
             if (limit := self.config.step_timeout) is not None:
                 watch = watching(self.name, self.workers, limit, self.recovery)
                 self.guards.enter_context(watch)

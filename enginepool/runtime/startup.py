@@ -133,7 +133,7 @@ def read_defaults(config: PoolConfig) -> GenerationDefaults:
 
 
 def make_input_processor(
-    workers: Sequence[EngineWorker], defaults: GenerationDefaults
+    workers: Sequence[EngineWorker], defaults: GenerationDefaults, name: str
 ) -> InputProcessor:
     """What checks and tokenizes prompts, with the limits of the smallest engine: devices that
     something else uses too have room for less KV cache."""
@@ -164,7 +164,7 @@ def make_input_processor(
         "whitespace_flexible": not args.constrained_json_disable_any_whitespace,
         "whitespace_pattern": args.constrained_json_whitespace_pattern,
     }
-    grammars = GrammarCompiler(tokenizer, limits.vocab_size, json_options)
+    grammars = GrammarCompiler(tokenizer, limits.vocab_size, json_options, name)
     return InputProcessor(tokenizer, limits, defaults, grammars)
 
 

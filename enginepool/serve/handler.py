@@ -14,6 +14,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from enginepool.errors import InvalidRequest
+from enginepool.requests.asker import in_thread
+from enginepool.requests.grammar import KINDS
 from enginepool.requests.request import Call
 from enginepool.requests.score_input import prompt_entries
 from enginepool.requests.thinking import Thinking
@@ -146,7 +148,11 @@ class Exchange:
         obj.rid = rids
         self._texts = obj.return_text_in_logprobs
         limiter = self.tokenizer.large if _size(obj) > LARGE else None
-        self.call = await run_sync(self._make_call, obj, prompt_logprobs, thinking, limiter=limiter)
+        if limiter is None and _has_grammar(obj):
+            limiter = self.tokenizer.grammars
+        self.call = await in_thread(
+            self._make_call, obj, prompt_logprobs, thinking, limiter=limiter
+        )
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:
@@ -293,6 +299,12 @@ def _size(obj: Any) -> int:
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         return len(prompts)
     return sum(map(len, prompts))
+
+
+def _has_grammar(obj: Any) -> bool:
+    params = obj.sampling_params
+    each = params if isinstance(params, list) else [params]
+    return any(kind in one for one in each if isinstance(one, dict) for kind in KINDS)
 
 
 def _raise_if_lost(output: Any, *, nothing_yet: bool) -> None:

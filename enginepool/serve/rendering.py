@@ -16,6 +16,7 @@ from enginepool.serve.prompt_limits import PromptLimits
 # So that threads are left for the rest.
 _TEMPLATES_AT_ONCE = 4
 _LARGE_AT_ONCE = 4
+_GRAMMARS_AT_ONCE = 64  # of which most only wait
 LARGE = 1 << 16  # characters or token ids of one body
 _TEXTS_KEPT = 1 << 16
 _TELLING = 4  # characters; shorter texts are parts of any sentence
@@ -46,6 +47,7 @@ class Rendering:
     Attributes:
         limiter: Of the threads that chat templates run on.
         large: Of those that take the prompts of large bodies.
+        grammars: Of those that have grammars compiled.
         template_options: Names that mean something to the tokenizer's `apply_chat_template`
             itself, not to the template: with them a client would bring its own program.
     """
@@ -56,6 +58,7 @@ class Rendering:
         self.token_text = functools.lru_cache(_TEXTS_KEPT)(tokenizer.token_text)
         self.limiter = CapacityLimiter(_TEMPLATES_AT_ONCE)
         self.large = CapacityLimiter(_LARGE_AT_ONCE)
+        self.grammars = CapacityLimiter(_GRAMMARS_AT_ONCE)
         options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
         self.template_options = (options | {"messages"}) - {"documents", "kwargs"}
 

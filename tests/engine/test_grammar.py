@@ -28,7 +28,7 @@ def compiled(
 ) -> Grammar:
     matcher = LLMatcher(vocabulary, grammar_from(kind, text), limits=limits)
     assert not matcher.is_error()
-    return Grammar(matcher, END_ID)
+    return Grammar(matcher, END_ID, 0)
 
 
 def allowed(grammar: RequestGrammar, rows: int = 3, row: int = 1) -> set[int]:
@@ -95,3 +95,26 @@ def test_a_grammar_that_can_go_no_further(vocabulary: LLTokenizer) -> None:
     assert finish_reason(req, {"type": "length", "length": 3})["type"] == "length"
     req.grammar = other
     assert finish_reason(req, stop) == stop
+
+
+def test_a_grammar_that_takes_too_long(vocabulary: LLTokenizer) -> None:
+    """Others wait for its masks: a request has so much of that, and then it ends. Another of the
+    same grammar has its own."""
+    slow = compiled(vocabulary, "regex", "a" * 250_000)
+    grammar, other = RequestGrammar(slow, [], []), RequestGrammar(slow, [], [])
+    for _ in range(1000):
+        allowed(grammar)
+        if grammar.failure is not None:
+            break
+        grammar.accept_token(ord("a"))
+    assert "takes too long" in (grammar.failure or "")
+    assert slow.seconds > 0.5
+    assert slow.nbytes > 100 << 20
+    assert allowed(grammar) == {END_ID}
+    assert ord("a") in allowed(other)
+
+    quick = RequestGrammar(compiled(vocabulary, "regex", "[ab]{2000}"), [], [])
+    for _ in range(2000):
+        assert allowed(quick) == {97, 98}
+        quick.accept_token(97)
+    assert allowed(quick) == {END_ID}

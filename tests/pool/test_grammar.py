@@ -11,9 +11,11 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
+from benchmarks.hostile_grammars import multiples
 from enginepool import EnginePool, InvalidGrammar, InvalidRequest
 from enginepool.toy.files import END_ID
 from tests.support.forced import output_logits
+from tests.support.grammars import HOSTILE
 from tests.support.liveness import SECONDS, callers
 from tests.support.marks import slow
 from tests.support.pools import compilations, same
@@ -122,9 +124,10 @@ def test_what_was_compiled_is_kept_within_bounds(pool: EnginePool) -> None:
     compiler = pool._runtime().input_processor.grammars
     pool.generate("a", {"regex": "[0-9]kept", "max_new_tokens": 8})
     kept = list(compiler._kept)[-1]
-    compiled = compiler._kept[kept].result()
+    compiled = compiler._kept[kept]
     pool.generate_all(["a", "b"], {"regex": "[0-9]kept", "max_new_tokens": 8})
-    assert compiler._kept[kept].result() is compiled
+    assert compiler._kept[kept] is compiled
+    assert compiled.seconds > 0
     for number in range(150):
         pool.generate("a", {"regex": f"{number}", "max_new_tokens": 8})
     assert len(compiler._kept) == 128
@@ -161,6 +164,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"ebnf": "root ::= foo"}, ["ebnf='root ::= foo'", "foo"]),
     ({"ebnf": "root ::= " + "(" * 5000}, ["does not compile"]),
     ({"structural_tag": {"type": "structural_tag"}}, ["structures", "triggers"]),
+    *HOSTILE.values(),
+    *slow(
+        ({"json_schema": multiples(150)}, ["more than", "to compile"]),
+    ),
     ({"structural_tag": "[]"}, ["a JSON object"]),
     ({"regex": "a", "ebnf": 'root ::= "a"'}, ["regex and ebnf", "give one"]),
     ({"regex": "a", "ignore_eos": True}, ["ignore_eos=True with regex", "end token"]),

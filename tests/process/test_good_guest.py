@@ -25,8 +25,9 @@ def at_exit(difference: dict[str, Any]) -> set[str]:
 @pytest.mark.timeout(600)
 def test_good_guest() -> None:
     """After a pool's life the process is as before, in everything that a library could disturb,
-    and so it is while the pool is open but for its threads, its memory and its loop; nothing is
-    printed. Upstream's Engine, started as its users do, disturbs most of the same list."""
+    and so it is while the pool is open but for its threads, the process that tries grammars, its
+    memory and its loop; nothing is printed. Upstream's Engine, started as its users do, disturbs
+    most of the same list."""
     ours, theirs = Program("guest", warmup="none"), Program("upstream")
     report, printed = ours.report()
     assert printed == ""
@@ -37,12 +38,14 @@ def test_good_guest() -> None:
     # start thread pools of their own that never end; a second life finds them there.
     once = {"native threads", "atexit", "jax config"}
     assert report["constructor"].keys() <= {"atexit"}
+    # JAX keeps a number of its own from the first step with a mask.
+    assert report["closed"].pop("device memory", [0, 0])[1] <= 8
     assert report["closed"].keys() <= once
     assert report["second life"] == {}
     assert not at_exit(report["closed"]) & {"enginepool", "sgl_jax"}
     # JAX's test utilities, which upstream imports, define configuration names of their own.
     assert new_values(report["closed"]) == new_values(report["open"]) == []
-    assert report["open"].keys() <= once | {"threads", "open files", "device memory"}
+    assert report["open"].keys() <= once | {"threads", "children", "open files", "device memory"}
     assert report["child lives"]
 
     report, _ = theirs.report()

@@ -49,7 +49,10 @@ def test_a_template_beside_the_messages(plain: Running) -> None:
 
 # One of each kind: what a template, a message, a prompt, ids, counts and a schema may be.
 FIRST, *OTHERS = CONNECTIONS
-USUAL = ("template", "messages", "prompt", "many ids", "131,072 requests", "schema")
+USUAL = (
+    "template", "messages", "prompt", "many ids", "131,072 requests", "schema",
+    "chain of rules", "grammar without end",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("attack", [*USUAL, *slow(*(n for n in BODIES if n not in USUAL))])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -9,6 +10,11 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from benchmarks.hostile_grammars import without_end
+from enginepool.requests import grammar_compiler
+from enginepool.requests.grammar_compiler import GrammarCompiler
+from enginepool.requests.grammar_helper import NobodyWaits
+from tests.support.liveness import SECONDS, until
 from tests.support.pools import MakePool
 from tests.support.servers import Running, serving
 
@@ -269,3 +275,27 @@ def test_bad_forms(
         assert part in reply.json()["error"]["message"]
     made = post(server, GENERATE)
     assert made["text"] == "19"
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_a_client_that_leaves_takes_its_grammar_along(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """What is compiled for nobody ends, whatever time it may take."""
+    monkeypatch.setattr(grammar_compiler, "_SHORT_SECONDS", 1000.0)
+    processor = server.server._pool._runtime().input_processor
+    compiler = GrammarCompiler(processor.tokenizer, processor.limits.vocab_size, {}, "left")
+    monkeypatch.setattr(processor, "grammars", compiler)
+    form = {"ebnf": without_end()}
+    fields = {"sampling_params": form} if path == GENERATE else form
+    content = json.dumps(BODIES[path] | fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    try:
+        with socket.create_connection(("127.0.0.1", server.server.port)) as client:
+            client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            until(lambda: compiler._jobs)
+            (job,) = compiler._jobs.values()
+        assert isinstance(job.done.exception(SECONDS), NobodyWaits)
+        assert post(server, GENERATE, sampling_params={"regex": "[ab]{3}"})["text"]
+    finally:
+        compiler.close()

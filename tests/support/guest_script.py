@@ -171,6 +171,7 @@ def use(pool: Any) -> None:
     """Everything that a pool offers, once."""
     pool.generate_all(["12+7=", "30+4="], SHORT, return_logprob=True, top_logprobs_num=2)
     pool.generate(["12+7="] * 9, {**SHORT, "temperature": 1.0, "n": 2})
+    pool.generate("12+7=", {"regex": "[0-9]{1,3}"})
     pool.chat([{"role": "user", "content": "12+7="}], SHORT)
     list(pool.stream("12+7=", SHORT))
     list(pool.as_completed(["12+7=", "30+4="], SHORT))
