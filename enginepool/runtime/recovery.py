@@ -8,10 +8,14 @@ not return.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
+import jax
+
 from enginepool.engine.recovery_protocol import Decision
+from enginepool.engine.states import EngineState
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
 from enginepool.requests.fault_history import FaultHistory
@@ -28,7 +32,11 @@ from enginepool.runtime.recovery_policy import (
     decide_request,
 )
 from enginepool.runtime.steering_lock import SteeringLock
+from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import place
+
+# In which an engine that failed has the leaves that it had; while it is rebuilt it may have others.
+_KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)
 
 
 class Recovery:
@@ -198,6 +206,24 @@ class Recovery:
             if other is not worker and other.condition.weights.update == self._desired.update
         ]
 
+    def _weights_of_siblings(self, worker: EngineWorker) -> Iterator[Mapping[str, jax.Array]]:
+        """What may be copied, best first: also of those that have failed and keep their weights."""
+        for sibling in self._siblings(worker):
+            yield sibling.leaves
+        for other in self._dispatch.workers:
+            condition = other.condition
+            weights = condition.weights
+            current = weights.update == self._desired.update and not weights.being_replaced
+            if other is worker or not current or weights.missing is not None:
+                continue
+            if not condition.returns or condition.kv_not_finite:
+                continue  # its device may be what is wrong
+            with suppress(LookupError):  # it is taken apart
+                held = dict(other.leaves)
+                # In this order: an engine that is rebuilt says so before it has other leaves.
+                if condition.state in _KEEPING and not other.leaves.lost():
+                    yield held
+
     def readmit(self, worker: EngineWorker, decision: Decision, seconds: float) -> bool:
         made = time.perf_counter()
         with self._steering.turn("recovery"):
@@ -234,8 +260,8 @@ class Recovery:
         current = weights.update == desired.update and not weights.being_replaced
         if current and not worker.leaves.lost():
             return
-        for sibling in self._siblings(worker):
-            _copy_weights(worker, sibling)
+        for theirs in self._weights_of_siblings(worker):
+            _copy_weights(worker.leaves, theirs)
             weights.replaced(desired.weight_version, desired.update)
             return
         # What lies there is of no version, and must not stay under an update of a part.
@@ -243,9 +269,8 @@ class Recovery:
         weights.missing = "its weights are gone, and no other engine has them; update_weights"
 
 
-def _copy_weights(worker: EngineWorker, sibling: EngineWorker) -> None:
+def _copy_weights(mine: EngineLeaves, theirs: Mapping[str, jax.Array]) -> None:
     """Leaf by leaf: never more than one set and a leaf."""
-    mine, theirs = worker.leaves, sibling.leaves
     for path, spec in mine.specs.items():
         mine.drop([path])
         array = place(theirs[path], spec.sharding, spec.dtype)

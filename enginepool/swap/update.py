@@ -189,9 +189,10 @@ class Update:
     def _roll_one(self, worker: EngineWorker) -> None:
         plan = self.plan
         if worker is not self.workers[0]:
-            # The first engine has them in the model's layout; a source is read only once.
-            first = self.workers[0].leaves
-            plan = self.plan.again(first, worker.leaves.specs)
+            # The first engine got them in the model's layout; a source is read only once. Not its
+            # leaves: should it have failed since, those may be made anew just now.
+            first = self.staged[self.workers[0].index]
+            plan = self.plan.again(first.arrays, worker.leaves.specs)
         staged = None
         if self.staging == "double":
             with self._timed("stage"):

@@ -89,7 +89,15 @@ class EngineLeaves(Mapping[str, jax.Array]):
 
         Args:
             shared: Which of them somebody else may delete or donate.
+
+        Raises:
+            EnginePoolError: One lies on other devices, where every step would fail.
         """
+        for path, array in arrays.items():
+            wanted = self.specs[path].sharding
+            assert wanted is not None
+            if isinstance(array, jax.Array) and array.sharding.device_set != wanted.device_set:
+                raise EnginePoolError(f"{path} lies on {array.devices()}, not on {self.devices}")
         # A new list: what holds on to the old one (a step that runs) keeps a whole set.
         leaves = list(self._runner.model_state_leaves)
         before: dict[str, jax.Array] = {}

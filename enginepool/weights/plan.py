@@ -147,7 +147,8 @@ class Plan:
     def make(
         self, piece: Piece, spec: jax.ShapeDtypeStruct, *, copy: bool
     ) -> tuple[jax.Array, bool]:
-        """A piece on an engine; one that must be converted only on the mapping's own engine.
+        """A piece on an engine. What must be converted comes from the mapping's own devices, which
+        are another engine's where that one has failed since.
 
         Returns:
             The leaf, and whether it is the source's own buffer.
@@ -157,7 +158,7 @@ class Plan:
         if piece.array is not None:
             made = place(piece.array, spec.sharding, spec.dtype, private=private)
         else:
-            made = self._convert(piece)
+            made = place(self._convert(piece), spec.sharding, spec.dtype)
         shared = any(same_buffer(made, tensor) for tensor in piece.tensors.values())
         if shared and copy:
             made = jax.device_put(jnp.array(made, copy=True), made.sharding)

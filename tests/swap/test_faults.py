@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import pytest
 
+from benchmarks.faults import Fault, every_step, hang_in_reset, raise_in_step, scheduler_of
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
 from enginepool.swap.quiesce import Standstill
 from enginepool.weights.leaves import EngineLeaves
@@ -201,3 +202,74 @@ def test_later_engine(
     four.update_weights(target("qwen3"))
     assert states(four) == ["serving"] * 4
     serves(four, target("qwen3"))
+
+
+@contextmanager
+def failing_while_it_drains(pool: EnginePool, engine: int) -> Iterator[None]:
+    """This engine's first step in a drain raises."""
+    worker, failed = pool._runtime().workers[engine], threading.Event()
+
+    def change(step: Callable[..., Any]) -> Callable[..., Any]:
+        def failing_once(*args: Any, **kwargs: Any) -> Any:
+            if worker.condition.draining and not failed.is_set():
+                failed.set()
+                raise Fault("this device is gone")
+            return step(*args, **kwargs)
+
+        return failing_once
+
+    undo = every_step(scheduler_of(pool, engine), change)
+    try:
+        yield
+        assert failed.is_set()
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("options", [{"staging": "stream"}, {"free_kv": True}, {}], ids=str)
+def test_the_engine_that_converts_fails_meanwhile(
+    llama: EnginePool, target: Callable[[str], Path], options: dict[str, Any]
+) -> None:
+    """Its siblings get their weights on their own devices, what ran on it ends there, and it comes
+    back with the same."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
+    with callers(1) as executor:
+        call = executor.submit(llama.generate_all, input_ids=PROMPTS * 4, sampling_params=params)
+        until(lambda: running(llama) == 8)
+        with failing_while_it_drains(llama, 0):
+            report = llama.update_weights(target("llama"), **options)
+        results = call.result(SECONDS)
+    assert [len(result["output_ids"]) for result in results] == [160] * len(results)
+    assert [one.engine_index for one in report.engines] == [1]
+    until(lambda: states(llama) == ["serving"] * 2)
+    for index in range(2):
+        weights = scheduler_of(llama, index).leaves
+        assert {leaf.device for leaf in weights.values()} == {jax.devices()[index]}
+    serves(llama, target("llama"))
+
+
+def test_one_comes_back_while_the_other_is_out(
+    llama: EnginePool, target: Callable[[str], Path]
+) -> None:
+    """The second engine fails right after the update that the first one missed: it has the new
+    weights all the same, and both serve."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
+    resets = [hang_in_reset(llama, index) for index in range(2)]
+    with callers(1) as executor:
+        call = executor.submit(llama.generate_all, input_ids=PROMPTS * 4, sampling_params=params)
+        try:
+            until(lambda: running(llama) == 8)
+            with failing_while_it_drains(llama, 0):
+                llama.update_weights(target("llama"))
+            raise_in_step(llama, 1)
+            until(lambda: states(llama) == ["resetting"] * 2)
+            resets[0].set()
+            until(lambda: states(llama)[0] != "resetting")
+            assert states(llama) == ["serving", "resetting"]
+        finally:
+            for reset in resets:
+                reset.set()
+        results = call.result(SECONDS)
+    assert [len(result["output_ids"]) for result in results] == [160] * len(results)
+    until(lambda: states(llama) == ["serving"] * 2)
+    serves(llama, target("llama"))
