@@ -13,6 +13,7 @@ from enginepool.config import PoolConfig, Warmup
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, InvalidConfig, InvalidWeights, PatchFailed
 from enginepool.logs import logger
+from enginepool.model_config.tokenizer import check_tokenizer_class
 from enginepool.process.tuning import frozen
 from enginepool.requests.ends import end_ids
 from enginepool.requests.generation_defaults import GenerationDefaults
@@ -125,11 +126,15 @@ def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None
 
 
 def read_defaults(config: PoolConfig) -> GenerationDefaults:
-    """What calls without sampling parameters get, before any engine is built."""
+    """What calls without sampling parameters get, before any engine is built.
+
+    Raises:
+        InvalidConfig: That is not to be read, or the tokenizer is none that can be loaded.
+    """
     args = config.server_args
-    return GenerationDefaults.read(
-        config.model, args.get("revision"), args.get("preferred_sampling_params")
-    )
+    revision, trusted = args.get("revision"), bool(args.get("trust_remote_code"))
+    check_tokenizer_class(args.get("tokenizer_path") or config.model, revision, trusted)
+    return GenerationDefaults.read(config.model, revision, args.get("preferred_sampling_params"))
 
 
 def make_input_processor(

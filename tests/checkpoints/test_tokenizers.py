@@ -12,13 +12,15 @@ from tokenizers import Tokenizer as Fast
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from enginepool import InvalidRequest, toy
+from enginepool import EnginePool, InvalidConfig, InvalidRequest, toy
+from enginepool.model_config.tokenizer import check_tokenizer_class
 from enginepool.requests.call_options import check_options
 from enginepool.requests.detokenizer import detokenize
 from enginepool.requests.tokenizer import Tokenizer
 from enginepool.toy.files import START_ID, START_TOKEN, VOCAB_SIZE
 from tests.support.checkpoints import set_json
 from tests.support.inputs import input_processor
+from tests.support.pools import SMALL
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 
@@ -172,3 +174,22 @@ def loaded(folder: Path, **fields: Any) -> Any:
         tokenizer_path=str(folder), tokenizer_mode="auto", trust_remote_code=False, revision=None
     )
     return Tokenizer.load(args).hf
+
+
+@pytest.mark.parametrize("name", ["SentencePieceBackend", "MistralCommonBackend", 7])
+def test_a_class_that_is_not_there(tmp_path: Path, name: Any) -> None:
+    """It names itself before anything is built."""
+    for file in ("tokenizer.json", "config.json", "tokenizer_config.json"):
+        shutil.copy(toy.checkpoint() / file, tmp_path)
+    set_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": name})
+    with pytest.raises(InvalidConfig, match=f"tokenizer_class={name!r} is none of transformers"):
+        EnginePool(str(tmp_path), devices=1, **SMALL).open()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [None, "TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "LlamaTokenizer"],
+)
+def test_a_class_that_is_there(tmp_path: Path, name: Any) -> None:
+    set_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": name})
+    check_tokenizer_class(str(tmp_path), None, trust_remote_code=False)
