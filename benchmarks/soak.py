@@ -4,13 +4,14 @@ and pauses, and what it survived.
     python -m benchmarks.soak --minutes 10 --seed 1
     python -m benchmarks.soak --minutes 30 --faults-per-minute 0     # healthy traffic alone
 
-Callers share prompts, time out, leave, abort and close their streams. Every prompt must be answered
-once: with the tokens that its weight versions give (held against a plain JAX forward pass), also
-where a broken tokenizer leaves it without text. No output may mix versions but in the modes that
-allow it; nobody hears of an error that was not its own doing; no engine is reset that no fault was
-put into. At the end every engine serves with the same weights and holds nothing, and memory,
-threads, signal handlers and child processes are as at the start. Exits with 1 if not. The limit of
-restarts is raised for this.
+Callers share prompts, time out, leave, abort and close their streams; with faults, some send a
+prompt that has no finite numbers, and now and then a step breaks while a swap is on its way. Every
+prompt must be answered once: with the tokens that its weight versions give (held against a plain
+JAX forward pass), also where a broken tokenizer leaves it without text. No output may mix versions
+but in the modes that allow it; nobody hears of an error that was not its own doing; no engine is
+reset that no fault was put into. At the end every engine serves with the same weights and holds
+nothing, and memory, threads, signal handlers and child processes are as at the start. Exits with 1
+if not. The limit of restarts is raised for this.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import tempfile
 import threading
@@ -32,9 +32,11 @@ import anyio.to_thread
 import jax
 
 from benchmarks import faults
+from benchmarks.bad_token import spoil
 from benchmarks.injector import STEP_TIMEOUT, Injector
 from benchmarks.micro_pool import at_rest, server_args, two_models
 from benchmarks.soak_checks import (
+    as_text,
     check_end,
     device_bytes,
     mixed_prompt,
@@ -53,6 +55,9 @@ _PAUSE_EVERY = 5.0
 _LULL_EVERY = 3.0
 _END_SECONDS = 120.0
 _MODES = ("drain", "retract", "abort", "in_place")
+_STAGINGS: tuple[Any, ...] = ("auto", "auto", "stream")
+# The share of swaps during which a step of one engine breaks.
+_BROKEN_SWAPS = 0.05
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -76,7 +81,8 @@ class Soak:
     ) -> None:
         self._pool, self._models, self._args, self._injector = pool, models, args, injector
         self._random = random.Random(args.seed)
-        self._callers = Callers(pool, random.Random(f"callers {args.seed}"))
+        rng = random.Random(f"callers {args.seed}")
+        self._callers = Callers(pool, rng, bad=bool(args.faults_per_minute))
         self._running = True
         self._lull = False
         self._in_call = 0
@@ -150,11 +156,14 @@ class Soak:
             await anyio.sleep(self._random.uniform(0.0, _SWAP_EVERY))
             mode: Any = self._random.choice(_MODES)
             self._mode_of[number + 1] = mode
+            if self._args.faults_per_minute and self._random.random() < _BROKEN_SWAPS:
+                self._injector.break_a_step("step raises during a swap")
             try:
                 await self._pool.async_update_weights(
                     self._models[(number + 1) % len(self._models)],
                     weight_version=number + 1,
                     mode=mode,
+                    staging=self._random.choice(_STAGINGS),
                 )
             except WeightUpdateFailed as error:
                 self._refused += 1
@@ -234,6 +243,7 @@ class Soak:
                 r.get("err_type") == "cancelled" for r in reasons
             ),
             "calls that their callers left": self._callers.left,
+            "prompts without finite numbers, ended so": self._callers.not_finite,
             "streams that the tokenizer broke": self._callers.broken_streams,
             "outputs that the tokenizer failed on": sum(
                 r.get("err_type") == "tokenizer" for r in reasons
@@ -254,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **server_args(-(-args.requests // args.engines)),
     }
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        models = two_models(Path(folder))
+        models = [spoil(model) for model in two_models(Path(folder))]
         with EnginePool(str(models[0]), devices=args.engines, **options) as pool:
             pool.generate_all(input_ids=[[1]] * args.requests)
             pool.update_weights(models[0], weight_version=0)
@@ -272,28 +282,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if abs(share - 1) > 0.02:
         violations.append(f"device memory is {share:.3f} of what it was")
     report |= {
-        **{f"engines back by {by}": len(times) for by, times in recoveries(events).items()},
-        **{
-            f"median ms until then, by {by}": 1000 * statistics.median(times)
-            for by, times in recoveries(events).items()
-            if times
-        },
+        **recoveries(events),
         "device memory, end over start": share,
         "violations": len(violations),
     }
-    plain(["what", "how many"], [[key, _text(value)] for key, value in report.items()])
+    plain(["what", "how many"], [[key, as_text(value)] for key, value in report.items()])
     print("\n".join(violations[:20]))
     if args.json:
         figures = {"jax": jax.__version__, "arguments": vars(args), **report}
         figures["violations"] = violations
         Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
     return 1 if violations else 0
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, dict):
-        return f"{sum(value.values())}: " + ", ".join(f"{n} {k}" for k, n in sorted(value.items()))
-    return f"{value:.3f}" if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

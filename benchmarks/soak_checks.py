@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import statistics
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -91,8 +92,8 @@ def device_bytes(pool: EnginePool) -> int:
     return pool.stats()["memory"]["sum"]["bytes_in_use"]
 
 
-def recoveries(events: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Seconds from a fault to serving again, by how."""
+def recoveries(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many engines came back, by how, and the median of milliseconds from a fault to then."""
     down: dict[int, float] = {}
     seconds: dict[str, list[float]] = {"reset": [], "rebuild": []}
     for event in events:
@@ -100,4 +101,15 @@ def recoveries(events: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
             down.setdefault(event["engine"], event["time"])
         elif event["event"] == "engine_recovered" and event["engine"] in down:
             seconds[event["by"]].append(event["time"] - down.pop(event["engine"]))
-    return seconds
+    return {f"engines back by {by}": len(times) for by, times in seconds.items()} | {
+        f"median ms until then, by {by}": 1000 * statistics.median(times)
+        for by, times in seconds.items()
+        if times
+    }
+
+
+def as_text(value: Any) -> Any:
+    """A figure, or counts by kind, for a table."""
+    if isinstance(value, dict):
+        return f"{sum(value.values())}: " + ", ".join(f"{n} {k}" for k, n in sorted(value.items()))
+    return f"{value:.3f}" if isinstance(value, float) else value

@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 
+from benchmarks.bad_token import BAD_TOKEN
 from benchmarks.faults import Fault
 from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED
 from benchmarks.span_checks import Finished
@@ -22,6 +23,9 @@ from enginepool import EnginePool
 
 _COPIES = 3
 _FEW_PROMPTS = 32  # so that whole prompts come again, too
+# Of the calls with a prompt that has no finite numbers, this share is made without it: each resets
+# engines, and most of what they do would be done for that.
+_SELDOM = 0.7
 _LONG = 160  # tokens: several chunks
 _SHARED_PREFIX = list(range(1, SHARED + 1))
 # What ends a request early though nothing is wrong, by its finish reason's message.
@@ -49,14 +53,15 @@ class Callers:
         calls: How many of each kind.
         left: Calls that were abandoned before they ended.
         broken_streams: Streams that raised what an injected fault of the tokenizer raised.
+        not_finite: Prompts that ended so; with `bad`, a few of the calls have one.
     """
 
-    def __init__(self, pool: EnginePool, rng: random.Random) -> None:
-        self._pool, self._random = pool, rng
+    def __init__(self, pool: EnginePool, rng: random.Random, *, bad: bool) -> None:
+        self._pool, self._random, self._bad = pool, rng, bad
         self.answers: list[Answer] = []
         self.violations: list[str] = []
         self.calls: collections.Counter[str] = collections.Counter()
-        self.left = self.broken_streams = 0
+        self.left = self.broken_streams = self.not_finite = 0
         self._kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "patient": self._patient,
             "timeout": self._timeout,
@@ -64,6 +69,8 @@ class Callers:
             "stream closed": self._closed_stream,
             "aborted": self._aborted,
         }
+        if bad:
+            self._kinds["not finite"] = self._not_finite
         self._prompts = [self._prompt() for _ in range(_FEW_PROMPTS)]
 
     async def call(self) -> None:
@@ -71,6 +78,8 @@ class Callers:
         kind = "patient"
         if self._random.random() < 0.4:
             kind = self._random.choice(sorted(self._kinds))
+        if kind == "not finite" and self._random.random() < _SELDOM:
+            kind = "patient"
         self.calls[kind] += 1
         try:
             await self._kinds[kind]()
@@ -146,6 +155,20 @@ class Callers:
             if len(chunk["output_ids"]) >= after:
                 await self._pool.async_abort_request(chunk["meta_info"]["id"])
         self._note(prompt, params, [chunk], 1, "abort_request")
+
+    async def _not_finite(self) -> None:
+        """A prompt that is bad in its middle, between two that are good."""
+        prompt, params = self.question()
+        bad = [*prompt[: len(prompt) // 2], BAD_TOKEN, *prompt[len(prompt) // 2 :]]
+        first, result, last = await self._pool.async_generate_all(
+            input_ids=[prompt, bad, prompt], sampling_params=params
+        )
+        self._note(prompt, params, [first, last], 2)
+        reason = result["meta_info"]["finish_reason"]
+        ended = reason.get("err_type") == "not_finite"
+        self.not_finite += ended
+        if result["output_ids"] or not (ended or reason.get("message") in (_SWAP, _PAUSE)):
+            self.violations.append(f"a prompt without finite numbers: {result}")
 
     def _note(
         self, prompt: list[int], params: dict[str, Any], results: list[Any], count: int, *ends: str
