@@ -59,7 +59,9 @@ class RequestGrammar:
         """
         self._grammar = grammar
         self._matcher = grammar.matcher()
-        self._ends = sorted({*ends, grammar.eos_token_id})
+        # Where the tokenizer names no end, llguidance takes some id for it: none of the model's.
+        self._complete = grammar.eos_token_id
+        self._ends = sorted({*ends} or {self._complete})
         self.finished = False
         self.failure: str | None = None
         self._owed = 0.0  # seconds beyond what its tokens give
@@ -110,12 +112,15 @@ class RequestGrammar:
             row[: len(allowed)] = allowed
             if self.failure is None and not row.any():
                 self.failure = "no token of the vocabulary continues what the grammar describes"
-        known = [end for end in self._ends if end < 32 * len(row)]
+        known = [end for end in (*self._ends, self._complete) if end < 32 * len(row)]
         words = [(end // 32, np.uint32(1 << end % 32)) for end in known]
+        may_end = self.failure is not None or any(row[word] & bit for word, bit in words)
         if self.failure is not None:
             row[:] = 0
-        if self.failure is not None or any(row[word] & bit for word, bit in words):
-            for word, bit in words:
+        for end, (word, bit) in zip(known, words, strict=True):
+            if end not in self._ends:
+                row[word] &= ~bit
+            elif may_end:
                 row[word] |= bit
         first = None if self._thought is None else self._thought.first_id
         if first is not None and self.failure is None:

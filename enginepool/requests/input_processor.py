@@ -241,6 +241,11 @@ class InputProcessor:
                 continue
             assert one.grammar is not None
             try:
+                if not self.limits.end_ids:
+                    raise InvalidGrammar(
+                        f"{one.grammar.kind} needs an end token, which comes behind a complete "
+                        "output: name one in the tokenizer or as eos_token_id in config.json"
+                    )
                 made[one.grammar] = self.grammars.compile(one.grammar)
             except InvalidGrammar as error:
                 lone = all(other is one for other in sampling)

@@ -11,7 +11,7 @@ from enginepool.requests.grammar_compiler import GrammarCompiler
 from enginepool.requests.input_processor import InputProcessor
 from enginepool.requests.limits import Limits
 from enginepool.requests.tokenizer import Tokenizer
-from enginepool.toy.files import VOCAB_SIZE
+from enginepool.toy.files import END_ID, VOCAB_SIZE
 
 
 def input_processor(
@@ -26,7 +26,7 @@ def input_processor(
     tokenizer = Tokenizer(hf or AutoTokenizer.from_pretrained(toy.checkpoint()))
     limits = Limits(
         prompt=400, total=500, vocab_size=VOCAB_SIZE, origin="a test", scored=500,
-        score_refusal=None, end_ids=frozenset(),
+        score_refusal=None, end_ids=frozenset({END_ID}),
     )  # fmt: skip
     if folder is None:
         defaults = GenerationDefaults.of({}, {})
