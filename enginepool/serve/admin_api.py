@@ -215,7 +215,8 @@ def sglang_router(service: Service) -> APIRouter:
     @routes.post("/abort_request")
     async def abort_request(body: Abort) -> Done:
         """End the requests with exactly this id, or all."""
-        await service.pool.async_abort_request(body.rid, abort_all=body.abort_all)
+        rid = None if body.abort_all and not body.rid else body.rid  # verl sends an empty one
+        await service.pool.async_abort_request(rid, abort_all=body.abort_all)
         return Done()
 
     @routes.get("/get_weights_by_name")

@@ -204,4 +204,4 @@ class AdminOperations:
 
 
 def _meant(tag: str, tags: Sequence[str] | None) -> bool:
-    return tags is None or tag in tags
+    return not tags or tag in tags

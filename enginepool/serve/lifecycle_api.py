@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from enginepool.errors import InvalidRequest
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 
 Tag = Literal["kv_cache", "weights", "cuda_graph"]
 Tags = list[Tag] | None
+
+
+def _one[T: BaseModel](raw: Request, query: T, body: T | None) -> T:
+    """What is asked for: vLLM has it in the query, its clients in either.
+
+    Raises:
+        InvalidRequest: One name is in both.
+    """
+    if body is None:
+        return query
+    if twice := raw.query_params.keys() & body.model_fields_set:
+        raise InvalidRequest(f"{', '.join(sorted(twice))}: in the query and in the body; give one")
+    return query.model_copy(update=body.model_dump(exclude_unset=True))
 
 
 class PauseQuery(BaseModel, extra="forbid"):
@@ -55,7 +68,7 @@ class WeightDir(BaseModel):
 
 
 class Memory(BaseModel):
-    """`cuda_graph` is for what a pool does not have. All, if left out."""
+    """`cuda_graph` is for what a pool does not have. All, if left out or empty."""
 
     tags: Tags = None
 
@@ -69,8 +82,11 @@ def router(service: Service) -> APIRouter:
     admin = service.admin
 
     @routes.post("/pause")
-    async def pause(query: Annotated[PauseQuery, Query()]) -> Status:
+    async def pause(
+        raw: Request, query: Annotated[PauseQuery, Query()], body: PauseQuery | None = None
+    ) -> Status:
         """Stop generating; new requests wait for `/resume`."""
+        query = _one(raw, query, body)
         await admin.pause_as_vllm(query.mode, clear_cache=query.clear_cache)
         return Status(status="paused")
 
@@ -87,22 +103,30 @@ def router(service: Service) -> APIRouter:
         return Status()
 
     @routes.post("/reset_prefix_cache")
-    async def reset_prefix_cache(query: Annotated[ResetQuery, Query()]) -> Status:
+    async def reset_prefix_cache(
+        raw: Request, query: Annotated[ResetQuery, Query()], body: ResetQuery | None = None
+    ) -> Status:
+        query = _one(raw, query, body)
         if query.reset_external:
             raise InvalidRequest("reset_external=True: there is no cache elsewhere; leave it out")
         await admin.flush_cache()
         return Status()
 
     @routes.post("/sleep")
-    async def sleep(query: Annotated[SleepQuery, Query()]) -> Status:
+    async def sleep(
+        raw: Request, query: Annotated[SleepQuery, Query()], body: SleepQuery | None = None
+    ) -> Status:
         """Give memory back until `/wake_up`; requests wait."""
+        query = _one(raw, query, body)
         await admin.sleep(query.mode, weights=query.level == 2)
         return Status(status="asleep")
 
     @routes.post("/wake_up")
-    async def wake_up(query: Annotated[WakeQuery, Query()]) -> Status:
+    async def wake_up(
+        raw: Request, query: Annotated[WakeQuery, Query()], body: WakeQuery | None = None
+    ) -> Status:
         """Weights are read again from where those that were served came from."""
-        await admin.resume_memory(query.tags)
+        await admin.resume_memory(_one(raw, query, body).tags)
         return Status(status="awake")
 
     @routes.post("/release_memory_occupation")

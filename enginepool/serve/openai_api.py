@@ -49,7 +49,7 @@ from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, errors
 from enginepool.serve.rendering import why_not_rendered
 from enginepool.serve.scoring import ScoreExchange
 from enginepool.serve.stream_parsers import marks, thinking_of
-from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, add_to_reply
+from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, UsageSoFar, add_to_reply
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
@@ -82,6 +82,10 @@ class _Serving:
                 ids = StreamedIds(call, chat=chat)
                 exchange.watchers.append(ids.saw)
                 pieces = ids.dressed(pieces)
+            if body.stream_options and body.stream_options.continuous_usage_stats:
+                usage = UsageSoFar()
+                exchange.watchers.append(usage.saw)
+                pieces = usage.dressed(pieces)
             if not chat and body.echo:
                 echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
                 exchange.watchers.append(echoed.saw)
@@ -127,7 +131,8 @@ class _Serving:
         special = getattr(exchange.tokenizer, "all_special_tokens", ())
         form = form_of(request, exchange.server_args, special)
         params = super()._build_sampling_params(request, *args, **more)  # pyright: ignore
-        return {name: value for name, value in params.items() if name not in KINDS} | form
+        params = {name: value for name, value in params.items() if name not in KINDS}
+        return params | request.as_parameters() | form
 
 
 class Completion(_Serving, OpenAIServingCompletion):
@@ -234,6 +239,7 @@ def router(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, raw: Request) -> Response:
         """OpenAI's text completion; `seed` is upstream's `sampling_seed`."""
         with_ids(body, raw)
+        body.model = body.model or _name(service)
         exchange = service.exchange(raw)
         serving = Completion(exchange, service.templates)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))
@@ -244,6 +250,7 @@ def router(service: Service) -> APIRouter:
     )
     async def chat_completions(body: ChatBody, raw: Request) -> Response:
         """OpenAI's chat completion, by the checkpoint's chat template."""
+        body.model = body.model or _name(service)
         exchange = service.exchange(raw)
         serving = Chat(exchange, service.templates)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))
@@ -272,10 +279,13 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
+def _name(service: Service) -> str:
+    return service.front.served_model_name or service.front.model_path
+
+
 def _card(service: Service) -> ModelCard:
-    front = service.front
     return ModelCard(
-        id=front.served_model_name or front.model_path,
+        id=_name(service),
         root=service.admin.model_path,
         max_model_len=service.runtime.input_processor.limits.total,
     )

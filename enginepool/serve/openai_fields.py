@@ -73,7 +73,7 @@ def _check_lengths(given: dict[str, Any], *, scored: bool) -> None:
 
 
 def _check_chat(body: Any, server_args: Any) -> None:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise Refused(
             400, f"top_logprobs={body.top_logprobs} without logprobs=true", param="top_logprobs"
         )

@@ -14,7 +14,10 @@ from sgl_jax.srt.entrypoints.openai.protocol import (
     CompletionRequest,
     CompletionResponse,
     CompletionResponseChoice,
+    Function,
     ScoringRequest,
+    StreamOptions,
+    Tool,
 )
 
 from enginepool.requests.request import MAX_TOP_LOGPROBS
@@ -40,10 +43,33 @@ class WireFields(NothingUnread):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     priority: Literal[0] = 0
     structured_outputs: StructuredOutputs | None = None
+    include_stop_str_in_output: bool = False
+    spaces_between_special_tokens: bool = True
+    custom_params: dict[str, Any] | None = None
+
+    def as_parameters(self) -> dict[str, Any]:
+        """Those of these fields that are about sampling."""
+        made: dict[str, Any] = {"custom_params": self.custom_params}
+        if self.include_stop_str_in_output:
+            made["no_stop_trim"] = True
+        if not self.spaces_between_special_tokens:
+            made["spaces_between_special_tokens"] = False
+        return made
+
+
+class StreamOptionsBody(StreamOptions):
+    """`continuous_usage_stats`: usage so far in every chunk of an answer, vLLM's."""
+
+    continuous_usage_stats: bool | None = False
 
 
 class CompletionBody(WireFields, CompletionRequest):
-    """`max_tokens` of 0 is for who only wants the prompt's log-probabilities."""
+    """`max_tokens` of 0 is for who only wants the prompt's log-probabilities; `model` may be left
+    out. `add_special_tokens` has no other value."""
+
+    model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
+    stream_options: StreamOptionsBody | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    add_special_tokens: Literal[True] = True
 
     @field_validator("max_tokens")
     @classmethod
@@ -62,9 +88,28 @@ class UserTurn(ChatCompletionMessageUserParam):
 Turn = ChatCompletionMessageGenericParam | UserTurn
 
 
+class FunctionBody(Function):
+    parameters: dict[str, Any] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @field_validator("strict", mode="before")
+    @classmethod
+    def null_is_false(cls, value: Any) -> Any:
+        return False if value is None else value
+
+
+class ToolBody(Tool):
+    function: FunctionBody  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class ChatBody(WireFields, ChatCompletionRequest):
+    """`add_special_tokens` has no other value: the template says which there are."""
+
+    model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
     messages: list[Turn]  # pyright: ignore[reportIncompatibleVariableOverride]
+    tools: list[ToolBody] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     parallel_tool_calls: bool = True
+    stream_options: StreamOptionsBody | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    add_special_tokens: Literal[False] = False
 
     @model_validator(mode="before")
     @classmethod

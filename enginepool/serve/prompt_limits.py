@@ -13,6 +13,7 @@ from typing import Any
 from enginepool.errors import InvalidRequest
 from enginepool.requests.chat import check_messages
 from enginepool.requests.tokenizer import Tokenizer
+from enginepool.serve.turns import as_turns
 from enginepool.values import shown
 
 # Fields whose lists of token ids are as long as prompts are.
@@ -43,7 +44,8 @@ class PromptLimits:
         self._longest = max(map(len, tokenizer.hf.get_vocab()))
 
     def check_body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Refuse what is too much to be read into upstream's models.
+        """Refuse what is too much to be read into upstream's models; messages are turned into what
+        those take.
 
         Returns:
             The fields that hold token ids and nothing else.
@@ -68,6 +70,7 @@ class PromptLimits:
             conversation = [body[name] for name in _CONVERSATION if name in body]
             self._check_characters(_count(conversation, at_most)[1])
         if isinstance(body.get("messages"), list):
+            body["messages"] = as_turns(body["messages"])
             check_messages(body["messages"])
         return ids
 

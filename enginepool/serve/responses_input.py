@@ -11,11 +11,13 @@ from pydantic import ValidationError
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.openai_models import ChatBody
 from enginepool.serve.responses_models import (
+    LOGPROBS,
     FunctionCallItem,
     FunctionOutputItem,
     MessageItem,
     NamedTool,
     ReasoningItem,
+    RefusalPart,
     ResponsesBody,
     TextFormat,
     TextPart,
@@ -42,8 +44,8 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         "messages": _messages(body),
         "stream": body.stream,
         "max_completion_tokens": body.max_output_tokens,
-        "logprobs": bool(body.include),
-        "top_logprobs": body.top_logprobs if body.include else None,
+        "logprobs": LOGPROBS in body.include,
+        "top_logprobs": body.top_logprobs if LOGPROBS in body.include else None,
         "response_format": _format(body.text.format),
         **{name: value for name, value in given.items() if value is not None},
     }
@@ -71,7 +73,7 @@ def _check(body: ResponsesBody) -> None:
                 400, f"{name}={described(value)}: this server keeps no responses; send the whole "
                 "conversation as input, and leave it out", param=name,
             )  # fmt: skip
-    if body.top_logprobs and not body.include:
+    if body.top_logprobs and LOGPROBS not in body.include:
         raise Refused(
             400, f'top_logprobs={body.top_logprobs} without include=["message.output_text.'
             'logprobs"]', param="top_logprobs",
@@ -123,13 +125,13 @@ def _add(turn: dict[str, Any], item: MessageItem | FunctionCallItem | ReasoningI
         turn["reasoning_content"] = "".join(part.text for part in item.content)
 
 
-def _content(content: str | Sequence[TextPart]) -> Any:
+def _content(content: str | Sequence[TextPart | RefusalPart]) -> Any:
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part.text} for part in content]
 
 
-def _joined(parts: Sequence[TextPart]) -> str:
+def _joined(parts: Sequence[TextPart | RefusalPart]) -> str:
     return "".join(part.text for part in parts)
 
 

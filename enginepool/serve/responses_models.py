@@ -9,6 +9,18 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from enginepool.requests.request import MAX_TOP_LOGPROBS
 from enginepool.serve.unknown_fields import NothingUnread
 
+LOGPROBS = "message.output_text.logprobs"
+# The others are of tools and images that no request here can have had.
+Included = Literal[
+    "message.output_text.logprobs",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
 
 class TextPart(BaseModel):
     """`logprobs` are those of an earlier reply; nothing is done with them."""
@@ -16,6 +28,17 @@ class TextPart(BaseModel):
     type: Literal["input_text", "output_text", "text"]
     text: str
     logprobs: list[Any] = []
+
+
+class RefusalPart(BaseModel):
+    """Of another model's turn."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class EarlierItem(BaseModel):
@@ -30,7 +53,7 @@ class MessageItem(EarlierItem):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | list[TextPart | RefusalPart]
 
 
 class FunctionCallItem(EarlierItem):
@@ -107,6 +130,7 @@ class TextConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: TextFormat = TextFormat()
+    verbosity: Literal["medium"] | None = None
 
 
 class StreamOptions(BaseModel):
@@ -116,8 +140,10 @@ class StreamOptions(BaseModel):
 
 
 class ResponsesBody(NothingUnread, BaseModel):
-    """Those from `seed` on are sglang's and vLLM's. The last five are for servers that keep
-    conversations: errors here, unless they ask for nothing."""
+    """Nothing is truncated: what is too long is an error, with `truncation` "auto" as well. What
+    `include` names of tools and images is in no response here. Those from `seed` on are sglang's
+    and vLLM's. The last five are for servers that keep conversations: errors here, unless they ask
+    for nothing."""
 
     model: str = ""
     input: str | list[InputItem]
@@ -126,12 +152,12 @@ class ResponsesBody(NothingUnread, BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    include: list[Literal["message.output_text.logprobs"]] = []
+    include: list[Included] = []
     tools: list[FunctionTool] = []
     tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"
     metadata: dict[str, str] = {}
     user: str | None = None
     stream: bool = False

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginepool.errors import InvalidRequest
-from enginepool.values import is_int, shown
+from enginepool.requests.sampling import NAMES
+from enginepool.serve.unasked import says_nothing, without_unasked
+from enginepool.values import described, is_int, shown
 
 _INT32, _INT64 = 1 << 31, 1 << 63
 # Strings that end an output are looked for in every row after every step, in as much of the output
@@ -19,19 +21,40 @@ def as_taken(params: Any) -> Any:
     are, and a seed of up to 64 bits is folded into the 32 that an engine's has.
 
     Raises:
-        InvalidRequest: A wider seed, or more `stop` than can be looked for.
+        InvalidRequest: A wider seed, more `stop` than can be looked for, or `custom_params` of
+            other kinds.
     """
     if isinstance(params, list):
         return [as_taken(one) for one in params]
     if not isinstance(params, Mapping):
         return params
-    taken = dict(params)
+    taken = without_unasked(_with_custom(params), NAMES)
     _check_stop(taken.get("stop"))
     if is_int(taken.get("top_k")) and taken["top_k"] == 0:
         taken["top_k"] = -1
     if is_int(taken.get("sampling_seed")):
         taken["sampling_seed"] = _folded(taken["sampling_seed"])
     return taken
+
+
+def _with_custom(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Those in sglang's `custom_params` (slime sends it) go beside the others."""
+    taken = dict(params)
+    custom = taken.pop("custom_params", None)
+    if not isinstance(custom, Mapping):
+        return taken if custom is None else {**taken, "custom_params": custom}
+    for name, value in custom.items():
+        if name not in NAMES and not says_nothing(value):
+            raise InvalidRequest(
+                f"custom_params.{name}={described(value)}: here it may hold sampling parameters "
+                "alone"
+            )
+        if value is not None and taken.get(name) not in (None, value):
+            raise InvalidRequest(
+                f"custom_params.{name}={described(value)} and {name}={described(taken[name])}: "
+                "give one of them"
+            )
+    return taken | {name: value for name, value in custom.items() if name in NAMES}
 
 
 def _check_stop(stop: Any) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
-from sgl_jax.srt.entrypoints.openai.protocol import Tool
 
 from enginepool.requests.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
-from enginepool.serve.openai_models import PromptLogprobs, Turn
+from enginepool.serve.openai_models import PromptLogprobs, ToolBody, Turn
+from enginepool.serve.unasked import without_unasked
 from enginepool.serve.unknown_fields import NothingUnread
 
 
@@ -47,10 +47,8 @@ class TokenSampling(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def leave_out_null(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            return {name: value for name, value in values.items() if value is not None}
-        return values
+    def leave_out_what_asks_for_nothing(cls, values: Any) -> Any:
+        return without_unasked(values, cls.model_fields) if isinstance(values, dict) else values
 
     def as_upstreams(self) -> dict[str, Any]:
         renamed = {
@@ -125,7 +123,7 @@ class Tokenize(NothingUnread):
     add_generation_prompt: Literal[True] = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ToolBody] | None = None
 
 
 class Tokenized(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
@@ -12,19 +12,10 @@ from starlette.datastructures import QueryParams
 
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.openapi_schema import INTERNAL
+from enginepool.serve.unasked import asks_for_nothing, says_nothing
 from enginepool.values import described, did_you_mean
 
-# What OpenAI's clients and sglang's router may say that asks for nothing else than what happens;
-# and names for a client's own books.
-_UNASKED: Mapping[str, Collection[Any]] = {
-    "store": (False,),
-    **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), (False,)),
-    "parallel_tool_calls": (True,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-    "return_hidden_states": (False,),
-    "log_metrics": (True,),
-}
+# Names for a client's own books.
 _BOOKS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
 # LiteLLM's, in a message that it gives back: what it was told with it.
 _INNER_BOOKS = frozenset(("provider_specific_fields",))
@@ -59,7 +50,7 @@ def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
     for name, inner in value.items():
         if name in fields:
             check_inner(inner, getattr(made, fields[name]), f"{where}.{name}", param=param)
-        elif name not in _INNER_BOOKS and not _says_nothing(inner):
+        elif name not in _INNER_BOOKS and not says_nothing(inner):
             raise _unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
 
 
@@ -67,7 +58,7 @@ def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool
     """A body's own names. Takes out of it what asks for nothing."""
     for name in sorted(body.keys() - known):
         value = body[name]
-        if generates and (name in _BOOKS or value in _UNASKED.get(name, ())):
+        if asks_for_nothing(name, value) or (generates and name in _BOOKS):
             del body[name]
             continue
         raise _unknown(name, value, _hint(name, known), name)
@@ -88,10 +79,6 @@ def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
     if dataclasses.is_dataclass(model):
         return frozenset(field.name for field in dataclasses.fields(model)) - INTERNAL
     return frozenset(model.model_fields)
-
-
-def _says_nothing(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
 
 
 def _hint(name: str, known: Collection[str]) -> str:

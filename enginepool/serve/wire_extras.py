@@ -169,5 +169,33 @@ class StreamedIds:
         return chunks
 
 
+class UsageSoFar:
+    """In every chunk of a stream the tokens of its answer so far, as vLLM's
+    `continuous_usage_stats` has them."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[int, int]] = {}
+
+    def saw(self, output: dict[str, Any]) -> None:
+        meta = output["meta_info"]
+        self._counts[output["index"]] = meta["prompt_tokens"], meta["completion_tokens"]
+
+    async def dressed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
+        async for piece in pieces:
+            chunk = json.loads(piece[len(_DATA) :]) if _is_chunk(piece) else {}
+            for choice in chunk.get("choices", ()):
+                prompt, completion = self._counts[choice["index"]]
+                chunk["usage"] = {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": completion,
+                    "total_tokens": prompt + completion,
+                }
+            yield _event(chunk) if chunk.get("choices") else piece
+
+
+def _is_chunk(piece: str) -> bool:
+    return piece.startswith(_DATA) and not piece.startswith(_DONE)
+
+
 def _event(chunk: dict[str, Any]) -> str:
     return f"{_DATA}{json.dumps(chunk)}\n\n"

@@ -22,7 +22,7 @@ def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
 
 # What is wrong, and what the error says of where.
 WRONG: list[tuple[str, Any, str]] = [
-    (CHAT, {"messages": [TURN]}, "model"),
+    (TOKENS, {"token_ids": [49], "model": WORDS}, "sampling_params"),
     (CHAT, chat({"content": WORDS}), "messages[0]"),
     (CHAT, chat(WORDS), "messages[0]"),
     (CHAT, chat({"role": WORDS, "content": "1"}), "role"),

@@ -98,6 +98,65 @@ def test_areal(administered: Running, sums: EnginePool) -> None:
             assert generate(client, SUM)["text"] == "5"  # what was served before
 
 
+def test_skyrl(administered: Running, sums: EnginePool) -> None:
+    """vLLM's life cycle in bodies, an empty list for all, and stop strings that are kept."""
+    with administered.http() as client:
+        before = in_use(sums)
+        post(client, "/sleep", {"level": 2})
+        asleep = in_use(sums)
+        assert asleep < before
+        post(client, "/wake_up", {"tags": ["weights"]})
+        assert in_use(sums) > asleep
+        post(client, "/wake_up", {"tags": ["kv_cache"]})
+        assert get(client, "/is_sleeping") == {"is_sleeping": False}
+        post(client, "/reset_prefix_cache", {"reset_running_requests": True})
+        post(client, "/release_memory_occupation", {"tags": []})
+        assert in_use(sums) < before
+        assert get(client, "/is_sleeping") == {"is_sleeping": True}
+        post(client, "/resume_memory_occupation", {"tags": []})
+        assert get(client, "/is_sleeping") == {"is_sleeping": False}
+        kept = {"stop": ["9"], "temperature": 0, "include_stop_str_in_output": True}
+        turns = {"messages": [{"role": "user", "content": SUM}]}
+        said = post(client, "/v1/chat/completions", turns | kept)["choices"][0]
+        assert said["message"]["content"] == "19"
+        assert post(client, "/v1/completions", {"prompt": SUM} | kept)["choices"][0]["text"] == "19"
+
+
+def test_what_others_send(administered: Running) -> None:
+    """verl's abort, AReaL's completion without a model, slime's seed in `custom_params`."""
+    with administered.http() as client:
+        post(client, "/abort_request", {"rid": "", "abort_all": True})
+        reply = post(client, "/v1/completions", {"prompt": SUM, "temperature": 0})
+        assert reply["choices"][0]["text"] == "19"
+        assert reply["model"] == get(client, "/v1/models")["data"][0]["id"]
+        wild = {"temperature": 3.0, "max_new_tokens": 30, "ignore_eos": True}
+        inside = wild | {"custom_params": {"sampling_seed": 7}}
+        said = [
+            post(client, "/generate", {"text": SUM, "sampling_params": params})["text"]
+            for params in (inside, wild | {"sampling_seed": 7}, wild)
+        ]
+        assert said[0] == said[1] != said[2]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_in_every_chunk(plain: Running, path: str) -> None:
+    """vLLM's `continuous_usage_stats`: of each answer, so far."""
+    body = {
+        "n": 2, "stream": True, "temperature": 0,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        **({"prompt": SUM} if "chat" not in path else
+           {"messages": [{"role": "user", "content": SUM}]}),
+    }  # fmt: skip
+    with plain.http() as client:
+        lines = [line[6:] for line in client.post(path, json=body).text.splitlines() if line]
+    *chunks, last = [json.loads(line) for line in lines[:-1]]
+    assert last["choices"] == []
+    ends = {one["choices"][0]["index"]: one["usage"] for one in chunks}
+    assert all(one["usage"]["prompt_tokens"] > 0 for one in chunks)
+    total = sum(usage["completion_tokens"] for usage in ends.values())
+    assert (len(ends), total) == (2, last["usage"]["completion_tokens"])
+
+
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_prime_rl(administered: Running, clear_cache: bool) -> None:
     """`keep`: what runs goes on under the new weights, and says which token came from which."""
@@ -233,7 +292,9 @@ def test_read_only(plain: Running, sums: EnginePool) -> None:
 REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("/pause", None, {"mode": "freeze"}, "mode"),
     ("/pause", None, {"mod": "keep"}, "mod"),
-    ("/pause", {"mode": "keep"}, {}, "nothing is taken here"),
+    ("/pause", {"mod": "keep"}, {}, "mod"),
+    ("/sleep", {"level": 1}, {"level": 2}, "level: in the query and in the body"),
+    ("/resume", {"mode": "keep"}, {}, "nothing is taken here"),
     ("/sleep", None, {"level": 3}, "level"),
     ("/wake_up", None, {"tags": "all"}, "tags"),
     ("/reset_prefix_cache", None, {"reset_external": "true"}, "reset_external"),

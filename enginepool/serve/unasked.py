@@ -1,0 +1,74 @@
+"""What clients of OpenAI's, vLLM's and sglang's servers may say that asks for no more than what
+happens: it is taken, where any other value under these names is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+# Beside null.
+_DEFAULTS: Mapping[str, Collection[Any]] = {
+    # OpenAI's
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    # vLLM's
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "frequency_penalty": (0,),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    # sglang's
+    "log_metrics": (True,),
+    "token_step": (0,),
+}
+# Names that nothing is known by here, whose empty values ask for nothing; under others, which may
+# be misspelt, they are refused as well.
+_NAMES = frozenset(
+    (
+        *("audio", "background", "functions", "max_tool_calls", "prediction", "reasoning"),
+        *("reasoning_effort", "store", "suffix", "web_search_options"),
+        *("allowed_token_ids", "bad_words", "chat_template", "documents", "early_stopping", "echo"),
+        *("enable_response_messages", "extra_args", "flat_logprobs", "guided_choice"),
+        *("guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex"),
+        *("include_stop_str_in_output", "kv_transfer_params", "logit_bias", "logits_processors"),
+        *("mm_processor_kwargs", "prompt_embeds", "skip_reading_prefix_cache", "tools"),
+        *("truncate_prompt_tokens", "use_beam_search", "vllm_xargs"),
+        *("custom_logit_processor", "custom_params", "lora_path", "need_wait_for_mm_inputs"),
+        *("no_logs", "recapture_cuda_graph", "require_reasoning", "return_bytes"),
+        *("return_cached_tokens_details", "return_entropy", "return_hidden_states"),
+        *("return_indexer_topk", "return_meta_info", "return_prompt_token_ids"),
+        *("return_routed_experts", "session_params", "stop_regex", "use_audio_in_video"),
+    )
+)
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    if name in _DEFAULTS:
+        return value is None or value in _DEFAULTS[name]
+    return name in _NAMES and says_nothing(value)
+
+
+def says_nothing(value: Any) -> bool:
+    """Null, false, what is empty, and what has nothing else in it."""
+    if isinstance(value, Mapping):
+        return all(map(says_nothing, value.values()))
+    return value is None or value is False or value in ("", [])
+
+
+def without_unasked(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Parameters without null, and without names that are unknown here and ask for nothing."""
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and (name in known or not asks_for_nothing(name, value))
+    }
