@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginepool.errors import InvalidConfig
+from enginepool.serve.options import LAST_PORT
 
 # They have an option of their own.
 _OWN_OPTIONS = ("model", "devices", "tp_size", "warmup")
@@ -42,17 +43,21 @@ def parse_ports(text: str | None) -> tuple[int, ...]:
     """`31000-31003` is a range, `31000,31005` a list."""
     if text is None:
         return ()
+    first, dash, last = text.partition("-")
     try:
-        first, dash, last = text.partition("-")
-        if dash:
-            ports = tuple(range(int(first), int(last) + 1))
-        else:
-            ports = tuple(int(part) for part in text.split(",") if part.strip())
+        given = [int(first), int(last)] if dash else list(map(int, text.strip(" ,").split(",")))
     except ValueError:
-        ports = ()
-    if not ports:
+        given = []
+    if not given:
         raise InvalidConfig(f"--ports {text!r}: expected a range such as 31000-31003, or a list")
-    return ports
+    if not dash:
+        return tuple(given)
+    low, high = given
+    if not 1 <= low <= high <= LAST_PORT:  # a range is as long as it says
+        raise InvalidConfig(
+            f"--ports {text!r}: expected ports from 1 to {LAST_PORT}, the lower one first"
+        )
+    return tuple(range(low, high + 1))
 
 
 def parse_server_args(pairs: Sequence[str]) -> dict[str, Any]:

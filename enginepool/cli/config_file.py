@@ -27,6 +27,8 @@ def take(context: typer.Context, path: Path | None) -> Path | None:
     defaults, rest = {}, {}
     for key, value in _read(path).items():
         name = str(key).replace("-", "_")
+        if name in defaults or name in rest:
+            raise InvalidConfig(f"--config {path}: {name} is there twice")
         if name in own and name not in _NOT_IN_A_FILE:
             if value is not None:
                 defaults[name] = _as_given(path, own[name], value)
@@ -47,7 +49,7 @@ def _read(path: Path) -> dict[Any, Any]:
         raise InvalidConfig(f"--config {path}: expected a name in {', '.join(_KINDS)}")
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows begins a file with a mark
-        found = tomllib.loads(text) if kind == "TOML" else yaml.safe_load(text)
+        found = tomllib.loads(text) if kind == "TOML" else yaml.load(text, _NoDuplicates)
     except OSError as error:
         raise InvalidConfig(f"--config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -55,6 +57,20 @@ def _read(path: Path) -> dict[Any, Any]:
     if found is not None and not isinstance(found, dict):
         raise InvalidConfig(f"--config {path}: expected options by name, not {shown(found)}")
     return found or {}
+
+
+class _NoDuplicates(yaml.SafeLoader):
+    """YAML's own rule, which PyYAML does not keep: the last one would hold, in silence."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is there twice", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def _as_given(path: Path, option: Any, value: Any) -> Any:

@@ -1,9 +1,16 @@
-"""Connections whose requests do not come: uvicorn limits the time between requests only."""
+"""Connections whose requests do not come, as uvicorn limits the time between requests only; and
+those for which there is no descriptor left."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
+import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from enginepool.logs import logger
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as AutoHTTPProtocol
@@ -11,7 +18,39 @@ else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 
-def patient_for(seconds: float) -> type[asyncio.Protocol]:
+_LOOK_SECONDS = 1.0
+
+
+class Descriptors:
+    """Says in the log when none is left: libuv then closes new connections, and tells nobody."""
+
+    def __init__(self) -> None:
+        self._none_left = False
+
+    async def keep(self) -> None:
+        """Look now and then, until cancelled: files use them up as well."""
+        while True:
+            self.look()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def look(self) -> None:
+        none_left = False
+        try:
+            socket.socket().close()
+        except OSError as error:
+            none_left = error.errno in (errno.EMFILE, errno.ENFILE)
+        if none_left and not self._none_left:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            logger().warning(
+                "enginepool.connections_dropped",
+                why="no descriptor is left: connections are closed unheard until some are free",
+                limit=limit,
+                remedy="ulimit -n",
+            )
+        self._none_left = none_left
+
+
+def patient_for(seconds: float, on_connection: Callable[[], None]) -> type[asyncio.Protocol]:
     """uvicorn's protocol, closing a connection on which the headers of a request take longer, from
     its beginning or from the request's first byte."""
 
@@ -20,6 +59,7 @@ def patient_for(seconds: float) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            on_connection()
             self._start()
 
         def data_received(self, data: bytes) -> None:

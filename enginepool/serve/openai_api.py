@@ -48,7 +48,7 @@ from enginepool.serve.openai_models import (
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, errors, events
 from enginepool.serve.rendering import why_not_rendered
 from enginepool.serve.scoring import ScoreExchange
-from enginepool.serve.stream_parsers import marks, thinking_of
+from enginepool.serve.stream_parsers import cut_calls, marks, thinking_of
 from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, UsageSoFar, add_to_reply
 
 if TYPE_CHECKING:
@@ -183,6 +183,16 @@ class Chat(_Serving, OpenAIServingChat):
             exchange.server_args.reasoning_parser, exchange.tokenizer, self._prompt_end
         )
 
+    def _process_tool_calls(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, text: str, tools: Any, tool_call_parser: Any, finish_reason: Any, **choice: Any
+    ) -> Any:
+        """Upstream looks for whole calls; of one that was cut, the call as far as it is, which is
+        what a stream says of it."""
+        if finish_reason["type"] != "stop":
+            calls, said = cut_calls(text, tools, tool_call_parser)
+            return calls or None, said, finish_reason
+        return super()._process_tool_calls(text, tools, tool_call_parser, finish_reason, **choice)
+
     def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
         # A chunk of a stream may hold several tokens; upstream gives all the first one's.
         return super()._process_logprobs_tokens(logprobs, use_token_index=True)
@@ -227,6 +237,7 @@ def router(service: Service) -> APIRouter:
     """
     expect(OpenAIServingCompletion, *_USED, "_get_echo_text", "_build_completion_response")
     expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens", "_generate_chat_stream")
+    expect(OpenAIServingChat, "_process_tool_calls")
     expect(OpenAIServingChat, "_get_reasoning_from_request", "_process_streaming_logprobs")
     expect(OpenAIServingChat, "_build_chat_response")
     expect(OpenAIServingScore, "_handle_non_streaming_request")

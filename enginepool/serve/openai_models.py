@@ -91,6 +91,15 @@ Turn = ChatCompletionMessageGenericParam | UserTurn
 class FunctionBody(Function):
     parameters: dict[str, Any] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    name: str  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+
+    @field_validator("parameters")
+    @classmethod
+    def definitions_have_names(cls, value: Any) -> Any:
+        if value and not isinstance(value.get("$defs", {}), dict):
+            raise ValueError("$defs: expected an object")
+        return value
+
     @field_validator("strict", mode="before")
     @classmethod
     def null_is_false(cls, value: Any) -> Any:

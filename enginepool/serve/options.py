@@ -8,6 +8,7 @@ from pathlib import Path
 
 from enginepool.errors import InvalidConfig
 
+LAST_PORT = 65535
 TOKEN_VARIABLE = "ENGINEPOOL_ADMIN_TOKEN"
 
 
@@ -54,8 +55,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         ports = [port for port in (self.port, *self.engine_ports) if port]
         for port in (self.port, *self.engine_ports):
-            if not 0 <= port <= 65535:
-                raise InvalidConfig(f"port {port}: expected 0 (any that is free) to 65535")
+            if not 0 <= port <= LAST_PORT:
+                raise InvalidConfig(f"port {port}: expected 0 (any that is free) to {LAST_PORT}")
         if len(set(ports)) < len(ports):
             raise InvalidConfig(f"ports {ports}: one port for the pool and one for each engine")
         for name in ("max_body_bytes", "max_prompts", "max_n"):

@@ -60,7 +60,9 @@ class Rendering:
         self.large = CapacityLimiter(_LARGE_AT_ONCE)
         self.grammars = CapacityLimiter(_GRAMMARS_AT_ONCE)
         options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
-        self.template_options = (options | {"messages"}) - {"documents", "kwargs"}
+        # The last two are names of what calls the template.
+        beside = {"messages", "self", "conversations"}
+        self.template_options = (options | beside) - {"documents", "kwargs"}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer.hf, name)

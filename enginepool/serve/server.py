@@ -8,16 +8,16 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
 
+from enginepool.devices import resolve_devices
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
-from enginepool.serve.connections import patient_for
-from enginepool.serve.history import History
+from enginepool.serve.connections import Descriptors, patient_for
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.request_id import RequestId
 
@@ -43,13 +43,15 @@ class Server:
         engine_ports: Of each engine, if it has one.
 
     Raises:
-        InvalidConfig: An address cannot be had.
+        InvalidConfig: An address cannot be had, or there is not one port for each engine.
     """
 
     def __init__(self, pool: EnginePool, options: ServeOptions) -> None:
         self._pool = pool
         self._options = options
         self._sockets: list[socket.socket] = []
+        if options.engine_ports:
+            _check_count(options.engine_ports, pool)
         try:
             for port in (options.port, *options.engine_ports):
                 self._sockets.append(_bind(options.host, port))
@@ -69,11 +71,7 @@ class Server:
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop`, or in the main thread until SIGTERM, SIGINT or SIGHUP; then drain."""
         try:
-            engines = len(self._pool.engines)
-            if self.engine_ports and len(self.engine_ports) != engines:
-                raise InvalidConfig(
-                    f"{len(self.engine_ports)} ports for {engines} engines: give each one port"
-                )
+            self._pool.open()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(on_ready))
         finally:
@@ -97,6 +95,7 @@ class Server:
 
         self._asked, self._hurry = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        descriptors = Descriptors()
         ports = {port: index for index, port in enumerate(self.engine_ports)}
         service = Service(self._pool, self._options, ports)
         listener = _Uvicorn(
@@ -107,13 +106,13 @@ class Server:
                 lifespan="off",
                 proxy_headers=False,
                 server_header=False,
-                http=patient_for(self._options.header_timeout),
+                http=patient_for(self._options.header_timeout, descriptors.look),
                 timeout_keep_alive=self._options.keep_alive_timeout,
                 # asyncio's to wait for, who takes any number.
                 timeout_graceful_shutdown=_CLOSE_SECONDS,  # pyright: ignore[reportArgumentType]
             )
         )
-        with self._signals(), _in_background(service.history):
+        with self._signals(), _in_background(service.history.keep(), descriptors.keep()):
             serving = asyncio.create_task(listener.serve(sockets=self._sockets))
             await _first(serving, listener.listening.wait())
             logger().info(
@@ -199,12 +198,13 @@ async def _first(*things: Any) -> None:
 
 
 @contextlib.contextmanager
-def _in_background(history: History) -> Iterator[None]:
-    task = asyncio.create_task(history.keep())
+def _in_background(*endless: Coroutine[Any, Any, None]) -> Iterator[None]:
+    tasks = [asyncio.create_task(one) for one in endless]
     try:
         yield
     finally:
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 def _url(host: str, port: int) -> str:
@@ -212,6 +212,13 @@ def _url(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::"):
         host = "localhost"
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _check_count(ports: Sequence[int], pool: EnginePool) -> None:
+    """Before engines are built, which takes minutes."""
+    engines = len(resolve_devices(pool.config.devices, pool.config.tp_size))
+    if len(ports) != engines:
+        raise InvalidConfig(f"{len(ports)} ports for {engines} engines: give each one port")
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -29,6 +29,9 @@ from enginepool.serve.rendering import Rendering
 _MORE = 1 / 16
 # Around a call, as all of upstream's parsers have it; some under a name of their own, or none.
 _TAGS = ("<tool_call>", "</tool_call>")
+_LISTED = re.compile(r'\s*\[\s*(?=\{\s*"name"\s*:)')
+_CALL = re.compile(r'[\s,}]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
+_DECODER = json.JSONDecoder()
 
 
 class Markers:
@@ -137,6 +140,42 @@ class Calls:
             left = [form[len(told) :] for form in forms if form.startswith(told)]
             if told_name == name and left and left[0]:
                 yield _call(place, None, left[0])
+
+
+def cut_calls(text: str, tools: Any, parser: str) -> tuple[list[ToolCall], str]:
+    """The calls in a text that ends too early, and what else it says."""
+    detector: Any = FunctionCallParser(tools, parser).detector
+    if not detector.supports_structural_tag():
+        listed = _LISTED.match(text)
+        if listed and (calls := _cut_list(text, listed.end())):
+            return calls, ""
+    calls: list[ToolCall] = []
+    said = ""
+    # Of a call that is not whole a parser tells what it has been fed in pieces, as in a stream.
+    grown = Calls(tools, parser)
+    deltas = [delta for piece in text for delta in grown.of(piece, last=False)]
+    for delta in (*deltas, *grown.of("", last=True)):
+        said += delta.content or ""
+        for call in delta.tool_calls or ():
+            if call.index == len(calls):
+                calls.append(call)
+            else:
+                function = calls[call.index or 0].function
+                function.arguments = (function.arguments or "") + (call.function.arguments or "")
+    return calls, said
+
+
+def _cut_list(text: str, place: int) -> list[ToolCall]:
+    """Of a list of calls in JSON, as those are held to that have no form of their own."""
+    calls: list[ToolCall] = []
+    while (begun := _CALL.match(text, place)) is not None:
+        name, start = json.loads(begun[1]), begun.end()
+        try:
+            _, place = _DECODER.raw_decode(text, start)
+        except ValueError:
+            place = len(text)
+        calls += _call(len(calls), name, text[start:place]).tool_calls or ()
+    return calls
 
 
 def marks(parser: str) -> tuple[str, str]:

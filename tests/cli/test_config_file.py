@@ -107,6 +107,9 @@ def test_the_command_line_and_the_environment_go_before(
         ("dp_size: 2", "dp_size=2"),
         ("- port", "expected options by name, not ['port']"),
         ("port: [", "this is not YAML"),
+        ("port: 1\nhost: a\nport: 2", "'port' is there twice"),
+        ("drain-timeout: 1\ndrain_timeout: 2", "drain_timeout is there twice"),
+        ("dtype: float32\n'dtype': bfloat16", "'dtype' is there twice"),
     ],
 )
 def test_what_a_file_may_not_say(tmp_path: Path, text: str, why: str) -> None:

@@ -1,6 +1,8 @@
 """Clients that connect and say nothing, or say it slowly, do not stay for ever."""
 
 import contextlib
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -44,6 +46,26 @@ def trickle(one: socket.socket, data: bytes) -> None:
         for byte in data:
             one.sendall(bytes([byte]))
             time.sleep(0.05)
+
+
+def test_no_descriptor_is_left(plain: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Connections that are dropped for it are told of in the log, once until some are free."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def told() -> list[str]:
+        return [one.msg for one in caplog.records if one.msg == "enginepool.connections_dropped"]
+
+    with caplog.at_level("WARNING", "enginepool"), contextlib.ExitStack() as open_ones:
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+        open_ones.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with contextlib.suppress(OSError):
+            while True:
+                open_ones.enter_context(socket.socket())
+        until(told)
+    with plain.http() as client:
+        assert client.get("/health").status_code == 200
+    assert len(told()) == 1
 
 
 def test_nothing_is_said(quick: Running) -> None:

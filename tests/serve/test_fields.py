@@ -11,6 +11,12 @@ from tests.support.servers import Running
 SUM = "12+7="
 TURNS: Any = [{"role": "user", "content": SUM}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, TOKENS, TOKENIZE = "/v1/responses", "/inference/v1/generate", "/tokenize"
 SCORE = "/v1/score"
@@ -45,6 +51,11 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"tools": [TOOL]}, "--tool-call-parser"),
+    (CHAT, {"chat_template_kwargs": {"self": 1}}, "'self' is not a variable of the template"),
+    (CHAT, {"chat_template_kwargs": {"conversations": 1}}, "'conversations' is not a variable"),
+    (CHAT, {"tools": [function(parameters=[1])]}, "tools.0.function.parameters"),
+    (CHAT, {"tools": [function(parameters={"$defs": [1]})]}, "$defs: expected an object"),
+    (CHAT, {"tools": [function(name=None)]}, "tools.0.function.name"),
     (COMPLETIONS, {"prediction": {"type": "content"}}, "prediction"),
     (COMPLETIONS, {"return_hidden_states": True}, "return_hidden_states"),
     (COMPLETIONS, {"session_params": {"id": "1"}}, "session_params"),

@@ -180,7 +180,7 @@ def test_stop(plain: Running) -> None:
         ({"logprobs": 21}, ["21", "20"]),
         ({"prompt": "1" * 600}, ["600 tokens", "at most 505"]),
         ({"prompt": []}, ["prompt"]),
-        ({"prompt": [["+"]]}, ["'+'"]),
+        ({"prompt": [["+"]]}, ["prompt.list[str].0=<list of 1 entries>"]),
         ({"prompt": [1 << 40]}, [str(1 << 40), "vocabulary of 272"]),
         ({"prompt": ["1"] * 1025}, ["1025", "1024"]),
         ({"max_tokens": 0}, ["max_tokens=0", "echo"]),
@@ -188,7 +188,7 @@ def test_stop(plain: Running) -> None:
         ({"suffix": "x"}, ["suffix"]),
         ({"logit_bias": {"5": 1.0}}, ["logit_bias"]),
         ({"seed": 1 << 63}, [str(1 << 63), "64 bits"]),
-        ({"extra_body": {"regex": "("}}, ["regex='('", "does not compile"]),
+        ({"extra_body": {"regex": "("}}, ["regex=<str of 1 characters>", "does not compile"]),
         ({"extra_body": {"rid": ["a", "b"]}}, ["2 ids for 1 prompts"]),
     ],
 )
