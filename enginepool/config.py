@@ -11,7 +11,9 @@ from typing import Any, Literal, get_args
 
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
+from enginepool.model_config.computed import refuse
 from enginepool.model_config.generation import check_ends
+from enginepool.model_config.reading import fields as read_fields
 from enginepool.model_config.reading import overrides, written
 from enginepool.sizing import rules
 from enginepool.sizing.memory import Memory, Settings
@@ -204,6 +206,14 @@ class PoolConfig:
             InvalidConfig: There is none.
         """
         return written(self.model, self.server_args.get("revision"))
+
+    def check_model(self) -> None:
+        """Refuse a model whose configuration asks for what no engine computes.
+
+        Raises:
+            InvalidConfig: With the field and its value; or there is no configuration.
+        """
+        refuse(read_fields(self.written, self.server_args.get("json_model_override_args")))
 
     @cached_property
     def _model_overrides(self) -> dict[str, str]:

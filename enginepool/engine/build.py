@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from enginepool.engine.channel import Channel
-from enginepool.engine.rotary_check import check_rotary
+from enginepool.engine.config_reads import check_model
 from enginepool.errors import EnginePoolError, InvalidConfig
 from enginepool.process.alone import alone
 from enginepool.process.guest import preserved
@@ -104,9 +104,10 @@ class Assembly:
         started = time.perf_counter()
         self.engine = build_engine(server_args, self._devices, self._channel, source)
         self.leaves = self.scheduler.leaves
-        if server_args.get("load_format") != "dummy":
-            runner = self.scheduler.tp_worker.worker.model_runner
-            check_rotary(runner.model, runner.model_config.hf_config)
+        if source is None and server_args.get("load_format") != "dummy":  # the others are alike
+            scheduler = self.scheduler
+            runner = scheduler.tp_worker.worker.model_runner
+            check_model(runner, self.engine.server_args, scheduler.config_reads)
         self._channel.attach(self.scheduler)
         self.build_seconds = time.perf_counter() - started
 

@@ -29,6 +29,7 @@ except ImportError:
     MatchPrefixParams = None
 
 from enginepool.engine.common_programs import share
+from enginepool.engine.config_reads import noted_reads
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.grammar import RequestGrammar, check_upstream
 from enginepool.engine.kv_cache import KVCache
@@ -73,7 +74,8 @@ class PinnedScheduler(Scheduler):
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
-        super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
+        with noted_reads() as self.config_reads:  # to here: models are alike without the notes
+            super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         expect(self, *_USED)
         model_runner: Any = self.tp_worker.worker.model_runner
         share(model_runner, common_programs())

@@ -61,6 +61,8 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
         if new in found and new not in known and old in known:
             found.setdefault(old, found[new])
             del found[new]
+    if found.get("model_type") == "qwen2" and found.get("attention_bias") is False:
+        found["attention_bias"] = True  # its projections have biases, whatever this says
     rope = None if "rope_parameters" in known else _one_rope(found.get("rope_parameters"))
     if rope is not None:
         del found["rope_parameters"]
@@ -73,6 +75,11 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def fields(config: Mapping[str, Any], override_args: str | None = None) -> dict[str, Any]:
+    """A config.json as engines read it, under overrides in the fields of either transformers."""
+    return as_read({**as_read(config), **_object(override_args)})
+
+
 def overrides(config: Mapping[str, Any], given: str | None = None) -> str:
     """What upstream's `json_model_override_args` must be for it to read a config.json right.
 
@@ -81,7 +88,7 @@ def overrides(config: Mapping[str, Any], given: str | None = None) -> str:
         given: The user's own overrides, in the fields of either transformers. They come last.
     """
     own = _object(given)
-    meant = as_read({**as_read(config), **own})
+    meant = fields(config, given)
     changed = {name: value for name, value in meant.items() if not _same(config, name, value)}
     return json.dumps({**own, **changed})
 
@@ -97,8 +104,7 @@ def load(
     Raises:
         InvalidConfig: There is none to be read, or transformers refuses it.
     """
-    fields = as_read({**as_read(written(model, revision, download_dir)), **_object(override_args)})
-    return parsed(fields, model)
+    return parsed(fields(written(model, revision, download_dir), override_args), model)
 
 
 def parsed(config: Mapping[str, Any], name: str = "the model") -> Any:

@@ -90,7 +90,7 @@ class Runtime:
         try:
             self.guards.enter_context(quiet_logger("sgl_jax"))
             self.guards.enter_context(patched())
-            _ = self.config.written  # or an error that names the model, and no engine's
+            self.config.check_model()  # or an error that names the model, and no engine's
             self.workers += [self._make_worker(i, group) for i, group in enumerate(groups)]
             defaults = read_defaults(self.config)
             start_workers(self.workers, self.config.warmup, on_engine)

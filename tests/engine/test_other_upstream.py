@@ -24,6 +24,7 @@ HEADINGS = ("\nWhat breaks: ", "\nWhy: ", "\nRemove when: ")
 REACHES = {
     "engine/build.py",
     "engine/common_programs.py",
+    "engine/config_reads.py",
     "engine/executable_cache.py",
     "engine/grammar.py",
     "engine/kv_cache.py",

@@ -1,0 +1,113 @@
+"""Which fields of a model's configuration upstream reads while it builds an engine.
+
+Reaches into upstream's ModelConfig: what is assigned to its `hf_config`.
+
+What breaks: What a configuration asks for and upstream does not compute is ignored without a word.
+Why: A model takes the fields that it knows, and nobody asks for the others.
+Remove when: Upstream refuses what it does not compute.
+
+A list of what each family takes would be out of date with the next version, so the configuration
+keeps it: while the engine is built, its class is one that notes what is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from enginepool.engine.rotary_check import check_rotary
+from enginepool.model_config.computed import check_reads
+from enginepool.model_config.reading import fields, written
+from enginepool.process.some_threads import SomeThreads
+
+
+@contextmanager
+def noted_reads() -> Iterator[set[str]]:
+    """The names of fields that are read meanwhile of the `hf_config` of every ModelConfig that this
+    thread makes meanwhile."""
+    notes = _Notes(set(), [])
+    token = _notes.set(notes)
+    try:
+        with _threads.inside():
+            yield notes.reads
+    finally:
+        _notes.reset(token)
+        for config, own in notes.configs:
+            config.__class__ = own
+            vars(config).pop(_READS, None)
+
+
+class _Notes(NamedTuple):
+    reads: set[str]
+    configs: list[tuple[Any, type]]
+
+
+_notes: ContextVar[_Notes | None] = ContextVar("notes", default=None)
+
+
+def _install() -> Callable[[], None]:
+    from sgl_jax.srt.configs import model_config
+
+    # A property goes before what the object has under that name; both are the same.
+    kind: Any = model_config.ModelConfig
+    kind.hf_config = property(lambda self: vars(self)["hf_config"], _assign)
+
+    def restore() -> None:
+        del kind.hf_config
+
+    return restore
+
+
+_threads = SomeThreads(_install)
+
+
+def _assign(model_config: Any, config: Any) -> None:
+    vars(model_config)["hf_config"] = config
+    notes = _notes.get()
+    if notes is not None and type(config).__module__ != __name__:
+        notes.configs.append((config, type(config)))
+        config.__class__ = _noting(type(config))
+        object.__setattr__(config, _READS, notes.reads)
+
+
+def check_model(runner: Any, server_args: Any, reads: Collection[str]) -> None:
+    """Whether an engine that was built computes what its model's configuration says.
+
+    Raises:
+        InvalidConfig: It does not; names the field.
+    """
+    check_rotary(runner.model, runner.model_config.hf_config)
+    args = server_args
+    config = written(args.model_path, args.revision)
+    check_reads(fields(config, args.json_model_override_args), reads, caps=_caps(runner))
+
+
+def _caps(runner: Any) -> bool:
+    """Whether the attention knows a cap on its logits; the native one does not yet."""
+    from sgl_jax.srt.layers.attention import native_backend
+
+    native = isinstance(runner.attn_backend, native_backend.NativeAttention)
+    parameters = inspect.signature(native_backend.forward_attention).parameters
+    return not native or any("cap" in name for name in parameters)
+
+
+_READS = "_enginepool_reads"
+
+
+@functools.cache
+def _noting(own: type) -> type:
+    original: Any = own.__getattribute__
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        reads = object.__getattribute__(self, "__dict__").get(_READS)
+        if reads is not None and not name.startswith("_"):
+            reads.add(name)
+        return original(self, name)
+
+    return type(
+        own.__name__, (own,), {"__getattribute__": __getattribute__, "__module__": __name__}
+    )

@@ -1,0 +1,123 @@
+"""What a configuration asks for and no engine computes: refused by name, or at least said.
+
+`refuse` looks at what is known before anything is built. `check_reads` looks at what upstream has
+read while it built: a field that nobody read, and that asks for something, was ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from enginepool.errors import InvalidConfig
+from enginepool.logs import logger
+from enginepool.model_config import FAMILIES
+from enginepool.model_config.reading import parsed
+from enginepool.model_config.rotary import rotation
+from enginepool.values import shown
+
+# Outputs would be others: refused if nobody reads them. What else is ignored is a warning.
+_MATTERS = frozenset(
+    ("attention_bias", "decoder_sparse_step", "hidden_act", "hidden_activation", "mlp_bias",
+     "mlp_only_layers", "tie_word_embeddings", "use_bidirectional_attention", "use_sliding_window")
+)  # fmt: skip
+# Of training, of how the file was written, of what is read elsewhere, and what other fields decide.
+_HARMLESS = frozenset(
+    ("architectures", "attention_dropout", "auto_map", "bos_token_id", "cache_implementation",
+     "dtype", "eos_token_id", "id2label", "initializer_range", "intermediate_size", "label2id",
+     "layer_types", "max_window_layers", "model_type", "output_router_logits", "pad_token_id",
+     "pretraining_tp", "router_aux_loss_coef", "tokenizer_class", "torch_dtype",
+     "transformers_version", "use_cache")
+)  # fmt: skip
+# Read by upstream and not given to its weights: they would keep whatever they were made with.
+_NO_BIASES = ("gemma2", "qwen3_moe")
+_FP8 = {"compressed-tensors": "float-quantized", "compressed_tensors": "float-quantized"}
+
+
+def refuse(fields: Mapping[str, Any]) -> None:
+    """Refuse what no engine computes, as far as the configuration alone tells.
+
+    Args:
+        fields: As `reading.fields` gives them.
+
+    Raises:
+        InvalidConfig: With the field and its value.
+    """
+    _check_quantization(fields)
+    family = fields.get("model_type")
+    if family not in FAMILIES:
+        return
+    config = parsed(fields, "config.json")
+    for layer in range(config.num_hidden_layers):
+        rotation(vars(config), layer)
+    if family in _NO_BIASES and fields.get("attention_bias"):
+        raise InvalidConfig(_ignored("attention_bias", True, family))
+
+
+def _check_quantization(fields: Mapping[str, Any]) -> None:
+    for name in ("quantization_config", "compression_config"):
+        found = fields.get(name)
+        if not found:
+            continue
+        method = found.get("quant_method") if isinstance(found, Mapping) else None
+        form = found.get("format") if isinstance(found, Mapping) else None
+        if method != "fp8" and _FP8.get(str(method), "") != form:
+            raise InvalidConfig(
+                f"config.json: {name} has quant_method={shown(method)}"
+                f"{f', format={shown(form)}' if form else ''}: no engine computes with such "
+                "weights; give weights that are not quantized, or fp8"
+            )
+
+
+def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool) -> None:
+    """Refuse what would change outputs and was not read; log what else was not.
+
+    Args:
+        fields: As `reading.fields` gives them.
+        reads: The names that upstream asked for while it built the engine.
+        caps: Whether the engine's attention knows a cap.
+
+    Raises:
+        InvalidConfig: With the field and its value.
+    """
+    family = fields.get("model_type")
+    if family not in FAMILIES:
+        return
+    config = parsed(fields, "config.json")
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None and not caps:
+        raise InvalidConfig(
+            f"config.json: attn_logit_softcapping={cap!r}: native attention, which CPU and GPU "
+            "have, knows no cap; to compute without it give json_model_override_args="
+            "'{\"attn_logit_softcapping\": null}'"
+        )
+    neutral = vars(type(config)())
+    unread = {
+        name: value
+        for name, value in fields.items()
+        if name not in reads
+        and name not in _HARMLESS
+        and not name.startswith("_")
+        and not _asks_nothing(name, value, config, neutral)
+    }
+    for name in sorted(unread.keys() & _MATTERS):
+        raise InvalidConfig(_ignored(name, unread[name], str(family)))
+    if unread:
+        logger().warning("enginepool.config_not_read", family=family, fields=unread)
+
+
+def _asks_nothing(name: str, value: Any, config: Any, neutral: Mapping[str, Any]) -> bool:
+    if (config.model_type, name) in (("gemma2", "hidden_act"), ("qwen2", "attention_bias")):
+        return True  # Gemma's field is hidden_activation; Qwen2 has biases whatever this says
+    if name in ("hidden_act", "hidden_activation"):
+        value = {"swish": "silu"}.get(value, value)
+    if name == "use_sliding_window" and value and (kinds := getattr(config, "layer_types", None)):
+        return "sliding_attention" not in kinds
+    return value == neutral[name] if name in neutral else not value
+
+
+def _ignored(name: str, value: Any, family: str) -> str:
+    return (
+        f"config.json: {name}={shown(value)}: the {family} of this sglang-jax does not compute it, "
+        "and would give other outputs than the model's"
+    )
