@@ -32,5 +32,5 @@ def input_processor(
         defaults = GenerationDefaults.of({}, {})
     else:
         defaults = GenerationDefaults.read(str(folder), preferred=preferred)
-    grammars = GrammarCompiler(tokenizer, VOCAB_SIZE, {})
+    grammars = GrammarCompiler(tokenizer, VOCAB_SIZE, {}, "a test")
     return InputProcessor(tokenizer, limits, defaults, grammars)
