@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,45 @@ def two_models(folder: Path) -> list[Path]:
     ]
 
 
-def server_args(slots: int) -> dict[str, Any]:
-    """Options of an engine for so many requests at a time."""
+def server_args(slots: int, page: int = 1) -> dict[str, Any]:
+    """Options of an engine for so many requests at a time, with KV pages of so many tokens."""
+    each = -(-(SHARED + PROMPT + OUTPUT) // page) * page
+    chunk = max(64, 2 * page)
     return {
+        "page_size": page,
         "dtype": "float32",
         "context_length": 256,
         "max_running_requests": slots,
         # Nearly all at full length: now and then an engine runs out, and retracts by itself.
-        "max_total_tokens": max(256, slots * (SHARED + PROMPT + OUTPUT) * 3 // 4),
-        "max_prefill_tokens": 64,
-        "chunked_prefill_size": 64,
-        "precompile_token_paddings": [64],
+        "max_total_tokens": max(256, slots * each * 3 // 4),
+        "max_prefill_tokens": chunk,
+        "chunked_prefill_size": chunk,
+        "precompile_token_paddings": [chunk],
         "precompile_bs_paddings": [slots],
     }
+
+
+@contextmanager
+def chunks_beside_others() -> Iterator[set[str]]:
+    """The prompts that are prefilled in chunks, meanwhile, on engines where others decode; for
+    after a pool was opened."""
+    from enginepool.engine import scheduler as module
+
+    seen: set[str] = set()
+    owner: Any = module.PinnedScheduler
+    original = owner.get_new_batch_prefill
+
+    def noting(scheduler: Any) -> Any:
+        batch = original(scheduler)
+        if scheduler.running_count():
+            seen.update(req.rid for req in scheduler.chunked_reqs if req is not None)
+        return batch
+
+    owner.get_new_batch_prefill = noting
+    try:
+        yield seen
+    finally:
+        owner.get_new_batch_prefill = original
 
 
 def at_rest(stats: dict[str, Any]) -> bool:

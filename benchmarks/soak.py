@@ -2,6 +2,7 @@
 and pauses, and what it survived.
 
     python -m benchmarks.soak --minutes 10 --seed 1
+    python -m benchmarks.soak --minutes 10 --page-size 128
     python -m benchmarks.soak --minutes 30 --faults-per-minute 0     # healthy traffic alone
 
 Callers share prompts, time out, leave, abort and close their streams; with faults, some send a
@@ -34,7 +35,7 @@ import jax
 from benchmarks import faults
 from benchmarks.bad_token import spoil
 from benchmarks.injector import STEP_TIMEOUT, Injector
-from benchmarks.micro_pool import at_rest, server_args, two_models
+from benchmarks.micro_pool import at_rest, chunks_beside_others, server_args, two_models
 from benchmarks.soak_checks import (
     as_text,
     check_end,
@@ -68,6 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--engines", type=int, default=4)
     add("--requests", type=int, default=32, help="in flight; default: 32")
+    add("--page-size", type=int, default=1, help="tokens of a KV page; default: 1")
     add("--faults-per-minute", type=float, default=20.0)
     add("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
@@ -261,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {
         "max_restarts": 10**6,
         "step_timeout": STEP_TIMEOUT,
-        **server_args(-(-args.requests // args.engines)),
+        **server_args(-(-args.requests // args.engines), args.page_size),
     }
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         models = [spoil(model) for model in two_models(Path(folder))]
@@ -269,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pool.generate_all(input_ids=[[1]] * args.requests)
             pool.update_weights(models[0], weight_version=0)
             before, used = process(), device_bytes(pool)
-            with faults.refusing_devices() as refusing:
+            with faults.refusing_devices() as refusing, chunks_beside_others() as chunked:
                 injector = Injector(pool, random.Random(f"faults {args.seed}"), refusing)
                 soak = Soak(pool, models, args, injector)
                 soak.run()
@@ -282,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if abs(share - 1) > 0.02:
         violations.append(f"device memory is {share:.3f} of what it was")
     report |= {
+        "prompts in chunks while others decoded": len(chunked),
         **recoveries(events),
         "device memory, end over start": share,
         "violations": len(violations),

@@ -1,6 +1,7 @@
 """Swaps of weights under load, one after the other, and whether every output survived them.
 
     python -m benchmarks.swap_soak --engines 4 --requests 64 --swaps 100
+    python -m benchmarks.swap_soak --page-size 128
 
 So many requests are in flight all the time; each swap begins 50 ms after the last returned and
 brings the other of two sets of weights. Callers share prefixes and ask whole prompts again, so that
@@ -28,7 +29,15 @@ from typing import Any
 import anyio
 import jax
 
-from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED, at_rest, server_args, two_models
+from benchmarks.micro_pool import (
+    OUTPUT,
+    PROMPT,
+    SHARED,
+    at_rest,
+    chunks_beside_others,
+    server_args,
+    two_models,
+)
 from benchmarks.soak_checks import mixed_prompt, verifiable
 from benchmarks.span_checks import NEAR_TIE, Finished, check_mode, check_spans, check_tokens
 from benchmarks.table import plain
@@ -40,8 +49,8 @@ _BETWEEN_SECONDS = 0.05
 _END_SECONDS = 120.0  # for what is still in flight after the last swap
 _REST_SECONDS = 10.0  # for the step after which the last request's KV cache is free
 _SHOWN = 20
-_COLUMNS = ["mode", "swaps", "requests", "cached", "tokens", "retracts", "aborted", "mixed"]
-_COLUMNS += ["pause ms", "max", "swap ms", "versions", "compared", "ties", "violations"]
+_COLUMNS = ["mode", "swaps", "requests", "cached", "chunked", "tokens", "retracts", "aborted"]
+_COLUMNS += ["mixed", "pause ms", "max", "swap ms", "versions", "compared", "ties", "violations"]
 _FEW_PROMPTS = 16  # that are asked again and again
 
 
@@ -53,6 +62,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--requests", type=int, default=64, help="in flight; default: 64")
     add("--swaps", type=int, default=100, help="of each mode; default: 100")
     add("--mode", action="append", choices=MODES, help="again for more; default: all")
+    add("--page-size", type=int, default=1, help="tokens of a KV page; default: 1")
     add("--seed", type=int, default=0)
     add("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args(argv)
@@ -65,15 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     slots = -(-args.requests // args.engines)
     with tempfile.TemporaryDirectory(prefix="swap-soak-") as folder:
         models = two_models(Path(folder))
-        with EnginePool(str(models[0]), devices=args.engines, **server_args(slots)) as pool:
+        options = server_args(slots, args.page_size)
+        with EnginePool(str(models[0]), devices=args.engines, **options) as pool:
             rows = []
             for mode in args.mode:
-                rows.append(Soak(pool, models, mode, args).run())
+                with chunks_beside_others() as chunked:
+                    rows.append(Soak(pool, models, mode, args).run() | {"chunked": len(chunked)})
                 print(f"{mode}: {len(rows[-1]['violations'])} violations", flush=True)
     plain(_COLUMNS, map(_line, rows))
     print(
-        "cached: requests that found a prefix in the cache; mixed: prompts that a swap in place "
-        "fell into, not compared; compared: tokens held against a plain JAX forward pass; ties: "
+        "cached: requests that found a prefix in the cache; chunked: prompts in chunks while "
+        "others decoded; mixed: prompts that a swap in place fell into, not "
+        "compared; compared: tokens held against a plain JAX forward pass; ties: "
         f"tokens that were not, since the two best logits are within {NEAR_TIE}"
     )
     violations = [f"{row['mode']}: {text}" for row in rows for text in row["violations"]]
@@ -165,7 +178,9 @@ class Soak:
 
     def _prompt(self) -> list[int]:
         """Half of them for the prefix cache, which no other version may use."""
-        own = [self._random.randrange(256) for _ in range(self._random.randint(1, PROMPT))]
+        # Longer than a page, so that what fits in tokens does not fit in pages.
+        longest = max(PROMPT, self._args.page_size + PROMPT // 2)
+        own = [self._random.randrange(256) for _ in range(self._random.randint(1, longest))]
         return list(range(1, SHARED + 1)) + own if self._random.random() < 0.5 else own
 
     async def _swap(self) -> None:
@@ -208,8 +223,8 @@ class Soak:
 
 def _line(row: dict[str, Any]) -> list[Any]:
     return [
-        *(row[key] for key in ("mode", "swaps", "requests", "cached", "tokens", "retracts")),
-        *(row[key] for key in ("aborted", "mixed")),
+        *(row[key] for key in ("mode", "swaps", "requests", "cached", "chunked")),
+        *(row[key] for key in ("tokens", "retracts", "aborted", "mixed")),
         *(f"{1000 * row[key]:.1f}" for key in ("pause", "longest_pause", "swap")),
         *(row[key] for key in ("versions", "compared", "ties")),
         len(row["violations"]),
