@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from enginepool.errors import InvalidConfig
-from enginepool.process.guest import no_generation_warnings
+from enginepool.process.quiet import no_generation_warnings
 from enginepool.values import is_int, shown
 
 NAME = "generation_config.json"

@@ -13,7 +13,6 @@ the other had changed. Nothing private of upstream's is touched.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import random
 import threading
@@ -25,6 +24,7 @@ import jax
 import numpy as np
 from tqdm.std import tqdm
 
+from enginepool.process.quiet import no_generation_warnings
 from enginepool.process.some_threads import SomeThreads
 
 BUILD_LOCK = threading.RLock()
@@ -112,35 +112,3 @@ _quiet_threads = SomeThreads(_hide_progress_bars)
 
 # Upstream shows tqdm bars while it loads and compiles; on a thread inside they stay invisible.
 no_progress_bars = _quiet_threads.inside
-
-
-@contextmanager
-def no_generation_warnings() -> Iterator[None]:
-    """transformers prints, whatever the host's logging is, what it thinks of a checkpoint's
-    generation_config.json whenever that is read; not on this thread."""
-    thread = threading.get_ident()
-
-    def elsewhere(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger = logging.getLogger("transformers.generation.configuration_utils")
-    logger.addFilter(elsewhere)
-    try:
-        yield
-    finally:
-        logger.removeFilter(elsewhere)
-
-
-@contextmanager
-def quiet_logger(name: str) -> Iterator[None]:
-    """Keep a library's warnings from being printed where the host has not configured logging.
-
-    Python prints what no handler takes. Handlers that the host has, or adds, get everything.
-    """
-    handler = logging.NullHandler()
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)

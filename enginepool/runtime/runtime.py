@@ -20,7 +20,7 @@ from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolClosed
 from enginepool.logs import logger
-from enginepool.process.guest import quiet_logger
+from enginepool.process.quiet import quiet_logger
 from enginepool.process.tuning import tuned
 from enginepool.runtime.desired import DesiredState
 from enginepool.runtime.dispatch import Dispatch

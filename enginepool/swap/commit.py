@@ -94,12 +94,12 @@ def _exchange(
 ) -> bool:
     """Drop one leaf, then make it anew; both by the engine's own thread at its step boundary."""
     leaves = worker.leaves
-    worker.channel.run(lambda: leaves.drop([path]) and None).result()
     with naming(worker, path):
+        worker.channel.run(lambda: leaves.drop([path]) and None).result()
         array, shared = make(leaves.specs[path])
         array.block_until_ready()
-    mine = [path] if shared else []
-    worker.channel.run(lambda: leaves.replace({path: array}, mine) and None).result()
+        mine = [path] if shared else []
+        worker.channel.run(lambda: leaves.replace({path: array}, mine) and None).result()
     return shared
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EnginePoolError, WeightUpdateFailed
 from enginepool.weights.placement import free_bytes, lies_there, place
@@ -84,7 +85,7 @@ def naming(worker: EngineWorker, path: str | None = None) -> Iterator[None]:
     """What fails in here fails as ours, with the device and the leaf, if it is about one."""
     try:
         yield
-    except EnginePoolError:
+    except (EnginePoolError, EngineStopped):
         raise
     except Exception as error:
         devices = ", ".join(str(device) for device in worker.devices)

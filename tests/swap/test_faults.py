@@ -12,7 +12,14 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks.faults import Fault, every_step, hang_in_reset, raise_in_step, scheduler_of
+from benchmarks.faults import (
+    Fault,
+    every_step,
+    hang_in_reset,
+    raise_in_commit,
+    raise_in_step,
+    scheduler_of,
+)
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
 from enginepool.swap.quiesce import Standstill
 from enginepool.weights.leaves import EngineLeaves
@@ -141,6 +148,17 @@ def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path
             four.update_weights(leaves(target("qwen3")), staging="stream")
         assert caught.value.engine_index == 0
         assert str(jax.devices()[0]) in str(caught.value)
+        del caught
+
+
+def test_a_leaf_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """One that cannot be put in place names itself and its engine, which has the old ones again."""
+    with unchanged(four):
+        raise_in_commit(four, 0)
+        with pytest.raises(WeightUpdateFailed, match="does not take weights") as caught:
+            four.update_weights(leaves(target("qwen3")), staging="stream")
+        assert caught.value.engine_index == 0
+        assert caught.value.name in str(caught.value)
         del caught
 
 
