@@ -31,7 +31,7 @@ from benchmarks.weight_cases import cases, measure, own_layout
 from benchmarks.weight_peers import Leaves, memcpy_seconds
 from enginepool import EnginePool, InvalidConfig
 from enginepool.devices import resolve_devices
-from enginepool.swap.quiesce import SwapMode
+from enginepool.runtime.quiesce import SwapMode
 
 # Two programs, and a KV cache that is small beside any weights.
 _SERVER_ARGS: dict[str, Any] = {

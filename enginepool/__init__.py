@@ -29,8 +29,8 @@ from enginepool.errors import (
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
-    from enginepool.swap.handle import StagedWeights
-    from enginepool.swap.report import SwapReport
+    from enginepool.runtime.staged_weights import StagedWeights
+    from enginepool.runtime.swap_report import SwapReport
 
 __all__ = [
     "EnginePool",
@@ -63,9 +63,9 @@ def __getattr__(name: str) -> object:
     if name == "EnginePool":
         from enginepool.pool.pool import EnginePool as found
     elif name == "StagedWeights":
-        from enginepool.swap.handle import StagedWeights as found
+        from enginepool.runtime.staged_weights import StagedWeights as found
     elif name == "SwapReport":
-        from enginepool.swap.report import SwapReport as found
+        from enginepool.runtime.swap_report import SwapReport as found
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

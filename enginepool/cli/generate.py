@@ -19,7 +19,7 @@ from enginepool.config import PoolConfig
 from enginepool.console.complaints import complain
 from enginepool.console.output import check_output, engine_line
 from enginepool.errors import InvalidRequest
-from enginepool.requests.progress_bar import progress_bar
+from enginepool.frontend.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from enginepool.dispatch.condition import EngineCondition
+from enginepool.dispatch.queue import RequestQueue
+from enginepool.dispatch.request import Request, aborted
+from enginepool.dispatch.states import EngineState
 from enginepool.engine.approach import Approach
-from enginepool.engine.condition import EngineCondition
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.jobs import EngineBroken, Jobs, StopEngine
 from enginepool.engine.running import RunningRequests
 from enginepool.engine.scheduler_protocol import StepScheduler
-from enginepool.engine.states import EngineState
 from enginepool.errors import StepTimeout
-from enginepool.requests.queue import RequestQueue
-from enginepool.requests.request import Request, aborted
 
 
 class Channel:

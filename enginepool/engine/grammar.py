@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from enginepool.dispatch.grammar import Grammar
+from enginepool.dispatch.request import aborted
+from enginepool.dispatch.thinking import Thinking, Thought
 from enginepool.process.upstream import expect
-from enginepool.requests.grammar import Grammar
-from enginepool.requests.request import aborted
-from enginepool.requests.thinking import Thinking, Thought
 
 _ALL = np.uint32((1 << 32) - 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from enginepool.requests.request import Request
+from enginepool.dispatch.request import Request
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from enginepool.engine.condition import WeightsCondition
+from enginepool.dispatch.condition import WeightsCondition
+from enginepool.dispatch.request import Request, not_finite
 from enginepool.engine.grammar import finish_reason
 from enginepool.errors import NotFinite
-from enginepool.requests.request import Request, not_finite
 
 
 class RunningRequests:

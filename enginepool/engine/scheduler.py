@@ -28,6 +28,9 @@ try:  # 0.1.0rc0; 0.0.3rc99 takes the key itself
 except ImportError:
     MatchPrefixParams = None
 
+from enginepool.dispatch.ends import end_ids
+from enginepool.dispatch.request import aborted
+from enginepool.dispatch.scoring import Scored
 from enginepool.engine.common_programs import share
 from enginepool.engine.config_reads import noted_reads
 from enginepool.engine.executable_cache import common_programs
@@ -37,15 +40,12 @@ from enginepool.engine.scoring import Scorer
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.top_logprobs import TopLogprobs
 from enginepool.process.upstream import expect
-from enginepool.requests.ends import end_ids
-from enginepool.requests.request import aborted
-from enginepool.requests.scoring import Scored
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping
 
 if TYPE_CHECKING:
+    from enginepool.dispatch.request import Request
     from enginepool.engine.channel import Channel
-    from enginepool.requests.request import Request
 
 
 _OVERRIDDEN = (

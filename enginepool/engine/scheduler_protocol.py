@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from enginepool.requests.request import Request
+from enginepool.dispatch.request import Request
 
 
 class StepScheduler(Protocol):

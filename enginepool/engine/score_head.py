@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
+from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
 # Logits (float32, of the whole vocabulary) are made for a slice of positions at a time: no more of
 # them than this, nor than a full sampling batch has, for which there is room; 8 positions at least.

@@ -30,11 +30,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from enginepool.dispatch.request import MAX_NAMED_IDS
 from enginepool.engine.common_programs import OnAnyDevice, WithoutDevices
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.score_head import ScoreHead
 from enginepool.process.upstream import expect
-from enginepool.requests.request import MAX_NAMED_IDS
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 from sgl_jax.srt.mem_cache.common import evict_from_tree_cache
 
-from enginepool.engine.condition import WeightsCondition
+from enginepool.dispatch.condition import WeightsCondition
+from enginepool.dispatch.request import Request
+from enginepool.dispatch.scoring import Scored, Scoring
 from enginepool.engine.score_program import Piece, ScoreProgram, Values
-from enginepool.requests.request import Request
-from enginepool.requests.scoring import Scored, Scoring
 
 
 class KVScheduler(Protocol):

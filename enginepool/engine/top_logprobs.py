@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 from enginepool.engine.common_programs import OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.process.upstream import expect_parameters
-from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
-    from enginepool.requests.request import Request
+    from enginepool.dispatch.request import Request
 
 
 # Below every log-probability of what may be sampled.

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from enginepool.dispatch.condition import EngineCondition
+from enginepool.dispatch.queue import RequestQueue
+from enginepool.dispatch.states import EngineState
 from enginepool.engine.build import Assembly
 from enginepool.engine.channel import Channel
-from enginepool.engine.condition import EngineCondition
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.gil_limiter import process_limiter
 from enginepool.engine.jobs import EngineBroken, StopEngine
 from enginepool.engine.recovery_protocol import Decision, Supervisor
-from enginepool.engine.states import EngineState
 from enginepool.errors import StepTimeout
 from enginepool.logs import take_traceback
-from enginepool.requests.queue import RequestQueue
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine

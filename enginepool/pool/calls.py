@@ -7,10 +7,10 @@ from typing import Any
 
 import anyio.to_thread
 
-from enginepool.requests.output_processor import call_results
-from enginepool.requests.request import Call
-from enginepool.requests.submission import submitted
-from enginepool.requests.wait import async_wait_all, wait_all
+from enginepool.dispatch.request import Call
+from enginepool.dispatch.submission import submitted
+from enginepool.dispatch.wait import async_wait_all, wait_all
+from enginepool.frontend.output_processor import call_results
 from enginepool.runtime.runtime import Runtime
 
 

@@ -8,9 +8,9 @@ from typing import Any, Unpack
 import anyio.to_thread
 
 from enginepool.errors import InvalidRequest
+from enginepool.frontend.call_options import CallOptions, Params, check_options
 from enginepool.pool.generate import async_run, run, single
 from enginepool.pool.opening import Opening
-from enginepool.requests.call_options import CallOptions, Params, check_options
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import described, flag
 

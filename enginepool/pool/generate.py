@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Unpack
 
+from enginepool.dispatch.request import Call
+from enginepool.dispatch.submission import submitted
+from enginepool.dispatch.wait import async_chunks, chunks
+from enginepool.frontend.asker import in_thread
+from enginepool.frontend.call_options import CallOptions, Params, Prompts, check_options
+from enginepool.frontend.output_processor import make_chunk, make_result, raise_failure
+from enginepool.frontend.progress_bar import show_progress
 from enginepool.pool.calls import async_run_call, run_call
 from enginepool.pool.opening import Opening
-from enginepool.requests.asker import in_thread
-from enginepool.requests.call_options import CallOptions, Params, Prompts, check_options
-from enginepool.requests.output_processor import make_chunk, make_result, raise_failure
-from enginepool.requests.progress_bar import show_progress
-from enginepool.requests.request import Call
-from enginepool.requests.submission import submitted
-from enginepool.requests.wait import async_chunks, chunks
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag
 

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from enginepool.config import PoolConfig, Warmup, WhenFull
 from enginepool.devices import DeviceSpec
-from enginepool.engine.states import PoolState
+from enginepool.dispatch.states import PoolState
 from enginepool.engine.worker import on_engine_thread
 from enginepool.errors import PoolClosed
 from enginepool.pool.chat import Chat

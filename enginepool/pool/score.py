@@ -7,10 +7,10 @@ from typing import Any
 
 import anyio.to_thread
 
+from enginepool.dispatch.request import Call
+from enginepool.frontend.score_input import make_score_call
 from enginepool.pool.calls import async_run_call, run_call
 from enginepool.pool.opening import Opening
-from enginepool.requests.request import Call
-from enginepool.requests.score_input import make_score_call
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag, seconds
 

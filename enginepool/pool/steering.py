@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import anyio.to_thread
 
-from enginepool.engine.states import PauseMode
+from enginepool.dispatch.states import PauseMode
 from enginepool.errors import InvalidRequest
 from enginepool.pool.opening import Opening
 from enginepool.runtime import pause, statistics
-from enginepool.swap.quiesce import pause_drained
+from enginepool.runtime.quiesce import pause_drained
 from enginepool.values import flag, plain, shown
 
 PoolPauseMode = PauseMode | Literal["drain"]

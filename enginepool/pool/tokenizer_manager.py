@@ -23,14 +23,14 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.to_thread import run_sync
 from sgl_jax.srt.managers.io_struct import FlushCacheReqOutput
 
+from enginepool.dispatch.request import Call
+from enginepool.dispatch.submission import submitted
+from enginepool.dispatch.thinking import Thinking
+from enginepool.dispatch.wait import async_chunks, async_wait_all
 from enginepool.errors import EnginePoolError, InvalidRequest
-from enginepool.requests.asker import in_thread
-from enginepool.requests.output_processor import call_results, make_chunk, raise_failure
-from enginepool.requests.request import Call
-from enginepool.requests.score_input import make_score_call
-from enginepool.requests.submission import submitted
-from enginepool.requests.thinking import Thinking
-from enginepool.requests.wait import async_chunks, async_wait_all
+from enginepool.frontend.asker import in_thread
+from enginepool.frontend.output_processor import call_results, make_chunk, raise_failure
+from enginepool.frontend.score_input import make_score_call
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import is_int, plain, shown

@@ -8,11 +8,11 @@ from typing import Any
 import anyio.to_thread
 
 from enginepool.pool.opening import Opening
-from enginepool.swap import inspect, memory, update
-from enginepool.swap.handle import StagedWeights, stage_weights
-from enginepool.swap.options import Options, Staging, Strategy
-from enginepool.swap.quiesce import SwapMode
-from enginepool.swap.report import SwapReport
+from enginepool.runtime import memory, update, weight_inspection
+from enginepool.runtime.quiesce import SwapMode
+from enginepool.runtime.staged_weights import StagedWeights, stage_weights
+from enginepool.runtime.swap_options import Options, Staging, Strategy
+from enginepool.runtime.swap_report import SwapReport
 from enginepool.values import seconds
 
 
@@ -118,27 +118,27 @@ class WeightCalls(Opening):
             EnginesDiffer: Engines have different weights.
             NoWeights: An engine has none.
         """
-        return inspect.checksum(self._runtime())
+        return weight_inspection.checksum(self._runtime())
 
     def quick_checksum(self) -> float:
         """The sum of the first 1,024 elements of each of the first four leaves, in float32.
 
         Raises what `checksum` raises.
         """
-        return inspect.quick_checksum(self._runtime())
+        return weight_inspection.quick_checksum(self._runtime())
 
     def perturb_weights(
         self, seed: int = 0, scale: float = 1e-3, num_leaves: int = 1
     ) -> SwapReport:
         """Add normal noise to the first `num_leaves` leaves, the same on every engine."""
         return self.update_weights(
-            inspect.noise(self._runtime(), seed, scale, num_leaves), strict=False
+            weight_inspection.noise(self._runtime(), seed, scale, num_leaves), strict=False
         )
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first rows of a tensor in float32, by its Hugging Face name and in that layout, or
         by the model's leaf path."""
-        return inspect.by_name(self._runtime(), name, truncate_size)
+        return weight_inspection.by_name(self._runtime(), name, truncate_size)
 
     # Async twins: the same without blocking the event loop. Cancelling does not stop what runs.
 

@@ -19,7 +19,7 @@ from enginepool.reference.printer import Printer
 from enginepool.reference.wandb_sink import connect
 
 if TYPE_CHECKING:
-    from enginepool.swap.report import SwapReport
+    from enginepool.runtime.swap_report import SwapReport
 
 
 class Run:

@@ -11,7 +11,7 @@ from enginepool.errors import InvalidConfig
 from enginepool.reference.options import RunOptions
 from enginepool.reference.params import SAMPLES, nbytes, on_devices, read_flax_tree, sharing
 from enginepool.reference.run import Run, started
-from enginepool.swap.report import SwapReport
+from enginepool.runtime.swap_report import SwapReport
 from enginepool.weights.checkpoint import find
 
 

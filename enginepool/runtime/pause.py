@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from enginepool.engine.states import PauseMode
+from enginepool.dispatch.request import aborted
+from enginepool.dispatch.states import PauseMode
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest
-from enginepool.requests.request import aborted
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import shown
 

@@ -15,18 +15,19 @@ import jax
 
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
+from enginepool.dispatch.desired import DesiredState
+from enginepool.dispatch.dispatch import Dispatch
+from enginepool.dispatch.events import Events
+from enginepool.dispatch.recovery_policy import Policy
+from enginepool.dispatch.steering_lock import SteeringLock
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.jobs import EngineStopped
+from enginepool.engine.recovery import Recovery
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolClosed
 from enginepool.logs import logger
 from enginepool.process.quiet import quiet_logger
 from enginepool.process.tuning import tuned
-from enginepool.runtime.desired import DesiredState
-from enginepool.runtime.dispatch import Dispatch
-from enginepool.runtime.events import Events
-from enginepool.runtime.recovery import Recovery
-from enginepool.runtime.recovery_policy import Policy
 from enginepool.runtime.startup import (
     advise,
     make_input_processor,
@@ -34,7 +35,6 @@ from enginepool.runtime.startup import (
     read_defaults,
     start_workers,
 )
-from enginepool.runtime.steering_lock import SteeringLock
 from enginepool.runtime.watchdog import watching
 from enginepool.weights.placement import least_free_bytes
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import patches
 from enginepool.config import PoolConfig, Warmup
+from enginepool.dispatch.ends import end_ids
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, InvalidConfig, InvalidWeights, PatchFailed
+from enginepool.frontend.generation_defaults import GenerationDefaults
+from enginepool.frontend.grammar_compiler import GrammarCompiler
+from enginepool.frontend.input_processor import InputProcessor
+from enginepool.frontend.limits import Limits
+from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.logs import logger
 from enginepool.model_config.tokenizer import check_tokenizer_class
 from enginepool.process.tuning import frozen
-from enginepool.requests.ends import end_ids
-from enginepool.requests.generation_defaults import GenerationDefaults
-from enginepool.requests.grammar_compiler import GrammarCompiler
-from enginepool.requests.input_processor import InputProcessor
-from enginepool.requests.limits import Limits
-from enginepool.requests.tokenizer import Tokenizer
 from enginepool.sizing import rules
 
 _lock = threading.Lock()

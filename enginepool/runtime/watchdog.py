@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from enginepool.engine.recovery import Recovery
 from enginepool.engine.worker import EngineWorker
-from enginepool.runtime.recovery import Recovery
 
 
 @contextmanager

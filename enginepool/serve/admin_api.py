@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from enginepool.engine.states import PauseMode
+from enginepool.dispatch.states import PauseMode
 from enginepool.errors import InvalidRequest
+from enginepool.runtime.quiesce import SwapMode
 from enginepool.serve.bodies import CheckedRoute
 from enginepool.serve.openapi_schema import ADMIN_ERRORS
-from enginepool.swap.quiesce import SwapMode
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service

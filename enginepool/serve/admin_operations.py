@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from anyio.to_thread import run_sync
 
 from enginepool.errors import InvalidRequest
+from enginepool.runtime.swap_report import SwapReport
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.reload_config import check_config
-from enginepool.swap.report import SwapReport
 
 if TYPE_CHECKING:
-    from enginepool.engine.states import PauseMode
+    from enginepool.dispatch.desired import DesiredState
+    from enginepool.dispatch.states import PauseMode
     from enginepool.pool.pool import EnginePool
     from enginepool.pool.steering import PoolPauseMode
-    from enginepool.runtime.desired import DesiredState
-    from enginepool.swap.quiesce import SwapMode
+    from enginepool.runtime.quiesce import SwapMode
 
 
 class AdminOperations:

@@ -21,7 +21,7 @@ from sgl_jax.srt.entrypoints.openai.protocol import ToolChoice
 from sgl_jax.srt.function_call.function_call_parser import FunctionCallParser
 from sgl_jax.srt.function_call.utils import get_json_schema_constraint
 
-from enginepool.requests.grammar import KINDS
+from enginepool.dispatch.grammar import KINDS
 from enginepool.serve.error_replies import Refused
 
 # Inside of a schema: llguidance's own keyword.

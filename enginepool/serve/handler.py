@@ -13,12 +13,12 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from enginepool.dispatch.grammar import KINDS
+from enginepool.dispatch.request import Call
+from enginepool.dispatch.thinking import Thinking
 from enginepool.errors import InvalidRequest
-from enginepool.requests.asker import in_thread
-from enginepool.requests.grammar import KINDS
-from enginepool.requests.request import Call
-from enginepool.requests.score_input import prompt_entries
-from enginepool.requests.thinking import Thinking
+from enginepool.frontend.asker import in_thread
+from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.presence import while_present

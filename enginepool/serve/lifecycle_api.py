@@ -9,10 +9,10 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from enginepool.errors import InvalidRequest
+from enginepool.runtime.quiesce import SwapMode
 from enginepool.serve.admin_api import Done
 from enginepool.serve.bodies import CheckedRoute
 from enginepool.serve.openapi_schema import ADMIN_ERRORS
-from enginepool.swap.quiesce import SwapMode
 
 if TYPE_CHECKING:
     from enginepool.serve.service import Service

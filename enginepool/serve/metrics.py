@@ -16,9 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from enginepool.engine.states import EngineState
+from enginepool.dispatch.states import EngineState
+from enginepool.runtime.swap_report import SwapReport
 from enginepool.serve.record import ExchangeRecord, OutputRecord
-from enginepool.swap.report import SwapReport
 
 if TYPE_CHECKING:
     from enginepool.runtime.runtime import Runtime

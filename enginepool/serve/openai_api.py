@@ -28,10 +28,10 @@ from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sgl_jax.srt.entrypoints.openai.serving_score import OpenAIServingScore
 
+from enginepool.dispatch.grammar import KINDS
+from enginepool.dispatch.thinking import Thinking
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.process.upstream import expect
-from enginepool.requests.grammar import KINDS
-from enginepool.requests.thinking import Thinking
 from enginepool.serve.answer_form import form_of
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.chat_stream import ChatStream

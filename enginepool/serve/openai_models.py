@@ -20,7 +20,7 @@ from sgl_jax.srt.entrypoints.openai.protocol import (
     Tool,
 )
 
-from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.dispatch.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
 from enginepool.serve.unknown_fields import NothingUnread
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from enginepool.engine.states import EngineState
+from enginepool.dispatch.states import EngineState
+from enginepool.dispatch.submission import submitted
+from enginepool.dispatch.wait import async_wait_all
 from enginepool.errors import EnginePoolError, QueueFull
-from enginepool.requests.submission import submitted
-from enginepool.requests.wait import async_wait_all
 from enginepool.serve.error_replies import Refused
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginepool.errors import InvalidRequest
-from enginepool.requests.chat import check_messages
-from enginepool.requests.tokenizer import Tokenizer
+from enginepool.frontend.chat import check_messages
+from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.serve.turns import as_turns
 from enginepool.values import shown
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from enginepool.requests.request import Call, Request
+from enginepool.dispatch.request import Call, Request
 from enginepool.serve.error_replies import Refused, as_refused
 
 CLIENT_GONE = 499  # a status that nobody reads, but the log does

@@ -10,7 +10,7 @@ from typing import Any
 from anyio import CapacityLimiter
 from pydantic import BaseModel
 
-from enginepool.requests.tokenizer import Tokenizer
+from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.serve.prompt_limits import PromptLimits
 
 # So that threads are left for the rest.

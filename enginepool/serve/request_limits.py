@@ -11,8 +11,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from enginepool.dispatch.request import Call
 from enginepool.errors import InvalidRequest
-from enginepool.requests.request import Call
 from enginepool.serve.error_replies import Refused, error_reply
 from enginepool.serve.options import ServeOptions
 from enginepool.values import shown

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.dispatch.request import MAX_TOP_LOGPROBS
 from enginepool.serve.unknown_fields import NothingUnread
 
 LOGPROBS = "message.output_text.logprobs"

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-from enginepool.requests.request import Call
+from enginepool.dispatch.request import Call
 from enginepool.serve.openai_models import ChatBody
 from enginepool.serve.responses_models import ResponsesBody, ResponsesReply
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginepool.errors import InvalidRequest
-from enginepool.requests.sampling import NAMES
+from enginepool.frontend.sampling import NAMES
 from enginepool.serve.unasked import says_nothing, without_unasked
 from enginepool.values import described, is_int, shown
 

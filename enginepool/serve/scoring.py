@@ -8,10 +8,10 @@ from typing import Any
 
 from anyio.to_thread import run_sync
 
+from enginepool.dispatch.request import MAX_NAMED_IDS, Call
+from enginepool.dispatch.submission import submitted
+from enginepool.dispatch.wait import async_wait_all
 from enginepool.errors import InvalidRequest
-from enginepool.requests.request import MAX_NAMED_IDS, Call
-from enginepool.requests.submission import submitted
-from enginepool.requests.wait import async_wait_all
 from enginepool.serve.handler import Exchange
 from enginepool.serve.record import cut_short
 from enginepool.serve.request_limits import MAX_VALUES

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from sgl_jax.srt.managers.template_manager import TemplateManager
 
-from enginepool.engine.states import EngineState
+from enginepool.dispatch.states import EngineState
 from enginepool.errors import InvalidRequest
 from enginepool.runtime import statistics
 from enginepool.serve.admin_operations import AdminOperations
@@ -27,7 +27,7 @@ from enginepool.values import shown
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
     from enginepool.pool.tokenizer_manager import FrontEnd
-    from enginepool.swap.report import SwapReport
+    from enginepool.runtime.swap_report import SwapReport
 
 _SHOWN_RECOVERIES = 5
 

@@ -21,8 +21,8 @@ from sgl_jax.srt.entrypoints.openai.protocol import DeltaMessage, FunctionRespon
 from sgl_jax.srt.function_call.function_call_parser import FunctionCallParser
 from sgl_jax.srt.reasoning_parser import ReasoningParser
 
+from enginepool.dispatch.thinking import Thinking
 from enginepool.logs import logger
-from enginepool.requests.thinking import Thinking
 from enginepool.serve.rendering import Rendering
 
 # A parser looks at a call from its beginning again whenever it is fed: with this share of it more.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
-from enginepool.requests.request import MAX_TOP_LOGPROBS
+from enginepool.dispatch.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
 from enginepool.serve.openai_models import PromptLogprobs, ToolBody, Turn
 from enginepool.serve.unasked import without_unasked

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-from enginepool.requests.request import Call, Request
+from enginepool.dispatch.request import Call, Request
 
 if TYPE_CHECKING:
     from enginepool.serve.openai_models import WireFields

@@ -13,10 +13,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from enginepool import EnginePool, InvalidConfig, InvalidRequest, toy
+from enginepool.frontend.call_options import check_options
+from enginepool.frontend.detokenizer import detokenize
+from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.model_config.tokenizer import check_tokenizer_class
-from enginepool.requests.call_options import check_options
-from enginepool.requests.detokenizer import detokenize
-from enginepool.requests.tokenizer import Tokenizer
 from enginepool.toy.files import START_ID, START_TOKEN, VOCAB_SIZE
 from tests.support.checkpoints import set_json
 from tests.support.inputs import input_processor

@@ -17,7 +17,7 @@ from enginepool.cli.main import app
 from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, read_text
 from enginepool.cli.result_lines import ResultLines
 from enginepool.errors import InvalidConfig, InvalidRequest
-from enginepool.requests.progress_bar import progress_bar
+from enginepool.frontend.progress_bar import progress_bar
 
 # One program of each kind: the smallest engine that answers the toy's sums.
 TINY = [

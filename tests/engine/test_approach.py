@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.faults import scheduler_of
 from enginepool import EnginePool
+from enginepool.dispatch.condition import EngineCondition
 from enginepool.engine.approach import Approach, together
-from enginepool.engine.condition import EngineCondition
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.steady.flight import Flight
 from tests.support.liveness import SECONDS, at_rest, callers, until

@@ -10,8 +10,8 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from enginepool import toy
+from enginepool.dispatch.grammar import Grammar
 from enginepool.engine.grammar import RequestGrammar, finish_reason
-from enginepool.requests.grammar import Grammar
 from enginepool.toy.files import END_ID
 
 SIZE = 272

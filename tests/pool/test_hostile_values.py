@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from enginepool import EnginePool, InvalidConfig, InvalidRequest
-from enginepool.requests.sampling import NAMES
+from enginepool.frontend.sampling import NAMES
 from enginepool.values import is_number, plain
 from tests.pool.test_bad_input import GREEDY, IDS, refused
 from tests.support.liveness import at_rest, until

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from enginepool.config import PoolConfig
+from enginepool.dispatch.queue import RequestQueue
+from enginepool.dispatch.request import Call, Request
+from enginepool.dispatch.routing import MIN_SHARED_PREFIX
+from enginepool.dispatch.states import EngineState
 from enginepool.engine.build import Assembly
 from enginepool.engine.gil_limiter import Limiter
-from enginepool.engine.states import EngineState
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolFailed, QueueFull, StepTimeout
-from enginepool.requests.queue import RequestQueue
-from enginepool.requests.request import Call, Request
-from enginepool.requests.routing import MIN_SHARED_PREFIX
 from enginepool.runtime.runtime import Runtime
 from enginepool.weights.leaves import EngineLeaves
 

@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from enginepool import EnginePool
-from enginepool.requests.request import Call, Request
+from enginepool.dispatch.request import Call, Request
 from enginepool.serve.responses_input import as_chat
 from enginepool.serve.responses_models import ResponsesBody
 from enginepool.serve.responses_output import Answer, Events

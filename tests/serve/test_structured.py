@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 from benchmarks.hostile_grammars import without_end
-from enginepool.requests import grammar_compiler
-from enginepool.requests.grammar_compiler import GrammarCompiler
-from enginepool.requests.grammar_helper import NobodyWaits
+from enginepool.frontend import grammar_compiler
+from enginepool.frontend.grammar_compiler import GrammarCompiler
+from enginepool.frontend.grammar_helper import NobodyWaits
 from tests.support.liveness import SECONDS, until
 from tests.support.pools import MakePool
 from tests.support.servers import Running, serving

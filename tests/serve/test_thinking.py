@@ -7,7 +7,7 @@ import pytest
 from sgl_jax.srt.reasoning_parser import BaseReasoningFormatDetector, ReasoningParser
 
 from enginepool import EnginePool
-from enginepool.requests.thinking import Thinking, Thought
+from enginepool.dispatch.thinking import Thinking, Thought
 from tests.support.servers import Running
 
 # The toy answers "19"; what it thinks is "1", or all of it.

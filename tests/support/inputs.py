@@ -6,11 +6,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from enginepool import toy
-from enginepool.requests.generation_defaults import GenerationDefaults
-from enginepool.requests.grammar_compiler import GrammarCompiler
-from enginepool.requests.input_processor import InputProcessor
-from enginepool.requests.limits import Limits
-from enginepool.requests.tokenizer import Tokenizer
+from enginepool.frontend.generation_defaults import GenerationDefaults
+from enginepool.frontend.grammar_compiler import GrammarCompiler
+from enginepool.frontend.input_processor import InputProcessor
+from enginepool.frontend.limits import Limits
+from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.toy.files import END_ID, VOCAB_SIZE
 
 

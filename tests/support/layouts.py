@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from enginepool import EnginePool
-from enginepool.swap import update
+from enginepool.runtime import update
 from enginepool.toy.files import read_checkpoint
 from tests.support.forced import assert_greedy
 

@@ -11,10 +11,10 @@ import pytest
 from benchmarks import faults
 from enginepool import EnginePool
 from enginepool.config import PoolConfig
+from enginepool.dispatch.condition import EngineCondition
+from enginepool.dispatch.queue import RequestQueue
 from enginepool.engine.channel import Channel
-from enginepool.engine.condition import EngineCondition
 from enginepool.engine.gil_limiter import process_limiter
-from enginepool.requests.queue import RequestQueue
 from tests.support.layouts import own_layout, serves, tensors
 from tests.support.marks import slow
 from tests.support.pools import SMALL, MakePool

@@ -12,13 +12,13 @@ from typing import Any
 
 import patches
 from enginepool.config import PoolConfig
+from enginepool.dispatch.condition import EngineCondition
+from enginepool.dispatch.queue import RequestQueue
 from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
 from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
 from enginepool.engine.channel import Channel
-from enginepool.engine.condition import EngineCondition
 from enginepool.engine.gil_limiter import process_limiter
 from enginepool.errors import InvalidConfig
-from enginepool.requests.queue import RequestQueue
 from enginepool.sizing.chips import Topology
 from enginepool.sizing.rules import page_advice, what_fails
 

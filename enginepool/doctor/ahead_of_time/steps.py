@@ -15,11 +15,11 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from enginepool.dispatch.request import Call, Request
 from enginepool.doctor.ahead_of_time.record import Record
 from enginepool.engine.channel import Channel
 from enginepool.engine.jobs import StopEngine
-from enginepool.requests.request import Call, Request
-from enginepool.requests.sampling import make_sampling
+from enginepool.frontend.sampling import make_sampling
 
 # What a caller may ask of the sampler: alone, and then all in one batch.
 _SAMPLING: tuple[Mapping[str, Any], ...] = (

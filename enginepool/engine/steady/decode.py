@@ -25,8 +25,8 @@ from enginepool.engine.steady.program import StepProgram, supported
 from enginepool.engine.steady.rows import Rows
 
 if TYPE_CHECKING:
+    from enginepool.dispatch.request import Request
     from enginepool.engine.channel import Channel
-    from enginepool.requests.request import Request
 
 # Steps after which a flight lands while requests wait that could not start when it took off.
 _STEPS_WHILE_WAITING = 16

@@ -21,10 +21,10 @@ from sgl_jax.srt.managers.schedule_batch import ModelWorkerSamplingInfo
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
+from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.steady.batch import Batch, Sampled, Sampling
 from enginepool.engine.steady.forward import put
-from enginepool.requests.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
 
 class Sample:

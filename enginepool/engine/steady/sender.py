@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from enginepool.dispatch.request import MAX_NAMED_IDS
 from enginepool.engine.grammar import RequestGrammar, open_mask
 from enginepool.engine.steady.batch import Batch, Form, Sampling
 from enginepool.engine.steady.penalties import Penalties
 from enginepool.engine.steady.sample import sampling_metadata
-from enginepool.requests.request import MAX_NAMED_IDS
 
 
 class BatchSender:

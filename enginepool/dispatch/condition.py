@@ -1,0 +1,166 @@
+"""What an engine is doing and what it may do: one object, which everybody asks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from enginepool.dispatch.states import EngineState
+
+# Why an engine takes no step: a user's pause, new weights, a KV cache whose memory was given back.
+PauseReason = Literal["paused", "swap", "kv_cache"]
+
+
+@dataclass(frozen=True)
+class _Phase:
+    state: EngineState
+    reason: str | None = None
+    returns: bool = False
+    since: float = field(default_factory=time.time)
+
+
+@dataclass
+class WeightsCondition:
+    """Which weights an engine steps with. Written on the engine's thread, but for
+    `nonfinite_under`, which whoever finds it tells all engines.
+
+    Attributes:
+        version: The label that tokens of the engine's next step carry.
+        update: The number of the update that brought the weights; separates the prefix cache's
+            entries. -1 for weights of no update.
+        missing: Why the engine has none, if so.
+        being_replaced: An update is being put in place; what lies there may be of either.
+        finite_under: The update under which a request last got finite numbers here.
+        finite_at: When that was, in `time.perf_counter`.
+        nonfinite_under: The update that has given no finite numbers on any engine.
+    """
+
+    version: int | str = 0
+    update: int = 0
+    missing: str | None = None
+    being_replaced: bool = False
+    finite_under: int | None = None
+    finite_at: float = 0.0
+    nonfinite_under: int | None = None
+
+    def replaced(self, version: int | str, update: int) -> None:
+        """From here on tokens come from this update's weights."""
+        self.version, self.update = version, update
+        self.being_replaced = False
+
+    def are_finite(self) -> None:
+        """They have given somebody finite numbers."""
+        self.finite_under, self.finite_at = self.update, time.perf_counter()
+        if self.nonfinite_under == self.update:
+            self.nonfinite_under = None
+
+
+class EngineCondition:
+    """What one engine may do, and why not.
+
+    Written on the engine's thread, and by who abandons its step while it does not return;
+    asked from any thread. What the engine is doing is replaced as a whole, so that nobody sees
+    half of a change; the rest are single values.
+
+    Attributes:
+        weights: Which weights it has.
+        pause_reasons: Why it takes no step; empty when it goes on.
+        draining: It only finishes what has begun, here or on an engine that failed.
+        kv_not_finite: The KV cache may have numbers in it that are not finite.
+        stepping_since: When the step that runs now began, in `time.perf_counter`, if one does.
+    """
+
+    def __init__(self) -> None:
+        self._phase = _Phase(EngineState.STARTING)
+        self.weights = WeightsCondition()
+        self.pause_reasons: set[PauseReason] = set()
+        self.draining = False
+        self.kv_not_finite = False
+        self.stepping_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<EngineCondition {self.state.value}: {self.reason}>"
+
+    def change(
+        self, state: EngineState, reason: str | None = None, *, returns: bool = False
+    ) -> None:
+        """Say what the engine does from now on.
+
+        Args:
+            returns: It has failed and will probably serve again.
+        """
+        self._phase = _Phase(state, reason, returns)
+
+    def pause(self, reason: PauseReason) -> None:
+        """From here on it takes no step."""
+        self.pause_reasons.add(reason)
+
+    def go_on(self, reason: PauseReason) -> None:
+        """This is no reason any more; others may be left."""
+        self.pause_reasons.discard(reason)
+
+    # What it is doing
+
+    @property
+    def state(self) -> EngineState:
+        """As a user sees it; a paused engine serves, but takes no step."""
+        state = self._phase.state
+        if state is not EngineState.SERVING:
+            return state
+        if self.weights.missing is not None:
+            return EngineState.UNLOADED
+        if self.pause_reasons:
+            return EngineState.PAUSED
+        return EngineState.DRAINING if self.draining else EngineState.SERVING
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is in its state, for states that need one."""
+        phase = self._phase
+        loop_runs = phase.state is EngineState.SERVING
+        return self.weights.missing if loop_runs else phase.reason
+
+    @property
+    def since(self) -> float:
+        """When it came into its state, as `time.time`."""
+        return self._phase.since
+
+    # What it may do
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its loop runs, so that jobs are done."""
+        return self._phase.state is EngineState.SERVING
+
+    @property
+    def serving(self) -> bool:
+        """Whether it may be given requests."""
+        return self.reachable and self.weights.missing is None
+
+    @property
+    def returns(self) -> bool:
+        """Whether it has failed and will probably serve again."""
+        return self._phase.returns
+
+    @property
+    def will_serve(self) -> bool:
+        """Whether requests may wait for it: it serves, or will again."""
+        phase = self._phase  # one look: it may come back between two
+        loop_runs = phase.state is EngineState.SERVING
+        return phase.returns or (loop_runs and self.weights.missing is None)
+
+    @property
+    def paused(self) -> bool:
+        """Whether there is a reason to take no step."""
+        return bool(self.pause_reasons)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether it steps when there is something to do."""
+        return not self.pause_reasons and self.weights.missing is None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether a step has not returned and its requests were taken away."""
+        return self._phase.state is EngineState.ABANDONED

@@ -1,0 +1,87 @@
+"""A bound on what waits: calls beyond it wait in front of the queue, or are refused."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from enginepool.config import WhenFull
+from enginepool.dispatch.queue import RequestQueue
+from enginepool.dispatch.request import Call, Request
+from enginepool.errors import QueueFull
+
+
+class QueueLimit:
+    """Lets whole calls into the queue, first come first served. Thread-safe."""
+
+    def __init__(self, queue: RequestQueue, limit: int | None, when_full: WhenFull) -> None:
+        self._queue = queue
+        self._limit = limit
+        self._when_full = when_full
+        self._outside: deque[Call] = deque()
+        self._lock = threading.Lock()
+        queue.on_taken = self._let_in
+
+    def __len__(self) -> int:
+        """How many requests wait in front of the queue."""
+        with self._lock:
+            return sum(call.remaining for call in self._outside)
+
+    def enter(self, call: Call) -> None:
+        """Queue a call's requests, now or when there is room.
+
+        A call that is larger than the limit enters an empty queue.
+
+        Raises:
+            QueueFull: There is no room, and such calls are refused.
+        """
+        with self._lock:
+            if not self._outside and self._fits(call):
+                self._queue.put(call.requests)
+            elif self._when_full == "raise":
+                raise QueueFull(
+                    f"{len(self._queue)} requests wait already and this call has "
+                    f"{len(call.requests)}, max_queued={self._limit}: try again later, or make "
+                    "the pool with a larger max_queued"
+                )
+            else:
+                self._outside.append(call)
+
+    def discard(self, request: Request) -> bool:
+        """Whether the request waits in front of the queue; it will not enter once it has ended."""
+        with self._lock:
+            return request.call in self._outside
+
+    def drain(self) -> list[Request]:
+        """Take everything out."""
+        with self._lock:
+            calls, self._outside = self._outside, deque()
+        return [request for call in calls for request in call.requests]
+
+    def take_pinned_to(self, engine_index: int) -> list[Request]:
+        """Take out what only this engine may run: it does not come back."""
+        with self._lock:
+            calls = [
+                call
+                for call in self._outside
+                if any(request.pinned_to == engine_index for request in call.requests)
+            ]
+            self._outside = deque(call for call in self._outside if call not in calls)
+        return [request for call in calls for request in call.requests]
+
+    def _fits(self, call: Call) -> bool:
+        waiting = len(self._queue)
+        return self._limit is None or not waiting or waiting + call.remaining <= self._limit
+
+    def _let_in(self) -> None:
+        if not self._outside:
+            return
+        aborted = []
+        with self._lock:
+            while self._outside and self._fits(self._outside[0]):
+                call = self._outside.popleft()
+                left = [request for request in call.requests if request.finish_reason is None]
+                self._queue.put(request for request in left if request.abort_reason is None)
+                aborted += [request for request in left if request.abort_reason is not None]
+        for request in aborted:  # whoever aborted them may have looked just before and just after
+            request.call.finish(request, request.abort_reason)

@@ -1,0 +1,209 @@
+"""One sample of one prompt, from submission to its end, and the call that it belongs to.
+
+A request can resume: it is its prompt, its output ids so far and its parameters, and an engine
+admits it with those outputs in place. Moving to a sibling after a fault is that mechanism.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from enginepool.dispatch.fault_history import FaultHistory
+from enginepool.dispatch.grammar import Grammar
+from enginepool.dispatch.routing import MIN_SHARED_PREFIX, Candidate
+from enginepool.dispatch.scoring import Scored, Scoring
+from enginepool.dispatch.thinking import Thinking
+
+# The widest `top_logprobs_num`: OpenAI's limit. Engines compute one width for all.
+MAX_TOP_LOGPROBS = 20
+# The most ids of `token_ids_logprob`; the same width for all, likewise.
+MAX_NAMED_IDS = 64
+
+
+class Signal(Protocol):
+    """Something that a waiter sleeps on; `set` may be called from any thread."""
+
+    def set(self) -> None: ...
+
+
+def new_internal_rid() -> str:
+    """All have one length, so none is a prefix of another: upstream's abort
+    matches by prefix."""
+    return uuid.uuid4().hex
+
+
+def aborted(message: str, err_type: str) -> dict[str, Any]:
+    """The finish reason of a request that did not end by itself, in upstream's form."""
+    return {"type": "abort", "message": message, "err_type": err_type}
+
+
+def not_finite(version: int | str) -> dict[str, Any]:
+    """The finish reason of a request that has no finite log-probability on any engine."""
+    return aborted(
+        f"the log-probabilities are not finite numbers with weight version {version!r}, on a "
+        "second engine or a second time: look at the weights and at the prompt",
+        "not_finite",
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sample of one prompt.
+
+    Written by the engine thread that holds it while it is held, and read by the caller after
+    `finish_reason` is set (or through `snapshot`, which is replaced, never changed).
+    """
+
+    call: Call
+    input_ids: list[int]
+    sampling: Any  # upstream's SamplingParams, normalized; copied for each admission
+    text: str | None = None
+    prompt_index: int = 0
+    sample_index: int = 0
+    position: int = 0  # in its call
+    rid: str = ""  # the caller's name for it, if it gave one
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    named_ids: Sequence[int] = ()  # those of `token_ids_logprob`
+    stream: bool = False
+    extra_key: str | None = None
+    pinned_to: int | None = None  # the only engine that may run it
+    scoring: Scoring | None = None  # what is asked of the prompt itself
+    grammar: Grammar | None = None  # what its output is held to
+    thinking: Thinking | None = None  # what comes before that
+    internal_rid: str = field(default_factory=new_internal_rid)  # what engines know it by
+    candidate: Candidate = field(init=False)
+
+    given: int = 0  # outputs that it had when it was submitted
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
+    named_logprobs: list[list[float]] = field(default_factory=list)  # of `named_ids`, a token
+    weight_versions: list[list[Any]] = field(default_factory=list)
+    prompt_weight_versions: list[int | str] = field(default_factory=list)
+    cached_tokens: int | None = None
+    scored: Scored | None = None  # what came of `scoring`
+    req: Any = None  # upstream's request, while an engine has it
+    engine_index: int | None = None
+    faults: FaultHistory = field(default_factory=FaultHistory)
+    retracted: bool = False  # from an engine, to go on later
+    retracted_at: int = 0  # outputs when it was; a swap retracts it again with more than that only
+    abort_reason: dict[str, Any] | None = None
+    finish_reason: dict[str, Any] | None = None
+    snapshot: tuple[list[int], list[float]] | None = None
+    created: float = field(default_factory=time.perf_counter)
+    taken_at: float = 0.0  # by the first engine that had it
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        prefix = None
+        if len(self.input_ids) > MIN_SHARED_PREFIX:
+            prefix = hash((self.extra_key, *self.input_ids[:MIN_SHARED_PREFIX]))
+        self.candidate = Candidate(prefix, pinned=self.pinned_to is not None)
+
+    @property
+    def shown_rid(self) -> str:
+        """The id in results, and what `abort_request` takes."""
+        return self.rid or self.internal_rid
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has outputs that were made here."""
+        return len(self.output_ids) > self.given
+
+    @property
+    def ran(self) -> bool:
+        """Whether an engine has computed anything of it."""
+        return bool(self.prompt_weight_versions or self.output_ids)
+
+    def absorb(self, output_ids: list[int], logprobs: list[float], version: int | str) -> None:
+        """Take over the outputs that an engine has produced so far (all of them, not the new).
+
+        A step that failed half way may have appended an id without its log-probability, or with
+        one that is no finite number; such a tail is dropped and sampled again.
+        """
+        count = min(len(output_ids), len(logprobs))
+        if count and not math.isfinite(logprobs[count - 1]):
+            count -= 1
+        self.output_ids, self.logprobs = output_ids[:count], logprobs[:count]
+        del self.top_logprobs[count:]
+        del self.named_logprobs[count:]
+        spans = self.weight_versions
+        while spans and spans[-1][0] >= count:
+            spans.pop()
+        if spans and (spans[-1][2] == version or spans[-1][1] > count):
+            spans[-1][1] = count
+        elif count > (start := spans[-1][1] if spans else self.given):
+            spans.append([start, count, version])
+
+
+class Call:
+    """The requests of one user call and whoever waits for them.
+
+    Thread-safe. A request finishes once: the first reason holds, later ones are ignored.
+    """
+
+    def __init__(self, weight_version: int | str = 0, *, lone: bool = False) -> None:
+        self.weight_version = weight_version  # of a request that ends without an output
+        self.lone = lone  # its prompt was given by itself, and not in a list
+        self.requests: list[Request] = []
+        self.finished: deque[Request] = deque()  # in the order in which they ended
+        self.failure: Exception | None = None
+        self.on_finish: Callable[[Request], None] | None = None
+        self._lock = threading.Lock()
+        self._remaining = 0
+        self._signal: Signal | None = None
+        self._every = False
+
+    def add(self, request: Request) -> None:
+        request.position = len(self.requests)
+        self.requests.append(request)
+        self._remaining += 1
+
+    @property
+    def done(self) -> bool:
+        return self._remaining == 0
+
+    @property
+    def remaining(self) -> int:
+        return self._remaining
+
+    def listen(self, signal: Signal, *, every: bool) -> None:
+        """Wake `signal` when all requests have ended; with `every`, at each end and each chunk."""
+        with self._lock:
+            self._signal, self._every = signal, every
+        if self.done or (every and self.finished):
+            signal.set()
+
+    def finish(self, request: Request, reason: dict[str, Any]) -> bool:
+        """End a request. Returns whether this was what ended it."""
+        with self._lock:
+            if request.finish_reason is not None:
+                return False
+            request.finished_at = time.perf_counter()
+            request.finish_reason = reason
+            self._remaining -= 1
+            self.finished.append(request)
+            wake = self._every or self._remaining == 0
+            signal = self._signal
+        if self.on_finish is not None:
+            self.on_finish(request)
+        if wake and signal is not None:
+            signal.set()
+        return True
+
+    def publish(self, request: Request, output_ids: list[int], logprobs: list[float]) -> None:
+        """Offer what a streamed request has so far; the waiter sees the latest only."""
+        if request.snapshot is not None and len(request.snapshot[0]) >= len(output_ids):
+            return
+        request.snapshot = (output_ids, logprobs)
+        if self._every and self._signal is not None:
+            self._signal.set()

@@ -1,0 +1,278 @@
+"""An engine that failed: its requests move on, and it comes back as the pool is by then.
+
+What is to become of each is decided in `recovery_policy.py` and done here, on the engine's own
+thread; an engine never comes back in the middle of a swap. `watchdog.py` finds a step that does
+not return.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import jax
+
+from enginepool.dispatch.desired import DesiredState
+from enginepool.dispatch.dispatch import Dispatch
+from enginepool.dispatch.events import Events
+from enginepool.dispatch.fault_history import FaultHistory
+from enginepool.dispatch.recovery_policy import (
+    WINDOW_SECONDS,
+    EngineHistory,
+    Policy,
+    decide,
+    decide_not_finite,
+    decide_request,
+)
+from enginepool.dispatch.request import Request, aborted, not_finite
+from enginepool.dispatch.states import EngineState
+from enginepool.dispatch.steering_lock import SteeringLock
+from enginepool.engine.recovery_protocol import Decision
+from enginepool.engine.worker import EngineWorker
+from enginepool.errors import NotFinite, PoolClosed, StepTimeout
+from enginepool.weights.leaves import EngineLeaves
+from enginepool.weights.placement import place
+
+# In which an engine that failed has the leaves that it had; while it is rebuilt it may have others.
+_KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)
+
+
+class Recovery:
+    """What workers of a pool report to; see `engine/recovery_protocol.py`."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        policy: Policy,
+        desired: DesiredState,
+        steering: SteeringLock,
+        events: Events,
+    ) -> None:
+        self._dispatch = dispatch
+        self._policy = policy
+        self._desired = desired
+        self._steering = steering
+        self._events = events
+        self._times: dict[int, list[float]] = {}  # of failures, by engine
+        # By engine: whose numbers were not finite there, alone; the update and when that was.
+        self._not_finite: dict[int, list[tuple[FaultHistory, int, float]]] = {}
+
+    # The requests
+
+    def engine_failed(
+        self, worker: EngineWorker, error: BaseException, trace: str, requests: list[Request]
+    ) -> None:
+        self._lost("engine_quarantined", worker, error, requests, exception=trace)
+
+    def engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
+        """A step that began then does not return. On another thread than the engine's."""
+        with self._dispatch.queue.moving():
+            requests = worker.channel.abandon(since, reason)
+            if requests is not None:
+                self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
+
+    def engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
+        if self._desired.no_weights is None:  # else it was asked for
+            self._warn("engine_unloaded", worker, requests=len(requests))
+        self._dispatch.resume(requests)
+
+    def engine_closed(self, requests: list[Request]) -> None:
+        dispatch = self._dispatch
+        if dispatch.closed:
+            dispatch.fail(requests, PoolClosed(f"pool {dispatch.name!r} was closed"))
+        else:
+            dispatch.resume(requests)
+
+    def _lost(
+        self,
+        event: str,
+        worker: EngineWorker,
+        error: BaseException,
+        requests: list[Request],
+        **about: str,
+    ) -> None:
+        self._warn(event, worker, requests=len(requests), **about)
+        if isinstance(error, NotFinite):
+            self._dispatch.resume(self._sort_out_not_finite(worker, error, requests))
+        else:
+            self._dispatch.resume(self._sort_out(worker, requests))
+
+    def _warn(self, event: str, worker: EngineWorker, **about: object) -> None:
+        reason = worker.condition.reason
+        self._events.add(event, worker, level="warning", reason=reason, **about)
+
+    def _sort_out(self, worker: EngineWorker, requests: Sequence[Request]) -> list[Request]:
+        """Of the requests of a failed engine, end those that cannot go on; returns the others."""
+        movable = []
+        for request in requests:
+            faults = request.faults
+            faults.add(worker.index, str(worker.condition.reason), len(request.output_ids))
+            pinned = request.pinned_to is not None
+            fate = decide_request(faults, pinned=pinned, policy=self._policy)
+            if fate in ("poisoned", "engine_failed"):
+                request.call.finish(request, aborted(str(faults), fate))
+            else:
+                faults.runs_alone = fate == "resume alone"
+                movable.append(request)
+        return movable
+
+    def _sort_out_not_finite(
+        self, worker: EngineWorker, error: NotFinite, requests: Sequence[Request]
+    ) -> list[Request]:
+        """What was alone may be at fault; what was not is tried alone first."""
+        weights = worker.condition.weights
+        movable = []
+        for request in requests:
+            fault = "resume"
+            if request.internal_rid in error.requests:
+                request.faults.starts_alone = True
+                if error.alone:
+                    fault = self._look_at(worker, request)
+            if fault == "weights":
+                for other in self._dispatch.workers:
+                    other.condition.weights.nonfinite_under = weights.update
+            if fault == "resume":
+                movable.append(request)
+            else:
+                request.call.finish(request, not_finite(weights.version))
+        return movable
+
+    def _look_at(
+        self, worker: EngineWorker, request: Request
+    ) -> Literal["resume", "request", "weights"]:
+        """What is at fault where a request that was alone had no finite numbers."""
+        weights, faults = worker.condition.weights, request.faults
+        again = faults.add_not_finite(worker.index, str(worker.condition.reason), weights.update)
+        seen = self._not_finite.get(worker.index, [])
+        when = faults.nonfinite_on[worker.index]
+        self._not_finite[worker.index] = [
+            *(one for one in seen if one[1] == weights.update and one[2] > weights.finite_at),
+            (faults, weights.update, when),
+        ]
+        finite_on = {
+            other.index: other.condition.weights.finite_at
+            for other in self._dispatch.workers
+            if other.condition.weights.finite_under == weights.update
+            and other.condition.will_serve
+            and request.pinned_to in (None, other.index)
+        }
+        again = again or weights.nonfinite_under == weights.update
+        return decide_not_finite(faults, again=again, finite_on=finite_on)
+
+    def _weights_are_broken(self, worker: EngineWorker) -> bool:
+        """Whether what had no finite numbers here, alone, has had some elsewhere since, while
+        nothing had any here."""
+        weights = worker.condition.weights
+        return any(
+            update == weights.update == faults.finite_under and when > weights.finite_at
+            for faults, update, when in self._not_finite.get(worker.index, ())
+        )
+
+    # The engine
+
+    def decide(self, worker: EngineWorker, error: BaseException) -> Decision:
+        broken = isinstance(error, NotFinite) and self._weights_are_broken(worker)
+        if broken:
+            del self._not_finite[worker.index]
+        if isinstance(error, NotFinite) and not broken:
+            return decide(error, EngineHistory(1), self._policy)
+        history = EngineHistory(self._count(worker), weights_broken=broken)
+        return decide(error, history, self._policy)
+
+    def recovery_failed(self, worker: EngineWorker, error: Exception, trace: str) -> Decision:
+        self._warn("engine_not_recovered", worker, exception=trace)
+        return decide(error, EngineHistory(self._count(worker), not_made_anew=True), self._policy)
+
+    def _count(self, worker: EngineWorker) -> int:
+        """Count a failure of this engine; returns how many there are in a row."""
+        now = time.perf_counter()
+        since = max(worker.channel.last_output, now - WINDOW_SECONDS)
+        times = self._times.get(worker.index, [])
+        self._times[worker.index] = [at for at in times if at > since] + [now]
+        return len(self._times[worker.index])
+
+    def weights_for(self, worker: EngineWorker) -> Literal["sibling", "checkpoint", "nowhere"]:
+        if self._siblings(worker):
+            return "sibling"
+        return "checkpoint" if self._desired.update == 0 else "nowhere"
+
+    def _siblings(self, worker: EngineWorker) -> list[EngineWorker]:
+        """Serving engines that have the current weights."""
+        return [
+            other
+            for other in self._dispatch.serving()
+            if other is not worker and other.condition.weights.update == self._desired.update
+        ]
+
+    def _weights_of_siblings(self, worker: EngineWorker) -> Iterator[Mapping[str, jax.Array]]:
+        """What may be copied, best first: also of those that have failed and keep their weights."""
+        for sibling in self._siblings(worker):
+            yield sibling.leaves
+        for other in self._dispatch.workers:
+            condition = other.condition
+            weights = condition.weights
+            current = weights.update == self._desired.update and not weights.being_replaced
+            if other is worker or not current or weights.missing is not None:
+                continue
+            if not condition.returns or condition.kv_not_finite:
+                continue  # its device may be what is wrong
+            with suppress(LookupError):  # it is taken apart
+                held = dict(other.leaves)
+                # In this order: an engine that is rebuilt says so before it has other leaves.
+                if condition.state in _KEEPING and not other.leaves.lost():
+                    yield held
+
+    def readmit(self, worker: EngineWorker, decision: Decision, seconds: float) -> bool:
+        made = time.perf_counter()
+        with self._steering.turn("recovery"):
+            if self._dispatch.closed:
+                return False
+            self._bring_up_to_date(worker)
+            worker.enter()
+        if worker.condition.weights.missing is not None:
+            self._dispatch.fail_unserved()  # it was waited for
+            if self._desired.no_weights is None:
+                self._warn("engine_unloaded", worker, requests=0)
+        seconds += time.perf_counter() - made
+        self._events.add(
+            "engine_recovered",
+            worker,
+            by=decision.action,
+            seconds=seconds,
+            attempt=decision.attempt,
+        )
+        return True
+
+    def _bring_up_to_date(self, worker: EngineWorker) -> None:
+        """Current weights, and the pool's pause reasons. While no swap can begin."""
+        condition, desired = worker.condition, self._desired
+        condition.draining = False
+        condition.pause_reasons = set(desired.pause_reasons)
+        condition.weights.missing = desired.no_weights
+        kv_cache = worker.scheduler.kv_cache
+        if "kv_cache" in desired.pause_reasons and not kv_cache.dropped:
+            kv_cache.drop()
+        if desired.no_weights is not None:
+            return
+        weights = condition.weights
+        current = weights.update == desired.update and not weights.being_replaced
+        if current and not worker.leaves.lost():
+            return
+        for theirs in self._weights_of_siblings(worker):
+            _copy_weights(worker.leaves, theirs)
+            weights.replaced(desired.weight_version, desired.update)
+            return
+        # What lies there is of no version, and must not stay under an update of a part.
+        worker.leaves.drop(list(worker.leaves))
+        weights.missing = "its weights are gone, and no other engine has them; update_weights"
+
+
+def _copy_weights(mine: EngineLeaves, theirs: Mapping[str, jax.Array]) -> None:
+    """Leaf by leaf: never more than one set and a leaf."""
+    for path, spec in mine.specs.items():
+        mine.drop([path])
+        array = place(theirs[path], spec.sharding, spec.dtype)
+        array.block_until_ready()
+        mine.replace({path: array})

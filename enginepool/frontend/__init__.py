@@ -1,0 +1,1 @@
+"""The caller's side: arguments become a `Call`, finished requests become results."""

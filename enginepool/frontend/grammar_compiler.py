@@ -1,0 +1,194 @@
+"""Grammars are compiled once a pool, with llguidance, where one that ends or holds its process does
+not end or hold the pool's."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import CancelledError
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from enginepool.dispatch.grammar import Grammar, GrammarSource, parser_limits
+from enginepool.errors import InvalidGrammar, PoolClosed, QueueFull
+from enginepool.frontend.asker import asker_left
+from enginepool.frontend.grammar_helper import (
+    GrammarHelper,
+    NobodyWaits,
+    TrialEnded,
+    Vocabulary,
+)
+from enginepool.frontend.grammar_lane import Job, Lane
+from enginepool.frontend.tokenizer import Tokenizer
+from enginepool.values import described
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_KEPT = 128
+_KEPT_BYTES = 1 << 28
+_MOST_WAIT = 32
+# Of a core, for a grammar: most take milliseconds, and do not wait for those that do not.
+_SHORT_SECONDS, _SECONDS = 0.5, 4.0
+_LOOKS_SECONDS = 0.05  # how often a caller looks whether anybody waits for it
+
+
+class GrammarCompiler:
+    """Compiles a pool's grammars, each once; those used last are kept. Thread-safe."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, json_options: Mapping[str, Any], name: str
+    ):
+        """
+        Args:
+            json_options: llguidance's, for every JSON schema that does not say otherwise.
+            name: The pool's.
+        """
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._json_options, self._name = dict(json_options), name
+        self._lock, self._starting = threading.Lock(), threading.Lock()
+        self._kept: OrderedDict[GrammarSource, Grammar] = OrderedDict()
+        self._jobs: dict[GrammarSource, Job] = {}
+        self._vocabulary: LLTokenizer | None = None
+        self._lanes: list[Lane] = []
+        self._closed = False
+
+    def compile(self, source: GrammarSource) -> Grammar:
+        """
+        Raises:
+            InvalidGrammar: It does not parse, takes too much to compile or to use, or this
+                tokenizer cannot be held to one.
+            QueueFull: Too many others are compiled.
+        """
+        with self._lock:
+            if (kept := self._kept.get(source)) is not None:
+                self._kept.move_to_end(source)
+                self._forget()
+                return kept
+        lane = self._first_lane()
+        job = self._join(source, lane)
+        try:
+            grammar = self._wait(job)
+            with self._lock:
+                self._kept[source] = grammar
+                self._forget()
+            return grammar
+        finally:
+            self._leave(job)
+
+    def close(self) -> None:
+        """End what is compiled, with the processes that it is tried in."""
+        with self._starting:
+            self._closed = True
+            for lane in self._lanes:
+                lane.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosed(f"pool {self._name!r} was closed")
+
+    def _join(self, source: GrammarSource, lane: Lane) -> Job:
+        with self._lock:
+            job = self._jobs.get(source)
+            if job is None:
+                if len(self._jobs) >= _MOST_WAIT:
+                    raise QueueFull(
+                        f"{len(self._jobs)} grammars are being compiled, which is the most; try "
+                        "again"
+                    )
+                job = self._jobs[source] = Job(source)
+                job.waiting = 1
+                lane.put(job)
+            else:
+                job.waiting += 1
+            return job
+
+    def _leave(self, job: Job) -> None:
+        with self._lock:
+            job.waiting -= 1
+            if not job.waiting:
+                del self._jobs[job.source]
+
+    def _wait(self, job: Job) -> Grammar:
+        while True:
+            try:
+                return job.done.result(_LOOKS_SECONDS)
+            except TimeoutError:
+                if asker_left():
+                    raise CancelledError from None
+            except InvalidGrammar as error:  # others may raise it at the same time
+                raise InvalidGrammar(str(error)) from None
+            except (TrialEnded, NobodyWaits) as error:
+                self._check_open()
+                raise _invalid(job.source, str(error)) from None
+
+    def _forget(self) -> None:
+        """Those used longest ago, until the others are within bounds."""
+        while len(self._kept) > _KEPT or _total(self._kept) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    def _compile_tried(self, source: GrammarSource, said: Mapping[str, Any]) -> Grammar:
+        from llguidance import LLMatcher
+
+        if "error" in said:
+            raise _invalid(source, said["error"])
+        vocabulary = self._vocabulary
+        assert vocabulary is not None
+        # Its own log is standard error.
+        start = LLMatcher(vocabulary, said["form"], log_level=0, limits=parser_limits())
+        if not start.is_error():
+            start.compute_bitmask()
+        if start.is_error():
+            raise _invalid(source, start.get_error())
+        return Grammar(start, vocabulary.eos_token, said["bytes"])
+
+    def _first_lane(self) -> Lane:
+        """Made at the first grammar: for 150,000 tokens the vocabulary takes a second."""
+        with self._starting:
+            self._check_open()
+            if not self._lanes:
+                vocabulary = self._read_vocabulary()
+                options = self._json_options
+                last = Lane(
+                    f"{self._name}-long-grammars",
+                    GrammarHelper(vocabulary, options, seconds=_SECONDS, nice=10),
+                    self._compile_tried,
+                )
+                first = Lane(
+                    f"{self._name}-grammars",
+                    GrammarHelper(vocabulary, options, seconds=_SHORT_SECONDS),
+                    self._compile_tried,
+                    then=last,
+                )
+                self._lanes = [first, last]
+            return self._lanes[0]
+
+    def _read_vocabulary(self) -> Vocabulary:
+        from llguidance import LLTokenizer
+
+        hf = self._tokenizer.hf
+        try:
+            with self._tokenizer.lock:
+                backend = copy(hf.backend_tokenizer)
+                backend.no_padding()
+                backend.no_truncation()
+                text, size = backend.to_str(), max(self._vocab_size, len(hf))
+            end = hf.eos_token_id
+            self._vocabulary = LLTokenizer(text, n_vocab=size, eos_token=end)
+            return Vocabulary(text, size, end)
+        except Exception as error:
+            raise InvalidGrammar(
+                f"structured output needs a fast Hugging Face tokenizer; llguidance does "
+                f"not take this {type(hf).__name__}: {error}"
+            ) from error
+
+
+def _total(kept: Mapping[GrammarSource, Grammar]) -> int:
+    return sum(grammar.nbytes for grammar in kept.values())
+
+
+def _invalid(source: GrammarSource, why: str) -> InvalidGrammar:
+    lines = [line for line in why.splitlines() if line.strip()]
+    told = " ".join(" ".join(lines[:4]).split())[:500]
+    return InvalidGrammar(f"{source.kind}={described(source.text)} does not compile: {told}")

@@ -1,0 +1,98 @@
+"""Whose log-probabilities a call wants beside those of its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
+from enginepool.errors import InvalidRequest
+from enginepool.frontend.limits import Limits
+from enginepool.values import is_int, plain, shown
+
+
+def check_top_logprobs(number: Any) -> int:
+    number = plain(number)
+    if number is None:
+        return 0
+    if not (is_int(number) and 0 <= number <= MAX_TOP_LOGPROBS):
+        raise InvalidRequest(
+            f"top_logprobs_num={shown(number)}: expected an integer from 0 to {MAX_TOP_LOGPROBS}"
+        )
+    return number
+
+
+def check_named_ids(given: Any, count: int, vocab_size: int) -> Sequence[list[int]]:
+    """Of each prompt, the ids of `token_ids_logprob`: one list for all of them, or one a prompt.
+
+    Raises:
+        InvalidRequest: With the value, the limit and the remedy.
+    """
+    given = plain(given)
+    if given is None:
+        return [[]] * count
+    if not isinstance(given, list | tuple):
+        raise InvalidRequest(
+            f"token_ids_logprob={shown(given)}: expected a list of token ids, or one list a prompt"
+        )
+    if not given or not all(isinstance(one, list | tuple | None) for one in given):
+        return [_checked(given, vocab_size, None)] * count
+    if len(given) != count:
+        raise InvalidRequest(
+            f"token_ids_logprob has {len(given)} lists for {count} prompts: give one list of ids "
+            "for all of them, or one a prompt"
+        )
+    return [_checked(one or (), vocab_size, index) for index, one in enumerate(given)]
+
+
+def _checked(ids: Sequence[Any], vocab_size: int, index: int | None) -> list[int]:
+    if len(ids) > MAX_NAMED_IDS:
+        raise InvalidRequest(
+            f"token_ids_logprob has {len(ids)} ids: at most {MAX_NAMED_IDS} are computed with a "
+            "prompt; ask for the others in another call",
+            prompt_index=index,
+        )
+    for token_id in ids:
+        if not is_int(token_id):
+            raise InvalidRequest(
+                f"token_ids_logprob: {shown(token_id)} is not an integer", prompt_index=index
+            )
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"token_ids_logprob: token id {shown(token_id)} is outside the vocabulary of "
+                f"{vocab_size} tokens (0 to {vocab_size - 1})",
+                prompt_index=index,
+            )
+    return list(ids)
+
+
+def check_starts(
+    wanted: bool, starts: Any, token_ids: Sequence[Sequence[int]], limits: Limits
+) -> Sequence[int | None]:
+    """Of each prompt, the first token whose log-probability is wanted."""
+    starts = plain(starts)
+    if not wanted:
+        if starts is not None:
+            raise InvalidRequest(
+                f"logprob_start_len={shown(starts)} says from where on a prompt's "
+                "log-probabilities are wanted: give return_prompt_logprob=True with it"
+            )
+        return [None] * len(token_ids)
+    if limits.score_refusal is not None:
+        refusal = limits.score_refusal
+        raise InvalidRequest(f"return_prompt_logprob: this pool cannot: {refusal}")
+    if not isinstance(starts, list | tuple):
+        starts = [0 if starts is None else starts] * len(token_ids)
+    if len(starts) != len(token_ids):
+        raise InvalidRequest(
+            f"logprob_start_len has {len(starts)} entries for {len(token_ids)} prompts: give "
+            "one for all of them, or one a prompt"
+        )
+    for index, (start, ids) in enumerate(zip(starts, token_ids, strict=True)):
+        if not (is_int(start) and 0 <= start < len(ids)):
+            raise InvalidRequest(
+                f"logprob_start_len={shown(start)}: expected an integer from 0 to "
+                f"{len(ids) - 1}, the prompt's last token",
+                prompt_index=index,
+            )
+    return starts

@@ -1,0 +1,123 @@
+"""From finished requests to upstream's result dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from enginepool.dispatch.request import Call, Request, aborted
+from enginepool.dispatch.wait import Chunk
+from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
+from enginepool.frontend.detokenizer import detokenize
+from enginepool.frontend.score_input import (
+    named_entries,
+    prompt_entries,
+    score_result,
+    top_entries,
+)
+from enginepool.frontend.tokenizer import Tokenizer
+
+
+def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The result of a request that has ended.
+
+    `output_ids` are all sampled ids, the stop token included; one log-probability an id. An
+    output that the tokenizer cannot decode ends as "tokenizer", without text. A request that was
+    only to be scored has the result of `score`.
+    """
+    if request.sampling is None:
+        return score_result(request)
+    try:
+        text = detokenize(request, request.output_ids, tokenizer)
+    except Exception as error:  # whatever it is, it must not take the other results along
+        text, reason = "", f"the tokenizer failed on the output: {error!r}"
+        if (request.finish_reason or {}).get("type") != "abort":
+            request.finish_reason = aborted(reason, "tokenizer")
+    return _as_dict(request, text, list(request.output_ids), request.logprobs, final=True)
+
+
+def make_chunk(chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a streamed request has so far; its last chunk equals its result.
+
+    Raises:
+        Exception: Whatever the tokenizer raises.
+    """
+    request = chunk.request
+    text = detokenize(request, chunk.output_ids, tokenizer, final=chunk.final)
+    made = _as_dict(request, text, chunk.output_ids, chunk.logprobs, final=chunk.final)
+    made["index"] = request.position
+    return made
+
+
+def _as_dict(
+    request: Request,
+    text: str,
+    output_ids: list[int],
+    logprobs: Sequence[float],
+    *,
+    final: bool,
+) -> dict[str, Any]:
+    # A chunk may be older than what its request has by now.
+    count = len(output_ids)
+    spans = [[a, min(b, count), v] for a, b, v in list(request.weight_versions) if a < count]
+    meta: dict[str, Any] = {
+        "id": request.shown_rid,
+        "finish_reason": request.finish_reason if final else None,
+        "prompt_tokens": len(request.input_ids),
+        "completion_tokens": len(output_ids),
+        "cached_tokens": request.cached_tokens or 0,
+        "engine_index": request.engine_index,
+        "prompt_index": request.prompt_index,
+        "sample_index": request.sample_index,
+        "weight_version": spans[-1][2] if spans else request.call.weight_version,
+        "weight_versions": spans,
+        "prompt_weight_versions": list(request.prompt_weight_versions),
+    }
+    if final:
+        meta["e2e_latency"] = request.finished_at - request.created
+        if request.scoring is not None:
+            meta |= prompt_entries(request)
+    if request.return_logprob:
+        meta["output_token_logprobs"] = [
+            (float(logprob), token_id, None)
+            for logprob, token_id in zip(logprobs, output_ids, strict=False)
+        ]
+        if request.top_logprobs_num:
+            meta["output_top_logprobs"] = top_entries(request.top_logprobs[:count])
+        if request.named_ids:
+            rows = request.named_logprobs[:count]
+            meta["output_token_ids_logprobs"] = named_entries(rows, request.named_ids)
+    return {
+        "text": text,
+        "output_ids": output_ids,
+        "meta_info": meta,
+    }
+
+
+def call_results(call: Call, tokenizer: Tokenizer, raise_on_error: bool) -> list[dict[str, Any]]:
+    """All results of a call that is done, in order; raises what its caller should hear of."""
+    raise_failure(call, tokenizer)
+    results = [make_result(request, tokenizer) for request in call.requests]
+    errors = [
+        RequestFailed(
+            str(reason.get("message") or "ended early"),
+            prompt_index=request.prompt_index,
+            err_type=reason.get("err_type"),
+        )
+        for request in call.requests
+        if raise_on_error and (reason := request.finish_reason or {}).get("type") == "abort"
+    ]
+    if errors:
+        group = RequestsFailed(f"{len(errors)} of {len(results)} outputs ended early", errors)
+        group.results = results
+        raise group
+    return results
+
+
+def raise_failure(call: Call, tokenizer: Tokenizer) -> None:
+    """Raise what ended the call as a whole: the pool was closed, or no engine is left."""
+    if isinstance(call.failure, PoolFailed | PoolClosed):
+        results = [make_result(request, tokenizer) for request in call.requests]
+        raise type(call.failure)(str(call.failure), results=results)
+    if call.failure is not None:
+        raise call.failure

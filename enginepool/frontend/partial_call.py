@@ -1,0 +1,235 @@
+"""A call that is a part of a larger one: which prompts and samples it has, and what of their
+outputs is there already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from enginepool.errors import InvalidRequest
+from enginepool.frontend.limits import Limits, check_ids
+from enginepool.frontend.sampling import Sampling
+from enginepool.values import is_int, is_number, plain, shown
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What one output has already. The fields are a `Request`'s."""
+
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
+    named_logprobs: list[list[float]] = field(default_factory=list)
+    weight_versions: list[list[Any]] = field(default_factory=list)
+    prompt_weight_versions: list[int | str] = field(default_factory=list)
+
+    def for_a_request(self) -> dict[str, Any]:
+        """As arguments of a `Request`, which goes on with these lists."""
+        given = len(self.output_ids)
+        return {
+            "given": given,
+            "retracted_at": given,
+            "output_ids": list(self.output_ids),
+            "logprobs": list(self.logprobs),
+            "top_logprobs": list(self.top_logprobs),
+            "named_logprobs": list(self.named_logprobs),
+            "weight_versions": [list(span) for span in self.weight_versions],
+            "prompt_weight_versions": list(self.prompt_weight_versions),
+        }
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which prompts of a larger call these are; one entry a prompt."""
+
+    prompt_indices: Sequence[int]
+    sample_indices: Sequence[int] | None
+    partial_outputs: Sequence[Partial]
+
+    def samples(self, index: int, n: int) -> Sequence[int]:
+        """Which samples of a prompt are wanted."""
+        return range(n) if self.sample_indices is None else [self.sample_indices[index]]
+
+
+def read_part(
+    prompt_indices: Any,
+    sample_indices: Any,
+    partial_outputs: Any,
+    sampling: Sequence[Sampling],
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    *,
+    return_logprob: bool,
+    top_logprobs_num: int,
+    named_ids: Sequence[Sequence[int]],
+) -> Part:
+    """
+    Raises:
+        InvalidRequest: With the prompt's place in this call.
+    """
+    count = len(prompts)
+    for name, value in (("sample_indices", sample_indices), ("partial_outputs", partial_outputs)):
+        several = [index for index, one in enumerate(sampling) if one.n > 1]
+        if value is not None and several:
+            raise InvalidRequest(
+                f"{name} with n={sampling[several[0]].n}: give each sample as a prompt of its own, "
+                "with n=1 and its sample_indices",
+                prompt_index=several[0],
+            )
+    partials = [Partial()] * count
+    if partial_outputs is not None:
+        given = _one_a_prompt("partial_outputs", partial_outputs, count)
+        partials = [
+            _Reading(index, one, return_logprob, top_logprobs_num, named_ids[index]).partial(limits)
+            for index, one in enumerate(given)
+        ]
+    for index, (partial, one) in enumerate(zip(partials, sampling, strict=True)):
+        _check_length(index, partial, one, limits.total - len(prompts[index]))
+    samples = None if sample_indices is None else _indices("sample_indices", sample_indices, count)
+    return Part(
+        range(count)
+        if prompt_indices is None
+        else _indices("prompt_indices", prompt_indices, count),
+        samples,
+        partials,
+    )
+
+
+def _one_a_prompt(name: str, value: Any, count: int) -> list[Any]:
+    value = plain(value)
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {shown(value)}")
+    entries = list(value)
+    if len(entries) != count:
+        raise InvalidRequest(f"{name} has {len(entries)} entries for {count} prompts")
+    return entries
+
+
+def _indices(name: str, value: Any, count: int) -> list[int]:
+    entries = _one_a_prompt(name, value, count)
+    for index, entry in enumerate(entries):
+        if not (is_int(entry) and entry >= 0):
+            raise InvalidRequest(
+                f"{name}: {shown(entry)}: expected an integer, 0 or more", prompt_index=index
+            )
+    return entries
+
+
+def _check_length(index: int, partial: Partial, sampling: Sampling, room: int) -> None:
+    wanted = sampling.params.max_new_tokens
+    most = room if wanted is None else min(wanted, room)
+    # A prompt that is only scored may leave less than no room.
+    if len(partial.output_ids) > max(0, most):
+        raise InvalidRequest(
+            f"its partial output has {len(partial.output_ids)} tokens already, and "
+            f"max_new_tokens={wanted} with room for {room} allows {max(0, most)}, these among them",
+            prompt_index=index,
+        )
+
+
+class _Reading:
+    """One entry of `partial_outputs`: a result, or as much of one as there is."""
+
+    def __init__(
+        self,
+        index: int,
+        given: Any,
+        return_logprob: bool,
+        top_logprobs: int,
+        named_ids: Sequence[int],
+    ) -> None:
+        self._index, self._named_ids = index, named_ids
+        self._given: Mapping[str, Any] = {} if given is None else given
+        self._needed = {
+            "output_token_logprobs": "return_logprob=True" if return_logprob else "",
+            "output_top_logprobs": f"top_logprobs_num={top_logprobs}" if top_logprobs else "",
+            "output_token_ids_logprobs": "token_ids_logprob" if named_ids else "",
+        }
+
+    def partial(self, limits: Limits) -> Partial:
+        meta = self._given.get("meta_info") if isinstance(self._given, Mapping) else self._given
+        if not isinstance(meta, Mapping | None):
+            raise self._refusal(
+                f"{shown(self._given)}: expected a dict as results are: output_ids, and meta_info "
+                "with output_token_logprobs"
+            )
+        ids = plain(self._given.get("output_ids", []))
+        if not (isinstance(ids, list | tuple) and all(map(is_int, ids))):
+            raise self._refusal(f"output_ids {shown(ids)}: expected a list of token ids")
+        if not ids:
+            return Partial()
+        check_ids(ids, "the partial output", self._index, limits)
+        meta = meta or {}
+        top = self._entries(meta, "output_top_logprobs", len(ids))
+        return Partial(
+            list(ids),
+            self._logprobs(meta, ids),
+            [([e[0] for e in entries], [e[1] for e in entries]) for entries in top or ()],
+            self._named(meta, len(ids)),
+            self._spans(meta, len(ids)),
+            list(meta.get("prompt_weight_versions") or ()),
+        )
+
+    def _logprobs(self, meta: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
+        entries = self._entries(meta, "output_token_logprobs", len(ids))
+        if entries is None:
+            return [0.0] * len(ids)  # engines count them; nobody gets to see them
+        values = []
+        for entry, token_id in zip(entries, ids, strict=True):
+            value, of = (entry[0], entry[1]) if isinstance(entry, list | tuple) else (entry, None)
+            if of not in (None, token_id) or not (is_number(value) and math.isfinite(value)):
+                raise self._refusal(
+                    f"output_token_logprobs: {shown(entry)}: expected (logprob, {token_id}, None), "
+                    "as results have them"
+                )
+            values.append(float(value))
+        return values
+
+    def _named(self, meta: Mapping[str, Any], count: int) -> list[list[float]]:
+        if not self._named_ids:
+            return []
+        rows = []
+        for row in self._entries(meta, "output_token_ids_logprobs", count) or ():
+            try:
+                values, ids = zip(*((value, token_id) for value, token_id, *_ in row), strict=True)
+            except (TypeError, ValueError):
+                values, ids = (), ()
+            if ids != tuple(self._named_ids) or not all(map(is_number, values)):
+                raise self._refusal(
+                    f"output_token_ids_logprobs: {shown(row)}: expected (logprob, id, None) of "
+                    f"{shown(list(self._named_ids))}, as results have them"
+                )
+            rows.append([float(value) for value in values])
+        return rows
+
+    def _entries(self, meta: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
+        """One an id; None if there are none and nobody needs them."""
+        entries = plain(meta.get(name))
+        if entries is None and not self._needed[name]:
+            return None
+        if not isinstance(entries, list | tuple) or len(entries) != count:
+            have = len(entries) if isinstance(entries, list | tuple) else shown(entries)
+            why = f" for {self._needed[name]}" if self._needed[name] else ""
+            raise self._refusal(f"meta_info {name}: {have} for {count} output_ids: one each{why}")
+        return list(entries)
+
+    def _spans(self, meta: Mapping[str, Any], count: int) -> list[list[Any]]:
+        """`weight_versions`; without, nothing is said of these tokens."""
+        spans = plain(meta.get("weight_versions")) or []
+        try:
+            spans = [[start, end, version] for start, end, version in spans]
+            bounds = [bound for span in spans for bound in span[:2]]
+            fits = not spans or (bounds == sorted(bounds) and bounds[-1] == count)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise self._refusal(
+                f"meta_info weight_versions {shown(spans)}: expected [start, end, version] up to "
+                f"{count}, as results have them"
+            )
+        return spans
+
+    def _refusal(self, what: str) -> InvalidRequest:
+        return InvalidRequest(f"partial_outputs: {what}", prompt_index=self._index)

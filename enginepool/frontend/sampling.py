@@ -1,0 +1,229 @@
+"""Sampling parameters: checked before anything starts, and one random stream a sample."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from enginepool.dispatch.grammar import KINDS, GrammarSource
+from enginepool.errors import InvalidRequest
+from enginepool.values import described, did_you_mean, flag, is_int, is_number, plain, shown
+
+_INT32 = 1 << 31
+_UINT32 = 1 << 32
+
+# Ranges of upstream's `SamplingParams.verify`, with ours where upstream accepts what cannot work.
+_FLOATS: Mapping[str, tuple[float, float, str]] = {
+    # Engines divide by it in float32; near its largest number, 3e38, masked logits become NaN,
+    # which resets engines. From 1e6 on all tokens are equally probable anyway.
+    "temperature": (0.0, 1e30, "0 (greedy) or more, up to 1e30"),
+    "top_p": (0.0, 1.0, "above 0 and at most 1"),
+    "min_p": (0.0, 1.0, "between 0 and 1"),
+    "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),
+    "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
+}
+_INTS: Mapping[str, tuple[int, int, str]] = {
+    "max_new_tokens": (0, _INT32 - 1, "an integer, 1 or more"),  # of 0, the input processor
+    "min_new_tokens": (0, _INT32 - 1, "an integer, 0 or more"),
+    "n": (1, 1 << 20, "an integer, 1 or more"),
+    "sampling_seed": (-_INT32, _INT32 - 1, "a 32-bit integer"),
+    "stream_interval": (1, _INT32 - 1, "an integer, 1 or more"),
+}
+_IGNORED_BY_UPSTREAM = {"repetition_penalty": 1.0, "logit_bias": None}
+_FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+NAMES = (
+    *_FLOATS,
+    *_INTS,
+    *_FLAGS,
+    *KINDS,
+    *_IGNORED_BY_UPSTREAM,
+    "top_k",
+    "stop",
+    "stop_token_ids",
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One prompt's parameters.
+
+    Attributes:
+        params: Upstream's `SamplingParams`, normalized and verified.
+        seed: The caller's `sampling_seed`, or None.
+        explicit_length: Whether the caller gave `max_new_tokens`.
+        grammar: What outputs are held to; it is not in `params`.
+    """
+
+    params: Any
+    n: int
+    seed: int | None
+    explicit_length: bool
+    grammar: GrammarSource | None = None
+
+
+# What vLLM has among these, and sglang elsewhere or under another name.
+_VLLM_NAMES = {
+    "logprobs": "return_logprob=True and top_logprobs_num=, of the call",
+    "prompt_logprobs": "return_prompt_logprob=True, of the call",
+    "seed": "sampling_seed",
+}
+
+
+def make_sampling(
+    params: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    tokenizer: Any,
+    end_ids: Collection[int] = (),
+    explicit: bool = True,
+) -> Sampling:
+    """Check one dict of sampling parameters and build upstream's object from it.
+
+    Args:
+        end_ids: What ends an output by itself.
+
+    Raises:
+        InvalidRequest: An unknown name (with the nearest), a value of the wrong type, out of
+            range or NaN, or a parameter that upstream accepts and ignores.
+    """
+    from sgl_jax.srt.sampling.sampling_params import SamplingParams
+
+    known = list(inspect.signature(SamplingParams.__init__).parameters)[1:]
+    given = {}
+    for name, value in params.items():
+        if name not in known:
+            hint = did_you_mean(name, known, elsewhere=_VLLM_NAMES)
+            raise InvalidRequest(f"unknown sampling parameter {name}={described(value)}{hint}")
+        if (value := plain(value)) is not None:
+            _check_value(name, value, vocab_size)
+            given[name] = value
+    grammar = _take_grammar(given)
+    try:
+        built = SamplingParams(**given)
+        built.normalize(tokenizer)
+        built.verify(vocab_size)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"sampling parameters {shown(given)}: {error}") from error
+    stops = {*end_ids, *(built.stop_token_ids or ())}
+    if built.min_new_tokens and len(stops) >= vocab_size:  # no law is left, only NaN
+        raise InvalidRequest(
+            f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the model's end tokens are "
+            f"all {vocab_size} of the vocabulary, so that none may be sampled; leave one out"
+        )
+    return Sampling(
+        built,
+        built.n,
+        given.get("sampling_seed"),
+        explicit and "max_new_tokens" in given,
+        grammar,
+    )
+
+
+def _take_grammar(given: dict[str, Any]) -> GrammarSource | None:
+    """What outputs are held to, taken out of the parameters that upstream gets.
+
+    Raises:
+        InvalidRequest: There are several, or another parameter that contradicts it.
+    """
+    kinds = [kind for kind in KINDS if kind in given]
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise InvalidRequest(f"{' and '.join(kinds)}: an output is held to one of them; give one")
+    for name in ("ignore_eos", "min_new_tokens"):
+        if given.get(name):
+            raise InvalidRequest(
+                f"{name}={shown(given[name])} with {kinds[0]}: behind a complete output nothing "
+                "but the end token is left to sample; leave one of them out"
+            )
+    return GrammarSource.of(kinds[0], given.pop(kinds[0]))
+
+
+def _check_value(name: str, value: Any, vocab_size: int) -> None:
+    if name in _FLOATS:
+        low, high, limits = _FLOATS[name]
+        _require(is_number(value), name, value, f"a number {limits}")
+        inside = low <= value <= high and (name != "top_p" or value > 0)
+        _require(inside, name, value, limits)
+    elif name in _INTS:
+        low, high, limits = _INTS[name]
+        _require(is_int(value) and low <= value <= high, name, value, limits)
+    elif name in _FLAGS:
+        flag(name, value)
+    elif name == "top_k":
+        inside = is_int(value) and (value == -1 or 1 <= value < _INT32)
+        _require(inside, name, value, "-1 (all) or an integer, 1 or more")
+    elif name in _IGNORED_BY_UPSTREAM:
+        _require(
+            value == _IGNORED_BY_UPSTREAM[name] or value == {},
+            name,
+            value,
+            f"nothing: sglang-jax accepts {name} and ignores it; leave it out",
+        )
+    elif name == "stop":
+        strings = [value] if isinstance(value, str) else value
+        ok = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
+        _require(ok, name, value, "a non-empty string or a list of them")
+    elif name == "stop_token_ids":
+        ok = isinstance(value, (list, tuple, set, frozenset)) and all(
+            is_int(i) and 0 <= i < vocab_size for i in value
+        )
+        _require(ok, name, value, f"a list of token ids, each from 0 to {vocab_size - 1}")
+
+
+def _require(condition: bool, name: str, value: Any, limits: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{name}={shown(value)}: expected {limits}")
+
+
+def is_upstreams(params: Any) -> bool:
+    """Whether it is upstream's SamplingParams."""
+    return hasattr(params, "convert_to_dict") and not isinstance(params, type)
+
+
+def from_upstream(params: Any) -> dict[str, Any]:
+    """The dict that upstream's object was made from, as far as it can tell."""
+    given = params.convert_to_dict()
+    if is_int(given["top_k"]) and given["top_k"] > 1 << 29:  # upstream's "all"
+        given["top_k"] = -1
+    given.pop("stop_str_max_len", None)
+    return given
+
+
+class Seeds:
+    """A random stream for each sample, whichever engine runs it.
+
+    The patched sampler draws with one key a row, `fold_in(key(seed), position)`. With a seed of
+    the caller's, a sample's stream depends on (seed, prompt index, sample index) alone; without
+    one no two samples of a pool share a stream (of 2**32, counted, not drawn).
+    """
+
+    def __init__(self) -> None:
+        self._base = secrets.randbits(32)
+        self._count = itertools.count()
+
+    def fresh(self) -> int:
+        return _to_int32(_mix(self._base + next(self._count)))
+
+    @staticmethod
+    def derived(seed: int, prompt_index: int, sample_index: int) -> int:
+        # Cantor's pairing: no two samples of a call meet below some 90,000 prompts and samples.
+        diagonal = prompt_index + sample_index
+        pair = diagonal * (diagonal + 1) // 2 + sample_index
+        return _to_int32(_mix(_mix(seed) ^ (pair % _UINT32)))
+
+
+def _mix(value: int) -> int:
+    """A bijection of 32-bit integers without visible structure (xor-shift and odd multipliers)."""
+    value %= _UINT32
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        value = ((value ^ (value >> shift)) * factor) % _UINT32
+    return value ^ (value >> 15)
+
+
+def _to_int32(value: int) -> int:
+    return value - _UINT32 if value >= _INT32 else value

@@ -1,0 +1,120 @@
+"""Text to ids: once, in the pool, off the engine threads. The way back is `detokenizer.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from enginepool.errors import InvalidRequest
+from enginepool.frontend.chat import ChatTemplate, check_messages
+from enginepool.frontend.fair_lock import FairLock
+from enginepool.values import described
+
+# How many tokens of the prompt are decoded before the output, for tokenizers whose text of a
+# token depends on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
+_CONTEXT = 5
+_GROUP = 1 << 16  # characters that are encoded before others have their turn
+# Options of `apply_chat_template` with which it would not give token ids.
+_ANOTHER_RESULT = frozenset(
+    ("conversation", "tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask")
+)
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, usable from many threads at once.
+
+    Attributes:
+        lock: To be held by whoever encodes with `hf` itself.
+        chat: What its chat template takes.
+        decode_context: How many ids before an output are to be decoded with it.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self.chat = ChatTemplate(hf)
+        # A fast tokenizer is mutable while it encodes ("Already borrowed").
+        self.lock = FairLock()
+        decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
+        self.decode_context = 0 if "ByteLevel" in type(decoder).__name__ else _CONTEXT
+
+    @classmethod
+    def load(cls, server_args: Any) -> Tokenizer:
+        """Load the tokenizer that upstream's engines load for these `ServerArgs`."""
+        from sgl_jax.srt.hf_transformers_utils import get_tokenizer
+
+        options = {
+            "tokenizer_mode": server_args.tokenizer_mode,
+            "trust_remote_code": server_args.trust_remote_code,
+            "revision": server_args.revision,
+        }
+        if hasattr(server_args, "tokenizer_backend"):  # not in 0.0.3rc99
+            options["tokenizer_backend"] = server_args.tokenizer_backend
+        return cls(get_tokenizer(server_args.tokenizer_path, **options))
+
+    def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text; with the special tokens that the tokenizer adds, if wanted."""
+        try:
+            return self._encode(list(texts), special_tokens) if texts else []
+        except Exception:  # half a surrogate pair, for one: its error names no prompt
+            for index, text in enumerate(texts):
+                try:
+                    self._encode([text], special_tokens)
+                except Exception as error:
+                    raise InvalidRequest(
+                        f"the tokenizer does not take {described(text)}: {error}",
+                        prompt_index=index,
+                    ) from error
+            raise
+
+    def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
+        ids: list[list[int]] = []
+        for group in _groups(texts):
+            with self.lock:
+                ids += self.hf(group, add_special_tokens=special_tokens)["input_ids"]
+        return ids
+
+    def apply_chat_template(
+        self, index: int, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> Any:
+        """Token ids of conversation `index` of a call, ready for the assistant's answer.
+
+        Args:
+            options: Of the Hugging Face tokenizer's `apply_chat_template`, and variables of the
+                template. `chat_template` may replace it: whoever calls this is the host's code.
+        """
+        for name in _ANOTHER_RESULT.intersection(options):
+            raise InvalidRequest(f"chat_template_kwargs: {name} is the pool's own; leave it out")
+        messages = check_messages(messages, index)
+        template = options.get("chat_template")
+        if template is None and not getattr(self.hf, "chat_template", None):
+            raise InvalidRequest("the tokenizer has no chat template; use generate() with text")
+        options.setdefault("add_generation_prompt", True)
+        try:
+            fitted = self.chat.fit(messages, template)
+            with self.lock:
+                return self.hf.apply_chat_template(
+                    fitted, tokenize=True, return_dict=False, **options
+                )
+        # A template is a program of the checkpoint's and fails in its own ways.
+        except Exception as error:
+            raise InvalidRequest(
+                f"the chat template does not take {described(messages)}: {error}",
+                prompt_index=index,
+            ) from error
+
+    def token_text(self, token_id: int) -> str:
+        return self.hf.decode([token_id])
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """So much at a time that the tokenizer has work for its threads, and others soon a turn."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -1,1 +1,0 @@
-"""A request from a caller's arguments to its result, and the queue in between."""

@@ -1,0 +1,133 @@
+"""New weights put in place: staged sets on all engines or on none, or leaf by leaf."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from enginepool.engine.jobs import EngineStopped
+from enginepool.engine.worker import EngineWorker
+from enginepool.logs import logger
+from enginepool.runtime.quiesce import Standstill
+from enginepool.runtime.staging import Staged, naming
+from enginepool.weights.placement import place
+from enginepool.weights.plan import Plan
+
+
+def commit(stand: Standstill, staged: dict[int, Staged]) -> dict[int, Any]:
+    """Put what was staged in place on every standing engine or, if one fails, on none.
+
+    Returns:
+        What each had before, by engine index. Freeing it takes time: for when the engines go on.
+    """
+    before: dict[int, Any] = {}
+
+    def put(worker: EngineWorker) -> None:
+        new, shared = staged[worker.index], worker.leaves.shared.copy()
+        worker.condition.weights.being_replaced = True
+        with naming(worker):
+            before[worker.index] = worker.leaves.replace(new.arrays, new.shared), shared
+
+    def put_back(worker: EngineWorker) -> None:
+        if worker.index in before:
+            arrays, shared = before[worker.index]
+            worker.leaves.replace(arrays, shared)
+        worker.condition.weights.being_replaced = False
+
+    try:
+        stand.run(put)
+    except BaseException:  # Control-C too: what was put in place so far goes back
+        stand.run(put_back)
+        raise
+    return before
+
+
+def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged], dict[int, str]]:
+    """Replace the leaves of standing engines one by one: never more than a set and a leaf.
+
+    The first engine gets them from the source, the others from the first, but for what lies on
+    their own devices. Until the first is whole, a failure puts its old weights back from a
+    sibling; from then on an engine that fails is left without weights.
+
+    Returns:
+        What each engine got, and why others got nothing.
+    """
+    lead, *others = stand.workers
+    counts = {worker.index: Staged() for worker in stand.workers}
+    usable = not lead.leaves.lost()
+    touched: list[str] = []
+    try:
+        for piece in plan.pieces():
+            touched.append(piece.path)
+            make = functools.partial(plan.make, piece, copy=copy)
+            if _exchange(lead, piece.path, make):
+                counts[lead.index].shared.add(piece.path)
+            del piece, make
+    except BaseException as error:
+        if usable:
+            _restore(lead, others, touched, error)
+        raise
+    failed = {}
+    for worker in others:
+        try:
+            again = plan.again(lead.leaves, worker.leaves.specs)
+            for piece in again.pieces():
+                make = functools.partial(again.make, piece, copy=copy)
+                if _exchange(worker, piece.path, make):
+                    counts[worker.index].shared.add(piece.path)
+        except Exception as error:
+            failed[worker.index] = f"it missed an update of weights: {error}"
+            logger().warning(
+                "enginepool.weights_not_updated", engine=worker.index, error=str(error)
+            )
+    for worker in stand.workers:
+        counts[worker.index].arrays = {p: worker.leaves[p] for p in plan.paths}
+    return counts, failed
+
+
+def _exchange(
+    worker: EngineWorker, path: str, make: Callable[[Any], tuple[jax.Array, bool]]
+) -> bool:
+    """Drop one leaf, then make it anew; both by the engine's own thread at its step boundary."""
+    leaves = worker.leaves
+    with naming(worker, path):
+        worker.channel.run(lambda: leaves.drop([path]) and None).result()
+        array, shared = make(leaves.specs[path])
+        array.block_until_ready()
+        mine = [path] if shared else []
+        worker.channel.run(lambda: leaves.replace({path: array}, mine) and None).result()
+    return shared
+
+
+def _restore(
+    lead: EngineWorker, others: Sequence[EngineWorker], paths: Sequence[str], error: BaseException
+) -> None:
+    """Give the first engine the old weights back; where that fails too, it is left without."""
+    reason = f"an update of weights failed half way, with no sibling to restore from: {error!r}"
+    for sibling in others:
+        have = sibling.leaves
+        if have.lost():
+            continue
+        try:
+            for path in paths:
+                old = have[path]
+                make = lambda spec, old=old: (place(old, spec.sharding, spec.dtype), False)  # noqa: E731
+                _exchange(lead, path, make)
+        except Exception as again:
+            reason = f"an update of weights failed half way, and so did going back: {again}"
+            continue
+        return
+    with suppress(EngineStopped):  # one that has left comes back with the weights of the pool
+        lead.channel.run(lambda: leave_without_weights(lead, reason)).result()
+
+
+def leave_without_weights(worker: EngineWorker, reason: str) -> None:
+    """Leave an engine without weights, on its thread. What it has is of no version, or of an old
+    one, and must not stay under an update of a part."""
+    leaves = worker.leaves
+    leaves.drop(list(leaves))
+    worker.unload(reason)

@@ -1,0 +1,65 @@
+"""Device memory given back for a while: the KV cache, or the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from enginepool.engine.worker import EngineWorker
+from enginepool.errors import InvalidRequest
+from enginepool.runtime.quiesce import standstill
+from enginepool.runtime.runtime import Runtime
+
+
+def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
+    """See `EnginePool.release_memory_occupation`."""
+    if tuple(tags) != ("kv_cache",):
+        raise InvalidRequest(
+            f"tags={tuple(tags)!r}: expected ('kv_cache',); release_weights() releases weights"
+        )
+
+    def drop(worker: EngineWorker) -> int:
+        worker.condition.pause("kv_cache")
+        kv_cache = worker.scheduler.kv_cache
+        return 0 if kv_cache.dropped else kv_cache.drop()
+
+    with (
+        runtime.steering.turn("release_memory_occupation()"),
+        standstill(runtime, runtime.reachable(), "retract") as stand,
+    ):
+        runtime.desired.pause_reasons.add("kv_cache")
+        return sum(stand.run(drop).values())
+
+
+def resume_kv_cache(runtime: Runtime) -> int:
+    """See `EnginePool.resume_memory_occupation`."""
+
+    def rebuild(worker: EngineWorker) -> int:
+        made = worker.scheduler.kv_cache.rebuild()
+        worker.condition.go_on("kv_cache")
+        return made
+
+    with (
+        runtime.steering.turn("resume_memory_occupation()"),
+        standstill(runtime, runtime.reachable(), "in_place") as stand,
+    ):
+        runtime.desired.pause_reasons.discard("kv_cache")
+        return sum(stand.run(rebuild).values())
+
+
+def release_weights(runtime: Runtime) -> int:
+    """See `EnginePool.release_weights`."""
+    reason = "release_weights() gave them back; update_weights() brings new ones"
+
+    def drop(worker: EngineWorker) -> int:
+        leaves = worker.leaves
+        had = set(leaves).difference(leaves.lost())
+        leaves.drop(list(had))
+        worker.unload(reason)
+        return sum(leaves.specs[path].size * leaves.specs[path].dtype.itemsize for path in had)
+
+    with (
+        runtime.steering.turn("release_weights()"),
+        standstill(runtime, runtime.reachable(), "retract") as stand,
+    ):
+        runtime.desired.no_weights = reason
+        return sum(stand.run(drop).values())

@@ -1,0 +1,144 @@
+"""Weights that are staged on every device and wait for their commit."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import anyio.to_thread
+
+from enginepool.engine.worker import EngineWorker
+from enginepool.errors import InvalidWeights, StaleWeights
+from enginepool.runtime.quiesce import SwapMode
+from enginepool.runtime.runtime import Runtime
+from enginepool.runtime.staging import stage
+from enginepool.runtime.swap_options import Options
+from enginepool.runtime.swap_report import SwapReport
+from enginepool.runtime.update import Update
+from enginepool.runtime.update_turn import updating
+from enginepool.weights.misfit import listed
+
+
+class StagedWeights:
+    """What `EnginePool.stage_weights` returns. Thread-safe.
+
+    Attributes:
+        weight_version: What results carry once these are committed.
+        nbytes: Of what was staged, on one engine.
+    """
+
+    def __init__(self, runtime: Runtime, update: Update, expires_after: float | None) -> None:
+        self.weight_version = update.version
+        self.nbytes = update.plan.nbytes
+        self._runtime = runtime
+        self._update: Update | None = update
+        self._why = ""
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        if expires_after is not None:
+            why = f"they have expired, {expires_after:g} seconds after they were staged"
+            self._timer = threading.Timer(expires_after, self.let_go, [why])
+            self._timer.daemon = True
+            self._timer.name = f"{runtime.name}-staged"
+            self._timer.start()
+
+    def __repr__(self) -> str:
+        state = "staged" if self._update is not None else self._why
+        return f"<StagedWeights {self.weight_version!r} [{state}]>"
+
+    def commit(self, mode: SwapMode = "drain") -> SwapReport:
+        """Put them in place on every engine or, if anything is wrong, on none: then they stay
+        staged, and it can be tried again.
+
+        Engines that have come back in between get them from a sibling.
+
+        Args:
+            mode: What becomes of running requests; see `EnginePool.update_weights`.
+
+        Raises:
+            StaleWeights: They were committed or discarded, have expired, or other weights came.
+            InvalidWeights: A shared leaf was deleted or donated in between.
+            WeightUpdateFailed, InvalidRequest, PoolClosed, PoolFailed: As `update_weights`.
+        """
+        Options(mode=mode).check()
+        with updating(self._runtime, "commit()") as workers:
+            update = self._update
+            if update is None:
+                raise StaleWeights(
+                    f"the weights {self.weight_version!r} cannot be committed: {self._why}"
+                )
+            _look_again(update, workers)
+            update.options = replace(update.options, mode=mode)
+            report = update.finish()
+            self.let_go("they are committed already")
+        return report
+
+    def discard(self) -> None:
+        """Give their memory back. Does nothing to those that are committed, or stale."""
+        self.let_go("they were discarded")
+
+    async def async_commit(self, mode: SwapMode = "drain") -> SwapReport:
+        """`commit` without blocking the event loop; cancelling does not stop it."""
+        return await anyio.to_thread.run_sync(self.commit, mode)
+
+    async def async_discard(self) -> None:
+        """`discard` without blocking the event loop."""
+        await anyio.to_thread.run_sync(self.discard)
+
+    def let_go(self, why: str) -> None:
+        """From now on they are stale, for this reason; a commit that has begun goes on."""
+        with self._lock:
+            if self._update is None:
+                return
+            self._why, self._update = why, None
+            timer, self._timer = self._timer, None
+        if timer is not None and timer is not threading.current_thread():
+            timer.cancel()
+            timer.join()
+
+
+def stage_weights(
+    runtime: Runtime, source: Any, options: Options, expires_after: float | None
+) -> StagedWeights:
+    """See `EnginePool.stage_weights`."""
+    options = replace(options, staging="double")
+    options.check()
+    with updating(runtime, "stage_weights()") as workers:
+        update = Update(runtime, workers, source, options)
+        update.prepare()
+        _forget_source(update)
+        handle = StagedWeights(runtime, update, expires_after)
+        runtime.hold_staged(handle)
+    return handle
+
+
+def _forget_source(update: Update) -> None:
+    """What was staged is all that is needed from here on; the caller's arrays may go."""
+    lead = update.workers[0]
+    update.plan = update.plan.again(update.staged[lead.index].arrays, lead.leaves.specs)
+    update.source = None
+
+
+def _look_again(update: Update, workers: list[EngineWorker]) -> None:
+    """Whether what was staged is still there and suffices; it is staged, from a sibling, for
+    engines that have come back since.
+
+    Raises:
+        InvalidWeights: With the leaves.
+    """
+    update.workers = workers
+    for staged in update.staged.values():
+        gone = [path for path, array in staged.arrays.items() if array.is_deleted()]
+        if gone:
+            raise InvalidWeights(
+                f"commit: {listed(gone)} were deleted or donated by who shared them with "
+                "stage_weights; pass copy=True to keep a copy of them",
+                names=gone,
+            )
+    update.check_complete(update.plan)
+    sibling = next(iter(update.staged.values()))
+    for worker in workers:
+        if worker.index not in update.staged:
+            again = update.plan.again(sibling.arrays, worker.leaves.specs)
+            update.staged |= stage(again, [worker], update.options.copy)

@@ -1,0 +1,291 @@
+"""New weights: stage on every device, stop every engine, put in place on all or on none.
+
+`update_weights` does one right after the other; `stage_weights` leaves the second for later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from enginepool.engine.jobs import EngineStopped
+from enginepool.engine.worker import EngineWorker
+from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
+from enginepool.runtime.commit import commit, leave_without_weights, stream
+from enginepool.runtime.quiesce import Standstill, standstill
+from enginepool.runtime.runtime import Runtime
+from enginepool.runtime.staging import Staged, choose_staging, stage
+from enginepool.runtime.swap_options import Options
+from enginepool.runtime.swap_report import EngineSwap, SwapReport
+from enginepool.runtime.update_turn import updating
+from enginepool.weights.fingerprint import fingerprints
+from enginepool.weights.plan import Plan
+from enginepool.weights.sources import read_source
+
+
+def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:
+    """See `EnginePool.update_weights`."""
+    options.check()
+    with updating(runtime, "update_weights()") as workers:
+        update = Update(runtime, workers, source, options)
+        update.prepare()
+        return update.finish()
+
+
+@dataclass
+class Update:
+    """One set of new weights on its way into the engines.
+
+    Attributes:
+        version: What results will carry.
+        plan: What is to change, once `prepare` has read the source.
+        staged: What lies on the devices, by engine.
+    """
+
+    runtime: Runtime
+    workers: list[EngineWorker]
+    source: Any
+    options: Options
+    seconds: dict[str, float] = field(default_factory=dict)
+    staged: dict[int, Staged] = field(default_factory=dict)
+    pauses: dict[int, float] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    # By engine, what it had. Freeing it takes time: when the engines go on, and not before.
+    before: dict[int, Any] = field(default_factory=dict)
+    kv_bytes: int = 0
+
+    def prepare(self) -> None:
+        """Check the source and, where two sets fit, stage it; no engine is touched."""
+        started = time.perf_counter()
+        self.number = self.runtime.desired.update + 1
+        label = self.options.weight_version
+        self.version = self.number if label is None else label
+        lead = self.workers[0]
+        try:
+            self.plan = self._plan()
+        except Exception as error:
+            if lead.condition.reachable:
+                raise
+            raise WeightUpdateFailed(
+                f"engine {lead.index} failed ({lead.condition.reason}) while the source was read; "
+                "nothing was touched, try again",
+                engine_index=lead.index,
+            ) from error
+        self.runtime.discard_staged("another set of weights came in between")
+        self.staging = self.options.staging
+        # A device may have room for a second set only once its KV cache is gone.
+        early = self.options.strategy == "atomic" and not self.options.free_kv
+        if early and self._choose() == "double":
+            self._stage(self.workers)
+        self._add("total", time.perf_counter() - started)
+
+    def finish(self) -> SwapReport:
+        """Put it in place on every engine or on none."""
+        started = time.perf_counter()
+        if self.options.strategy == "rolling":
+            self._roll()
+        else:
+            self._all_at_once()
+        return self._report(started)
+
+    def _plan(self) -> Plan:
+        scheduler = self.workers[0].scheduler
+        args = scheduler.server_args
+        with self._timed("stage"):
+            source = read_source(
+                self.source,
+                scheduler.leaves.specs,
+                download_dir=args.download_dir,
+                revision=args.revision,
+            )
+            mapping = None if source.by_path else scheduler.hugging_face
+            plan = Plan(source, scheduler.leaves, mapping, strict=self.options.strict)
+        self.check_complete(plan)
+        return plan
+
+    def check_complete(self, plan: Plan) -> None:
+        """
+        Raises:
+            InvalidWeights: An engine would be left with weights that are not there.
+        """
+        for worker in [w for w in self.workers if w.condition.reachable]:
+            if lost := set(worker.leaves.lost()).difference(plan.paths):
+                raise InvalidWeights(
+                    f"engine {worker.index} has no weights to keep: update all of them, "
+                    f"{len(lost)} are not in the source",
+                    names=sorted(lost),
+                )
+
+    # Atomic
+
+    def _all_at_once(self) -> None:
+        with self._standing(self.workers) as stand, self._without_kv(stand):
+            if not self.staged and self._choose() == "double":
+                self._stage(stand.workers)
+            elif not self.staged:
+                with self._timed("stage"):
+                    self.staged, self.failed = stream(self.plan, stand, self.options.copy)
+            with self._timed("commit"):
+                self._commit(stand)
+        self.before.clear()
+
+    def _choose(self) -> str:
+        if self.staging == "auto":
+            self.staging = choose_staging(self.plan, self.workers, self.options.copy)
+        return self.staging
+
+    def _stage(self, workers: Sequence[EngineWorker]) -> None:
+        with self._timed("stage"):
+            self.staged = stage(self.plan, workers, self.options.copy)
+
+    def _commit(self, stand: Standstill) -> None:
+        """On every engine or on none."""
+        if self.staging == "double":  # else they lie there already
+            self.before = commit(stand, self.staged)
+        desired = self.runtime.desired
+        desired.weight_version, desired.update = self.version, self.number
+        stand.run(self._label)
+        # Those that missed it come after the others serve, and `no_weights` goes last: what waits
+        # must never find that no engine is left.
+        stand.run(self._leave_if_failed)
+        if desired.no_weights is not None:
+            desired.no_weights = None
+            self.runtime.dispatch.fail_unserved()
+
+    def _label(self, worker: EngineWorker) -> None:
+        """On the engine's thread: its next tokens come from the new weights."""
+        if worker.index not in self.failed:
+            worker.channel.set_weights(self.version, self.number)
+            worker.load()
+
+    def _leave_if_failed(self, worker: EngineWorker) -> None:
+        if worker.index in self.failed:
+            leave_without_weights(worker, self.failed[worker.index])
+
+    # Rolling
+
+    def _roll(self) -> None:
+        """One engine after the other, while the others serve."""
+        self._choose()
+        for worker in self.workers:
+            try:
+                self._roll_one(worker)
+            except (PoolClosed, InvalidWeights):
+                raise
+            except Exception as error:
+                if worker is self.workers[0] or self.runtime.closed:
+                    raise
+                # Others have the new weights already: it only goes forward.
+                reason = f"it missed an update of weights: {error}"
+                self.failed[worker.index] = reason
+                job = partial(leave_without_weights, worker, reason)
+                with suppress(EngineStopped):  # it comes back with the new weights
+                    worker.channel.run(job).result()
+
+    def _roll_one(self, worker: EngineWorker) -> None:
+        plan = self.plan
+        if worker is not self.workers[0]:
+            # The first engine got them in the model's layout; a source is read only once. Not its
+            # leaves: should it have failed since, those may be made anew just now.
+            first = self.staged[self.workers[0].index]
+            plan = self.plan.again(first.arrays, worker.leaves.specs)
+        staged = None
+        if self.staging == "double":
+            with self._timed("stage"):
+                staged = stage(plan, [worker], self.options.copy)
+        with self._standing([worker]) as stand, self._without_kv(stand):
+            if staged is None:
+                with self._timed("stage"):
+                    staged, _ = stream(plan, stand, self.options.copy)
+            self.staged.update(staged)
+            with self._timed("commit"):
+                self._commit(stand)
+        self.before.clear()
+
+    # Around both
+
+    @contextmanager
+    def _standing(self, workers: Sequence[EngineWorker]) -> Iterator[Standstill]:
+        asked = time.perf_counter()
+        with standstill(self.runtime, workers, self.options.mode) as stand:
+            self._add("quiesce", time.perf_counter() - asked)
+            yield stand
+        self.pauses.update(stand.pauses)
+
+    @contextmanager
+    def _without_kv(self, stand: Standstill) -> Iterator[None]:
+        if not self.options.free_kv:
+            yield
+            return
+        dropped = stand.run(lambda worker: worker.scheduler.kv_cache.drop())
+        self.kv_bytes += sum(dropped.values())
+        try:
+            yield
+        finally:
+            # What was dropped before this update stays so: `resume_memory_occupation` brings it.
+            stand.run(lambda w: w.scheduler.kv_cache.rebuild() if dropped.get(w.index) else 0)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(phase, time.perf_counter() - started)
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def _report(self, started: float) -> SwapReport:
+        with self._timed("fingerprint"):
+            staged, engines = self._fingerprints()
+        self._add("total", time.perf_counter() - started)
+        return SwapReport(
+            weight_version=self.version,
+            mode=self.options.mode,
+            strategy=self.options.strategy,
+            staging=self.staging,
+            nbytes=self.plan.nbytes,
+            seconds=self.seconds,
+            staged=staged,
+            engines=tuple(engines),
+            failed=self.failed,
+            left=tuple(self.plan.left),
+            ignored=tuple(self.plan.ignored),
+            kv_bytes=self.kv_bytes,
+        )
+
+    def _fingerprints(self) -> tuple[str, list[EngineSwap]]:
+        """Of what was staged, and of every engine that has it."""
+        done = [w for w in self.workers if w.index in self.pauses and w.index not in self.failed]
+        while done:
+            lead = done[0]
+            try:
+                staged, *have = fingerprints(
+                    [
+                        {**lead.leaves, **self.staged[lead.index].arrays},
+                        *(worker.leaves for worker in done),
+                    ]
+                )
+                return staged, list(map(self._engine, done, have))
+            except (LookupError, RuntimeError):
+                # An engine has failed since; it comes back with the new weights.
+                readable = [worker for worker in done if not worker.leaves.lost()]
+                if readable == done:
+                    raise
+                done = readable
+        raise self.runtime.dispatch.failure()
+
+    def _engine(self, worker: EngineWorker, fingerprint: str) -> EngineSwap:
+        mine = self.staged[worker.index]
+        return EngineSwap(
+            engine_index=worker.index,
+            pause_sec=self.pauses[worker.index],
+            shared=len(mine.shared),
+            copied=len(mine.arrays) - len(mine.shared),
+            fingerprint=fingerprint,
+        )

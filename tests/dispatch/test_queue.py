@@ -1,0 +1,185 @@
+"""The queue that engines pull from."""
+
+from collections.abc import Callable
+
+import pytest
+
+from enginepool.dispatch.queue import RequestQueue
+from enginepool.dispatch.request import Call, Request
+from enginepool.dispatch.routing import MIN_SHARED_PREFIX
+
+
+@pytest.fixture
+def queue() -> RequestQueue:
+    return RequestQueue()
+
+
+def attach(queue: RequestQueue, *loads: int) -> list[int]:
+    """Register engines that hold so many requests; returns who was woken, as it happens."""
+    woken: list[int] = []
+    for engine, load in enumerate(loads):
+        queue.attach(engine, lambda load=load: load, lambda engine=engine: woken.append(engine))
+    return woken
+
+
+def make(
+    count: int, *, pinned_to: int | None = None, prompt: list[int] | None = None
+) -> list[Request]:
+    call = Call()
+    for _ in range(count):
+        call.add(Request(call, prompt or [1, 2, 3], None, pinned_to=pinned_to))
+    return call.requests
+
+
+def take(
+    queue: RequestQueue,
+    engine: int = 0,
+    load: int = 0,
+    room: int = 100,
+    cached: Callable[[Request], int] = lambda request: 0,
+    prefilling: bool = False,
+) -> list[Request]:
+    return queue.take(engine, load=load, room=room, cached=cached, prefilling=prefilling)
+
+
+def test_oldest_first(queue: RequestQueue):
+    """And each once."""
+    attach(queue, 0)
+    requests = make(3) + make(2)
+    queue.put(requests)
+    assert len(queue) == 5
+    assert take(queue, room=2) == requests[:2]
+    assert take(queue) == requests[2:]
+    assert take(queue) == []
+    assert len(queue) == 0
+
+
+def test_resumed_requests_go_before_the_rest(queue: RequestQueue):
+    """What has run already holds the tokens of a caller who has waited longer."""
+    attach(queue, 0)
+    fresh, resumed = make(2), make(2)
+    queue.put(fresh)
+    queue.put(resumed, resumed=True)
+    assert take(queue) == resumed + fresh
+
+
+def test_pinned_requests_go_to_their_engine_only(queue: RequestQueue):
+    """And first there, also when they resume."""
+    attach(queue, 0, 0)
+    free, pinned = make(2), make(2, pinned_to=1)
+    queue.put(free)
+    queue.put(pinned[:1])
+    queue.put(pinned[1:], resumed=True)
+    assert take(queue, engine=0) == free[:1]
+    assert take(queue, engine=1) == pinned
+    assert take(queue, engine=0) == free[1:]
+
+
+def test_an_engine_that_holds_more_than_its_share_gets_nothing(queue: RequestQueue):
+    """The others' loads are asked for at the moment of the choice."""
+    attach(queue, 6, 0)
+    queue.put(make(4))
+    assert take(queue, engine=0, load=6) == []
+    assert len(take(queue, engine=1)) == 4
+
+
+def test_an_engine_without_room_gets_nothing(queue: RequestQueue):
+    """What it might have taken stays, in its order."""
+    attach(queue, 0)
+    requests = make(2)
+    queue.put(requests)
+    assert take(queue, room=0) == []
+    assert take(queue) == requests
+
+
+def test_put_wakes_every_engine(queue: RequestQueue):
+    """Whoever has room takes it."""
+    woken = attach(queue, 0, 0, 0)
+    queue.put(make(1))
+    assert woken == [0, 1, 2]
+
+
+def test_discard_wins_or_loses_against_an_engine(queue: RequestQueue):
+    """True exactly when no engine can get the request any more."""
+    attach(queue, 0, 0)
+    first, second = make(2)
+    (pinned,) = make(1, pinned_to=1)
+    queue.put([first, second, pinned])
+    assert queue.discard(first)
+    assert not queue.discard(first)
+    assert queue.discard(pinned)
+    assert take(queue) == [second]
+    assert not queue.discard(second)
+
+
+def test_drain_takes_everything(queue: RequestQueue):
+    """Resumed, fresh and pinned."""
+    attach(queue, 0, 0)
+    fresh, resumed, pinned = make(2), make(1), make(1, pinned_to=1)
+    queue.put(fresh + pinned)
+    queue.put(resumed, resumed=True)
+    assert set(queue.drain()) == {*fresh, *resumed, *pinned}
+    assert len(queue) == 0
+
+
+def test_what_only_a_detached_engine_could_run_waits_for_it(queue: RequestQueue):
+    """And it no longer counts when work is shared out."""
+    attach(queue, 0, 0)
+    pinned, free = make(2, pinned_to=1), make(4)
+    queue.put(pinned + free)
+    queue.detach(1)
+    assert take(queue) == free
+
+
+def test_engine_that_comes_back_gets_a_suspect_that_failed_on_the_others(queue: RequestQueue):
+    """Also when another one has begun to empty itself for it, for want of a better."""
+    attach(queue, 1, 1)
+    (suspect,) = make(1)
+    suspect.faults.runs_alone = True
+    suspect.faults.reasons = {0: "failed", 1: "failed"}
+    queue.put([suspect])
+    assert take(queue, engine=0, load=1) == []
+    queue.attach(2, lambda: 0, lambda: None)
+    assert take(queue, engine=0) == take(queue, engine=1) == []
+    assert take(queue, engine=2) == [suspect]
+
+
+def test_a_suspect_that_starts_alone(queue: RequestQueue):
+    """It comes by itself, first, as soon as the engine computes no other prompt; what runs there
+    does not keep it waiting."""
+    attach(queue, 3)
+    (suspect,), others = make(1), make(2)
+    suspect.faults.starts_alone = True
+    queue.put([*others, suspect])
+    assert take(queue, load=3, prefilling=True) == []
+    assert take(queue, load=3) == [suspect]
+    suspect.faults.proved(update=0)
+    queue.put([suspect], resumed=True)
+    assert take(queue) == [suspect, *others]
+
+
+def test_request_passed_over_too_often_goes_first(queue: RequestQueue):
+    """However many with cached prefixes come after it."""
+    attach(queue, 0)
+    (lone,) = make(1, prompt=[9] * (MIN_SHARED_PREFIX + 1))
+    queue.put([lone])
+    rounds = 0
+    while True:
+        queue.put(make(1, prompt=[7] * (MIN_SHARED_PREFIX + 1)))
+        (taken,) = take(queue, room=1, cached=lambda r: 100 * (r.input_ids[0] == 7))
+        if taken is lone:
+            break
+        rounds += 1
+        assert rounds < 20
+    assert rounds > 0
+
+
+def test_prefix_is_what_the_first_tokens_are(queue: RequestQueue):
+    """Two prompts share one if they begin alike and have the same extra key."""
+    start = list(range(MIN_SHARED_PREFIX))
+    call = Call()
+    one = Request(call, [*start, 1], None).candidate.prefix
+    assert one == Request(call, [*start, 2, 3], None).candidate.prefix
+    assert one != Request(call, [*start, 1], None, extra_key="other").candidate.prefix
+    assert one != Request(call, [5, *start, 1], None).candidate.prefix
+    assert Request(call, start, None).candidate.prefix is None

@@ -1,0 +1,91 @@
+"""How many requests may wait, and what becomes of calls beyond that."""
+
+import pytest
+
+from enginepool import QueueFull
+from enginepool.dispatch.queue import RequestQueue
+from enginepool.dispatch.queue_limit import QueueLimit, WhenFull
+from enginepool.dispatch.request import Call, Request
+from tests.support.liveness import SECONDS, callers, paused, until, waiting
+from tests.support.pools import MakePool
+
+
+def make_call(count: int) -> Call:
+    call = Call()
+    for _ in range(count):
+        call.add(Request(call, [1, 2, 3], None))
+    return call
+
+
+def limited(limit: int | None, when_full: WhenFull = "block") -> tuple[RequestQueue, QueueLimit]:
+    queue = RequestQueue()
+    queue.attach(0, lambda: 0, lambda: None)
+    return queue, QueueLimit(queue, limit, when_full)
+
+
+def take(queue: RequestQueue, room: int) -> list[Request]:
+    return queue.take(0, load=0, room=room, cached=lambda request: 0)
+
+
+def test_calls_wait_their_turn() -> None:
+    """A call enters when all of it fits, in the order in which calls came: a small one does not
+    pass a large one that waits."""
+    queue, gate = limited(4)
+    first, large, small = make_call(3), make_call(4), make_call(1)
+    for call in (first, large, small):
+        gate.enter(call)
+    assert (len(queue), len(gate)) == (3, 5)
+    assert take(queue, 2) == first.requests[:2]
+    assert (len(queue), len(gate)) == (1, 5)
+    assert take(queue, 1) == first.requests[2:]
+    assert (len(queue), len(gate)) == (4, 1)
+    assert take(queue, 4) == large.requests
+    assert take(queue, 4) == small.requests
+
+
+def test_a_call_beyond_the_limit_enters_an_empty_queue() -> None:
+    queue, gate = limited(2)
+    call = make_call(5)
+    gate.enter(call)
+    assert take(queue, 5) == call.requests
+
+
+def test_refusal() -> None:
+    """It names the numbers and the remedy, and leaves the queue as it was."""
+    queue, gate = limited(4, "raise")
+    gate.enter(make_call(3))
+    with pytest.raises(QueueFull, match=r"3 requests wait already .* has 2, max_queued=4: try"):
+        gate.enter(make_call(2))
+    gate.enter(make_call(1))
+    assert (len(queue), len(gate)) == (4, 0)
+
+
+def test_a_call_that_ended_outside_does_not_enter() -> None:
+    queue, gate = limited(1)
+    first, left, last = make_call(1), make_call(1), make_call(1)
+    for call in (first, left, last):
+        gate.enter(call)
+    (request,) = left.requests
+    assert gate.discard(request)
+    request.abort_reason = {"type": "abort"}
+    left.finish(request, request.abort_reason)
+    assert take(queue, 1) == first.requests
+    assert take(queue, 1) == last.requests
+
+
+def test_in_a_pool(make_pool: MakePool) -> None:
+    """Calls that wait count as waiting, time out where they are, and are answered in the end."""
+    pool = make_pool("qwen3", 1, max_queued=2)
+    params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+    with callers(3) as executor:
+        with paused(pool):
+            calls = [
+                executor.submit(pool.generate_all, input_ids=[[65, 66]] * 2, sampling_params=params)
+                for _ in range(3)
+            ]
+            until(lambda: waiting(pool) == 6)
+            (late,) = pool.generate_all(input_ids=[[65]], sampling_params=params, timeout=0.2)
+            assert late["meta_info"]["finish_reason"]["err_type"] == "timeout"
+        for call in calls:
+            assert [len(r["output_ids"]) for r in call.result(SECONDS)] == [4, 4]
+    assert waiting(pool) == 0

@@ -1,0 +1,293 @@
+"""Updates that fail on one device: every engine that serves has one version, and the error or the
+report names the device."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks.faults import (
+    Fault,
+    every_step,
+    hang_in_reset,
+    raise_in_commit,
+    raise_in_step,
+    scheduler_of,
+)
+from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
+from enginepool.runtime.quiesce import Standstill
+from enginepool.weights.leaves import EngineLeaves
+from tests.support.layouts import PROMPTS, answers, leaves, serves
+from tests.support.liveness import SECONDS, callers, running, until
+from tests.support.pools import MakePool, in_use, same
+
+FULL = "RESOURCE_EXHAUSTED: out of memory"
+FOR_EVER = range(5, 10**9)
+
+
+@contextmanager
+def full(device: int, placements: range) -> Iterator[None]:
+    """Of this thread's placements on a device, these fail as on one that has no room left.
+
+    The steps of an engine place arrays too, on its own thread; those go on.
+    """
+    put, number, updating = jax.device_put, count(), threading.get_ident()
+
+    def device_put(array: Any, where: Any = None, *args: Any, **options: Any) -> Any:
+        devices = {one.id for one in getattr(where, "device_set", ())}
+        if threading.get_ident() == updating and device in devices and next(number) in placements:
+            raise RuntimeError(FULL)
+        return put(array, where, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_put", device_put)
+        yield
+
+
+class Broken:
+    """Stands for a Variable of the model that cannot be written to."""
+
+    def set_value(self, value: Any) -> None:
+        raise RuntimeError(FULL)
+
+
+@contextmanager
+def broken_commit(pool: EnginePool, engine: int, leaf: int) -> Iterator[None]:
+    """Putting new weights in place on this engine fails at a leaf in the middle."""
+    scheduler: Any = pool.engines[engine].scheduler_info["scheduler"]
+    path = list(scheduler.leaves)[leaf]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(scheduler.leaves._variables, path, Broken())
+        yield
+
+
+def states(pool: EnginePool) -> list[str]:
+    return [engine["state"] for engine in pool.stats()["engines"]]
+
+
+def versions(pool: EnginePool) -> set[Any]:
+    """What the outputs of all engines say they come from."""
+    results = pool.generate_all(
+        input_ids=[[5, 6]] * 16, sampling_params={"max_new_tokens": 2, "temperature": 0}
+    )
+    return {version for result in results for *_, version in result["meta_info"]["weight_versions"]}
+
+
+@contextmanager
+def unchanged(pool: EnginePool) -> Iterator[None]:
+    """Weights, answers, version and memory are afterwards as before."""
+    expected, checksum, memory = answers(pool), pool.checksum(), in_use(pool)
+    yield
+    assert pool.checksum() == checksum
+    assert versions(pool) == {0} == {pool.stats()["weight_version"]}
+    assert states(pool) == ["serving"] * len(pool.engines)
+    assert in_use(pool) == memory
+    same(answers(pool), expected)
+
+
+@pytest.mark.parametrize("engine", [0, 2])
+def test_staging(four: EnginePool, target: Callable[[str], Path], engine: int) -> None:
+    """A device that fills up while all engines serve: nothing changed on any."""
+    with unchanged(four):
+        with full(engine, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
+            four.update_weights(target("qwen3"))
+        assert caught.value.engine_index == engine
+        assert str(jax.devices()[engine]) in str(caught.value)
+        assert caught.value.name in str(caught.value)
+        del caught  # it refers to what was staged
+
+
+@pytest.mark.parametrize("strategy", ["atomic", "rolling"])
+def test_commit(four: EnginePool, target: Callable[[str], Path], strategy: Any) -> None:
+    """One engine's new weights cannot be put in place when its siblings' have been: all go back."""
+    engine = 2 if strategy == "atomic" else 0
+    with unchanged(four):
+        with broken_commit(four, engine, 7), pytest.raises(WeightUpdateFailed) as caught:
+            four.update_weights(target("qwen3"), strategy=strategy)
+        assert FULL in str(caught.value)
+        assert caught.value.engine_index == engine
+        assert str(jax.devices()[engine]) in str(caught.value)
+        del caught
+    four.update_weights(target("qwen3"))
+    serves(four, target("qwen3"))
+
+
+def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """Control-C when engines have put new weights in place: they have the old ones again."""
+    replace, collect = EngineLeaves.replace, Standstill.collect
+    replaced: list[bool] = []
+
+    def noting(leaves: EngineLeaves, *arrays: Any) -> Any:
+        replaced.append(True)
+        return replace(leaves, *arrays)
+
+    def interrupted(stand: Standstill, futures: Any) -> dict[int, Any]:
+        results = collect(stand, futures)
+        if len(replaced) == 4:
+            raise KeyboardInterrupt
+        return results
+
+    with unchanged(four), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineLeaves, "replace", noting)
+        patch.setattr(Standstill, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            four.update_weights(target("qwen3"))
+        assert len(replaced) == 8
+
+
+def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """It gets the leaves that it has lost already back from a sibling."""
+    with unchanged(four):
+        with full(0, range(5, 6)), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
+            four.update_weights(leaves(target("qwen3")), staging="stream")
+        assert caught.value.engine_index == 0
+        assert str(jax.devices()[0]) in str(caught.value)
+        del caught
+
+
+def test_a_leaf_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """One that cannot be put in place names itself and its engine, which has the old ones again."""
+    with unchanged(four):
+        raise_in_commit(four, 0)
+        with pytest.raises(WeightUpdateFailed, match="does not take weights") as caught:
+            four.update_weights(leaves(target("qwen3")), staging="stream")
+        assert caught.value.engine_index == 0
+        assert caught.value.name in str(caught.value)
+        del caught
+
+
+def test_first_engine_of_a_stream_for_good(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """Where not even the old leaves fit any more, that engine is out and says so; its siblings go
+    on with the old weights, and the next update has all of them again."""
+    expected = answers(four)
+    with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
+        four.update_weights(leaves(target("qwen3")), staging="stream")
+    assert states(four) == ["unloaded", *["serving"] * 3]
+    assert FULL in four.stats()["engines"][0]["reason"]
+    assert versions(four) == {0} == {four.stats()["weight_version"]}
+    same(answers(four), expected)
+    four.update_weights(target("qwen3"))
+    assert states(four) == ["serving"] * 4
+    serves(four, target("qwen3"))
+
+
+def test_only_engine_of_a_stream(
+    make_pool: MakePool, model_dir: Callable[[str], Path], target: Callable[[str], Path]
+) -> None:
+    """Without a sibling there is nothing to go back to: calls say so until the next update."""
+    pool = make_pool("qwen3", 1)
+    with full(0, range(5, 6)), pytest.raises(WeightUpdateFailed, match=FULL):
+        pool.update_weights(leaves(target("qwen3")), staging="stream")
+    with pytest.raises(NoWeights, match=FULL):
+        answers(pool)
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
+    serves(pool, model_dir("qwen3"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"staging": "stream", "mode": "retract"}, {"strategy": "rolling"}], ids=str
+)
+def test_later_engine(
+    four: EnginePool, target: Callable[[str], Path], options: dict[str, Any]
+) -> None:
+    """Others have the new weights already, so it goes forward: this engine is out with the reason,
+    what ran on it ends on its siblings, and the next update brings it back."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
+    with callers(1) as executor:
+        call = executor.submit(four.generate_all, input_ids=PROMPTS * 4, sampling_params=params)
+        until(lambda: running(four) == 16)
+        with full(2, FOR_EVER):
+            report = four.update_weights(target("qwen3"), weight_version=1, **options)
+        results = call.result(SECONDS)
+    assert [len(result["output_ids"]) for result in results] == [160] * 16
+    assert report.failed.keys() == {2}
+    assert FULL in report.failed[2]
+    assert str(jax.devices()[2]) in report.failed[2]
+    assert [engine.engine_index for engine in report.engines] == [0, 1, 3]
+    assert len({engine.fingerprint for engine in report.engines} | {report.staged}) == 1
+    assert states(four) == ["serving", "serving", "unloaded", "serving"]
+    assert four.stats()["engines"][2]["reason"] == report.failed[2]
+    assert versions(four) == {1}
+    name = re.search(r"putting (\S+) on", report.failed[2])[1]
+    with pytest.raises(InvalidWeights, match="engine 2 has no weights to keep"):
+        four.update_weights({name: leaves(target("qwen3"))[name]}, strict=False)
+    four.update_weights(target("qwen3"))
+    assert states(four) == ["serving"] * 4
+    serves(four, target("qwen3"))
+
+
+@contextmanager
+def failing_while_it_drains(pool: EnginePool, engine: int) -> Iterator[None]:
+    """This engine's first step in a drain raises."""
+    worker, failed = pool._runtime().workers[engine], threading.Event()
+
+    def change(step: Callable[..., Any]) -> Callable[..., Any]:
+        def failing_once(*args: Any, **kwargs: Any) -> Any:
+            if worker.condition.draining and not failed.is_set():
+                failed.set()
+                raise Fault("this device is gone")
+            return step(*args, **kwargs)
+
+        return failing_once
+
+    undo = every_step(scheduler_of(pool, engine), change)
+    try:
+        yield
+        assert failed.is_set()
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("options", [{"staging": "stream"}, {"free_kv": True}, {}], ids=str)
+def test_the_engine_that_converts_fails_meanwhile(
+    llama: EnginePool, target: Callable[[str], Path], options: dict[str, Any]
+) -> None:
+    """Its siblings get their weights on their own devices, what ran on it ends there, and it comes
+    back with the same."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
+    with callers(1) as executor:
+        call = executor.submit(llama.generate_all, input_ids=PROMPTS * 4, sampling_params=params)
+        until(lambda: running(llama) == 8)
+        with failing_while_it_drains(llama, 0):
+            report = llama.update_weights(target("llama"), **options)
+        results = call.result(SECONDS)
+    assert [len(result["output_ids"]) for result in results] == [160] * len(results)
+    assert [one.engine_index for one in report.engines] == [1]
+    until(lambda: states(llama) == ["serving"] * 2)
+    for index in range(2):
+        weights = scheduler_of(llama, index).leaves
+        assert {leaf.device for leaf in weights.values()} == {jax.devices()[index]}
+    serves(llama, target("llama"))
+
+
+def test_one_comes_back_while_the_other_is_out(
+    llama: EnginePool, target: Callable[[str], Path]
+) -> None:
+    """The second engine fails right after the update that the first one missed: it has the new
+    weights all the same, and both serve."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
+    resets = [hang_in_reset(llama, index) for index in range(2)]
+    with callers(1) as executor:
+        call = executor.submit(llama.generate_all, input_ids=PROMPTS * 4, sampling_params=params)
+        try:
+            until(lambda: running(llama) == 8)
+            with failing_while_it_drains(llama, 0):
+                llama.update_weights(target("llama"))
+            raise_in_step(llama, 1)
+            until(lambda: states(llama) == ["resetting"] * 2)
+            resets[0].set()
+            until(lambda: states(llama)[0] != "resetting")
+            assert states(llama) == ["serving", "resetting"]
+        finally:
+            for reset in resets:
+                reset.set()
+        results = call.result(SECONDS)
+    assert [len(result["output_ids"]) for result in results] == [160] * len(results)
+    until(lambda: states(llama) == ["serving"] * 2)
+    serves(llama, target("llama"))
