@@ -89,11 +89,11 @@ class _Pool:
         if (most := setup["max_decode_steps"]) is not None:
             options["max_decode_steps"] = most
         if (turns := setup["turns"]) is not None:
-            from enginepool.engine import worker
+            from enginepool.engine import pinned_engine
             from enginepool.engine.gil_limiter import STEP_PATIENCE, Limiter
 
             limiter = Limiter(turns or sys.maxsize, STEP_PATIENCE)
-            worker.process_limiter = lambda: limiter
+            pinned_engine.process_limiter = lambda: limiter
         self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
         self._workers = self._pool._runtime().workers
         self._in_flights = [_timed(worker.scheduler.steady) for worker in self._workers]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from enginepool.config import PoolConfig
+from enginepool.dispatch.condition import EngineCondition
 from enginepool.dispatch.desired import DesiredState
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.queue_limit import QueueLimit
 from enginepool.dispatch.request import Call, Request, aborted
 from enginepool.dispatch.steering_lock import SteeringLock
-from enginepool.engine.worker import EngineWorker
 from enginepool.errors import (
     EnginePoolError,
     InvalidRequest,
@@ -39,11 +40,26 @@ class Counts:
             self.completion_tokens += len(request.output_ids) - request.given
 
 
+@dataclass(frozen=True, eq=False)
+class EngineRecord:
+    """An engine as its pool's calls know it.
+
+    Attributes:
+        index: Which of the pool's engines it is.
+        condition: What it may do.
+        abort: Ends requests that it runs after its current step. Any thread; returns at once.
+    """
+
+    index: int
+    condition: EngineCondition
+    abort: Callable[[list[Request]], None]
+
+
 class Dispatch:
     """All of a pool's requests. Thread-safe.
 
     Attributes:
-        workers: The pool's, in order; filled when it opens.
+        engines: The pool's, in order; filled when it opens.
         closed: No call is taken any more.
         lock: Held while `closed` changes, and by who must not miss that.
     """
@@ -55,7 +71,7 @@ class Dispatch:
         self.home = Home(name)
         self.queue = RequestQueue()
         self.queue_limit = QueueLimit(self.queue, config.max_queued, config.when_full)
-        self.workers: list[EngineWorker] = []
+        self.engines: list[EngineRecord] = []
         self.counts = Counts()
         self.closed = False
         self.lock = threading.Lock()
@@ -68,9 +84,9 @@ class Dispatch:
         """How many requests no engine holds yet."""
         return len(self.queue) + len(self.queue_limit)
 
-    def serving(self) -> list[EngineWorker]:
+    def serving(self) -> list[EngineRecord]:
         """Engines that may be given requests."""
-        return [worker for worker in self.workers if worker.condition.serving]
+        return [engine for engine in self.engines if engine.condition.serving]
 
     def submit(self, call: Call) -> None:
         """Queue a call's requests.
@@ -111,8 +127,8 @@ class Dispatch:
         if (outer := self._steering.inside()) is None:
             return
         for pinned_to in {request.pinned_to for request in call.requests}:
-            able = [w for w in self.serving() if pinned_to in (None, w.index)]
-            if all(worker.condition.paused for worker in able):
+            able = [e for e in self.serving() if pinned_to in (None, e.index)]
+            if all(engine.condition.paused for engine in able):
                 raise InvalidRequest(
                     f"generating inside {outer} would wait for ever: no engine takes a step before "
                     "it returns; generate before it, or use staging='double' without free_kv=True "
@@ -136,7 +152,7 @@ class Dispatch:
             elif request.engine_index is not None:
                 by_engine.setdefault(request.engine_index, []).append(request)
         for index, group in by_engine.items():
-            self.workers[index].channel.abort(group)
+            self.engines[index].abort(group)
 
     def find(self, rid: str) -> list[Request]:
         """The unfinished requests whose id, as results show it, is exactly `rid`."""
@@ -181,18 +197,18 @@ class Dispatch:
         """What to raise where no engine can do it."""
         if self.closed:
             return PoolClosed(f"pool {self.name!r} is already closed")
-        meant = self.workers if pinned_to is None else [self.workers[pinned_to]]
-        unloaded = any(worker.condition.reachable for worker in meant)
+        meant = self.engines if pinned_to is None else [self.engines[pinned_to]]
+        unloaded = any(engine.condition.reachable for engine in meant)
         return (NoWeights if unloaded else PoolFailed)(self._why_failed(pinned_to))
 
     def _why_failed(self, pinned_to: int | None) -> str:
         if pinned_to is not None:
-            condition = self.workers[pinned_to].condition
+            condition = self.engines[pinned_to].condition
             return (
                 f"engine {pinned_to} of pool {self.name!r} is {condition.state.value} "
                 f"({condition.reason}); calls of the pool itself go to the other engines"
             )
-        reasons = "; ".join(f"engine {w.index}: {w.condition.reason}" for w in self.workers)
+        reasons = "; ".join(f"engine {e.index}: {e.condition.reason}" for e in self.engines)
         return f"pool {self.name!r} has no engine left ({reasons})"
 
     def _finished(self, request: Request) -> None:
@@ -203,8 +219,8 @@ class Dispatch:
 
     def _will_be_served(self, pinned_to: int | None) -> bool:
         """Whether an engine is left that may run such a request."""
-        workers = self.workers if pinned_to is None else [self.workers[pinned_to]]
-        return any(worker.condition.will_serve for worker in workers)
+        engines = self.engines if pinned_to is None else [self.engines[pinned_to]]
+        return any(engine.condition.will_serve for engine in engines)
 
     def fail_unserved(self) -> None:
         """End what waits for engines that have left, also between a look and a `put`."""
@@ -212,8 +228,8 @@ class Dispatch:
             return  # `close` ends everything, `update_weights` goes on
         if not self._will_be_served(None):
             self.fail(self.take_waiting(), self.failure(None))
-        for worker in self.workers:
-            if not self._will_be_served(worker.index):
-                outside = self.queue_limit.take_pinned_to(worker.index)
-                inside = self.queue.take_pinned_to(worker.index)
-                self.fail(outside + inside, self.failure(worker.index))
+        for engine in self.engines:
+            if not self._will_be_served(engine.index):
+                outside = self.queue_limit.take_pinned_to(engine.index)
+                inside = self.queue.take_pinned_to(engine.index)
+                self.fail(outside + inside, self.failure(engine.index))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from enginepool.logs import logger
-
-if TYPE_CHECKING:
-    from enginepool.engine.worker import EngineWorker
 
 LIMIT = 1000
 
@@ -21,10 +21,18 @@ class Events:
         self._pool = pool
         self._latest: deque[dict[str, Any]] = deque(maxlen=LIMIT)
 
-    def add(self, event: str, worker: EngineWorker, *, level: str = "info", **fields: Any) -> None:
+    def add(
+        self,
+        event: str,
+        engine_index: int,
+        devices: Sequence[jax.Device],
+        *,
+        level: str = "info",
+        **fields: Any,
+    ) -> None:
         about = {
-            "engine": worker.index,
-            "devices": [device.id for device in worker.devices],
+            "engine": engine_index,
+            "devices": [device.id for device in devices],
             **fields,
         }
         self._latest.append({"event": event, "time": time.time(), **about})

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enginepool.dispatch.fault_history import FaultHistory
-from enginepool.engine.recovery_protocol import Decision
 from enginepool.errors import NotFinite
 
 # Failures in a row, without a finished request in between, count for this long.
@@ -25,6 +24,24 @@ class Policy:
 
     restart: bool
     max_restarts: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of an engine that failed.
+
+    Attributes:
+        action: "reset" makes the scheduler's state and the KV cache anew, in milliseconds;
+            "rebuild" all of the engine; "stay out" neither.
+        delay: Seconds to wait before.
+        attempt: Which in a row this is, from 1.
+        why: What keeps it out beside its own failure, if something does.
+    """
+
+    action: Literal["reset", "rebuild", "stay out"]
+    delay: float = 0.0
+    attempt: int = 1
+    why: str | None = None
 
 
 @dataclass(frozen=True)

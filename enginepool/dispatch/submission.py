@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
 
-from enginepool.dispatch.request import Call, Request
-from enginepool.process.forks import Home
-
-
-class Dispatcher(Protocol):
-    """Where calls go to."""
-
-    home: Home
-
-    def submit(self, call: Call) -> None:
-        """Queue a call's requests, or raise what keeps them from it."""
-
-    def abort(self, requests: Iterable[Request], message: str, err_type: str) -> None:
-        """End exactly these requests; returns at once."""
-
-    def refuse_to_wait(self, call: Call) -> None:
-        """Raise InvalidRequest where the caller would wait for itself."""
+from enginepool.dispatch.dispatch import Dispatch
+from enginepool.dispatch.request import Call
 
 
 @contextlib.contextmanager
-def submitted(dispatch: Dispatcher, call: Call) -> Iterator[None]:
+def submitted(dispatch: Dispatch, call: Call) -> Iterator[None]:
     """Queue a call's requests for as long as the block lasts: a caller that leaves it early
     (cancelled, interrupted, iterator closed) ends them inside the engines.
 
     Raises:
-        EnginePoolError: What `Dispatcher.submit` raises.
+        EnginePoolError: What `Dispatch.submit` raises.
     """
     try:
         dispatch.submit(call)
@@ -48,6 +32,6 @@ def submitted(dispatch: Dispatcher, call: Call) -> Iterator[None]:
         raise
 
 
-def _leave(dispatch: Dispatcher, call: Call) -> None:
+def _leave(dispatch: Dispatch, call: Call) -> None:
     if dispatch.home.here:
         dispatch.abort(call.requests, "the caller left", "cancelled")

@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 from anyio.lowlevel import current_token
 
+from enginepool.dispatch.dispatch import Dispatch
 from enginepool.dispatch.request import Call, Request
-from enginepool.dispatch.submission import Dispatcher
 from enginepool.errors import PoolClosed
 from enginepool.process.forks import rest_if_python_ends
 
@@ -79,7 +79,7 @@ class Chunk:
 
 
 def wait_all(
-    dispatch: Dispatcher, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
+    dispatch: Dispatch, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
 ) -> None:
     """Sleep until all requests of a submitted call have ended.
 
@@ -99,7 +99,7 @@ def wait_all(
     _heard(call)
 
 
-async def async_wait_all(dispatch: Dispatcher, call: Call, timeout: float | None) -> None:
+async def async_wait_all(dispatch: Dispatch, call: Call, timeout: float | None) -> None:
     """`wait_all` for a task."""
     signal = LoopSignal()
     call.listen(signal, every=False)
@@ -109,7 +109,7 @@ async def async_wait_all(dispatch: Dispatcher, call: Call, timeout: float | None
             deadline.check()
 
 
-def chunks(dispatch: Dispatcher, call: Call, timeout: float | None) -> Iterator[Chunk]:
+def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Chunk]:
     """Yield the ends of a submitted call, and what streamed requests have, as they come."""
     signal = ThreadSignal()
     call.listen(signal, every=True)
@@ -126,7 +126,7 @@ def chunks(dispatch: Dispatcher, call: Call, timeout: float | None) -> Iterator[
 
 
 async def async_chunks(
-    dispatch: Dispatcher, call: Call, timeout: float | None
+    dispatch: Dispatch, call: Call, timeout: float | None
 ) -> AsyncIterator[Chunk]:
     """`chunks` for a task."""
     signal = LoopSignal()
@@ -171,7 +171,7 @@ class _Seen:
 class _Deadline:
     """Ends a call's requests when its time is up; after that it waits for no stuck engine."""
 
-    def __init__(self, dispatch: Dispatcher, call: Call, timeout: float | None) -> None:
+    def __init__(self, dispatch: Dispatch, call: Call, timeout: float | None) -> None:
         self._dispatch, self._call, self._timeout = dispatch, call, timeout
         self._at = None if timeout is None else time.monotonic() + timeout
         self._aborted = False

@@ -20,6 +20,7 @@ from enginepool.dispatch.events import Events
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.dispatch.recovery_policy import (
     WINDOW_SECONDS,
+    Decision,
     EngineHistory,
     Policy,
     decide,
@@ -29,8 +30,7 @@ from enginepool.dispatch.recovery_policy import (
 from enginepool.dispatch.request import Request, aborted, not_finite
 from enginepool.dispatch.states import EngineState
 from enginepool.dispatch.steering_lock import SteeringLock
-from enginepool.engine.recovery_protocol import Decision
-from enginepool.engine.worker import EngineWorker
+from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import place
@@ -40,7 +40,11 @@ _KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)
 
 
 class Recovery:
-    """What workers of a pool report to; see `engine/recovery_protocol.py`."""
+    """What the threads of a pool's engines call when one fails.
+
+    Args:
+        engines: The pool's, in order; filled when it opens.
+    """
 
     def __init__(
         self,
@@ -49,12 +53,14 @@ class Recovery:
         desired: DesiredState,
         steering: SteeringLock,
         events: Events,
+        engines: Sequence[PinnedEngine],
     ) -> None:
         self._dispatch = dispatch
         self._policy = policy
         self._desired = desired
         self._steering = steering
         self._events = events
+        self._engines = engines
         self._times: dict[int, list[float]] = {}  # of failures, by engine
         # By engine: whose numbers were not finite there, alone; the update and when that was.
         self._not_finite: dict[int, list[tuple[FaultHistory, int, float]]] = {}
@@ -62,20 +68,20 @@ class Recovery:
     # The requests
 
     def engine_failed(
-        self, worker: EngineWorker, error: BaseException, trace: str, requests: list[Request]
+        self, engine: PinnedEngine, error: BaseException, trace: str, requests: list[Request]
     ) -> None:
-        self._lost("engine_quarantined", worker, error, requests, exception=trace)
+        self._lost("engine_quarantined", engine, error, requests, exception=trace)
 
-    def engine_stuck(self, worker: EngineWorker, since: float, reason: str) -> None:
+    def engine_stuck(self, engine: PinnedEngine, since: float, reason: str) -> None:
         """A step that began then does not return. On another thread than the engine's."""
         with self._dispatch.queue.moving():
-            requests = worker.channel.abandon(since, reason)
+            requests = engine.channel.abandon(since, reason)
             if requests is not None:
-                self._lost("engine_abandoned", worker, StepTimeout(reason), requests)
+                self._lost("engine_abandoned", engine, StepTimeout(reason), requests)
 
-    def engine_unloaded(self, worker: EngineWorker, requests: list[Request]) -> None:
+    def engine_unloaded(self, engine: PinnedEngine, requests: list[Request]) -> None:
         if self._desired.no_weights is None:  # else it was asked for
-            self._warn("engine_unloaded", worker, requests=len(requests))
+            self._warn("engine_unloaded", engine, requests=len(requests))
         self._dispatch.resume(requests)
 
     def engine_closed(self, requests: list[Request]) -> None:
@@ -88,27 +94,29 @@ class Recovery:
     def _lost(
         self,
         event: str,
-        worker: EngineWorker,
+        engine: PinnedEngine,
         error: BaseException,
         requests: list[Request],
         **about: str,
     ) -> None:
-        self._warn(event, worker, requests=len(requests), **about)
+        self._warn(event, engine, requests=len(requests), **about)
         if isinstance(error, NotFinite):
-            self._dispatch.resume(self._sort_out_not_finite(worker, error, requests))
+            self._dispatch.resume(self._sort_out_not_finite(engine, error, requests))
         else:
-            self._dispatch.resume(self._sort_out(worker, requests))
+            self._dispatch.resume(self._sort_out(engine, requests))
 
-    def _warn(self, event: str, worker: EngineWorker, **about: object) -> None:
-        reason = worker.condition.reason
-        self._events.add(event, worker, level="warning", reason=reason, **about)
+    def _warn(self, event: str, engine: PinnedEngine, **about: object) -> None:
+        reason = engine.condition.reason
+        self._events.add(
+            event, engine.index, engine.devices, level="warning", reason=reason, **about
+        )
 
-    def _sort_out(self, worker: EngineWorker, requests: Sequence[Request]) -> list[Request]:
+    def _sort_out(self, engine: PinnedEngine, requests: Sequence[Request]) -> list[Request]:
         """Of the requests of a failed engine, end those that cannot go on; returns the others."""
         movable = []
         for request in requests:
             faults = request.faults
-            faults.add(worker.index, str(worker.condition.reason), len(request.output_ids))
+            faults.add(engine.index, str(engine.condition.reason), len(request.output_ids))
             pinned = request.pinned_to is not None
             fate = decide_request(faults, pinned=pinned, policy=self._policy)
             if fate in ("poisoned", "engine_failed"):
@@ -119,19 +127,19 @@ class Recovery:
         return movable
 
     def _sort_out_not_finite(
-        self, worker: EngineWorker, error: NotFinite, requests: Sequence[Request]
+        self, engine: PinnedEngine, error: NotFinite, requests: Sequence[Request]
     ) -> list[Request]:
         """What was alone may be at fault; what was not is tried alone first."""
-        weights = worker.condition.weights
+        weights = engine.condition.weights
         movable = []
         for request in requests:
             fault = "resume"
             if request.internal_rid in error.requests:
                 request.faults.starts_alone = True
                 if error.alone:
-                    fault = self._look_at(worker, request)
+                    fault = self._look_at(engine, request)
             if fault == "weights":
-                for other in self._dispatch.workers:
+                for other in self._engines:
                     other.condition.weights.nonfinite_under = weights.update
             if fault == "resume":
                 movable.append(request)
@@ -140,20 +148,20 @@ class Recovery:
         return movable
 
     def _look_at(
-        self, worker: EngineWorker, request: Request
+        self, engine: PinnedEngine, request: Request
     ) -> Literal["resume", "request", "weights"]:
         """What is at fault where a request that was alone had no finite numbers."""
-        weights, faults = worker.condition.weights, request.faults
-        again = faults.add_not_finite(worker.index, str(worker.condition.reason), weights.update)
-        seen = self._not_finite.get(worker.index, [])
-        when = faults.nonfinite_on[worker.index]
-        self._not_finite[worker.index] = [
+        weights, faults = engine.condition.weights, request.faults
+        again = faults.add_not_finite(engine.index, str(engine.condition.reason), weights.update)
+        seen = self._not_finite.get(engine.index, [])
+        when = faults.nonfinite_on[engine.index]
+        self._not_finite[engine.index] = [
             *(one for one in seen if one[1] == weights.update and one[2] > weights.finite_at),
             (faults, weights.update, when),
         ]
         finite_on = {
             other.index: other.condition.weights.finite_at
-            for other in self._dispatch.workers
+            for other in self._engines
             if other.condition.weights.finite_under == weights.update
             and other.condition.will_serve
             and request.pinned_to in (None, other.index)
@@ -161,60 +169,62 @@ class Recovery:
         again = again or weights.nonfinite_under == weights.update
         return decide_not_finite(faults, again=again, finite_on=finite_on)
 
-    def _weights_are_broken(self, worker: EngineWorker) -> bool:
+    def _weights_are_broken(self, engine: PinnedEngine) -> bool:
         """Whether what had no finite numbers here, alone, has had some elsewhere since, while
         nothing had any here."""
-        weights = worker.condition.weights
+        weights = engine.condition.weights
         return any(
             update == weights.update == faults.finite_under and when > weights.finite_at
-            for faults, update, when in self._not_finite.get(worker.index, ())
+            for faults, update, when in self._not_finite.get(engine.index, ())
         )
 
     # The engine
 
-    def decide(self, worker: EngineWorker, error: BaseException) -> Decision:
-        broken = isinstance(error, NotFinite) and self._weights_are_broken(worker)
+    def decide(self, engine: PinnedEngine, error: BaseException) -> Decision:
+        broken = isinstance(error, NotFinite) and self._weights_are_broken(engine)
         if broken:
-            del self._not_finite[worker.index]
+            del self._not_finite[engine.index]
         if isinstance(error, NotFinite) and not broken:
             return decide(error, EngineHistory(1), self._policy)
-        history = EngineHistory(self._count(worker), weights_broken=broken)
+        history = EngineHistory(self._count(engine), weights_broken=broken)
         return decide(error, history, self._policy)
 
-    def recovery_failed(self, worker: EngineWorker, error: Exception, trace: str) -> Decision:
-        self._warn("engine_not_recovered", worker, exception=trace)
-        return decide(error, EngineHistory(self._count(worker), not_made_anew=True), self._policy)
+    def recovery_failed(self, engine: PinnedEngine, error: Exception, trace: str) -> Decision:
+        self._warn("engine_not_recovered", engine, exception=trace)
+        return decide(error, EngineHistory(self._count(engine), not_made_anew=True), self._policy)
 
-    def _count(self, worker: EngineWorker) -> int:
+    def _count(self, engine: PinnedEngine) -> int:
         """Count a failure of this engine; returns how many there are in a row."""
         now = time.perf_counter()
-        since = max(worker.channel.last_output, now - WINDOW_SECONDS)
-        times = self._times.get(worker.index, [])
-        self._times[worker.index] = [at for at in times if at > since] + [now]
-        return len(self._times[worker.index])
+        since = max(engine.channel.last_output, now - WINDOW_SECONDS)
+        times = self._times.get(engine.index, [])
+        self._times[engine.index] = [at for at in times if at > since] + [now]
+        return len(self._times[engine.index])
 
-    def weights_for(self, worker: EngineWorker) -> Literal["sibling", "checkpoint", "nowhere"]:
-        if self._siblings(worker):
+    def weights_for(self, engine: PinnedEngine) -> Literal["sibling", "checkpoint", "nowhere"]:
+        if self._siblings(engine):
             return "sibling"
         return "checkpoint" if self._desired.update == 0 else "nowhere"
 
-    def _siblings(self, worker: EngineWorker) -> list[EngineWorker]:
+    def _siblings(self, engine: PinnedEngine) -> list[PinnedEngine]:
         """Serving engines that have the current weights."""
         return [
             other
-            for other in self._dispatch.serving()
-            if other is not worker and other.condition.weights.update == self._desired.update
+            for other in self._engines
+            if other is not engine
+            and other.condition.serving
+            and other.condition.weights.update == self._desired.update
         ]
 
-    def _weights_of_siblings(self, worker: EngineWorker) -> Iterator[Mapping[str, jax.Array]]:
+    def _weights_of_siblings(self, engine: PinnedEngine) -> Iterator[Mapping[str, jax.Array]]:
         """What may be copied, best first: also of those that have failed and keep their weights."""
-        for sibling in self._siblings(worker):
+        for sibling in self._siblings(engine):
             yield sibling.leaves
-        for other in self._dispatch.workers:
+        for other in self._engines:
             condition = other.condition
             weights = condition.weights
             current = weights.update == self._desired.update and not weights.being_replaced
-            if other is worker or not current or weights.missing is not None:
+            if other is engine or not current or weights.missing is not None:
                 continue
             if not condition.returns or condition.kv_not_finite:
                 continue  # its device may be what is wrong
@@ -224,48 +234,49 @@ class Recovery:
                 if condition.state in _KEEPING and not other.leaves.lost():
                     yield held
 
-    def readmit(self, worker: EngineWorker, decision: Decision, seconds: float) -> bool:
+    def readmit(self, engine: PinnedEngine, decision: Decision, seconds: float) -> bool:
         made = time.perf_counter()
         with self._steering.turn("recovery"):
             if self._dispatch.closed:
                 return False
-            self._bring_up_to_date(worker)
-            worker.enter()
-        if worker.condition.weights.missing is not None:
+            self._bring_up_to_date(engine)
+            engine.enter()
+        if engine.condition.weights.missing is not None:
             self._dispatch.fail_unserved()  # it was waited for
             if self._desired.no_weights is None:
-                self._warn("engine_unloaded", worker, requests=0)
+                self._warn("engine_unloaded", engine, requests=0)
         seconds += time.perf_counter() - made
         self._events.add(
             "engine_recovered",
-            worker,
+            engine.index,
+            engine.devices,
             by=decision.action,
             seconds=seconds,
             attempt=decision.attempt,
         )
         return True
 
-    def _bring_up_to_date(self, worker: EngineWorker) -> None:
+    def _bring_up_to_date(self, engine: PinnedEngine) -> None:
         """Current weights, and the pool's pause reasons. While no swap can begin."""
-        condition, desired = worker.condition, self._desired
+        condition, desired = engine.condition, self._desired
         condition.draining = False
         condition.pause_reasons = set(desired.pause_reasons)
         condition.weights.missing = desired.no_weights
-        kv_cache = worker.scheduler.kv_cache
+        kv_cache = engine.scheduler.kv_cache
         if "kv_cache" in desired.pause_reasons and not kv_cache.dropped:
             kv_cache.drop()
         if desired.no_weights is not None:
             return
         weights = condition.weights
         current = weights.update == desired.update and not weights.being_replaced
-        if current and not worker.leaves.lost():
+        if current and not engine.leaves.lost():
             return
-        for theirs in self._weights_of_siblings(worker):
-            _copy_weights(worker.leaves, theirs)
+        for theirs in self._weights_of_siblings(engine):
+            _copy_weights(engine.leaves, theirs)
             weights.replaced(desired.weight_version, desired.update)
             return
         # What lies there is of no version, and must not stay under an update of a part.
-        worker.leaves.drop(list(worker.leaves))
+        engine.leaves.drop(list(engine.leaves))
         weights.missing = "its weights are gone, and no other engine has them; update_weights"
 
 

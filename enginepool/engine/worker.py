@@ -1,7 +1,7 @@
 """One engine's thread: builds the engine, warms it up, runs its loop, takes it apart.
 
-When a step fails the thread hands over what the engine held, asks its supervisor what to do,
-does it, and runs the loop again.
+When a step fails the thread hands over what the engine held, asks `recovery.py` what to do, does
+it, and runs the loop again.
 """
 
 from __future__ import annotations
@@ -14,22 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from enginepool.dispatch.condition import EngineCondition
 from enginepool.dispatch.queue import RequestQueue
+from enginepool.dispatch.recovery_policy import Decision
 from enginepool.dispatch.states import EngineState
-from enginepool.engine.build import Assembly
-from enginepool.engine.channel import Channel
 from enginepool.engine.executable_cache import ExecutableCache
-from enginepool.engine.gil_limiter import process_limiter
 from enginepool.engine.jobs import EngineBroken, StopEngine
-from enginepool.engine.recovery_protocol import Decision, Supervisor
+from enginepool.engine.pinned_engine import PinnedEngine
+from enginepool.engine.recovery import Recovery
 from enginepool.errors import StepTimeout
 from enginepool.logs import take_traceback
 
 if TYPE_CHECKING:
-    from sgl_jax.srt.entrypoints.engine import Engine
-
-    from enginepool.engine.scheduler import PinnedScheduler
     from enginepool.weights.leaves import EngineLeaves
 
 
@@ -41,13 +36,10 @@ def on_engine_thread() -> bool:
     return getattr(_current, "is_engine", False)
 
 
-class EngineWorker:
+class EngineWorker(PinnedEngine):
     """A thread pinned to one engine's devices. The thread starts with `start()`.
 
     Attributes:
-        condition: What the engine is doing and what it may do.
-        channel: The door to it.
-        assembly: The engine as an object, and how it is made.
         built, warm: Resolve when the engine is built, then warm; fail with what stopped it.
         stopping: Set when the thread is to end.
     """
@@ -61,53 +53,21 @@ class EngineWorker:
         cache: ExecutableCache,
         *,
         name: str,
-        supervisor: Supervisor[EngineWorker],
+        recovery: Recovery,
         max_decode_steps: int,
     ) -> None:
-        self.index = index
-        self.devices = tuple(devices)
-        self.condition = EngineCondition()
-        self.channel = Channel(
-            index, queue, process_limiter(), self.condition, max_decode_steps=max_decode_steps
-        )
-        self.assembly = Assembly(server_args, self.devices, self.channel)
+        super().__init__(index, devices, server_args, queue, max_decode_steps=max_decode_steps)
         self.built: Future[None] = Future()
         self.warm: Future[None] = Future()
         self.stopping = threading.Event()
-        self._queue = queue
         self._cache = cache
-        self._supervisor = supervisor
+        self._recovery = recovery
         self._may_warm_up = threading.Event()
         self._warmup = True
         self._source: EngineLeaves | None = None
         self._thread = threading.Thread(
             target=self._main, name=f"{name}-engine-{index}", daemon=True
         )
-
-    def __repr__(self) -> str:
-        devices = ",".join(str(device.id) for device in self.devices)
-        held = self.channel.load()
-        state = self.condition.state.value
-        return f"<EngineWorker {self.index} device {devices} [{state}, {held} running]>"
-
-    @property
-    def engine(self) -> Engine | None:
-        """Upstream's Engine; see `Assembly`."""
-        return self.assembly.engine
-
-    @property
-    def scheduler(self) -> PinnedScheduler:
-        """Upstream's Scheduler, of an engine that was built."""
-        scheduler = self.assembly.scheduler
-        assert scheduler is not None, "there is no engine"
-        return scheduler
-
-    @property
-    def leaves(self) -> EngineLeaves:
-        """The engine's weights; their specs can be read as long as the pool is open."""
-        leaves = self.assembly.leaves
-        assert leaves is not None, "the engine was never built"
-        return leaves
 
     def start(self, source: EngineLeaves | None = None) -> None:
         """Start the thread, which builds the engine; its weights are copied from `source`."""
@@ -198,19 +158,19 @@ class EngineWorker:
         """Do what becomes of an engine whose step failed, until it serves again; False if it
         stays out, and the condition says why."""
         self._quarantine(error, take_traceback(error))
-        decision = self._supervisor.decide(self, error)
+        decision = self._recovery.decide(self, error)
         while decision.action != "stay out":
             if self.stopping.wait(decision.delay):
                 return False
             try:
                 started = time.perf_counter()
                 self._make_anew(decision)
-                return self._supervisor.readmit(self, decision, time.perf_counter() - started)
+                return self._recovery.readmit(self, decision, time.perf_counter() - started)
             except Exception as cause:
                 condition = self.condition
                 reason = f"{condition.reason}; then {condition.state.value} failed: {cause!r}"
                 condition.change(EngineState.QUARANTINED, reason, returns=True)
-                decision = self._supervisor.recovery_failed(self, cause, take_traceback(cause))
+                decision = self._recovery.recovery_failed(self, cause, take_traceback(cause))
         if decision.why is not None:
             reason = f"{self.condition.reason}; {decision.why}"
             self.condition.change(EngineState.QUARANTINED, reason)
@@ -222,10 +182,10 @@ class EngineWorker:
         self.condition.change(EngineState.QUARANTINED, reason, returns=True)
         if isinstance(error, StepTimeout):
             return  # its requests were taken away when it was abandoned
-        with self._queue.moving():
+        with self.queue.moving():
             requests = self.channel.close(f"engine {self.index} is quarantined: {reason}")
-            self._queue.detach(self.index)
-            self._supervisor.engine_failed(self, error, trace, requests)
+            self.queue.detach(self.index)
+            self._recovery.engine_failed(self, error, trace, requests)
 
     def _make_anew(self, decision: Decision) -> None:
         reason = self.condition.reason
@@ -234,7 +194,7 @@ class EngineWorker:
             self.assembly.reset()
             return
         self.condition.change(EngineState.REBUILDING, reason, returns=True)
-        source = self._supervisor.weights_for(self)
+        source = self._recovery.weights_for(self)
         kept = {} if source == "sibling" else self._intact()
         from_checkpoint = source == "checkpoint" and not kept
         self.assembly.rebuild(dummy_weights=not from_checkpoint)
@@ -256,35 +216,19 @@ class EngineWorker:
             condition.change(EngineState.QUARANTINED, condition.reason)
         else:
             condition.change(EngineState.CLOSED, None if error is None else repr(error))
-        with self._queue.moving():
+        with self.queue.moving():
             requests = self.channel.close(f"engine {self.index} is {condition.state.value}")
-            self._queue.detach(self.index)
+            self.queue.detach(self.index)
             if not self.warm.done():
                 self.warm.set_exception(error or StopEngine())
-            self._supervisor.engine_closed(requests)
+            self._recovery.engine_closed(requests)
 
-    # On the thread, called by the supervisor
-
-    def enter(self) -> None:
-        """From here on the engine does jobs, and gets requests if it has weights."""
-        self.condition.change(EngineState.SERVING)
-        self.channel.open()
-        if self.condition.serving:
-            self._queue.attach(self.index, self.channel.load, self.channel.wake)
-
-    # On the thread, as jobs
+    # On the thread, as a job
 
     def unload(self, reason: str) -> None:
         """The engine has no weights: it takes no step until `load`, its requests move on."""
         self.condition.weights.missing = reason
         self.condition.change(EngineState.SERVING)  # from now on
         requests = self.channel.retract()
-        self._queue.detach(self.index)
-        self._supervisor.engine_unloaded(self, requests)
-
-    def load(self) -> None:
-        """The engine has weights again."""
-        if self.condition.weights.missing is not None:
-            self.condition.weights.missing = None
-            self.condition.change(EngineState.SERVING)
-            self._queue.attach(self.index, self.channel.load, self.channel.wake)
+        self.queue.detach(self.index)
+        self._recovery.engine_unloaded(self, requests)

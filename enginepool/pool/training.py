@@ -8,7 +8,7 @@ from typing import Any
 import anyio.to_thread
 
 from enginepool.pool.opening import Opening
-from enginepool.runtime import memory, update, weight_inspection
+from enginepool.runtime import memory_occupation, update, weight_inspection
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.staged_weights import StagedWeights, stage_weights
 from enginepool.runtime.swap_options import Options, Staging, Strategy
@@ -100,16 +100,16 @@ class WeightCalls(Opening):
     def release_weights(self) -> int:
         """Give the weights' memory back; returns the bytes. Running requests go back to the queue
         and go on after the next `update_weights`; until then new calls raise `NoWeights`."""
-        return memory.release_weights(self._runtime())
+        return memory_occupation.release_weights(self._runtime())
 
     def release_memory_occupation(self, tags: Sequence[str] = ("kv_cache",)) -> int:
         """Give the KV caches' memory back; returns the bytes. Running requests go back to the
         queue; they and new ones wait for `resume_memory_occupation`."""
-        return memory.release_kv_cache(self._runtime(), tags)
+        return memory_occupation.release_kv_cache(self._runtime(), tags)
 
     def resume_memory_occupation(self) -> int:
         """Make the KV caches again, without a compilation; returns the bytes."""
-        return memory.resume_kv_cache(self._runtime())
+        return memory_occupation.resume_kv_cache(self._runtime())
 
     def checksum(self) -> str:
         """16 hexadecimal digits over all weights, computed on the devices.

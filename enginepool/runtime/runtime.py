@@ -9,14 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
 from enginepool.dispatch.desired import DesiredState
-from enginepool.dispatch.dispatch import Dispatch
+from enginepool.dispatch.dispatch import Dispatch, EngineRecord
 from enginepool.dispatch.events import Events
 from enginepool.dispatch.recovery_policy import Policy
 from enginepool.dispatch.steering_lock import SteeringLock
@@ -39,13 +39,6 @@ from enginepool.runtime.watchdog import watching
 from enginepool.weights.placement import least_free_bytes
 
 
-class Staged(Protocol):
-    """Weights that lie on the devices and wait for their commit."""
-
-    def let_go(self, why: str) -> None:
-        """Give their memory back; they cannot be committed any more, for this reason."""
-
-
 class Runtime:
     """An open pool. Methods are thread-safe unless they say otherwise.
 
@@ -65,7 +58,7 @@ class Runtime:
         self.desired = DesiredState()
         self.steering = SteeringLock()
         self.dispatch = Dispatch(name, config, self.desired, self.steering)
-        self.workers = self.dispatch.workers
+        self.workers: list[EngineWorker] = []
         self.events = Events(name)
         self.recovery = Recovery(
             self.dispatch,
@@ -73,9 +66,10 @@ class Runtime:
             self.desired,
             self.steering,
             self.events,
+            self.workers,
         )
         self.guards = ExitStack()
-        self._staged: Staged | None = None
+        self._discard_staged: Callable[[str], None] | None = None
         self._closing = threading.Lock()  # whoever closes second waits for the first
 
     # Opening and closing
@@ -91,7 +85,7 @@ class Runtime:
             self.guards.enter_context(quiet_logger("sgl_jax"))
             self.guards.enter_context(patched())
             self.config.check_model()  # or an error that names the model, and no engine's
-            self.workers += [self._make_worker(i, group) for i, group in enumerate(groups)]
+            self.add_engines([self._make_worker(i, group) for i, group in enumerate(groups)])
             defaults = read_defaults(self.config)
             start_workers(self.workers, self.config.warmup, on_engine)
             self.input_processor = make_input_processor(self.workers, defaults, self.name)
@@ -106,6 +100,13 @@ class Runtime:
             raise
         logger().info("enginepool.opened", pool=self.name, engines=len(self.workers))
 
+    def add_engines(self, workers: Sequence[EngineWorker]) -> None:
+        """From here on these are the pool's engines."""
+        self.workers += workers
+        self.dispatch.engines += [
+            EngineRecord(w.index, w.condition, w.channel.abort) for w in workers
+        ]
+
     def _make_worker(self, index: int, devices: Sequence[jax.Device]) -> EngineWorker:
         first = min(device.id for device in jax.local_devices())
         platform, free = devices[0].platform, least_free_bytes(devices)
@@ -119,7 +120,7 @@ class Runtime:
             self.dispatch.queue,
             self.cache,
             name=self.name,
-            supervisor=self.recovery,
+            recovery=self.recovery,
             max_decode_steps=self.config.max_decode_steps,
         )
 
@@ -167,16 +168,20 @@ class Runtime:
 
     # Staged weights: one set at a time, held in a turn of `steering`
 
-    def hold_staged(self, staged: Staged) -> None:
-        """Until the next set, at the most."""
-        self._staged = staged
+    def hold_staged(self, discard: Callable[[str], None]) -> None:
+        """Weights lie on the devices and wait for their commit, until the next set at the most.
+
+        Args:
+            discard: Gives their memory back; its argument says why they cannot be committed.
+        """
+        self._discard_staged = discard
         if self.closed:
             self.discard_staged(f"pool {self.name!r} was closed")
 
     def discard_staged(self, why: str) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.let_go(why)
+        discard, self._discard_staged = self._discard_staged, None
+        if discard is not None:
+            discard(why)
 
     # The engines
 

@@ -109,7 +109,7 @@ def stage_weights(
         update.prepare()
         _forget_source(update)
         handle = StagedWeights(runtime, update, expires_after)
-        runtime.hold_staged(handle)
+        runtime.hold_staged(handle.let_go)
     return handle
 
 

@@ -7,13 +7,13 @@ import pytest
 
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.dispatch.recovery_policy import (
+    Decision,
     EngineHistory,
     Policy,
     decide,
     decide_not_finite,
     decide_request,
 )
-from enginepool.engine.recovery_protocol import Decision
 from enginepool.errors import NotFinite
 
 POLICY = Policy(restart=True, max_restarts=5)

@@ -268,7 +268,7 @@ class ScriptedWorker(EngineWorker):
             runtime.dispatch.queue,
             runtime.cache,
             name="scripted",
-            supervisor=runtime.recovery,
+            recovery=runtime.recovery,
             max_decode_steps=1,
         )
         self.baton, self.outcome = Baton(), "ok"
@@ -359,7 +359,7 @@ class PoolLogic(RuleBasedStateMachine):
         self.workers = [ScriptedWorker(i, self.runtime) for i in range(engines)]
         for worker in self.workers:
             worker.strikes = self.workers[0].strikes
-        self.runtime.workers += self.workers
+        self.runtime.add_engines(self.workers)
         self.dispatch.queue.on_taken = self.on_taken
         self.on_the_way: list[Request] = []  # to be cancelled when requests leave the queue next
         self.closes = closes

@@ -1,0 +1,92 @@
+"""One engine on its devices, with everything that belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from enginepool.dispatch.condition import EngineCondition
+from enginepool.dispatch.queue import RequestQueue
+from enginepool.dispatch.states import EngineState
+from enginepool.engine.build import Assembly
+from enginepool.engine.channel import Channel
+from enginepool.engine.gil_limiter import process_limiter
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.entrypoints.engine import Engine
+
+    from enginepool.engine.scheduler import PinnedScheduler
+    from enginepool.weights.leaves import EngineLeaves
+
+
+class PinnedEngine:
+    """What is known of an engine, whatever its thread does.
+
+    Attributes:
+        index: Which of the pool's engines it is.
+        condition: What the engine is doing and what it may do.
+        channel: The door to it.
+        assembly: The engine as an object, and how it is made.
+        queue: The pool's.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        devices: Sequence[jax.Device],
+        server_args: dict[str, Any],
+        queue: RequestQueue,
+        *,
+        max_decode_steps: int,
+    ) -> None:
+        self.index = index
+        self.devices = tuple(devices)
+        self.queue = queue
+        self.condition = EngineCondition()
+        self.channel = Channel(
+            index, queue, process_limiter(), self.condition, max_decode_steps=max_decode_steps
+        )
+        self.assembly = Assembly(server_args, self.devices, self.channel)
+
+    def __repr__(self) -> str:
+        devices = ",".join(str(device.id) for device in self.devices)
+        held = self.channel.load()
+        state = self.condition.state.value
+        return f"<{type(self).__name__} {self.index} device {devices} [{state}, {held} running]>"
+
+    @property
+    def engine(self) -> Engine | None:
+        """Upstream's Engine; see `Assembly`."""
+        return self.assembly.engine
+
+    @property
+    def scheduler(self) -> PinnedScheduler:
+        """Upstream's Scheduler, of an engine that was built."""
+        scheduler = self.assembly.scheduler
+        assert scheduler is not None, "there is no engine"
+        return scheduler
+
+    @property
+    def leaves(self) -> EngineLeaves:
+        """The engine's weights; their specs can be read as long as the pool is open."""
+        leaves = self.assembly.leaves
+        assert leaves is not None, "the engine was never built"
+        return leaves
+
+    # On the engine's thread
+
+    def enter(self) -> None:
+        """From here on the engine does jobs, and gets requests if it has weights."""
+        self.condition.change(EngineState.SERVING)
+        self.channel.open()
+        if self.condition.serving:
+            self.queue.attach(self.index, self.channel.load, self.channel.wake)
+
+    def load(self) -> None:
+        """As a job: the engine has weights again."""
+        if self.condition.weights.missing is not None:
+            self.condition.weights.missing = None
+            self.condition.change(EngineState.SERVING)
+            self.queue.attach(self.index, self.channel.load, self.channel.wake)
