@@ -39,7 +39,7 @@ def _is_needed(original, *_) -> bool:
         made.save(str(Path(folder, "tokenizer.json")))
         for name, content in (
             ("config.json", {"model_type": "llama"}),
-            ("tokenizer_config.json", {"tokenizer_class": _CLASS}),
+            ("tokenizer_config.json", {"tokenizer_class": _CLASS, "legacy": False}),
         ):
             Path(folder, name).write_text(json.dumps(content), encoding="utf-8")
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
@@ -32,8 +32,10 @@ from enginepool.dispatch.states import EngineState
 from enginepool.dispatch.steering_lock import SteeringLock
 from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
-from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import place
+
+if TYPE_CHECKING:
+    from enginepool.weights.leaves import EngineLeaves
 
 # In which an engine that failed has the leaves that it had; while it is rebuilt it may have others.
 _KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)

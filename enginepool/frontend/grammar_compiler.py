@@ -34,6 +34,10 @@ _SHORT_SECONDS, _SECONDS = 0.5, 4.0
 _LOOKS_SECONDS = 0.05  # how often a caller looks whether anybody waits for it
 
 
+class _Refused(Exception):
+    """Why a grammar does not compile. The caller's thread knows how much of it may be quoted."""
+
+
 class GrammarCompiler:
     """Compiles a pool's grammars, each once; those used last are kept. Thread-safe."""
 
@@ -117,8 +121,8 @@ class GrammarCompiler:
             except TimeoutError:
                 if asker_left():
                     raise CancelledError from None
-            except InvalidGrammar as error:  # others may raise it at the same time
-                raise InvalidGrammar(str(error)) from None
+            except _Refused as error:
+                raise _invalid(job.source, str(error)) from None
             except (TrialEnded, NobodyWaits) as error:
                 self._check_open()
                 raise _invalid(job.source, str(error)) from None
@@ -128,11 +132,11 @@ class GrammarCompiler:
         while len(self._kept) > _KEPT or _total(self._kept) > _KEPT_BYTES:
             self._kept.popitem(last=False)
 
-    def _compile_tried(self, source: GrammarSource, said: Mapping[str, Any]) -> Grammar:
+    def _compile_tried(self, said: Mapping[str, Any]) -> Grammar:
         from llguidance import LLMatcher
 
         if "error" in said:
-            raise _invalid(source, said["error"])
+            raise _Refused(said["error"])
         vocabulary = self._vocabulary
         assert vocabulary is not None
         # Its own log is standard error.
@@ -140,7 +144,7 @@ class GrammarCompiler:
         if not start.is_error():
             start.compute_bitmask()
         if start.is_error():
-            raise _invalid(source, start.get_error())
+            raise _Refused(start.get_error())
         return Grammar(start, vocabulary.eos_token, said["bytes"])
 
     def _first_lane(self) -> Lane:

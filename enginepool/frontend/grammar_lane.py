@@ -38,7 +38,7 @@ class Lane:
         self,
         name: str,
         helper: GrammarHelper,
-        compile_tried: Callable[[GrammarSource, dict[str, Any]], Grammar],
+        compile_tried: Callable[[dict[str, Any]], Grammar],
         then: Lane | None = None,
     ) -> None:
         """
@@ -75,7 +75,7 @@ class Lane:
     def _compile(self, job: Job) -> None:
         try:
             said = self._helper.try_out(job.source, lambda: not job.waiting)
-            job.done.set_result(self._compile_tried(job.source, said))
+            job.done.set_result(self._compile_tried(said))
         except TookTooLong as error:
             if self._then is None:
                 job.done.set_exception(error)

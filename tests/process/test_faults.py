@@ -17,9 +17,9 @@ import pytest
 
 from benchmarks import faults
 from enginepool import EnginePool, InvalidRequest, RequestsFailed, WeightUpdateFailed
+from tests.runtime.test_swap_faults import FOR_EVER, FULL, full
 from tests.support.liveness import SECONDS, at_rest, callers, idle, running, until
 from tests.support.pools import SMALL, same
-from tests.swap.test_faults import FOR_EVER, FULL, full
 
 PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 50 + 3 * i)] for i in range(12)]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}

@@ -31,7 +31,9 @@ def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
 @pytest.fixture(scope="module")
 def expected(pool: EnginePool) -> list[dict[str, Any]]:
     """What the prompts give without any fault."""
-    pool.engines[0].generate(input_ids=PROMPTS[0])  # starts the thread of the engines' own calls
+    # These start the threads of the engines' own calls, and of grammars.
+    pool.engines[0].generate(input_ids=PROMPTS[0])
+    pool.generate(input_ids=PROMPTS[0], sampling_params={"regex": "[a-f]"})
     return ask(pool)
 
 

@@ -19,10 +19,10 @@ from enginepool import (
     StaleWeights,
     WeightUpdateFailed,
 )
+from tests.runtime.test_swap_faults import broken_commit, states, unchanged, versions
 from tests.support.layouts import GREEDY, PROMPTS, answers, leaves, serves
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import SMALL, in_use, same
-from tests.swap.test_faults import broken_commit, states, unchanged, versions
 
 
 @pytest.fixture(scope="module")

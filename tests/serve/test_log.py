@@ -37,7 +37,7 @@ FIELDS = {
 def log_of(*, terminal: bool) -> Iterator[list[str]]:
     """What this process logs meanwhile, as a server's standard error has it afterwards."""
     reader, writer = os.pipe()
-    lines, before = LogLines(writer), structlog.get_config()
+    lines, configured, before = LogLines(writer), structlog.is_configured(), structlog.get_config()
     os.close(writer)
     root = logging.getLogger()
     handlers = list(root.handlers)
@@ -46,7 +46,7 @@ def log_of(*, terminal: bool) -> Iterator[list[str]]:
         log_to(lines, terminal=terminal)
         yield written
     finally:
-        structlog.configure(**before)
+        structlog.configure(**before) if configured else structlog.reset_defaults()
         logging.captureWarnings(False)
         root.handlers[:] = handlers
         lines.close(SECONDS)
