@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import jax
+import jax.numpy as jnp
 import pytest
 
 from enginepool import EnginePool, EngineStartFailed, InvalidConfig, InvalidWeights, PoolClosed
@@ -235,15 +236,19 @@ def test_close_gives_device_memory_back(
     unopened: MakeUnopened, model_dir: Callable[[str], Path], model: str, warmup: str
 ) -> None:
     """When `close` has returned no array of the engines is left, not even until the next garbage
-    collection; nor of one that was warmed up and never used."""
+    collection; nor of one that was warmed up and never used.
+
+    But for a key of 8 bytes: JAX keeps it with its trace of upstream's sampler, of which it is a
+    constant."""
     before = jax.live_arrays()  # held, so that no new array can have the id of one of these
     pool = unopened(3, model_dir(model), warmup=warmup)
     pool.generate("12+7=", {"max_new_tokens": 4}, return_logprob=True, top_logprobs_num=2)
     gc.disable()
     try:
         pool.close()
-        left = {id(array): array for array in jax.live_arrays()}
-        assert [left[i].shape for i in left.keys() - {id(array) for array in before}] == []
+        known = {id(array) for array in before}
+        left = [(a.shape, a.dtype) for a in jax.live_arrays() if id(a) not in known]
+        assert left in ([], [((2,), jnp.uint32)])
     finally:
         gc.enable()
 
