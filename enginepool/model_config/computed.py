@@ -21,14 +21,17 @@ _MATTERS = frozenset(
     ("attention_bias", "decoder_sparse_step", "hidden_act", "hidden_activation", "mlp_bias",
      "mlp_only_layers", "tie_word_embeddings", "use_bidirectional_attention", "use_sliding_window")
 )  # fmt: skip
-# Of training, of how the file was written, of what is read elsewhere, and what other fields decide.
-_HARMLESS = frozenset(
+# Of training, and of how the file was written.
+NOT_OF_THE_MODEL = frozenset(
     ("architectures", "attention_dropout", "auto_map", "bos_token_id", "cache_implementation",
-     "dtype", "eos_token_id", "id2label", "initializer_range", "intermediate_size", "label2id",
-     "layer_types", "max_window_layers", "model_type", "output_router_logits", "pad_token_id",
+     "dtype", "id2label", "initializer_range", "label2id", "output_router_logits", "pad_token_id",
      "pretraining_tp", "router_aux_loss_coef", "tokenizer_class", "torch_dtype",
      "transformers_version", "use_cache")
 )  # fmt: skip
+# What is read elsewhere, and what other fields decide, too.
+_HARMLESS = NOT_OF_THE_MODEL | frozenset(
+    ("eos_token_id", "intermediate_size", "layer_types", "max_window_layers", "model_type")
+)
 # Read by upstream and not given to its weights: they would keep whatever they were made with.
 _NO_BIASES = ("gemma2", "qwen3_moe")
 _FP8 = {"compressed-tensors": "float-quantized", "compressed_tensors": "float-quantized"}

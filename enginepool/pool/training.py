@@ -56,7 +56,8 @@ class WeightCalls(Opening):
             staging: "double" holds both sets for a while, so that engines stand for a moment
                 only. "stream" replaces leaf by leaf while engines stand, at one set and a leaf.
                 "auto": "double" where it fits.
-            strict: Every weight must be there and nothing else; False updates what is there.
+            strict: Every weight must be there and nothing else, and a directory's config.json must
+                be of the same model; False updates what is there.
             free_kv: Give the KV cache's memory back meanwhile; engines stand all the time.
 
         Raises:

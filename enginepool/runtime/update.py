@@ -18,6 +18,7 @@ from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
 from enginepool.runtime.commit import commit, leave_without_weights, stream
 from enginepool.runtime.quiesce import Standstill, standstill
 from enginepool.runtime.runtime import Runtime
+from enginepool.runtime.served_config import check_config
 from enginepool.runtime.staging import Staged, choose_staging, stage
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.swap_report import EngineSwap, SwapReport
@@ -104,6 +105,8 @@ class Update:
             )
             mapping = None if source.by_path else scheduler.hugging_face
             plan = Plan(source, scheduler.leaves, mapping, strict=self.options.strict)
+            if source.directory is not None and self.options.strict:
+                check_config(source.directory, self.runtime.config)
         self.check_complete(plan)
         return plan
 

@@ -8,12 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyio.to_thread import run_sync
-
 from enginepool.errors import InvalidRequest
 from enginepool.runtime.swap_report import SwapReport
 from enginepool.serve.error_replies import Refused
-from enginepool.serve.reload_config import check_config
 
 if TYPE_CHECKING:
     from enginepool.dispatch.desired import DesiredState
@@ -80,8 +77,6 @@ class AdminOperations:
         self.reloading = True
         try:
             path = self._allowed(model_path)
-            if path != self._pool.config.model:
-                await run_sync(check_config, path, self._pool.config)
             if mode is None:
                 mode = "in_place" if self._desired.pause_reasons else "drain"
             report = await self._pool.async_update_weights(

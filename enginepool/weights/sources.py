@@ -28,6 +28,7 @@ class Source:
         stream: In the place of `specs` and `load`: the arrays, one at a time.
         origins: What a name was called by the caller, where that differs.
         private: Whether nobody else has the memory that `load` returns.
+        directory: Of the checkpoint that it is, if it is one.
     """
 
     by_path: bool
@@ -36,6 +37,7 @@ class Source:
     stream: Iterator[tuple[str, Array]] | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     private: bool = False
+    directory: Path | None = None
 
 
 def read_source(
@@ -55,7 +57,8 @@ def read_source(
 
     if isinstance(source, str | Path):
         checkpoint = Checkpoint(find(source, download_dir, revision))
-        return Source(False, checkpoint.specs, checkpoint.load, private=True)
+        directory = checkpoint.directory
+        return Source(False, checkpoint.specs, checkpoint.load, private=True, directory=directory)
     if isinstance(source, nnx.State):
         flat = nnx.to_flat_state(source)
         return _of_paths({_dotted(path): _value(leaf) for path, leaf in flat})

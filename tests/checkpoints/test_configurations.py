@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from enginepool import InvalidConfig, InvalidWeights
 from enginepool.config import PoolConfig
 from enginepool.model_config.reading import as_read, load, overrides
-from enginepool.serve.reload_config import check_config
+from enginepool.runtime.served_config import check_config
 from enginepool.sizing.shape import read_shape, shape_of
 from tests.support.reference import ARCHITECTURES
 
@@ -64,8 +64,8 @@ def test_engines_read_what_transformers_5_wrote(
 def test_plans_and_reloads_read_the_same(case: tuple[Path, Path, dict[str, Any]]) -> None:
     new, old, fields = case
     assert read_shape(str(new)) == shape_of(AutoConfig.for_model(**fields))
-    check_config(str(new), PoolConfig(str(old)))
-    check_config(str(old), PoolConfig(str(new)))
+    check_config(new, PoolConfig(str(old)))
+    check_config(old, PoolConfig(str(new)))
 
 
 def test_reloads_see_another_base(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_reloads_see_another_base(tmp_path: Path) -> None:
     rope = {"rope_theta": 78.0, "rope_type": "default"}
     other = write(tmp_path / "other", CASES["qwen2"]["written"] | {"rope_parameters": rope})
     with pytest.raises(InvalidWeights, match=r"rope_theta=78.0 \(served: 77.0\)"):
-        check_config(str(other), PoolConfig(str(one)))
-    check_config(str(other), PoolConfig(str(one), server_args=GIVEN_THETA))
+        check_config(other, PoolConfig(str(one)))
+    check_config(other, PoolConfig(str(one), server_args=GIVEN_THETA))
 
 
 def test_the_users_overrides_come_last(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.support.checkpoints import (
     INDEX,
     Tensors,
     make,
+    set_config,
     shard,
     write_index,
 )
@@ -298,6 +299,36 @@ def test_a_pool_serves_what_the_index_names(
     serves(pool, other)
     pool.update_weights(Path(pool.config.model))
     same(answers(pool), expected)
+
+
+def test_weights_of_another_model(opened: tuple[EnginePool, Path], tmp_path: Path) -> None:
+    """Their config.json says so, although they have the same shapes: they are refused, with the
+    field and both values, unless the caller says that they need not fit in all. One that says the
+    same in other words, or none at all, is no hindrance."""
+    pool, plain = opened
+    other = make(tmp_path / "other", "llama", seed=4)
+    known = json.loads((other / "config.json").read_text())
+    for fields, says in (
+        ({"rope_theta": 77.0}, rf"rope_theta=77\.0 \(served: {known['rope_theta']}\)"),
+        ({"rms_norm_eps": 0.5}, r"rms_norm_eps=0\.5 \(served: "),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu' \(served: 'silu'\)"),
+        ({"eos_token_id": 7}, r"eos_token_id=7 \(served: "),
+    ):
+        set_config(other, known | fields)
+        for update in (pool.update_weights, pool.stage_weights):
+            with pytest.raises(InvalidWeights, match=rf"config\.json does not fit .*{says}"):
+                update(other)
+        serves(pool, plain)
+    pool.update_weights(other, strict=False)
+    set_config(other, known | {"architectures": ["FSDPLlama"], "initializer_range": 9.0})
+    for present in (True, False):
+        pool.update_weights(plain)
+        if not present:
+            (other / "config.json").rename(tmp_path / "kept.json")
+        pool.update_weights(other)
+    (tmp_path / "kept.json").rename(other / "config.json")
+    serves(pool, other)
+    pool.update_weights(Path(pool.config.model))
 
 
 def test_opening_changes_nothing_in_the_directory(opened: tuple[EnginePool, Path]) -> None:
