@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from enginepool.engine.quantized_check import check_quantized
 from enginepool.engine.rotary_check import check_rotary
 from enginepool.model_config.computed import check_reads
 from enginepool.model_config.reading import fields, written
@@ -80,6 +81,7 @@ def check_model(runner: Any, server_args: Any, reads: Collection[str]) -> None:
     Raises:
         InvalidConfig: It does not; names the field.
     """
+    check_quantized(runner, server_args)
     check_rotary(runner.model, runner.model_config.hf_config)
     args = server_args
     config = written(args.model_path, args.revision)

@@ -68,7 +68,7 @@ def _check_quantization(fields: Mapping[str, Any]) -> None:
             raise InvalidConfig(
                 f"config.json: {name} has quant_method={shown(method)}"
                 f"{f', format={shown(form)}' if form else ''}: no engine computes with such "
-                "weights; give weights that are not quantized, or fp8"
+                "weights; give weights that are not quantized"
             )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from sgl_jax.srt.utils.weight_utils import WeightLoader
 
-from enginepool.errors import EnginePoolError, InvalidWeights
+from enginepool.errors import EnginePoolError, InvalidConfig, InvalidWeights
 from enginepool.logs import logger
 from enginepool.weights.checkpoint import Checkpoint
 from enginepool.weights.fit import Fit
@@ -45,6 +45,7 @@ def read(model: nnx.Module, load_weights: Callable[..., None], model_config: Any
 
     Raises:
         InvalidWeights: The checkpoint does not fit, or was changed while it was read.
+        InvalidConfig: It is quantized, and this model reads no such weights.
     """
     checkpoint = Checkpoint(Path(model_config.model_path))
     loading = with_loader(load_weights, _reading(checkpoint.places()))
@@ -84,6 +85,7 @@ def _check(checkpoint: Checkpoint, model: nnx.Module, load_weights: Any, model_c
     # What a quantized checkpoint has beside its weights, and in which shape, its own code knows.
     quantized = _quantized(model_config)
     if quantized:
+        _check_places(checkpoint.directory, model, specs, mapping)
         there = {name: spec for name, spec in there.items() if name in mapping.paths}
     left_out = _layers_left_out(checkpoint.directory, model_config)
     named = {name: spec for name, spec in there.items() if not name.startswith(left_out)}
@@ -98,6 +100,17 @@ def _check(checkpoint: Checkpoint, model: nnx.Module, load_weights: Any, model_c
     if HEAD in named and tied.path is not None:
         (embedding,) = fit.parts[tied.path]
         _compare(checkpoint, tied, embedding)
+
+
+def _check_places(directory: Path, model: nnx.Module, specs: Any, mapping: Any) -> None:
+    """Upstream makes quantized matrices in every model, and not every model reads them."""
+    empty = [path for path in specs if path.endswith(".weight_q") and path not in mapping.names]
+    if empty:
+        raise InvalidConfig(
+            f"{directory}: config.json: quantization_config: {_class(model)} of this "
+            f"sglang-jax reads no quantized weights, {listed(empty, 'weight')}; give weights that "
+            "are not quantized"
+        )
 
 
 def _layers_left_out(directory: Path, model_config: Any) -> tuple[str, ...]:
@@ -137,4 +150,9 @@ def _quantized(model_config: Any) -> bool:
 
 
 def _warn(model: nnx.Module, why: str) -> None:
-    logger().warning("enginepool.weights_not_checked", model=type(model).__name__, why=why)
+    logger().warning("enginepool.weights_not_checked", model=_class(model), why=why)
+
+
+def _class(model: nnx.Module) -> str:
+    """Upstream's; the model has one of ours while it is read."""
+    return getattr(type(model), "replaced_class", type(model)).__name__

@@ -28,6 +28,7 @@ REACHES = {
     "engine/executable_cache.py",
     "engine/grammar.py",
     "engine/kv_cache.py",
+    "engine/quantized_check.py",
     "engine/rotary_check.py",
     "engine/scheduler.py",
     "engine/score_program.py",

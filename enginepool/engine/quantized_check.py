@@ -1,0 +1,54 @@
+"""Whether the quantized matrices of a model take what its attention gives them.
+
+Reaches into upstream's models: the layers' `self_attn.o_proj`, and its `QuantizedLinear`.
+
+What breaks: A pool of a quantized model on CPU or GPU opens without warm-up, and every request is
+aborted.
+Why: A quantized matrix wants its input cut over the devices of an engine, even if that is one;
+native attention gives its output uncut.
+Remove when: Native attention cuts its output, or a quantized matrix takes what comes. The matrix
+itself is tried, so one that takes it passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from enginepool.errors import InvalidConfig
+from enginepool.values import shown
+
+
+def check_quantized(runner: Any, server_args: Any) -> None:
+    """Trace the first layer's output projection of an engine with native attention.
+
+    Raises:
+        InvalidConfig: It does not take what this attention gives.
+    """
+    from sgl_jax.srt.layers import linear
+    from sgl_jax.srt.layers.attention.native_backend import NativeAttention
+
+    quantized = getattr(linear, "QuantizedLinear", ())
+    try:
+        matrix = runner.model.model.layers[0].self_attn.o_proj
+    except (AttributeError, IndexError):  # a model of other parts
+        return
+    if not isinstance(runner.attn_backend, NativeAttention) or not isinstance(matrix, quantized):
+        return
+    # One row for each of the engine's devices; `weight_q` is stored (out, in).
+    whole = NamedSharding(runner.mesh, PartitionSpec("data", None))
+    shape = (runner.mesh.size, matrix.weight_q.get_value().shape[1])
+    given = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
+    try:
+        with jax.set_mesh(runner.mesh):
+            jax.eval_shape(lambda x: matrix(x)[0], given)
+    except ValueError as error:
+        path = server_args.quantization_config_path
+        field = "quantization_config" + (f"_path={shown(path)}" if path else " of config.json")
+        raise InvalidConfig(
+            f"{field}: native attention, which CPU and GPU have, does not work with quantized "
+            "matrices of this sglang-jax; open the pool without, on weights that are not quantized"
+        ) from error
