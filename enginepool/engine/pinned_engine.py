@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,6 +30,7 @@ class PinnedEngine:
         channel: The door to it.
         assembly: The engine as an object, and how it is made.
         queue: The pool's.
+        kept: Its weights while it is rebuilt with them, and until it serves again.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PinnedEngine:
             index, queue, process_limiter(), self.condition, max_decode_steps=max_decode_steps
         )
         self.assembly = Assembly(server_args, self.devices, self.channel)
+        self.kept: Mapping[str, jax.Array] = {}
 
     def __repr__(self) -> str:
         devices = ",".join(str(device.id) for device in self.devices)

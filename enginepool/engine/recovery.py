@@ -32,12 +32,14 @@ from enginepool.dispatch.states import EngineState
 from enginepool.dispatch.steering_lock import SteeringLock
 from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
+from enginepool.weights.arrays import lost
 from enginepool.weights.placement import place
 
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
 
-# In which an engine that failed has the leaves that it had; while it is rebuilt it may have others.
+# In which an engine that failed has the leaves that it had; while it is rebuilt it may have others,
+# and those that it had in `kept`.
 _KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)
 
 
@@ -230,17 +232,16 @@ class Recovery:
                 continue
             if not condition.returns or condition.kv_not_finite:
                 continue  # its device may be what is wrong
-            with suppress(LookupError):  # it is taken apart
-                held = dict(other.leaves)
-                # In this order: an engine that is rebuilt says so before it has other leaves.
-                if condition.state in _KEEPING and not other.leaves.lost():
-                    yield held
+            held = _held(other)
+            if held and not lost(held):
+                yield held
 
     def readmit(self, engine: PinnedEngine, decision: Decision, seconds: float) -> bool:
         made = time.perf_counter()
         with self._steering.turn("recovery"):
             if self._dispatch.closed:
                 return False
+            engine.kept = {}  # they are in place, and nobody else looks during this turn
             self._bring_up_to_date(engine)
             engine.enter()
         if engine.condition.weights.missing is not None:
@@ -280,6 +281,16 @@ class Recovery:
         # What lies there is of no version, and must not stay under an update of a part.
         engine.leaves.drop(list(engine.leaves))
         weights.missing = "its weights are gone, and no other engine has them; update_weights"
+
+
+def _held(engine: PinnedEngine) -> Mapping[str, jax.Array]:
+    """The weights of an engine that has failed, as far as others may read them."""
+    with suppress(LookupError):  # it is taken apart
+        leaves = dict(engine.leaves)
+        # In this order: an engine that is rebuilt keeps them, says so, and then has other leaves.
+        if engine.condition.state in _KEEPING:
+            return leaves
+    return engine.kept
 
 
 def _copy_weights(mine: EngineLeaves, theirs: Mapping[str, jax.Array]) -> None:

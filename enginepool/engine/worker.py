@@ -101,6 +101,7 @@ class EngineWorker(PinnedEngine):
                 self._build()
                 self._serve()
             finally:
+                self.kept = {}
                 self.assembly.take_apart()
 
     def _build(self) -> None:
@@ -193,13 +194,16 @@ class EngineWorker(PinnedEngine):
             self.condition.change(EngineState.RESETTING, reason, returns=True)
             self.assembly.reset()
             return
-        self.condition.change(EngineState.REBUILDING, reason, returns=True)
         source = self._recovery.weights_for(self)
-        kept = {} if source == "sibling" else self._intact()
-        from_checkpoint = source == "checkpoint" and not kept
+        if source == "sibling":
+            self.kept = {}
+        elif not self.kept:  # else it is not the first attempt, and nothing else has them
+            self.kept = self._intact()
+        self.condition.change(EngineState.REBUILDING, reason, returns=True)
+        from_checkpoint = source == "checkpoint" and not self.kept
         self.assembly.rebuild(dummy_weights=not from_checkpoint)
-        if kept:
-            self.leaves.replace(kept)
+        if self.kept:
+            self.leaves.replace(self.kept)
         elif not from_checkpoint:
             self.condition.weights.update = -1  # `readmit` brings weights
 

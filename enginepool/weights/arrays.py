@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -28,6 +29,15 @@ _NO_MESH = Mesh(np.empty((), dtype=object), ())
 def outside_meshes() -> Any:
     """A context in which no mesh is set."""
     return jax.set_mesh(_NO_MESH)
+
+
+def lost(arrays: Mapping[str, Any]) -> list[str]:
+    """Which of these cannot be read: dropped, deleted or donated."""
+    return [
+        path
+        for path, array in arrays.items()
+        if not isinstance(array, jax.Array) or array.is_deleted()
+    ]
 
 
 def is_array(value: Any) -> bool:

@@ -20,6 +20,7 @@ from flax import nnx
 
 from enginepool.errors import EnginePoolError
 from enginepool.process.upstream import expect
+from enginepool.weights.arrays import lost
 
 
 class EngineLeaves(Mapping[str, jax.Array]):
@@ -133,11 +134,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
         """Leaves that cannot be read: dropped, or deleted or donated by who shared them."""
         if self._runner is None:
             return list(self.specs)
-        return [
-            path
-            for path in self.specs
-            if not isinstance(array := self[path], jax.Array) or array.is_deleted()
-        ]
+        return lost(self)
 
     def lost_by_owner(self) -> list[str]:
         """What is lost, if all of that was shared: who shared it took it away."""

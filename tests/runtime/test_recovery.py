@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import faults
 from enginepool import EnginePool, WeightUpdateFailed
+from enginepool.engine.build import Assembly
 from tests.support.liveness import SECONDS, at_rest, callers, running, until
 from tests.support.marks import slow
 from tests.support.pools import SMALL, same
@@ -177,6 +178,49 @@ def test_lost_weight(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """A weight that was deleted, and that nobody shared, is brought from a sibling."""
     faults.delete_leaf(pool, 0)
     same(ask(pool), expected)
+
+
+@pytest.mark.parametrize("fails_once", [False, True])
+def test_weights_of_an_engine_that_is_rebuilt(
+    pool: EnginePool,
+    model_dir: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    fails_once: bool,
+) -> None:
+    """The only ones that are left, and newer than the checkpoint's: the engines that lost theirs
+    copy them while it is rebuilt, and it has them afterwards, also if that fails at first."""
+    pool.update_weights(model_dir("qwen3"))
+    rebuild, begun, go_on = Assembly.rebuild, threading.Event(), threading.Event()
+    failures = [faults.Fault("no memory")] if fails_once else []
+
+    def late(self: Assembly, *, dummy_weights: bool) -> None:
+        if failures:
+            self.take_apart()
+            raise failures.pop()
+        begun.set()
+        assert go_on.wait(SECONDS)
+        rebuild(self, dummy_weights=dummy_weights)
+
+    monkeypatch.setattr(Assembly, "rebuild", late)
+    hangs = [faults.hang_in_reset(pool, index) for index in (0, 2)]
+    faults.raise_in_reset(pool, 1)
+    with callers(3) as executor:
+        try:
+            for index in (0, 2, 1):
+                if index != 1:
+                    faults.delete_leaf(pool, index)
+                faults.raise_in_step(pool, index)
+                executor.submit(pool.engines[index].generate, input_ids=[65])
+                until(lambda i=index: states(pool)[i] in ("resetting", "rebuilding"))
+            assert begun.wait(SECONDS)
+            for hang in hangs:
+                assert hang.begun.wait(SECONDS)
+                hang.set()
+            until(lambda: "resetting" not in states(pool))
+            assert states(pool) == ["serving", "rebuilding", "serving"]
+        finally:
+            for event in (*hangs, go_on):
+                event.set()
 
 
 def test_weight_that_is_not_finite(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
