@@ -1,11 +1,33 @@
-"""Tokenizers that write some strings in fewer tokens than a model of bytes does."""
+"""Tokenizers that write some strings in fewer tokens than a model of bytes does, and models that
+say such strings."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, product
 from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.synthetic import write_model
+from enginepool.toy.files import VOCAB_SIZE
+
+# What a speller says most, each letter a token; its tokenizer makes one of any two.
+LETTERS = "abcdefgh"
+VOCABULARY = VOCAB_SIZE + len(LETTERS) ** 2
+
+
+def write_speller(folder: Path, config: Mapping[str, Any], *, seed: int) -> Path:
+    """Write a checkpoint of random weights that says letters more often than other bytes."""
+    write_model(folder, {**config, "vocab_size": VOCABULARY}, seed=seed, std=0.15)
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    table = tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
+    table[[ord(letter) for letter in LETTERS]] *= 2.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    return give_merges(folder, ["".join(pair) for pair in product(LETTERS, repeat=2)], VOCAB_SIZE)
 
 
 def give_merges(folder: Path, strings: Sequence[str], first_id: int) -> Path:

@@ -7,17 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.synthetic import micro_config, write_model
+from benchmarks.merges import write_speller
+from benchmarks.synthetic import micro_config
 
 # In tokens: a prefix that many prompts share, the longest prompt after it, the longest output.
 SHARED, PROMPT, OUTPUT = 32, 24, 32
 
 
 def two_models(folder: Path) -> list[Path]:
-    """Checkpoints of one shape and other weights."""
-    return [
-        write_model(folder / str(which), micro_config(), seed=which, std=0.15) for which in range(2)
-    ]
+    """Checkpoints of one shape and other weights, whose tokenizer merges what they spell."""
+    return [write_speller(folder / str(which), micro_config(), seed=which) for which in range(2)]
 
 
 def server_args(slots: int, page: int = 1) -> dict[str, Any]:

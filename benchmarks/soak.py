@@ -6,13 +6,15 @@ and pauses, and what it survived.
     python -m benchmarks.soak --minutes 30 --faults-per-minute 0     # healthy traffic alone
 
 Callers share prompts, time out, leave, abort and close their streams; with faults, some send a
-prompt that has no finite numbers, and now and then a step breaks while a swap is on its way. Every
-prompt must be answered once: with the tokens that its weight versions give (held against a plain
-JAX forward pass), also where a broken tokenizer leaves it without text. No output may mix versions
-but in the modes that allow it; nobody hears of an error that was not its own doing; no engine is
-reset that no fault was put into. At the end every engine serves with the same weights and holds
-nothing, and memory, threads, signal handlers and child processes are as at the start. Exits with 1
-if not. The limit of restarts is raised for this.
+prompt that has no finite numbers, and now and then a step breaks while a swap is on its way. Some
+give a stop string that the model spells in more tokens than the tokenizer: text, ids and
+log-probabilities must end with the token that completes it. Every prompt must be answered once:
+with the tokens that its weight versions give (held against a plain JAX forward pass), also where a
+broken tokenizer leaves it without text. No output may mix versions but in the modes that allow it;
+nobody hears of an error that was not its own doing; no engine is reset that no fault was put into.
+At the end every engine serves with the same weights and holds nothing, and memory, threads, signal
+handlers and child processes are as at the start. Exits with 1 if not. The limit of restarts is
+raised for this.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import jax
+from transformers import AutoTokenizer
 
 from benchmarks import faults
 from benchmarks.bad_token import spoil
@@ -39,10 +42,13 @@ from benchmarks.micro_pool import at_rest, chunks_beside_others, server_args, tw
 from benchmarks.soak_checks import (
     as_text,
     check_end,
+    check_stop,
     device_bytes,
+    early_ends,
     mixed_prompt,
     process,
     recoveries,
+    stopped_at,
     unexplained,
     verifiable,
 )
@@ -216,20 +222,24 @@ class Soak:
 
     def check_outputs(self) -> dict[str, Any]:
         trusted, mixed, answers = [], 0, self._callers.answers
+        tokenizer: Any = AutoTokenizer.from_pretrained(self._models[0])
         self.violations += self._callers.violations
         for answer in answers:
-            found = check_spans(answer.finished) + check_end(
-                answer.finished, answer.wanted, self._mode_of, answer.may_end
-            )
+            finished, wanted = answer.finished, answer.wanted
+            found = check_spans(finished)
+            if answer.stop is not None:
+                at = stopped_at(finished, answer.stop, tokenizer)
+                found += check_stop(finished, answer.stop, at, tokenizer)
+                wanted = at or wanted
+            found += check_end(finished, wanted, self._mode_of, answer.may_end)
             self.violations += found
-            if mixed_prompt(answer.finished):
+            if mixed_prompt(finished):
                 mixed += 1
-            elif not found and answer.finished.output:
-                trusted.append(verifiable(answer.finished, self._mode_of))
+            elif not found and finished.output:
+                trusted.append(verifiable(finished, self._mode_of))
         compared = check_tokens(trusted, self._models)
         self.violations += [f"{text}; modes {self._mode_of}" for text in compared.violations]
         cached = [answer.finished.result["meta_info"]["cached_tokens"] for answer in answers]
-        reasons = [answer.finished.reason for answer in answers]
         return {
             "faults": dict(self._injector.counts),
             "calls": dict(self._callers.calls),
@@ -240,16 +250,10 @@ class Soak:
             "tokens compared": compared.tokens,
             "ties": compared.ties,
             "prompts that a swap in place fell into, not compared": mixed,
-            "ended by timeouts": sum(r.get("err_type") == "timeout" for r in reasons),
-            "ended by aborts, of calls, swaps and pauses": sum(
-                r.get("err_type") == "cancelled" for r in reasons
-            ),
+            **early_ends([answer.finished.reason for answer in answers]),
             "calls that their callers left": self._callers.left,
             "prompts without finite numbers, ended so": self._callers.not_finite,
             "streams that the tokenizer broke": self._callers.broken_streams,
-            "outputs that the tokenizer failed on": sum(
-                r.get("err_type") == "tokenizer" for r in reasons
-            ),
             "calls ended by Control-C": self._interrupted,
             "pauses": self._pauses,
             "swaps": len(self._mode_of) - 1,

@@ -42,6 +42,41 @@ def check_end(
     return found
 
 
+def stopped_at(finished: Finished, stop: str, tokenizer: Any) -> int | None:
+    """With which of its tokens an output has said a stop string, if it has."""
+    output = finished.output
+    return next(
+        (n for n in range(1, len(output) + 1) if stop in _text(output[:n], tokenizer)), None
+    )
+
+
+def check_stop(finished: Finished, stop: str, at: int | None, tokenizer: Any) -> list[str]:
+    """Whether text, ids and log-probabilities end at a stop string.
+
+    Args:
+        at: With which token it was said.
+    """
+    output, reason, found = finished.output, finished.reason, []
+    if at is not None and at < len(output):
+        found.append(f"said {stop!r} with token {at} of {len(output)}")
+    by_string = reason["type"] == "stop" and reason["matched"] == stop
+    if reason["type"] != "abort" and by_string != (at is not None):
+        found.append(f"ended as {reason}, and said {stop!r} with token {at} of {len(output)}")
+    entries = finished.result["meta_info"]["output_token_logprobs"]
+    if [token for _, token, _ in entries] != output:
+        found.append(f"{len(entries)} log-probabilities, not those of its {len(output)} tokens")
+    if reason.get("err_type") != "tokenizer":
+        text, _, _ = _text(output, tokenizer).partition(stop)
+        if finished.result["text"] != text:
+            found.append(f"says {finished.result['text']!r}, its ids {text!r}")
+    return [f"{finished}, stop {stop!r}: {text}" for text in found]
+
+
+def _text(ids: list[int], tokenizer: Any) -> str:
+    """As it is shown to callers who do not ask for special tokens."""
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def verifiable(finished: Finished, mode_of: dict[int, str]) -> Finished:
     """Up to where its KV cache was of other weights: after a swap in place."""
     spans = finished.spans
@@ -105,6 +140,17 @@ def recoveries(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         f"median ms until then, by {by}": 1000 * statistics.median(times)
         for by, times in seconds.items()
         if times
+    }
+
+
+def early_ends(reasons: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many outputs ended before they were as long as was asked, by why."""
+    kinds = [reason.get("err_type", reason["type"]) for reason in reasons]
+    return {
+        "outputs ended by a stop string": kinds.count("stop"),
+        "ended by timeouts": kinds.count("timeout"),
+        "ended by aborts, of calls, swaps and pauses": kinds.count("cancelled"),
+        "outputs that the tokenizer failed on": kinds.count("tokenizer"),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import random
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import anyio
 
 from benchmarks.bad_token import BAD_TOKEN
 from benchmarks.faults import Fault
+from benchmarks.merges import LETTERS
 from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED
 from benchmarks.span_checks import Finished
 from enginepool import EnginePool
@@ -27,6 +29,10 @@ _FEW_PROMPTS = 32  # so that whole prompts come again, too
 # engines, and most of what they do would be done for that.
 _SELDOM = 0.7
 _LONG = 160  # tokens: several chunks
+# What models spell letter by letter and their tokenizer would write in half as many tokens.
+_SHORTEST_STOP = 4
+_SPELLED = re.compile(f"[{LETTERS}]{{{_SHORTEST_STOP},}}")
+_RECENT = 200  # answers
 _SHARED_PREFIX = list(range(1, SHARED + 1))
 # What ends a request early though nothing is wrong, by its finish reason's message.
 _SWAP, _PAUSE = "update_weights(mode='abort')", "pause_generation(mode='abort')"
@@ -37,13 +43,14 @@ class Answer:
     """One result, and what its caller asked for.
 
     Attributes:
-        wanted: Tokens.
+        wanted: Tokens, if no stop string ends it before.
         may_end: Messages of finish reasons that its caller, a swap or a pause may have caused.
     """
 
     finished: Finished
     wanted: int
     may_end: tuple[str, ...] = (_SWAP, _PAUSE)
+    stop: str | None = None
 
 
 class Callers:
@@ -68,6 +75,7 @@ class Callers:
             "cancelled": self._cancelled,
             "stream closed": self._closed_stream,
             "aborted": self._aborted,
+            "stop string": self._stopped,
         }
         if bad:
             self._kinds["not finite"] = self._not_finite
@@ -108,9 +116,11 @@ class Callers:
 
     async def _patient(self) -> None:
         prompt, params = self.question()
-        copies = self._random.randint(1, _COPIES)
+        await self._ask(prompt, params, self._random.randint(1, _COPIES))
+
+    async def _ask(self, prompt: list[int], params: dict[str, Any], copies: int) -> None:
         results = await self._pool.async_generate_all(
-            input_ids=[prompt] * copies, sampling_params=params
+            input_ids=[prompt] * copies, sampling_params=params, return_logprob="stop" in params
         )
         self._note(prompt, params, results, copies)
 
@@ -156,6 +166,22 @@ class Callers:
                 await self._pool.async_abort_request(chunk["meta_info"]["id"])
         self._note(prompt, params, [chunk], 1, "abort_request")
 
+    async def _stopped(self) -> None:
+        """A string that was said before, by the same weights or others, ends what is said now."""
+        prompt, params = self.question()
+        known = [
+            one for one in self.answers[-_RECENT:] if _SPELLED.search(one.finished.result["text"])
+        ]
+        if not known:
+            await self._ask(prompt, params, 1)
+            return
+        one = self._random.choice(known)
+        spelled = self._random.choice(_SPELLED.findall(one.finished.result["text"]))
+        length = self._random.randint(_SHORTEST_STOP, len(spelled))
+        start = self._random.randint(0, len(spelled) - length)
+        params |= {"max_new_tokens": OUTPUT, "stop": [spelled[start : start + length]]}
+        await self._ask(one.finished.prompt, params, self._random.randint(1, _COPIES))
+
     async def _not_finite(self) -> None:
         """A prompt that is bad in its middle, between two that are good."""
         prompt, params = self.question()
@@ -175,6 +201,7 @@ class Callers:
     ) -> None:
         if len(results) != count:
             self.violations.append(f"{count} prompts, {len(results)} results")
+        stop = params["stop"][0] if "stop" in params else None
         for result in results:
-            finished = Finished(prompt, result)
-            self.answers.append(Answer(finished, params["max_new_tokens"], (_SWAP, _PAUSE, *ends)))
+            finished, wanted = Finished(prompt, result), params["max_new_tokens"]
+            self.answers.append(Answer(finished, wanted, (_SWAP, _PAUSE, *ends), stop))

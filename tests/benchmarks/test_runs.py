@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from benchmarks.soak_checks import check_stop, stopped_at
 from benchmarks.span_checks import Finished, check_mode, check_spans, check_tokens
 from benchmarks.table import CORES, limited_by_cores
 from tests.support.reference import make_random_model, reference_greedy
@@ -208,6 +210,31 @@ def test_soak_notices_spans_that_do_not_cover_an_output(spans):
 def test_soak_notices_what_a_mode_rules_out(mode, spans, kind):
     assert check_mode(finished([1, 2, 3, 4], spans, kind), mode, 4)
     assert not check_mode(finished([1, 2, 3, 4], [[0, 4, 1]]), mode, 4)
+
+
+WRONG_STOPS: dict[str, dict[str, Any]] = {
+    "with token 4 of 5": {"ids": b"zabca", "text": "z"},
+    "with token None": {"ids": b"zab"},
+    "log-probabilities": {"logprobs": b"zab"},
+    "its ids": {"text": "za"},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STOPS)
+def test_soak_notices_where_a_stop_string_should_end_an_output(tmp_path, wrong):
+    tokenizer = AutoTokenizer.from_pretrained(make_random_model(tmp_path, "qwen3"))
+
+    def look(ids: bytes = b"zabc", text: str = "z", logprobs: bytes | None = None) -> list[str]:
+        one = finished(list(ids), [[0, len(ids), 1]])
+        one.result["text"] = text
+        one.result["meta_info"] |= {
+            "finish_reason": {"type": "stop", "matched": "abc"},
+            "output_token_logprobs": [(-1.0, token, None) for token in logprobs or ids],
+        }
+        return check_stop(one, "abc", stopped_at(one, "abc", tokenizer), tokenizer)
+
+    assert look() == []
+    assert wrong in " ".join(look(**WRONG_STOPS[wrong]))
 
 
 def test_soak_notices_tokens_of_other_weights(tmp_path):
