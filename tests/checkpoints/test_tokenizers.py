@@ -17,7 +17,7 @@ from enginepool.frontend.call_options import check_options
 from enginepool.frontend.detokenizer import detokenize
 from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.model_config.tokenizer import check_tokenizer_class
-from enginepool.toy.files import START_ID, START_TOKEN, VOCAB_SIZE
+from enginepool.toy.files import END_ID, END_TOKEN, START_ID, START_TOKEN, VOCAB_SIZE
 from tests.support.checkpoints import set_json
 from tests.support.inputs import input_processor
 from tests.support.pools import SMALL
@@ -123,6 +123,34 @@ def test_a_token_beyond_the_embedding(special: bool) -> None:
         with pytest.raises(InvalidRequest, match="token id 272 is outside the vocabulary of 272"):
             processor.make_call(text, {}, given)
     assert processor.make_call("a b", {}, None).requests
+
+
+@pytest.fixture(scope="module")
+def sums() -> Any:
+    with EnginePool(devices=1, warmup="none", **SMALL) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [(END_TOKEN, "19"), (f"9{END_TOKEN}", "1"), ([START_TOKEN, END_TOKEN], "19")],
+)
+def test_a_special_token_as_a_stop_string(sums: Any, stop: Any, text: str, skip: bool) -> None:
+    """It stops where it comes, whether the text shows special tokens or not; the text ends before
+    it, in a stream too, or with as much of it as is shown if it is to be kept."""
+    params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True, "stop": stop}
+    params |= {"skip_special_tokens": skip}
+    result = sums.generate("12+7=", params)
+    assert result["text"] == text
+    assert result["output_ids"] == [*b"19", END_ID]
+    matched = END_TOKEN if isinstance(stop, list) else stop
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+    *chunks, last = sums.stream("12+7=", params)
+    assert last["text"] == text
+    assert all(text.startswith(chunk["text"]) for chunk in chunks)
+    kept = sums.generate("12+7=", params | {"no_stop_trim": True})
+    assert kept["text"] == ("19" if skip else f"19{END_TOKEN}")
 
 
 NAMED = [
