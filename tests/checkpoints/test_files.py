@@ -331,6 +331,25 @@ def test_weights_of_another_model(opened: tuple[EnginePool, Path], tmp_path: Pat
     pool.update_weights(Path(pool.config.model))
 
 
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    paths = [folder, *folder.iterdir()]
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+
+
+def test_swaps_change_nothing_in_the_directory(
+    opened: tuple[EnginePool, Path], tmp_path: Path
+) -> None:
+    """Nor does the first engine, which reads one when a pool opens."""
+    pool, _ = opened
+    other = make(tmp_path / "other", "llama", seed=5, shards=2)
+    before = stamps(other)
+    opening.read(other)
+    pool.update_weights(other)
+    pool.stage_weights(other).commit()
+    assert stamps(other) == before
+    pool.update_weights(Path(pool.config.model))
+
+
 def test_opening_changes_nothing_in_the_directory(opened: tuple[EnginePool, Path]) -> None:
     """So it may be read-only."""
     pool, _ = opened

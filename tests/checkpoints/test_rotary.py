@@ -21,7 +21,7 @@ from patches import rotary_precision
 from patches._lookup import module
 from tests.support.checkpoints import make
 from tests.support.pools import SMALL
-from tests.support.reference import reference_greedy
+from tests.support.reference import LARGER, reference_greedy
 
 GOLDENS: dict[str, Any] = json.loads((Path(__file__).parent / "rotary.json").read_text())
 LLAMA3 = {
@@ -66,7 +66,7 @@ def test_the_formulas(name: str) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A family's checkpoint, with its configuration of `SCALED`."""
 
-    def write(family: str) -> Path:
+    def write(family: str, **random: Any) -> Path:
         without = ("rope_theta", "num_experts") if "rope_parameters" in SCALED[family] else ()
         if family == "qwen3":
             without = ("rope_theta",)
@@ -75,16 +75,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
             family,
             config=SCALED[family] | {"max_position_embeddings": 512},
             without=without,
+            **random,
         )
 
     return write
 
 
-@pytest.mark.parametrize("family", SCALED)
-def test_engines_turn_by_the_configurations_frequencies(family: str, checkpoint: Any) -> None:
+@pytest.mark.parametrize(("family", "tp_size"), [*((each, 1) for each in SCALED), ("qwen3", 2)])
+def test_engines_turn_by_the_configurations_frequencies(
+    family: str, tp_size: int, checkpoint: Any
+) -> None:
     """Ids and log-probabilities against the reference, which reads the same config.json."""
-    folder = checkpoint(family)
-    with EnginePool(str(folder), devices=1, **SMALL) as pool:
+    folder = checkpoint(family, **(LARGER if tp_size > 1 else {}))
+    with EnginePool(str(folder), devices=1, tp_size=tp_size, **SMALL) as pool:
         results = pool.generate_all(
             input_ids=PROMPTS,
             sampling_params={"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True},
