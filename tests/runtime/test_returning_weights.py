@@ -57,8 +57,8 @@ def states(pool: EnginePool) -> list[str]:
 def test_the_only_engine_loses_its_weights(
     alone: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rebuild that fails takes the weights of an update along; the next one succeeds, without
-    any. The call that waits raises, and a part of the weights is no way out: a whole set is."""
+    """One of an update's is deleted, a rebuild fails, the next one succeeds, without any. The call
+    that waits raises, and a part of the weights is no way out: a whole set is."""
     alone.update_weights(target)
     rebuild, attempts = Assembly.rebuild, []
 
@@ -70,6 +70,7 @@ def test_the_only_engine_loses_its_weights(
         rebuild(self, dummy_weights=dummy_weights)
 
     monkeypatch.setattr(Assembly, "rebuild", failing)
+    faults.delete_leaf(alone, 0)
     faults.raise_in_reset(alone, 0)
     faults.raise_in_step(alone, 0)
     with callers(1) as executor:
