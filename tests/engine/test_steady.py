@@ -168,8 +168,8 @@ def test_long_prompts_do_not_join_and_penalties_do(
 ) -> None:
     """What is prefilled in chunks makes a flight land; requests that come one by one."""
     prompts = [*PROMPTS[:4], [9] * 150, [8] * 70, *PROMPTS[4:8]]
-    # The first two fly long enough for others to join.
-    lengths = [300, 300, *(30 + 7 * i for i in range(2, len(prompts)))]
+    # The first three run long enough for the fourth to come to them, whose bucket has a row free.
+    lengths = [240, 220, 200, *(30 + 7 * i for i in range(3, len(prompts)))]
     params = [GREEDY | {"max_new_tokens": length} for length in lengths]
     params[1] |= {"frequency_penalty": 0.7}
     params[7] |= {"min_new_tokens": 9, "ignore_eos": False}
