@@ -93,10 +93,8 @@ def check_variant(
     def check(found: Finding) -> None:
         try:
             pool = opened(1, found, say, **options)
-        except EngineStartFailed as error:
-            if not isinstance(error.__cause__, InvalidConfig):
-                raise
-            found.seen |= {"taken": False, "why": describe(error.__cause__)}
+        except InvalidConfig as error:
+            found.seen |= {"taken": False, "why": describe(error)}
             return
         with pool:
             found.seen["taken"] = True
