@@ -193,7 +193,12 @@ def test_a_forced_call_that_was_cut(server: Running) -> None:
     (call,) = reply["message"]["tool_calls"]
     assert (call["function"]["name"], reply["finish_reason"]) == ("look", "length")
     assert reply["message"]["content"] is None
-    assert of_chunks(post(server, CHAT, body | {"stream": True}))[0] == of_choice(reply)
+    streamed, whole = of_chunks(post(server, CHAT, body | {"stream": True}))[0], of_choice(reply)
+    # How far the parser reads depends on how many tokens a chunk has.
+    ((name, told),), ((_, read),) = streamed.pop("calls"), whole.pop("calls")
+    assert name == "look"
+    assert told.startswith(read) or read.startswith(told)
+    assert streamed == whole
     made = server.openai().responses.create(
         model="toy", input="12+7=", max_output_tokens=60, temperature=0,
         tools=[{"type": "function", **tool["function"]}],
