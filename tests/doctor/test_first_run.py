@@ -218,10 +218,14 @@ def test_what_raises_is_recorded() -> None:
     assert found["second"]["status"] == "ok"
 
 
-def test_names_of_checks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_checks_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where the environment has the same word."""
     monkeypatch.setenv("DTYPE", "bfloat16")
-    found = looked(lambda checklist: pools.check_variant("bfloat16", NOTHING, checklist, print))
+    folder = tmp_path / "bfloat16"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((toy.checkpoint() / "config.json").read_bytes())
+    broken = {"model": str(folder), "dtype": "float32"}
+    found = looked(lambda checklist: pools.check_variant("bfloat16", broken, checklist, print))
     assert found["bfloat16"]["status"] == "error"
     assert "bfloat16" not in found["bfloat16"]["problems"][0]
 
