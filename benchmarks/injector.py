@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import faults
 from enginepool import EnginePool
+from tests.support import faults
 
 # Of the pool, in seconds; a step that hangs returns before or after it.
 STEP_TIMEOUT = 2.0

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import faults, simulated
+from benchmarks import simulated
 from benchmarks.load import Load
 from benchmarks.synthetic import micro_config, write_model
 from benchmarks.table import plain
 from enginepool import EnginePool
+from tests.support import faults
 
 _LIMIT_SECONDS = 300.0
 _STEP_TIMEOUT = 1.0

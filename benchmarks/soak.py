@@ -35,7 +35,6 @@ import anyio.to_thread
 import jax
 from transformers import AutoTokenizer
 
-from benchmarks import faults
 from benchmarks.bad_token import spoil
 from benchmarks.injector import STEP_TIMEOUT, Injector
 from benchmarks.micro_pool import at_rest, chunks_beside_others, server_args, two_models
@@ -56,6 +55,7 @@ from benchmarks.soak_load import Callers
 from benchmarks.span_checks import check_spans, check_tokens
 from benchmarks.table import plain
 from enginepool import EnginePool, EnginePoolError, InvalidRequest, WeightUpdateFailed
+from tests.support import faults
 
 _SWAP_EVERY = 2.0  # seconds, at the most
 _PAUSE_EVERY = 5.0

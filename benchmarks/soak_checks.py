@@ -96,7 +96,7 @@ def mixed_prompt(finished: Finished) -> bool:
     return len(finished.result["meta_info"]["prompt_weight_versions"]) > 1
 
 
-# What the injected faults make engines say; see faults.py and injector.py.
+# What the injected faults make engines say; see injector.py.
 _INJECTED = ("Fault: ", "SystemExit: ", "NotFinite: ", "deleted", "a step has not returned")
 
 

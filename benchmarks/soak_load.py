@@ -17,11 +17,11 @@ from typing import Any
 import anyio
 
 from benchmarks.bad_token import BAD_TOKEN
-from benchmarks.faults import Fault
 from benchmarks.merges import LETTERS
 from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED
 from benchmarks.span_checks import Finished
 from enginepool import EnginePool
+from tests.support.faults import Fault
 
 _COPIES = 3
 _FEW_PROMPTS = 32  # so that whole prompts come again, too

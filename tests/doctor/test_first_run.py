@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import faults
 from enginepool import EnginePool, toy
 from enginepool.cli.main import app
 from enginepool.doctor.first_run import cache, goldens, pools, process
@@ -24,6 +23,7 @@ from enginepool.doctor.first_run.run import first_run
 from enginepool.doctor.first_run.scrub import scrub
 from enginepool.toy.files import PAD_ID, read_checkpoint
 from enginepool.toy.model import forward
+from tests.support import faults
 from tests.support.pools import NATIVE_PAGES
 
 # Options that no pool takes.

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks.faults import scheduler_of
 from enginepool import EnginePool
 from enginepool.dispatch.condition import EngineCondition
 from enginepool.engine.approach import Approach, together
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.steady.flight import Flight
+from tests.support.faults import scheduler_of
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.marks import steady_decode
 from tests.support.pools import MakePool

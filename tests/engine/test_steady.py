@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool
+from tests.support import faults
 from tests.support.forced import LINE, assert_greedy
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
 from tests.support.marks import slow, steady_decode

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sgl_jax.srt.managers.scheduler import Scheduler
 
-from benchmarks import faults
 from enginepool import EnginePool
+from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, running, until, waiting
 from tests.support.marks import steady_decode
 from tests.support.pools import NATIVE_PAGES, MakePool, same

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool
+from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, paused, until
 from tests.support.marks import slow, steady_decode
 from tests.support.pools import MakePool, compilations, same

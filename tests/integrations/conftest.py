@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import scheduler_of
 from enginepool import EnginePool
+from tests.support.faults import scheduler_of
 from tests.support.interpreter import flash_attention
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import SMALL

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 
-from benchmarks import faults
 from enginepool import EnginePool
 from tests.integrations.conftest import GREEDY, OpenFlash, ids, under_way
+from tests.support import faults
 from tests.support.forced import assert_greedy
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.pools import compilations

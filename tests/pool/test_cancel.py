@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool, RequestFailed, RequestsFailed
+from tests.support import faults
 from tests.support.liveness import (
     SECONDS,
     all_hang,

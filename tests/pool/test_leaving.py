@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import hang_in_step
 from enginepool import EnginePool, PoolClosed
+from tests.support.faults import hang_in_step
 from tests.support.liveness import SECONDS, callers, running, until
 from tests.support.marks import slow
 from tests.support.pools import SMALL

@@ -10,9 +10,9 @@ import anyio
 import numpy as np
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool
 from tests.pool.test_bad_input import refused
+from tests.support import faults
 from tests.support.forced import LOGPROB_TOLERANCE, logprobs, output_logits
 from tests.support.liveness import SECONDS, at_rest, callers, running, until
 from tests.support.marks import steady_decode

@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool, InvalidRequest, PoolClosed, RequestsFailed
+from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
 from tests.support.pools import SMALL, MakePool, compilations, same
 from tests.support.reference import make_random_model

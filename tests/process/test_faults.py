@@ -15,9 +15,9 @@ import anyio
 import jax
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool, InvalidRequest, RequestsFailed, WeightUpdateFailed
 from tests.runtime.test_swap_faults import FOR_EVER, FULL, full
+from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, idle, running, until
 from tests.support.pools import SMALL, same
 

@@ -17,10 +17,10 @@ from typing import Any
 import anyio
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool, PoolClosed
 from enginepool.engine.build import Assembly
 from tests.process.test_faults import SCRIPT
+from tests.support import faults
 from tests.support.liveness import (
     SECONDS,
     all_hang,

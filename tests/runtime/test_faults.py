@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool, PoolFailed
+from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
 from tests.support.marks import slow
 from tests.support.pools import SMALL, same

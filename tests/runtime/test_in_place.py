@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import hang_in_step
 from enginepool import EnginePool
+from tests.support.faults import hang_in_step
 from tests.support.liveness import SECONDS, at_rest, callers, idle, until
 from tests.support.pools import SMALL
 from tests.support.reference import make_random_model

@@ -11,8 +11,8 @@ from typing import Any
 import anyio
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool, InvalidRequest
+from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.pools import SMALL, same
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool, WeightUpdateFailed
 from enginepool.engine.build import Assembly
+from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, running, until
 from tests.support.marks import slow
 from tests.support.pools import SMALL, same

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool, EnginePoolError, InvalidWeights, NoWeights
 from enginepool.engine.build import Assembly
 from enginepool.engine.recovery import Recovery
 from enginepool.engine.worker import EngineWorker
 from enginepool.toy.files import read_checkpoint
+from tests.support import faults
 from tests.support.layouts import PROMPTS, leaves, serves
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import SMALL

@@ -10,7 +10,6 @@ import anyio
 import jax
 import pytest
 
-from benchmarks import faults
 from enginepool import (
     EnginePool,
     InvalidRequest,
@@ -20,6 +19,7 @@ from enginepool import (
     WeightUpdateFailed,
 )
 from tests.runtime.test_swap_faults import broken_commit, states, unchanged, versions
+from tests.support import faults
 from tests.support.layouts import GREEDY, PROMPTS, answers, leaves, serves
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import SMALL, in_use, same

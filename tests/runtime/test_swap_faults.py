@@ -12,7 +12,10 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks.faults import (
+from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
+from enginepool.runtime.quiesce import Standstill
+from enginepool.weights.leaves import EngineLeaves
+from tests.support.faults import (
     Fault,
     every_step,
     hang_in_reset,
@@ -20,9 +23,6 @@ from benchmarks.faults import (
     raise_in_step,
     scheduler_of,
 )
-from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
-from enginepool.runtime.quiesce import Standstill
-from enginepool.weights.leaves import EngineLeaves
 from tests.support.layouts import PROMPTS, answers, leaves, serves
 from tests.support.liveness import SECONDS, callers, running, until
 from tests.support.pools import MakePool, in_use, same

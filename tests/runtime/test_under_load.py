@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from benchmarks.faults import hang_in_step
 from enginepool import EnginePool, InvalidRequest, NoWeights
+from tests.support.faults import hang_in_step
 from tests.support.forced import output_logits
 from tests.support.layouts import leaves, placed
 from tests.support.liveness import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import hang_in_step
 from enginepool import EnginePool, toy
+from tests.support.faults import hang_in_step
 from tests.support.liveness import SECONDS, callers, until, waiting
 from tests.support.servers import Running, generate, serving
 

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.faults import hang_in_step
 from enginepool import EnginePool, toy
 from enginepool.serve import probe
+from tests.support.faults import hang_in_step
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import in_use
 from tests.support.scores import assert_prompt_logprobs

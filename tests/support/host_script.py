@@ -46,8 +46,8 @@ def at_rest(pool: Any) -> bool:
 
 def host(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Faults, with a reset and a rebuild; looked at before and after."""
-    from benchmarks import faults
     from enginepool import EnginePool
+    from tests.support import faults
 
     got: list[int] = []
     ours = (signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGINT)
@@ -146,8 +146,8 @@ def end_under_load(model: str, options: dict[str, Any]) -> None:
 
 def end_while_stuck(model: str, options: dict[str, Any]) -> None:
     """The same with an engine in a step that does not return; none compiles meanwhile."""
-    from benchmarks import faults
     from enginepool import EnginePool
+    from tests.support import faults
 
     logging.getLogger("enginepool").setLevel(logging.CRITICAL)
     options |= {"warmup": "sequential", "step_timeout": 10.0}

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.faults import Hang, hang_in_step
 from enginepool import EnginePool
+from tests.support.faults import Hang, hang_in_step
 
 SECONDS = 120.0
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import scheduler_of
 from enginepool import EnginePool
+from tests.support.faults import scheduler_of
 from tests.support.liveness import running, until
 
 # Pools of one kind as far as possible: the session's `make_pool` opens each once.

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.faults import raise_in_reset, raise_in_step
 from enginepool import EnginePool, InvalidConfig, InvalidWeights
+from tests.support.faults import raise_in_reset, raise_in_step
 from tests.support.layouts import GREEDY, leaves, tensors
 from tests.support.liveness import until
 from tests.support.pools import SMALL

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import faults
 from enginepool import EnginePool
 from enginepool.config import PoolConfig
 from enginepool.dispatch.condition import EngineCondition
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter
+from tests.support import faults
 from tests.support.layouts import own_layout, serves, tensors
 from tests.support.marks import slow
 from tests.support.pools import SMALL, MakePool
