@@ -49,11 +49,12 @@ def _of_array(array: jax.Array) -> list[jax.Array]:
     for shard in array.addressable_shards:
         place = tuple(part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True))
         parts.setdefault(place, shard.data)
-    return [_sum(parts[place]) for place in sorted(parts)]
+    return [weighted_sum(parts[place]) for place in sorted(parts)]
 
 
 @jax.jit
-def _sum(array: jax.Array) -> jax.Array:
+def weighted_sum(array: jax.Array) -> jax.Array:
+    """The sum of all words, each times a factor of its own place."""
     words = jax.lax.bitcast_convert_type(array, _WORD[array.dtype.itemsize]).astype(jnp.uint32)
     words = words.reshape(-1, words.shape[-1] if words.ndim else 1)
     row = jax.lax.broadcasted_iota(jnp.uint32, words.shape, 0)

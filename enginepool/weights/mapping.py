@@ -113,7 +113,7 @@ class HuggingFaceMapping:
     def source_shape(self, path: str) -> tuple[int, ...] | None:
         """The shape that each tensor of this leaf must have; None if it cannot be told."""
         if path not in self._shapes:
-            kind = self._kind(path)
+            kind = self.kind(path)
             if kind not in self._known:
                 self._known[kind] = self._find_shape(path, self._specs[path])
             self._shapes[path] = self._known[kind]
@@ -121,15 +121,15 @@ class HuggingFaceMapping:
 
     def keeps(self, path: str) -> bool:
         """Whether the leaf is its one tensor as it is, but for the dtype."""
-        kind = self._kind(path)
+        kind = self.kind(path)
         if kind not in self._kept:
             spec = self._specs[path]
             as_it_is = len(self.names[path]) == 1 and self.source_shape(path) == spec.shape
             self._kept[kind] = as_it_is and self._does_nothing(path, spec)
         return self._kept[kind]
 
-    def _kind(self, path: str) -> Any:
-        """Layers repeat: what the mapping does for a leaf, without where, is tried once."""
+    def kind(self, path: str) -> Any:
+        """What the mapping does for a leaf, wherever the leaf is: equal for all layers of a kind."""
         entry = self._entries[path][1]
         fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
         shape = self._specs[path].shape
@@ -141,17 +141,18 @@ class HuggingFaceMapping:
         Raises whatever upstream does for tensors that it cannot use.
         """
 
-        return self._traced(path, shapes, jax.eval_shape).shape
+        return self.traced(path, shapes, jax.eval_shape).shape
 
     def _does_nothing(self, path: str, spec: jax.ShapeDtypeStruct) -> bool:
         tensor = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
         try:
-            program = self._traced(path, dict.fromkeys(self.names[path], tensor), _program)
+            program = self.traced(path, dict.fromkeys(self.names[path], tensor), _program)
         except Exception:  # whatever upstream raises while it is traced; then it is converted
             return False
         return all(step.primitive.name == "device_put" for step in program.eqns)
 
-    def _traced(self, path: str, shapes: Mapping[str, Any], tracer: Callable[..., Any]) -> Any:
+    def traced(self, path: str, shapes: Mapping[str, Any], tracer: Callable[..., Any]) -> Any:
+        """What `tracer` makes of upstream's conversion of tensors of these shapes to the leaf."""
         def trace(arrays: dict[str, jax.Array]) -> jax.Array:
             return self._feed(path, shapes, lambda name, sharding: arrays[name])
 

@@ -70,12 +70,13 @@ def gathered(array: jax.Array, dtype: Any) -> jax.Array:
     # Its devices in its own order, as `jit` wants them; the mesh that it came on may be anything.
     mesh = Mesh(np.array(list(array.sharding.devices_indices_map(array.shape))), ("all",))
     with _gathering, jax.set_mesh(mesh):
-        gather = _gather(NamedSharding(mesh, PartitionSpec()), np.dtype(dtype))
+        gather = gather_program(NamedSharding(mesh, PartitionSpec()), np.dtype(dtype))
         return gather(array).block_until_ready()
 
 
 @functools.lru_cache(maxsize=16)  # so that a program is compiled once for each shape
-def _gather(everywhere: NamedSharding, dtype: np.dtype) -> Any:
+def gather_program(everywhere: NamedSharding, dtype: np.dtype) -> Any:
+    """The program that brings a sharded array to `everywhere`, in this dtype."""
     return jax.jit(lambda array: array.astype(dtype), out_shardings=everywhere)
 
 

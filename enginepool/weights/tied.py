@@ -90,7 +90,7 @@ def _same(a: Array, b: Array, dtype: Any) -> bool:
     # Part by part: a program of several devices might wait for an engine's.
     parts = zip(one.addressable_shards, there.addressable_shards, strict=True)
     with outside_meshes():
-        equal = [_equal_on_devices(x.data, y.data, dtype) for x, y in parts]
+        equal = [equal_on_devices(x.data, y.data, dtype) for x, y in parts]
     return all(jax.device_get(equal))
 
 
@@ -100,5 +100,6 @@ def _equal(a: Any, b: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _equal_on_devices(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+def equal_on_devices(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """Whether two arrays of one device have the same values in this dtype."""
     return _equal(jnp.asarray(a, dtype), jnp.asarray(b, dtype))

@@ -280,8 +280,8 @@ def keep(function, **options):
     return jit(function, **{k: v for k, v in options.items() if k != "donate_argnames"})
 
 stand_ins._jit = keep
-fingerprint._sum = jit(lambda array: wider(array).sum())
-tied._equal_on_devices = jit(lambda a, b, _: (wider(a) == wider(b)).all(), static_argnums=2)
+fingerprint.weighted_sum = jit(lambda array: wider(array).sum())
+tied.equal_on_devices = jit(lambda a, b, _: (wider(a) == wider(b)).all(), static_argnums=2)
 record = compile_programs(
     TOPOLOGIES["v5e-8"],
     model_config("Qwen3-0.6B", 1),

@@ -30,7 +30,7 @@ def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
         if shape not in seen:
             seen.add(shape)
             _of_shape(spec, chips, size, record)
-        kind = mapping._kind(path) if path in mapping.names else None
+        kind = mapping.kind(path) if path in mapping.names else None
         if kind is not None and kind not in seen and not mapping.keeps(path):
             seen.add(kind)
             _conversion(mapping, path, spec, size, record)
@@ -42,7 +42,7 @@ def _of_shape(spec: Any, chips: list[Any], size: str, record: Record) -> None:
     leaf = AbstractArray(spec.shape, spec.dtype, on_chip)
     wide = AbstractArray(spec.shape, jnp.float32, on_chip)
     if record.wants("fingerprint"):
-        record.add("fingerprint", size, fingerprint._sum.lower(leaf))
+        record.add("fingerprint", size, fingerprint.weighted_sum.lower(leaf))
     if record.wants("cast"):
         cast: Any = jax.jit(lambda array: array.astype(spec.dtype))
         record.add("cast", size, cast.lower(wide).program)
@@ -60,7 +60,7 @@ def _gathered(spec: Any, chips: list[Any], dtype: Any, size: str, record: Record
     mesh = Mesh(np.array(chips), ("all",))
     cut = NamedSharding(mesh, PartitionSpec(*[None] * axis, "all"))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    gather = placement._gather.__wrapped__(everywhere, np.dtype(spec.dtype))
+    gather = placement.gather_program.__wrapped__(everywhere, np.dtype(spec.dtype))
     with jax.set_mesh(mesh):
         lowered = gather.lower(AbstractArray(spec.shape, dtype, cut))
     record.add("gather", size, lowered.program)
@@ -78,7 +78,7 @@ def _conversion(mapping: Any, path: str, spec: Any, size: str, record: Record) -
         convert: Any = jax.jit(trace, out_shardings=spec.sharding)
         return convert.lower(arrays).program
 
-    record.add("convert", size, mapping._traced(path, tensors, lower))
+    record.add("convert", size, mapping.traced(path, tensors, lower))
 
 
 def _replicated(spec: Any) -> NamedSharding:
@@ -91,5 +91,5 @@ def _tied_head(specs: Any, chip: Any, record: Record) -> None:
         return
     spec = specs[head.path]
     matrix = AbstractArray(spec.shape, spec.dtype, SingleDeviceSharding(chip))
-    lowered = tied._equal_on_devices.lower(matrix, matrix, spec.dtype)
+    lowered = tied.equal_on_devices.lower(matrix, matrix, spec.dtype)
     record.add("tied_head", "x".join(map(str, spec.shape)), lowered)
