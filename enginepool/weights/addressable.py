@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from enginepool.errors import InvalidWeights
+from enginepool.weights.parts import bounds
 
 _REMEDY = (
     "every process of the trainer has to call, on all of its arrays, jax.jit(lambda tree: tree, "
@@ -68,8 +69,3 @@ def _within(array: jax.Array, devices: list[jax.Device]) -> NamedSharding | None
 
 def _places(array: jax.Array) -> Any:
     return array.sharding.devices_indices_map(array.shape)
-
-
-def bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """Start, stop and step of a shard's index along each axis, however JAX wrote it down."""
-    return tuple(part.indices(size) for part, size in zip(index or (), shape, strict=True))

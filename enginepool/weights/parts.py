@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from enginepool.weights.addressable import bounds
-
 # Start, stop and step along each axis; the step is 1.
 Box = tuple[tuple[int, int, int], ...]
 Holders = Mapping[Box, Mapping[jax.Device, jax.Array]]
+
+
+def bounds(index: Any, shape: tuple[int, ...]) -> Box:
+    """A shard's index as a box, however JAX wrote it down."""
+    return tuple(part.indices(size) for part, size in zip(index or (), shape, strict=True))
 
 
 def holders(array: jax.Array) -> Holders:
