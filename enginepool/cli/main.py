@@ -22,7 +22,7 @@ from enginepool.cli.serve import SERVE_CONTEXT, serve
 from enginepool.console.complaints import Commands
 from enginepool.console.output import watch_output
 from enginepool.errors import InvalidConfig
-from enginepool.process.ending import quick_end
+from enginepool.process.quick_exit import quick_exit
 
 if TYPE_CHECKING:
     from enginepool.config import PoolConfig
@@ -40,7 +40,7 @@ app.add_typer(reference, name="reference")
 
 def main() -> None:
     watch_output()
-    with quick_end():
+    with quick_exit():
         app()
 
 

@@ -30,8 +30,8 @@ from jax.sharding import AxisType, Mesh
 from enginepool.engine.channel import Channel
 from enginepool.engine.config_reads import check_model
 from enginepool.errors import EnginePoolError, InvalidConfig
-from enginepool.process.alone import alone
 from enginepool.process.guest import preserved
+from enginepool.process.single_process import as_single_process
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
@@ -133,7 +133,7 @@ def build_engine(
         ("data", "tensor"),
         axis_types=(AxisType.Explicit,) * 2,
     )
-    with preserved(), alone(), jax.default_device(devices[0]):
+    with preserved(), as_single_process(), jax.default_device(devices[0]):
         args = ServerArgs(**server_args)
         args.check_server_args()
         _check_pages(args)

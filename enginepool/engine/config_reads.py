@@ -23,7 +23,7 @@ from enginepool.engine.quantized_check import check_quantized
 from enginepool.engine.rotary_check import check_rotary
 from enginepool.model_config.computed import check_reads
 from enginepool.model_config.reading import fields, written
-from enginepool.process.some_threads import SomeThreads
+from enginepool.process.thread_override import ThreadOverride
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def noted_reads() -> Iterator[set[str]]:
     notes = _Notes(set(), [])
     token = _notes.set(notes)
     try:
-        with _threads.inside():
+        with _override.on_this_thread():
             yield notes.reads
     finally:
         _notes.reset(token)
@@ -63,7 +63,7 @@ def _install() -> Callable[[], None]:
     return restore
 
 
-_threads = SomeThreads(_install)
+_override = ThreadOverride(_install)
 
 
 def _assign(model_config: Any, config: Any) -> None:

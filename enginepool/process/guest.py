@@ -1,4 +1,4 @@
-"""A good guest: what building an engine disturbs in the host process, put back.
+"""A good guest: restores what building an engine changes in the host process.
 
 What breaks: The host's random numbers repeat, its environment and JAX's configuration change, bars
 and warnings are printed, and a thread of tqdm's stays.
@@ -25,7 +25,7 @@ import numpy as np
 from tqdm.std import tqdm
 
 from enginepool.process.quiet import no_generation_warnings
-from enginepool.process.some_threads import SomeThreads
+from enginepool.process.thread_override import ThreadOverride
 
 BUILD_LOCK = threading.RLock()
 
@@ -101,14 +101,14 @@ def _hide_progress_bars() -> Callable[[], None]:
 def _silenced(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: tqdm, *args: Any, **kwargs: Any) -> None:
-        if _quiet_threads.here:
+        if _hidden.active:
             kwargs["disable"] = True
         original(self, *args, **kwargs)
 
     return init
 
 
-_quiet_threads = SomeThreads(_hide_progress_bars)
+_hidden = ThreadOverride(_hide_progress_bars)
 
-# Upstream shows tqdm bars while it loads and compiles; on a thread inside they stay invisible.
-no_progress_bars = _quiet_threads.inside
+# Inside, the bars that upstream shows while it loads and compiles are not shown on this thread.
+no_progress_bars = _hidden.on_this_thread

@@ -41,7 +41,7 @@ REACHES = {
     "engine/steady/sample.py",
     "engine/top_logprobs.py",
     "engine/warmup.py",
-    "process/ending.py",
+    "process/quick_exit.py",
     "serve/answer_form.py",
     "serve/chat_stream.py",
     "serve/openai_api.py",

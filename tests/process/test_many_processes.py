@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import pytest
 
-from enginepool.process.alone import alone
+from enginepool.process.single_process import as_single_process
 from tests.support.forced import assert_greedy
 from tests.support.liveness import SECONDS, callers, until
 
@@ -144,7 +144,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def build() -> tuple[int, int]:
-        with alone(), alone():
+        with as_single_process(), as_single_process():
             entered.set()
             assert leave.wait(SECONDS)
             return seen()
@@ -153,7 +153,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         building = executor.submit(build)
         assert entered.wait(SECONDS)
         assert seen() == (4, 3)
-        with alone():
+        with as_single_process():
             assert seen() == (1, 0)
             leave.set()
             assert building.result(SECONDS) == (1, 0)

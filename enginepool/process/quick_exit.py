@@ -1,4 +1,4 @@
-"""The end of a command's process, which takes neither JAX nor the interpreter down.
+"""Ends a command's process at once: neither JAX nor the interpreter is taken down.
 
 Reaches into JAX: the function that it registers for the exit.
 
@@ -21,11 +21,11 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quick_end() -> Iterator[None]:
-    """Around a command that ends its process by SystemExit.
+def quick_exit() -> Iterator[None]:
+    """Surround a command that ends its process by SystemExit.
 
-    Whatever else is registered for the exit after this has begun still runs; threads that are no
-    daemons are waited for; logs and standard streams are flushed.
+    What is registered for the exit later than this still runs. Threads that are no daemons are
+    waited for. Logs and standard streams are flushed.
     """
     codes: list[int] = []
     atexit.register(_end, codes)  # first of all, to be called last

@@ -1,4 +1,4 @@
-"""Something of the process's that is to be otherwise on some of its threads, for a while."""
+"""A thread-scoped override: something process-wide is replaced for some threads only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class SomeThreads:
-    """The threads that are inside. Thread-safe; a thread may be inside several times.
+class ThreadOverride:
+    """An override that is in effect for the threads inside `on_this_thread`. Thread-safe.
 
     Args:
-        install: Called as the first of them enters; returns what is called as the last one leaves.
-            What it installs asks `here` whether it is meant.
+        install: Puts the override in place when the first thread enters, and returns what takes
+            it away when the last thread leaves. The override asks `active` on every use.
     """
 
     def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
@@ -23,13 +23,13 @@ class SomeThreads:
         self._lock = threading.Lock()
 
     @property
-    def here(self) -> bool:
-        """Whether this thread is inside."""
+    def active(self) -> bool:
+        """Whether the override is in effect for the calling thread."""
         return self._inside[threading.get_ident()] > 0
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Have this thread inside."""
+    def on_this_thread(self) -> Iterator[None]:
+        """Put the override in effect for the calling thread. May be nested."""
         thread = threading.get_ident()
         with self._lock:
             if self._restore is None:
