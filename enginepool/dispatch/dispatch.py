@@ -21,7 +21,7 @@ from enginepool.errors import (
     PoolFailed,
     QueueFull,
 )
-from enginepool.process.forks import Home
+from enginepool.process.forks import PoolProcess
 
 
 class Counts:
@@ -68,7 +68,7 @@ class Dispatch:
         self, name: str, config: PoolConfig, desired: DesiredState, steering: SteeringLock
     ) -> None:
         self.name = name
-        self.home = Home(name)
+        self.process = PoolProcess(name)
         self.queue = RequestQueue()
         self.queue_limit = QueueLimit(self.queue, config.max_queued, config.when_full)
         self.engines: list[EngineRecord] = []

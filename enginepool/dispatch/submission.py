@@ -33,5 +33,5 @@ def submitted(dispatch: Dispatch, call: Call) -> Iterator[None]:
 
 
 def _leave(dispatch: Dispatch, call: Call) -> None:
-    if dispatch.home.here:
+    if dispatch.process.here:
         dispatch.abort(call.requests, "the caller left", "cancelled")

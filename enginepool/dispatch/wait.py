@@ -117,7 +117,7 @@ def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Ch
     while not seen.all:
         for chunk in seen.news():
             yield chunk
-            dispatch.home.check()  # the reader may have forked
+            dispatch.process.check()  # the reader may have forked
         if not seen.all:
             dispatch.refuse_to_wait(call)
             signal.wait(deadline.left())
@@ -135,7 +135,7 @@ async def async_chunks(
     while not seen.all:
         for chunk in seen.news():
             yield chunk
-            dispatch.home.check()
+            dispatch.process.check()
         if not seen.all:
             await signal.wait(deadline.left())
             deadline.check()

@@ -24,7 +24,7 @@ from enginepool.pool.generate import Generation
 from enginepool.pool.score import ScoreCalls
 from enginepool.pool.steering import Steering
 from enginepool.pool.training import WeightCalls
-from enginepool.process.forks import Home, python_ends
+from enginepool.process.forks import PoolProcess, python_ends
 from enginepool.runtime import statistics
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import seconds
@@ -41,7 +41,7 @@ def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
     """What runs at exit unless the pool is closed before; does not keep the pool alive."""
 
     def close() -> None:
-        if runtime.dispatch.home.here:  # not in a forked child that ends as a script does
+        if runtime.dispatch.process.here:  # not in a forked child that ends as a script does
             python_ends()
             runtime.close(CLOSE_SECONDS)
             warnings.warn(f"pool {runtime.name!r} was never closed", ResourceWarning, stacklevel=2)
@@ -110,7 +110,7 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
         self._lock = threading.RLock()
         self._open_runtime: Runtime | None = None
         self._closing_runtime: Runtime | None = None  # until all of it is given back
-        self._home: Home | None = None  # once it opens
+        self._process: PoolProcess | None = None  # once it opens
         self._at_exit: Callable[[], None] | None = None
         self.name = f"enginepool-{next(_numbers)}"
         if model is None:
@@ -137,8 +137,8 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
         runtime = self._open_runtime
         if runtime is None:
             return f"<EnginePool {self.name!r} [{self._state.value}]>"
-        if not runtime.dispatch.home.here:
-            return f"<EnginePool {self.name!r} [open in process {runtime.dispatch.home.pid}]>"
+        if not runtime.dispatch.process.here:
+            return f"<EnginePool {self.name!r} [open in process {runtime.dispatch.process.pid}]>"
         running = sum(worker.channel.load() for worker in runtime.workers)
         serving = len(runtime.dispatch.serving())
         return (
@@ -171,7 +171,7 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
 
     def _opened(self, on_engine: Callable[[dict[str, Any]], None] | None) -> Runtime:
         runtime = Runtime(self.config, self.name)
-        self._home = runtime.dispatch.home
+        self._process = runtime.dispatch.process
         report = None
         if on_engine is not None:
             report = lambda worker: on_engine(statistics.engine(worker))  # noqa: E731
@@ -183,7 +183,7 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
 
             connect(runtime)
         except BaseException:
-            self._home = None
+            self._process = None
             runtime.close(None)
             raise
         # A script that forgets to close: the engines' threads end before Python does.
@@ -199,7 +199,7 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
         process that opened the pool it does nothing.
         """
         timeout = seconds("timeout", timeout, zero=True)
-        if self._home is not None and not self._home.here:
+        if self._process is not None and not self._process.here:
             return
         with self._lock:
             self._state = PoolState.CLOSED
@@ -248,7 +248,12 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
         # When Python takes its modules down, `_closing_at_exit` has done it, and what this needs
         # may be gone.
         runtime = getattr(self, "_open_runtime", None)
-        if runtime is None or python_is_gone() or runtime.closed or not runtime.dispatch.home.here:
+        if (
+            runtime is None
+            or python_is_gone()
+            or runtime.closed
+            or not runtime.dispatch.process.here
+        ):
             return
         try:
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
@@ -262,8 +267,8 @@ class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
                 self.close()
 
     def _check_process(self) -> None:
-        if self._home is not None:
-            self._home.check()
+        if self._process is not None:
+            self._process.check()
 
     def _runtime(self) -> Runtime:
         self._check_process()

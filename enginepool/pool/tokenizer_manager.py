@@ -120,7 +120,7 @@ class FrontEnd:
                 probable tokens in each place.
             clamp, thinking: See `InputProcessor.make_call`.
         """
-        self.runtime.dispatch.home.check()
+        self.runtime.dispatch.process.check()
         for name in UNSUPPORTED:
             if _given(getattr(obj, name, None)):
                 raise InvalidRequest(f"{name} is not supported in a pool")
@@ -224,7 +224,7 @@ class PortalLoop:
 
     def _open(self) -> BlockingPortal:
         dispatch = self._runtime.dispatch
-        dispatch.home.check()
+        dispatch.process.check()
         with dispatch.lock:
             dispatch.check_open()
             if self._portal is None:

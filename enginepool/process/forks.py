@@ -8,7 +8,7 @@ import threading
 from enginepool.errors import ForkedProcess
 
 
-class Home:
+class PoolProcess:
     """The process in which it was made."""
 
     def __init__(self, name: str) -> None:

@@ -153,6 +153,7 @@ class HuggingFaceMapping:
 
     def traced(self, path: str, shapes: Mapping[str, Any], tracer: Callable[..., Any]) -> Any:
         """What `tracer` makes of upstream's conversion of tensors of these shapes to the leaf."""
+
         def trace(arrays: dict[str, jax.Array]) -> jax.Array:
             return self._feed(path, shapes, lambda name, sharding: arrays[name])
 
