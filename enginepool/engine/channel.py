@@ -17,11 +17,11 @@ from enginepool.dispatch.condition import EngineCondition
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.request import Request, aborted
 from enginepool.dispatch.states import EngineState
-from enginepool.engine.approach import Approach
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.jobs import EngineBroken, Jobs, StopEngine
 from enginepool.engine.running import RunningRequests
 from enginepool.engine.scheduler_protocol import StepScheduler
+from enginepool.engine.single_stepping import SingleStepping
 from enginepool.errors import StepTimeout
 
 
@@ -32,7 +32,7 @@ class Channel:
         condition: What the engine may do; it is asked before every step.
         running: The requests that the engine has.
         max_decode_steps: How many may be dispatched at once.
-        approach: How it comes to a step boundary with others.
+        single_stepping: Whether it dispatches one step at a time, as it is to stop with others.
         limiter: Shared with other engines; this one has a slot from a step's begin to its end,
             but for the wait for its device.
         steps: How many began.
@@ -56,7 +56,7 @@ class Channel:
         self.limiter = limiter
         self.condition = condition
         self.max_decode_steps = max_decode_steps
-        self.approach = Approach()
+        self.single_stepping = SingleStepping()
         self.running = RunningRequests(condition.weights)
         self.steps = self.steady_steps = self.steady_dispatches = self.fallback_steps = 0
         self.busy_since = 0.0

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from enginepool.dispatch.request import Request, aborted
-from enginepool.engine.approach import together
 from enginepool.engine.jobs import EngineStopped
+from enginepool.engine.single_stepping import one_step_at_a_time
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest, PoolClosed, WeightUpdateFailed
 from enginepool.runtime.runtime import Runtime
@@ -107,8 +107,8 @@ def standstill(
     def wait_until_due() -> None:
         futures = []
         # One engine has nobody to wait for, and a drain ends with nothing on its way.
-        near = [w.channel.approach for w in stand.workers if mode != "drain" and len(workers) > 1]
-        with together(near):
+        several = mode != "drain" and len(workers) > 1
+        with one_step_at_a_time([w.channel.single_stepping for w in stand.workers if several]):
             for worker in stand.workers:
                 # Drained engines wait for their siblings with nothing to do, so they stop last.
                 job = _nothing if mode == "drain" else (lambda worker=worker: stop(worker))

@@ -83,7 +83,7 @@ class SteadyDecode:
         rows, pages = Rows(size, self._asking), Pages(scheduler, size)
         flight = Flight(self, program, rows, pages)
         self._queued, self._freed = channel.queued(), False
-        with channel.approach.flight():
+        with channel.single_stepping.steps_in_flight():
             flight.take_off(reqs, self._most_steps())
         self._filter(batch)
         booking.settle(batch)
@@ -105,7 +105,7 @@ class SteadyDecode:
 
     @property
     def one_by_one(self) -> bool:
-        return self._channel.approach.begun
+        return self._channel.single_stepping.on
 
     def steps_at_once(self, *, idle: bool | None, streamed: bool) -> int:
         if idle is not None and self._letting_in is None:
@@ -145,7 +145,7 @@ class SteadyDecode:
 
     def wants_boundary(self, flight: Flight) -> bool:
         channel = self._channel
-        channel.approach.on_their_way(flight.on_their_way)
+        channel.single_stepping.in_flight(flight.on_their_way)
         if channel.has_jobs():
             return True
         queued = channel.queued()

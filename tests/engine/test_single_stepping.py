@@ -1,4 +1,4 @@
-"""Engines that are to stand together go on one step at a time before they do."""
+"""Engines that are to stop at the same time first dispatch one step at a time."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import pytest
 
 from enginepool import EnginePool
 from enginepool.dispatch.condition import EngineCondition
-from enginepool.engine.approach import Approach, together
+from enginepool.engine.single_stepping import SingleStepping, one_step_at_a_time
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.steady.flight import Flight
 from tests.support.faults import scheduler_of
@@ -38,56 +38,56 @@ def eight_at_once(make_pool: MakePool) -> Iterator[EnginePool]:
         yield pool
 
 
-def approaches(pool: EnginePool) -> list[Approach]:
-    return [worker.channel.approach for worker in pool._runtime().workers]
+def steppings(pool: EnginePool) -> list[SingleStepping]:
+    return [worker.channel.single_stepping for worker in pool._runtime().workers]
 
 
 def test_an_engine_in_flight_is_waited_for() -> None:
     """Until a step at most is on its way, and the block with it."""
-    one, other = Approach(), Approach()
+    one, other = SingleStepping(), SingleStepping()
     inside = threading.Event()
 
     def meet() -> None:
-        with together([one, other]):
+        with one_step_at_a_time([one, other]):
             inside.set()
 
-    with one.flight():
-        one.on_their_way(16)
+    with one.steps_in_flight():
+        one.in_flight(16)
         thread = threading.Thread(target=meet)
         thread.start()
-        until(lambda: one.begun and other.begun)
-        one.on_their_way(8)
+        until(lambda: one.on and other.on)
+        one.in_flight(8)
         assert not inside.wait(0.05)
-        one.on_their_way(1)
+        one.in_flight(1)
         thread.join(SECONDS)
     assert inside.is_set()
 
 
 def test_nobody_waits_for_an_engine_that_hangs() -> None:
-    hangs = Approach()
-    with hangs.flight(), together([hangs]):
-        assert hangs.begun
+    hangs = SingleStepping()
+    with hangs.steps_in_flight(), one_step_at_a_time([hangs]):
+        assert hangs.on
 
 
 def test_a_flight_that_ends_is_waited_for_no_longer() -> None:
-    approach = Approach()
+    stepping = SingleStepping()
 
     def fly() -> None:
-        with approach.flight():
-            approach.begin()
-            assert not approach.wait(0)
+        with stepping.steps_in_flight():
+            stepping.begin()
+            assert not stepping.wait(0)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fly()
-    assert approach.wait(0)
+    assert stepping.wait(0)
 
 
 def test_it_ends_with_the_block() -> None:
-    approach = Approach()
-    with pytest.raises(ZeroDivisionError), together([approach]):
+    stepping = SingleStepping()
+    with pytest.raises(ZeroDivisionError), one_step_at_a_time([stepping]):
         raise ZeroDivisionError
-    assert not approach.begun
+    assert not stepping.on
 
 
 @steady_decode
@@ -107,7 +107,7 @@ def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.Monke
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:1])
         flying(pool, 1)
-        with together(approaches(pool)):
+        with one_step_at_a_time(steppings(pool)):
             start = len(seen)
             until(lambda: len(seen) > start + 4)
             during = seen[start + 1 :]
@@ -121,10 +121,10 @@ def test_nobody_waits_for_an_engine_at_rest(eight_at_once: EnginePool) -> None:
     pool = eight_at_once
     ask(pool, LONG)
     until(lambda: at_rest(pool))
-    for approach in approaches(pool):
-        approach.begin()
-        assert approach.wait(0)
-        approach.end()
+    for stepping in steppings(pool):
+        stepping.begin()
+        assert stepping.wait(0)
+        stepping.end()
 
 
 @steady_decode

@@ -1,0 +1,75 @@
+"""Engines that are to stop at the same time first dispatch one step at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+# Seconds that engines are waited for at most. An engine that needs longer hangs, or its steps are
+# so long that the others wait for it anyway.
+_PATIENCE = 1.0
+
+
+class SingleStepping:
+    """Whether one engine dispatches one step at a time.
+
+    The engine's thread reads `on` and reports its steps. `one_step_at_a_time` is for any other
+    thread.
+
+    Attributes:
+        on: The engine dispatches no step before the last one has come back.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._stepping = False
+        self._close = threading.Event()
+
+    @contextmanager
+    def steps_in_flight(self) -> Iterator[None]:
+        """Steps may be in flight inside the block, and none are when it ends."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+            self._close.set()
+
+    def in_flight(self, steps: int) -> None:
+        """Report how many steps have not come back."""
+        if self.on and steps <= 1:
+            self._close.set()
+
+    def begin(self) -> None:
+        self._close.clear()
+        self.on = True
+        if not self._stepping:
+            self._close.set()
+
+    def end(self) -> None:
+        self.on = False
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until at most one step is in flight; False if that takes longer."""
+        return self._close.wait(seconds)
+
+
+@contextmanager
+def one_step_at_a_time(engines: Sequence[SingleStepping]) -> Iterator[None]:
+    """Have engines dispatch one step at a time. At most one is in flight when the block begins.
+
+    The engine that stops first idles until the last one has stopped. Without this the last one
+    may have two dispatches of several steps in flight.
+    """
+    try:
+        for engine in engines:
+            engine.begin()
+        until = time.monotonic() + _PATIENCE
+        for engine in engines:
+            engine.wait(max(0.0, until - time.monotonic()))
+        yield
+    finally:
+        for engine in engines:
+            engine.end()
