@@ -42,6 +42,7 @@ def chunks_beside_others() -> Iterator[set[str]]:
     """The prompts that are prefilled in chunks, meanwhile, on engines where others decode; for
     after a pool was opened."""
     from enginepool.engine import scheduler as module
+    from enginepool.engine.scoring import running_count
 
     seen: set[str] = set()
     owner: Any = module.PinnedScheduler
@@ -49,7 +50,7 @@ def chunks_beside_others() -> Iterator[set[str]]:
 
     def noting(scheduler: Any) -> Any:
         batch = original(scheduler)
-        if scheduler.running_count():
+        if running_count(scheduler):
             seen.update(req.rid for req in scheduler.chunked_reqs if req is not None)
         return batch
 

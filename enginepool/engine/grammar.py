@@ -19,12 +19,10 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from enginepool.dispatch.grammar import Grammar
-from enginepool.dispatch.request import aborted
 from enginepool.dispatch.thinking import Thinking, Thought
 from enginepool.process.upstream import expect
 
@@ -157,11 +155,3 @@ def check_upstream() -> None:
     from sgl_jax.srt.managers.schedule_batch import ModelWorkerSamplingInfo
 
     expect(ModelWorkerSamplingInfo, "update_grammar_vocab_mask")
-
-
-def finish_reason(req: Any, reason: dict[str, Any]) -> dict[str, Any]:
-    """Why a request of upstream's ended, where it is not what upstream says."""
-    grammar: RequestGrammar | None = req.grammar
-    if grammar is None or grammar.failure is None or reason.get("type") != "stop":
-        return reason
-    return aborted(f"the output cannot go on as its grammar says: {grammar.failure}", "grammar")

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from enginepool.dispatch.condition import WeightsCondition
-from enginepool.dispatch.request import Request, not_finite
-from enginepool.engine.grammar import finish_reason
+from enginepool.dispatch.request import Request, aborted, not_finite
+from enginepool.engine.grammar import RequestGrammar
 from enginepool.errors import NotFinite
 
 
@@ -180,6 +180,15 @@ class RunningRequests:
         )
         if not keep:
             request.req = None
+
+
+def finish_reason(req: Any, reason: dict[str, Any]) -> dict[str, Any]:
+    """Upstream's reason why a request ended, unless its grammar could not go on: then it was
+    aborted."""
+    grammar: RequestGrammar | None = req.grammar
+    if reason.get("type") != "stop" or grammar is None or grammar.failure is None:
+        return reason
+    return aborted(f"the output cannot go on as its grammar says: {grammar.failure}", "grammar")
 
 
 def _has_progressed(request: Request) -> bool:

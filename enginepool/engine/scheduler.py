@@ -36,7 +36,8 @@ from enginepool.engine.config_reads import noted_reads
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.grammar import RequestGrammar, check_upstream
 from enginepool.engine.kv_cache import KVCache
-from enginepool.engine.scoring import Scorer
+from enginepool.engine.prefill_program import PrefillProgram
+from enginepool.engine.scoring import Scorer, running_count
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.top_logprobs import TopLogprobs
 from enginepool.process.upstream import expect
@@ -84,7 +85,14 @@ class PinnedScheduler(Scheduler):
         model_runner.compute_logprobs = self._compute_logprobs_and_wait
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
-        self.scorer = Scorer(self, channel.condition.weights)
+        self.prefill_program = PrefillProgram(self.tp_worker.worker)
+        self.scorer = Scorer(
+            self,
+            self.prefill_program,
+            channel.condition.weights,
+            has_work=self.has_work,
+            cannot_hold=self._cannot_hold,
+        )
         self.steady = SteadyDecode(self, channel)
 
     # What upstream calls
@@ -159,7 +167,7 @@ class PinnedScheduler(Scheduler):
         Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
         weights of this moment have computed, whichever they were when it came here.
         """
-        self.scorer.make_way(self.running_count())
+        self.scorer.make_way(running_count(self))
         held = self.running.held
         waiting = list(self.waiting_queue)
         for req in waiting:
@@ -304,14 +312,10 @@ class PinnedScheduler(Scheduler):
         request.scored = scored
         request.req = self.admit(request)
 
-    def cannot_hold(self, request: Request) -> None:
+    def _cannot_hold(self, request: Request) -> None:
         """End a request for whose prompt an empty KV cache has no room."""
         reason = aborted("the engine's KV cache cannot hold this prompt", "out_of_memory")
         self.running.end(request.internal_rid, reason)
-
-    def running_count(self) -> int:
-        """How many requests take KV cache at the next step."""
-        return sum(len(info.reqs or ()) for info in self.running_batch.reqs_info)
 
     @cached_property
     def hugging_face(self) -> HuggingFaceMapping:

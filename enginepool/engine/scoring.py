@@ -1,16 +1,15 @@
-"""The prompts that an engine scores, between its steps.
+"""The prompts that an engine scores between its steps.
 
-They wait beside upstream's requests and never join them. A prompt's KV cache lies in pages of the
-engine's own pool, taken when its turn comes and given back when it is scored; the prefix cache
-neither has nor gets any of it. Where running requests need pages, those of scored prompts are
-given back first, and the prompt begins anew later.
+They wait beside upstream's requests and never join them. A prompt takes pages of the engine's own
+KV cache when its turn comes, and gives them back when it is scored. It does not use the prefix
+cache. When running requests need pages, scored prompts give theirs back first and start over later.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sgl_jax.srt.mem_cache.common import evict_from_tree_cache
@@ -18,33 +17,16 @@ from sgl_jax.srt.mem_cache.common import evict_from_tree_cache
 from enginepool.dispatch.condition import WeightsCondition
 from enginepool.dispatch.request import Request
 from enginepool.dispatch.scoring import Scored, Scoring
-from enginepool.engine.score_program import Piece, ScoreProgram, Values
+from enginepool.engine.prefill_program import Piece, PrefillProgram, Values
 
-
-class KVScheduler(Protocol):
-    """What a scorer needs of the scheduler whose KV cache it shares."""
-
-    tp_worker: Any
-    tree_cache: Any
-    token_to_kv_pool_allocator: Any
-
-    def running_count(self) -> int:
-        """How many requests take KV cache at the next step."""
-        ...
-
-    def has_work(self) -> bool:
-        """Whether a step would do something."""
-        ...
-
-    def cannot_hold(self, request: Request) -> None:
-        """End a request for whose prompt an empty KV cache has no room."""
-
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.scheduler import Scheduler
 
 _Complete = tuple[list[Request], Scored]
 
 
 class _Prompt:
-    """One prompt on its way, and the requests that wait for it."""
+    """A prompt that is scored or waits to be, and the requests that wait for the result."""
 
     def __init__(self, request: Request, scoring: Scoring) -> None:
         self.ids, self.scoring, self.requests = request.input_ids, scoring, [request]
@@ -70,7 +52,7 @@ class _Prompt:
         self.named_logprobs: list[list[float] | None] = [None] if first else []
 
     def next_piece(self, room: int, page: int) -> Piece | None:
-        """As much as fits, in whole pages unless it is the end."""
+        """The next tokens, as many as fit: whole pages, except at the prompt's end."""
         count = min(room, self.length - self.computed)
         end = self.computed + count
         if end < self.length:
@@ -102,19 +84,32 @@ class _Prompt:
 
 
 class Scorer:
-    """Everything on the engine's thread.
+    """The prompts that one engine scores. Used on the engine's thread only.
 
-    A request that it takes comes back by `step`, `drop` or `forget`, or ends by `cannot_hold`.
+    A request that it takes comes back by `step`, `drop` or `forget`, or is given to `cannot_hold`.
+
+    Args:
+        scheduler: The engine's, whose KV cache is shared.
+        has_work: Whether a step would do something.
+        cannot_hold: Ends a request whose prompt does not fit an empty KV cache.
 
     Attributes:
-        program: What computes.
         waits_for_room: The next prompt waits until running requests give back KV cache.
     """
 
-    def __init__(self, scheduler: KVScheduler, weights: WeightsCondition) -> None:
-        self.program = ScoreProgram(scheduler.tp_worker.worker)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        program: PrefillProgram,
+        weights: WeightsCondition,
+        *,
+        has_work: Callable[[], bool],
+        cannot_hold: Callable[[Request], None],
+    ) -> None:
+        self.program = program
         self.waits_for_room = False
         self._scheduler, self._weights = scheduler, weights
+        self._has_work, self._cannot_hold = has_work, cannot_hold
         self._waiting: deque[_Prompt] = deque()
         self._begun: list[_Prompt] = []
 
@@ -124,7 +119,7 @@ class Scorer:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether any is here, begun or not."""
+        """Whether any prompt is here, begun or not."""
         return bool(self._begun or self._waiting)
 
     def takes(self, request: Request) -> bool:
@@ -155,24 +150,24 @@ class Scorer:
             prompt = self._waiting[0]
             if self._begin(prompt):
                 self._begun.append(self._waiting.popleft())
-            elif self._begun or self._scheduler.has_work():
+            elif self._begun or self._has_work():
                 self.waits_for_room = True
                 break
             else:  # all is free and it is not enough: a pool for a sliding window is smaller
                 self._waiting.popleft()
                 for request in prompt.requests:
-                    self._scheduler.cannot_hold(request)
+                    self._cannot_hold(request)
         return bool(self._begun)
 
     def step(self, wait: Callable[[Any], None]) -> tuple[list[_Complete], list[Request], bool]:
-        """Compute as much as fits one run of the program.
+        """Compute as much as one run of the program can take.
 
         Args:
-            wait: Called with the results, until they are there.
+            wait: Waits until the results are there.
 
         Returns:
-            What is complete, requests that got a log-probability that is no finite number, and
-            whether it was one prompt alone.
+            The prompts that are complete, the requests that got a log-probability that is not
+            finite, and whether only one prompt was computed.
         """
         pieces: list[Piece] = []
         room, slots = self.program.tokens, self.program.slots
@@ -201,7 +196,7 @@ class Scorer:
         return [self._finish(prompt) for prompt in complete], broken, len(pieces) == 1
 
     def make_way(self, pages: int) -> None:
-        """See to it that running requests find so many pages of KV cache."""
+        """Free pages until running requests can have this many."""
         while self._begun and self._free() < pages * self.program.page_size:
             prompt = self._begun.pop()
             self._give_back(prompt)
@@ -209,7 +204,7 @@ class Scorer:
             self._waiting.appendleft(prompt)
 
     def drop(self, internal_rid: str) -> bool:
-        """Let go of a request that is aborted; False if it is not here."""
+        """Drop a request that is aborted; False if it is not here."""
         for prompts in (self._begun, self._waiting):
             for prompt in prompts:
                 for request in prompt.requests:
@@ -222,21 +217,21 @@ class Scorer:
         return False
 
     def forget(self) -> None:
-        """Let go of everything; whoever calls this resets the KV cache's books next."""
+        """Drop every prompt. The caller resets the KV cache's allocator next."""
         self._waiting.clear()
         self._begun.clear()
         self.waits_for_room = False
 
     def _has_room(self) -> bool:
-        """Whether the program has room for one more prompt; KV cache is not taken long before."""
+        """Whether the next run has room for one more prompt. Until then it takes no KV cache."""
         tokens = sum(prompt.length - prompt.computed for prompt in self._begun)
         return len(self._begun) < self.program.sequences and tokens < self.program.tokens
 
     def _begin(self, prompt: _Prompt) -> bool:
-        """Take its KV cache, if running requests keep enough for their next step."""
+        """Take the prompt's KV cache, if running requests keep enough for their next step."""
         scheduler, page = self._scheduler, self.program.page_size
         needed = _whole_pages(prompt.length, page)
-        if self._free() < needed + scheduler.running_count() * page:
+        if self._free() < needed + running_count(scheduler) * page:
             return False
         evict_from_tree_cache(scheduler.tree_cache, needed)
         prompt.slots = scheduler.token_to_kv_pool_allocator.alloc(needed)
@@ -260,6 +255,11 @@ class Scorer:
         scheduler = self._scheduler
         evictable = scheduler.tree_cache.evictable_size(dp_rank=0)
         return scheduler.token_to_kv_pool_allocator.available_size(0) + evictable
+
+
+def running_count(scheduler: Scheduler) -> int:
+    """How many requests take KV cache at the next step."""
+    return sum(len(info.reqs or ()) for info in scheduler.running_batch.reqs_info)
 
 
 def _whole_pages(tokens: int, page: int) -> int:

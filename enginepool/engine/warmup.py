@@ -51,7 +51,7 @@ def warm_up(scheduler: PinnedScheduler) -> None:
     try:
         with no_progress_bars(), compiling_ahead(scheduler.steady.compile_ahead):
             worker.run_precompile()
-            scheduler.scorer.program.compile()
+            scheduler.prefill_program.compile()
             scheduler.kv_cache.compile()
         scheduler.steady.compile()
     finally:

@@ -148,7 +148,7 @@ def make_input_processor(
         (engine.scheduler_info["scheduler"] for engine in engines),
         key=lambda scheduler: scheduler.max_req_len,
     )
-    model, program = scheduler.model_config, scheduler.scorer.program
+    model, program = scheduler.model_config, scheduler.prefill_program
     tokenizer = Tokenizer.load(args)
     ends = end_ids(model.hf_eos_token_id, tokenizer.hf)
     limits = Limits(

@@ -129,7 +129,7 @@ class HuggingFaceMapping:
         return self._kept[kind]
 
     def kind(self, path: str) -> Any:
-        """What the mapping does for a leaf, wherever the leaf is: equal for all layers of a kind."""
+        """What the mapping does for a leaf, wherever it is: layers of a kind are equal."""
         entry = self._entries[path][1]
         fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
         shape = self._specs[path].shape

@@ -11,7 +11,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from enginepool import toy
 from enginepool.dispatch.grammar import Grammar
-from enginepool.engine.grammar import RequestGrammar, finish_reason
+from enginepool.engine.grammar import RequestGrammar
+from enginepool.engine.running import finish_reason
 from enginepool.toy.files import END_ID
 
 SIZE = 272

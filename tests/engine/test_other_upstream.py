@@ -31,7 +31,7 @@ REACHES = {
     "engine/quantized_check.py",
     "engine/rotary_check.py",
     "engine/scheduler.py",
-    "engine/score_program.py",
+    "engine/prefill_program.py",
     "engine/steady/decode.py",
     "engine/steady/forward.py",
     "engine/steady/pages.py",

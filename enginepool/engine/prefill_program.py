@@ -1,17 +1,16 @@
-"""The program of a prefill, which can compute the log-probabilities of given tokens as well, apart
-from any sampling batch.
+"""The prefill program of every request. It can compute log-probabilities of given tokens as well.
 
 Reaches into upstream's model runner and compilation manager: the model's own forward pass runs over
-an extend batch of upstream's making, with a head of ours around its logits processor. It takes the
-place of upstream's prefill program, which else would be compiled beside it for every bucket.
+an extend batch of upstream's making, with a head of ours around its logits processor. It replaces
+upstream's prefill program, which would otherwise be compiled beside it for every bucket.
 
 What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions,
 which a long prompt has no memory for, compile anew while it serves, and cannot be mixed with
 requests that do not ask for them.
 Why: They are part of the batch that samples.
 Remove when: Upstream computes them a slice at a time, whatever else is in the batch. A model
-without a logits processor is not scored, nor one where upstream makes no such batch: the call says
-which.
+without a logits processor is not scored, nor is one for which upstream makes no extend batch; the
+call says which.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from enginepool.process.upstream import expect
 
 @dataclass(frozen=True)
 class Piece:
-    """Some tokens of a prompt, computed after `prefix` of them that are in the KV cache already.
+    """Some tokens of a prompt. The `prefix` tokens before them are in the KV cache already.
 
     Attributes:
-        slots: Of the KV cache, for prefix and piece: whole pages.
-        targets: What follows each of the last so many tokens of the piece.
-        named: Ids whose log-probabilities are wanted beside each of them.
+        slots: The KV cache's slots for prefix and piece, in whole pages.
+        targets: The ids that follow the last tokens of the piece, one each.
+        named: Ids whose log-probabilities are wanted beside each target's.
     """
 
     ids: list[int]
@@ -56,8 +55,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Values:
-    """Of one piece, one row a target. The most probable tokens, and named ones, only where they
-    were asked for."""
+    """The results for one piece, one row a target. The most probable tokens and named ones are
+    there only if they were asked for."""
 
     logprobs: np.ndarray
     top_values: np.ndarray | None
@@ -65,13 +64,13 @@ class Values:
     named: np.ndarray | None
 
 
-class ScoreProgram:
-    """One program a bucket of tokens, for the engine's own model and KV cache. Where there is no
-    refusal, upstream's prefill steps run it too.
+class PrefillProgram:
+    """One program for each bucket of tokens, with the engine's own model and KV cache. Upstream's
+    prefill steps run it too, unless there is a `refusal`.
 
     Attributes:
-        refusal: Why this engine cannot score, if so.
-        tokens, sequences, slots: The most that fit one run; slots count whole pages.
+        refusal: Why this engine cannot score, if it cannot.
+        tokens, sequences, slots: The most that one run can take; slots count whole pages.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -98,18 +97,18 @@ class ScoreProgram:
             runner.jitted_run_model = self._prefill
 
     def compile(self) -> None:
-        """Compile every program, by a token that goes into the KV cache's first page: before the
-        engine serves."""
+        """Compile every program, before the engine serves: prefill one token, into the KV cache's
+        first page."""
         page = self.page_size
         token = Piece([0], 0, np.arange(page, 2 * page), [0])
         for bucket in self.buckets if self.refusal is None else ():
             self._run(bucket, [token], top=False)
 
     def run(self, pieces: Sequence[Piece], *, top: bool) -> Any:
-        """Compute pieces, together; `fetch` gets what came of it. Their KV cache is filled.
+        """Compute pieces together and fill their KV cache. `fetch` takes what this returns.
 
         Args:
-            top: Whether any of them wants the most probable tokens.
+            top: Whether any piece wants the most probable tokens.
         """
         tokens = sum(len(piece.ids) for piece in pieces)
         bucket = next(bucket for bucket in self.buckets if bucket >= tokens)
@@ -117,7 +116,7 @@ class ScoreProgram:
 
     @staticmethod
     def fetch(pieces: Sequence[Piece], results: Any, *, top: bool) -> list[Values]:
-        """What `run` has computed for each piece."""
+        """Fetch what `run` has computed for each piece."""
         wanted = True, top, top, any(piece.named for piece in pieces)
         logprobs, *others = jax.device_get(
             [array if needed else None for array, needed in zip(results, wanted, strict=True)]
@@ -144,8 +143,8 @@ class ScoreProgram:
         return scores
 
     def _prefill(self, forward_batch: Any, metadata: Any) -> Any:
-        """In the place of upstream's program, which `ModelRunner.forward` runs: it is left what is
-        no prefill."""
+        """Called by `ModelRunner.forward` instead of upstream's program. Upstream's still runs
+        what is no prefill."""
         if forward_batch.forward_mode != ForwardMode.EXTEND:
             return self._upstreams(forward_batch, metadata)
         nothing = self._nothing[len(forward_batch.input_ids)]
@@ -193,7 +192,7 @@ class ScoreProgram:
         return batch
 
     def _wanted(self, bucket: int, pieces: Sequence[Piece], top: bool) -> dict[str, jax.Array]:
-        """Which rows of the hidden states are looked at, first those that count, and for which
+        """The arguments of `ScoreHead`: which rows of the hidden states are scored, for which
         ids."""
         starts = itertools.accumulate((len(piece.ids) for piece in pieces), initial=0)
         rows = [
@@ -238,7 +237,7 @@ def _program(vocab_size: int, batch: int) -> Any:
 
 
 def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
-    """The parts, one after the other."""
+    """Concatenate the parts and pad them to a length."""
     array = np.full(length, fill, np.int32)
     end = 0
     for part in parts:
