@@ -21,6 +21,7 @@ from enginepool.engine.prefill_program import Piece, PrefillProgram, Values
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.scheduler import Scheduler
+    from sgl_jax.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
 _Complete = tuple[list[Request], Scored]
 
@@ -234,7 +235,7 @@ class Scorer:
         if self._free() < needed + running_count(scheduler) * page:
             return False
         evict_from_tree_cache(scheduler.tree_cache, needed)
-        prompt.slots = scheduler.token_to_kv_pool_allocator.alloc(needed)
+        prompt.slots = self._allocator().alloc(needed)
         return prompt.slots is not None
 
     def _finish(self, prompt: _Prompt) -> _Complete:
@@ -248,13 +249,17 @@ class Scorer:
 
     def _give_back(self, prompt: _Prompt) -> None:
         if prompt.slots is not None:
-            self._scheduler.token_to_kv_pool_allocator.free(prompt.slots)
+            self._allocator().free(prompt.slots)
             prompt.slots = None
 
     def _free(self) -> int:
-        scheduler = self._scheduler
-        evictable = scheduler.tree_cache.evictable_size(dp_rank=0)
-        return scheduler.token_to_kv_pool_allocator.available_size(0) + evictable
+        evictable = self._scheduler.tree_cache.evictable_size(dp_rank=0)
+        return self._allocator().available_size(0) + evictable
+
+    def _allocator(self) -> BaseTokenToKVPoolAllocator:
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        assert allocator is not None  # upstream's constructor has made it
+        return allocator
 
 
 def running_count(scheduler: Scheduler) -> int:
