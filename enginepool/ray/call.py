@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginepool import RequestFailed, RequestsFailed
-from enginepool.ray.wire import Item
+from enginepool.ray.wire import Attempt
 
 # Prompts that begin with as many equal tokens stay together.
 _SHARED = 64
@@ -23,12 +23,12 @@ class Output:
 
     Attributes:
         position: In its call's results.
-        options: As `Item` has them, without what there is already.
+        options: As `Attempt` has them, without what there is already.
         latest: What there is, as a result; the result in the end.
         lost_on: The host that was lost with it, if there is no new token since.
     """
 
-    call: Call
+    call: RayCall
     position: int
     input_ids: list[int]
     sampling_params: Mapping[str, Any] | None
@@ -49,14 +49,14 @@ class Output:
     def tokens(self) -> int:
         return 0 if self.latest is None else len(self.latest["output_ids"])
 
-    def item(self, key: int) -> Item:
+    def attempt(self, key: int) -> Attempt:
         """The next attempt, which goes on with what there is."""
         params, options = self.sampling_params, self.options
         if params is not None and self.suspect:
             params = {**params, "stream_interval": 1}  # its next token clears it
         if self.tokens:
             options = {**options, "partial_outputs": [self.latest]}
-        return Item(key, self.input_ids, params, options)
+        return Attempt(key, self.input_ids, params, options)
 
     def gain(self, chunk: dict[str, Any]) -> None:
         """What it has by now."""
@@ -97,7 +97,7 @@ class Output:
         self.call.finish(self, result | {"meta_info": meta})
 
 
-class Call:
+class RayCall:
     """The outputs of one call. `finish`, `show` and `fail` from the fleet's thread."""
 
     def __init__(self, *, every: bool, weight_version: int | str = 0) -> None:

@@ -10,15 +10,16 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 
 from enginepool import EnginePoolError, PoolClosed, PoolFailed
-from enginepool.ray.call import Call
-from enginepool.ray.dispatch import Dispatch
+from enginepool.ray.call import RayCall
 from enginepool.ray.link import HostLink, HostLost
+from enginepool.ray.output_router import OutputRouter
 from enginepool.ray.wire import News, Weights
 
 _logger = logging.getLogger("enginepool.ray")
@@ -40,7 +41,7 @@ class Fleet:
 
     def __init__(self, actors: Sequence[Any], hang_timeout: float | None) -> None:
         self.hosts = [HostLink(i, actor, hang_timeout) for i, actor in enumerate(actors)]
-        self.dispatch = Dispatch(self.hosts, self._ready, self._tell)
+        self.router = OutputRouter(self.hosts, self._ready, self._tell)
         self.number = 0
         self.undone: set[int] = set()
         self.weight_version: int | str = 0
@@ -97,7 +98,7 @@ class Fleet:
 
     async def close(self, error: EnginePoolError) -> None:
         self.closed = True
-        self.dispatch.fail_all(lambda: error)
+        self.router.fail_all(lambda: error)
         others = self._tasks - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -135,7 +136,7 @@ class Fleet:
             try:
                 if host.state != "serving":
                     await self._start(host)
-                self.dispatch.pump()
+                self.router.pump()
                 attempts = 0
                 await self._listen(host)
             except (HostLost, EnginePoolError) as error:
@@ -152,8 +153,8 @@ class Fleet:
             news: News = await host.ask("poll", seen, within=host.hang_timeout)
             if news.number > seen:
                 seen = news.number
-                self.dispatch.heard(host, news)
-                self.dispatch.pump()
+                self.router.heard(host, news)
+                self.router.pump()
 
     def _lost(self, host: HostLink, error: Exception) -> None:
         """Its outputs go on elsewhere; one that hangs is ended."""
@@ -163,7 +164,7 @@ class Fleet:
         _logger.warning("host %s is lost: %s", host.index, host.reason)
         if isinstance(error, HostLost) and error.end:
             ray.kill(host.actor, no_restart=False)
-        self.dispatch.move(host, blamed=not ended_by_us)
+        self.router.move(host, blamed=not ended_by_us)
 
     def end(self, host: HostLink, why: str) -> None:
         """End a host's process; `_listen` hears of it, and it starts again."""
@@ -173,7 +174,7 @@ class Fleet:
     def _failed(self, host: HostLink) -> None:
         host.state = "failed"
         if self._none_left():
-            self.dispatch.fail_all(self.failure)
+            self.router.fail_all(self.failure)
 
     def _none_left(self) -> bool:
         return all(host.state == "failed" for host in self.hosts)
@@ -205,11 +206,11 @@ class Fleet:
                 raise self.failure()
             await asyncio.sleep(0.1)
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: RayCall) -> None:
         if self.closed or self._none_left():
             call.fail(self.failure())
         else:
-            self.dispatch.submit(call)
+            self.router.submit(call)
 
     def _tell(self, host: HostLink, method: str, *args: Any) -> None:
         self._spawn(self._told(host, method, *args))
@@ -234,3 +235,17 @@ class Fleet:
         answers: list[Awaitable[Any]] = [host.ask(method, *args, watched=True) for host in asked]
         said = await asyncio.gather(*answers, return_exceptions=True)
         return {host.index: one for host, one in zip(asked, said, strict=True)}
+
+
+class FleetCalls(ABC):
+    """What every group of `RayEnginePool`'s calls builds on."""
+
+    _fleet: Fleet | None
+
+    @abstractmethod
+    def _opened(self) -> Fleet:
+        """The hosts; starts them if they are not started.
+
+        Raises:
+            PoolClosed, EnginePoolError: As `RayEnginePool.open`.
+        """

@@ -10,8 +10,8 @@ from typing import Any
 import anyio.to_thread
 
 from enginepool import InvalidRequest
-from enginepool.ray.call import Call, Output
-from enginepool.ray.opening import Opening
+from enginepool.ray.call import Output, RayCall
+from enginepool.ray.fleet import FleetCalls
 
 _OPTIONS = (
     *("input_ids", "return_logprob", "top_logprobs_num", "return_prompt_logprob"),
@@ -19,7 +19,7 @@ _OPTIONS = (
 )
 
 
-class Generation(Opening):
+class RayGenerateCalls(FleetCalls):
     """Mixin of `RayEnginePool`: what fans out over the hosts."""
 
     def generate_all(
@@ -108,7 +108,7 @@ class Generation(Opening):
 
     def _submit(
         self, prompts: Any, sampling_params: Any, options: dict[str, Any], *, every: bool = False
-    ) -> Call:
+    ) -> RayCall:
         for name in options:
             if name not in _OPTIONS:
                 raise InvalidRequest(f"{name} is unknown; it takes {', '.join(_OPTIONS)}")
@@ -117,7 +117,7 @@ class Generation(Opening):
         indices = options.get("prompt_indices")
         if indices is not None and len(indices) != len(checked):
             raise InvalidRequest(f"prompt_indices: {len(indices)} for {len(checked)} prompts")
-        call = Call(every=every, weight_version=fleet.weight_version)
+        call = RayCall(every=every, weight_version=fleet.weight_version)
         kept = {
             name: value
             for name, value in options.items()
@@ -127,13 +127,13 @@ class Generation(Opening):
         fleet.post(fleet.submit, call)
         return call
 
-    def _wait(self, call: Call, timeout: float | None) -> None:
+    def _wait(self, call: RayCall, timeout: float | None) -> None:
         if not call.done.wait(timeout):
             why = f"not finished within timeout={timeout} seconds"
             self._leave(call, "timeout", why)
             call.done.wait()
 
-    def _heard(self, call: Call, options: Mapping[str, Any]) -> Iterator[Output]:
+    def _heard(self, call: RayCall, options: Mapping[str, Any]) -> Iterator[Output]:
         timeout = options.get("timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -155,11 +155,15 @@ class Generation(Opening):
         if call.failure is not None:
             call.results()
 
-    def _leave(self, call: Call, err_type: str = "cancelled", why: str = "the caller left") -> None:
+    def _leave(
+        self, call: RayCall, err_type: str = "cancelled", why: str = "the caller left"
+    ) -> None:
         if (fleet := self._fleet) is not None:
-            fleet.post(fleet.dispatch.leave, call, err_type, why)
+            fleet.post(fleet.router.leave, call, err_type, why)
 
-    async def _async_heard(self, call: Call, options: Mapping[str, Any]) -> AsyncIterator[Output]:
+    async def _async_heard(
+        self, call: RayCall, options: Mapping[str, Any]
+    ) -> AsyncIterator[Output]:
         outputs = self._heard(call, options)
         try:
             while True:

@@ -18,7 +18,7 @@ from enginepool import (
     StaleWeights,
     SwapReport,
 )
-from enginepool.ray.wire import Item, News, Refused, unpack_tree
+from enginepool.ray.wire import Attempt, ErrorReply, News, unpack_tree
 
 # How long a host that has nothing to say waits with its answer.
 _PATIENCE = 1.0
@@ -32,7 +32,7 @@ def _answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
         try:
             return await method(self, *args)
         except EnginePoolError as error:
-            return Refused(error)
+            return ErrorReply(error)
 
     return wrapper
 
@@ -51,7 +51,7 @@ class Host:
         self._opening = asyncio.Lock()
         self._number = 0  # of the update that it has
         self._staged: dict[int, StagedWeights] = {}  # by the update's number
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by an item's key
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by an attempt's key
         self._news = News()
         self._told = News()  # until the driver says that it has heard them
         self._is_news = asyncio.Event()
@@ -112,13 +112,13 @@ class Host:
             counts.setdefault(request.prompt_index, [request.input_ids, 0])[1] += 1
         return [(ids, count) for ids, count in counts.values()]
 
-    async def submit(self, items: Sequence[Item], number: int) -> bool:
+    async def submit(self, attempts: Sequence[Attempt], number: int) -> bool:
         """Begin with these; False if the host does not have this update of weights yet."""
         if number > self._number:
             return False
-        for item in items:
-            self._tasks[item.key] = task = asyncio.create_task(self._run(item))
-            task.add_done_callback(lambda _, key=item.key: self._tasks.pop(key, None))
+        for attempt in attempts:
+            self._tasks[attempt.key] = task = asyncio.create_task(self._run(attempt))
+            task.add_done_callback(lambda _, key=attempt.key: self._tasks.pop(key, None))
         return True
 
     async def cancel(self, keys: Sequence[int]) -> None:
@@ -150,11 +150,13 @@ class Host:
             self._news = News()
         return self._told
 
-    async def _run(self, item: Item) -> None:
-        key, news = item.key, self._news
+    async def _run(self, attempt: Attempt) -> None:
+        key, news = attempt.key, self._news
         try:
             stream = self._open().async_stream(
-                sampling_params=item.sampling_params, input_ids=[item.input_ids], **item.options
+                sampling_params=attempt.sampling_params,
+                input_ids=[attempt.input_ids],
+                **attempt.options,
             )
             async for chunk in stream:
                 news = self._news

@@ -13,7 +13,7 @@ from ray.exceptions import (  # pyright: ignore[reportMissingImports]
 from enginepool import PoolClosed, PoolFailed
 from enginepool.ray.call import Output
 from enginepool.ray.credits import HostLoad
-from enginepool.ray.wire import Refused
+from enginepool.ray.wire import ErrorReply
 
 
 class HostLost(Exception):
@@ -95,7 +95,7 @@ class HostLink:
             lines = str(error).strip().splitlines() or [repr(error)]
             returns = isinstance(error, ActorUnavailableError)
             raise HostLost(f"{type(error).__name__}: {lines[-1]}", returns=returns) from error
-        if not isinstance(reply, Refused):
+        if not isinstance(reply, ErrorReply):
             return reply
         if isinstance(reply.error, (PoolClosed, PoolFailed)):
             # Closed: the process has started again, and its pool is still to be opened.

@@ -15,15 +15,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # p
 from enginepool import EnginePool, InvalidConfig, PoolClosed
 from enginepool.ray import requirements
 from enginepool.ray.fleet import Fleet
-from enginepool.ray.generate import Generation
+from enginepool.ray.generate import RayGenerateCalls
 from enginepool.ray.host import Host
-from enginepool.ray.steering import Steering
+from enginepool.ray.steering import RaySteeringCalls
 
 # How long a host may take to close its pool before its process is ended.
 _CLOSE_SECONDS = 60.0
 
 
-class RayEnginePool(Generation, Steering):
+class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
     """One Ray actor a host, each with an unchanged `EnginePool`. Methods are thread-safe.
 
     `ray.init` is the caller's, and comes first. `with`, `async with`, `open()` or the first call

@@ -9,15 +9,15 @@ from typing import Any, Literal
 import anyio.to_thread
 
 from enginepool import EnginesDiffer
+from enginepool.ray.fleet import FleetCalls
 from enginepool.ray.link import HostLost
-from enginepool.ray.opening import Opening
 from enginepool.ray.update import FleetReport, shared, update
 from enginepool.ray.wire import Weights
 
 Mode = Literal["drain", "retract", "abort", "in_place"]
 
 
-class Steering(Opening):
+class RaySteeringCalls(FleetCalls):
     """Mixin of `RayEnginePool`: calls that reach every host, each with its async twin."""
 
     def update_weights(
@@ -105,7 +105,7 @@ class Steering(Opening):
             hosts.append(host.about() | (pool if isinstance(pool, dict) else {}))
         return {
             "hosts": hosts,
-            "waiting": fleet.dispatch.waiting,
+            "waiting": fleet.router.waiting,
             "running": sum(host["outstanding"] for host in hosts),
             "weight_version": fleet.weight_version,
         }

@@ -90,7 +90,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
                 host.number = number
             elif host.state == "serving":  # it only goes forward: this one starts again
                 fleet.end(host, f"it did not get update {number}")
-    fleet.dispatch.pump()
+    fleet.router.pump()
     ended = time.perf_counter()
     seconds = {"put": put_seconds, "stage": at - started, "commit": ended - at}
     missing = {

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Item:
+class Attempt:
     """One output to be made, or to go on with.
 
     Attributes:
@@ -25,7 +25,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Refused:
+class ErrorReply:
     """An error that a host raises where it is called; Ray would wrap it."""
 
     error: Exception

@@ -127,7 +127,7 @@ def test_no_host_is_left(address: str, expected: list[dict[str, Any]]) -> None:
 
 
 def _outputs(pool: RayEnginePool) -> list[Any]:
-    return [output for call in list(pool._opened().dispatch.calls) for output in call.outputs]
+    return [output for call in list(pool._opened().router.calls) for output in call.outputs]
 
 
 def test_the_driver_dies(address: str) -> None:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from enginepool import PoolFailed, RequestsFailed
-from enginepool.ray.call import Call, Output
+from enginepool.ray.call import Output, RayCall
 from enginepool.ray.wire import News, pack_tree, unpack_tree
 
 
-def call_of(*counts: int, **options: Any) -> Call:
-    call = Call(every=False)
+def call_of(*counts: int, **options: Any) -> RayCall:
+    call = RayCall(every=False)
     call.fill([([1, 2], count) for count in counts], {"n": 9}, options, None)
     return call
 
@@ -26,10 +26,10 @@ def result(output: Output, ids: list[int], kind: str | None = "length") -> dict[
 def test_a_call_is_its_samples_in_order() -> None:
     call = call_of(2, 1, logprob_start_len=[0, 1])
     assert [(o.prompt_index, o.sample_index) for o in call.outputs] == [(0, 0), (0, 1), (1, 0)]
-    item = call.outputs[1].item(5)
-    assert item.sampling_params is not None
-    assert item.sampling_params["n"] == 1
-    assert item.options == {"prompt_indices": [0], "sample_indices": [1], "logprob_start_len": 0}
+    attempt = call.outputs[1].attempt(5)
+    assert attempt.sampling_params is not None
+    assert attempt.sampling_params["n"] == 1
+    assert attempt.options == {"prompt_indices": [0], "sample_indices": [1], "logprob_start_len": 0}
     groups = [output.group for output in call.outputs]
     assert groups[0] == groups[1] != groups[2]
     for output in reversed(call.outputs):
@@ -40,9 +40,9 @@ def test_a_call_is_its_samples_in_order() -> None:
 
 def test_an_attempt_goes_on_with_what_was_reported() -> None:
     (output,) = call_of(1).outputs
-    assert "partial_outputs" not in output.item(0).options
+    assert "partial_outputs" not in output.attempt(0).options
     output.latest = result(output, [7, 8], None)
-    assert output.item(1).options["partial_outputs"] == [output.latest]
+    assert output.attempt(1).options["partial_outputs"] == [output.latest]
 
 
 def test_it_is_not_blamed_while_it_gains_tokens() -> None:
@@ -56,9 +56,9 @@ def test_it_is_not_blamed_while_it_gains_tokens() -> None:
 
 def test_a_suspect_says_at_once_that_it_goes_on() -> None:
     (output,) = call_of(1).outputs
-    first = output.item(0).sampling_params
+    first = output.attempt(0).sampling_params
     output.lost_with(0)
-    again = output.item(1).sampling_params
+    again = output.attempt(1).sampling_params
     assert first is not None
     assert again is not None
     assert first["stream_interval"] > again["stream_interval"] == 1
@@ -110,7 +110,7 @@ def test_arrays_travel_without_a_copy(dtype: Any) -> None:
 
 
 def test_what_ends_without_a_token_says_as_much_as_a_pools() -> None:
-    call = Call(every=False, weight_version="new")
+    call = RayCall(every=False, weight_version="new")
     call.fill([([1, 2], 1)], None, {}, None)
     call.outputs[0].end("poisoned", "why")
     (ended,) = call.results()

@@ -1,4 +1,4 @@
-"""Outputs that wait, outputs that hosts have, and what hosts say of them: on the fleet's loop."""
+"""Which host makes which output, and what hosts say of them; on the fleet's loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from enginepool import InvalidRequest, PoolClosed, PoolFailed
-from enginepool.ray.call import Call, Output
+from enginepool.ray.call import Output, RayCall
 from enginepool.ray.credits import Waiting, assign
 from enginepool.ray.link import HostLink, HostLost
 from enginepool.ray.wire import News
@@ -15,7 +15,7 @@ from enginepool.ray.wire import News
 _WINDOW = 1024
 
 
-class Dispatch:
+class OutputRouter:
     """Which output goes where, and what becomes of it.
 
     Args:
@@ -29,7 +29,7 @@ class Dispatch:
         ready: Callable[[], list[HostLink]],
         tell: Callable[..., None],
     ) -> None:
-        self.calls: set[Call] = set()
+        self.calls: set[RayCall] = set()
         self._hosts = hosts
         self._ready = ready
         self._tell = tell
@@ -43,7 +43,7 @@ class Dispatch:
         """How many outputs no host has."""
         return len(self._waiting)
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: RayCall) -> None:
         if not call.outputs:
             call.close()
             return
@@ -53,7 +53,7 @@ class Dispatch:
             self._waiting[number] = output
         self.pump()
 
-    def leave(self, call: Call, err_type: str, message: str) -> None:
+    def leave(self, call: RayCall, err_type: str, message: str) -> None:
         """End what of a call is not finished; it keeps what it has."""
         self._cancel(call)
         for output in call.outputs:
@@ -61,7 +61,7 @@ class Dispatch:
                 output.end(err_type, message)
         self.pump()
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: RayCall) -> None:
         for host in self._hosts:
             keys = [key for key, output in host.running.items() if output.call is call]
             for key in keys:
@@ -93,14 +93,14 @@ class Dispatch:
             output.call.homes[output.group] = index
             given.setdefault(index, []).append(output)
         for host in ready:
-            items = []
+            attempts = []
             for output in given.get(host.index, ()):
                 key = next(self._keys)
                 host.running[key] = output
-                items.append(output.item(key))
-            if items:
+                attempts.append(output.attempt(key))
+            if attempts:
                 # A process that has just come back refuses them; who listens finds that out, too.
-                self._tell(host, "submit", items, host.number)
+                self._tell(host, "submit", attempts, host.number)
 
     def _oldest(self, hosts: int) -> list[tuple[int, Output]]:
         """Of suspects no more than could be given out: others pass them."""
@@ -168,7 +168,7 @@ class Dispatch:
         if output.call.done.is_set():
             self._forget(output.call)
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: RayCall) -> None:
         self.calls.discard(call)
         for output in call.outputs:
             self._waiting.pop(self._arrivals.pop(output, -1), None)
