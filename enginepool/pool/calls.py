@@ -1,7 +1,8 @@
-"""Running a call to its end, for a caller that waits in a thread or on an event loop."""
+"""What every group of `EnginePool`'s calls builds on: the open pool, and a call run to its end."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,22 @@ from enginepool.dispatch.submission import submitted
 from enginepool.dispatch.wait import async_wait_all, wait_all
 from enginepool.frontend.output_processor import call_results
 from enginepool.runtime.runtime import Runtime
+
+
+class CallGroup(ABC):
+    """A mixin of `EnginePool`."""
+
+    @abstractmethod
+    def _runtime(self) -> Runtime:
+        """The open pool; opens it if it is not open.
+
+        Raises:
+            PoolClosed, EngineStartFailed: As `EnginePool.open`.
+        """
+
+    @abstractmethod
+    async def _async_runtime(self) -> Runtime:
+        """`_runtime` without blocking the event loop."""
 
 
 def run_call(

@@ -9,15 +9,15 @@ import anyio.to_thread
 
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.call_options import CallOptions, Params, check_options
+from enginepool.pool.calls import CallGroup
 from enginepool.pool.generate import async_run, run, single
-from enginepool.pool.opening import Opening
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import described, flag
 
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Chat(Opening):
+class ChatCalls(CallGroup):
     """Mixin of `EnginePool`. Thread-safe, and raises what `generate` raises."""
 
     def chat(

@@ -12,13 +12,12 @@ from enginepool.frontend.asker import in_thread
 from enginepool.frontend.call_options import CallOptions, Params, Prompts, check_options
 from enginepool.frontend.output_processor import make_chunk, make_result, raise_failure
 from enginepool.frontend.progress_bar import show_progress
-from enginepool.pool.calls import async_run_call, run_call
-from enginepool.pool.opening import Opening
+from enginepool.pool.calls import CallGroup, async_run_call, run_call
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag
 
 
-class Generation(Opening):
+class GenerateCalls(CallGroup):
     """Mixin of `EnginePool`: what fans out over the engines. Every method is thread-safe.
 
     All raise InvalidRequest for bad input, before anything has started; PoolClosed when the pool

@@ -19,10 +19,10 @@ from enginepool.devices import DeviceSpec
 from enginepool.dispatch.states import PoolState
 from enginepool.engine.worker import on_engine_thread
 from enginepool.errors import PoolClosed
-from enginepool.pool.chat import Chat
-from enginepool.pool.generate import Generation
+from enginepool.pool.chat import ChatCalls
+from enginepool.pool.generate import GenerateCalls
 from enginepool.pool.score import ScoreCalls
-from enginepool.pool.steering import Steering
+from enginepool.pool.steering import SteeringCalls
 from enginepool.pool.training import WeightCalls
 from enginepool.process.forks import PoolProcess, python_ends
 from enginepool.runtime import statistics
@@ -49,7 +49,7 @@ def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
     return close
 
 
-class EnginePool(Generation, Chat, ScoreCalls, Steering, WeightCalls):
+class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCalls):
     """Engines on all devices of a host behind one object.
 
     The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or

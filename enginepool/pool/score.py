@@ -9,8 +9,7 @@ import anyio.to_thread
 
 from enginepool.dispatch.request import Call
 from enginepool.frontend.score_input import make_score_call
-from enginepool.pool.calls import async_run_call, run_call
-from enginepool.pool.opening import Opening
+from enginepool.pool.calls import CallGroup, async_run_call, run_call
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag, seconds
 
@@ -19,7 +18,7 @@ Ids = Sequence[int] | Sequence[Sequence[int]] | None
 Named = Sequence[int] | Sequence[Sequence[int] | None] | None
 
 
-class ScoreCalls(Opening):
+class ScoreCalls(CallGroup):
     """Mixin of `EnginePool`. Every method is thread-safe."""
 
     def score(

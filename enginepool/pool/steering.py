@@ -8,7 +8,7 @@ import anyio.to_thread
 
 from enginepool.dispatch.states import PauseMode
 from enginepool.errors import InvalidRequest
-from enginepool.pool.opening import Opening
+from enginepool.pool.calls import CallGroup
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.quiesce import pause_drained
 from enginepool.values import flag, plain, shown
@@ -17,7 +17,7 @@ PoolPauseMode = PauseMode | Literal["drain"]
 POOL_PAUSE_MODES = (*pause.PAUSE_MODES, "drain")
 
 
-class Steering(Opening):
+class SteeringCalls(CallGroup):
     """Mixin of `EnginePool`. Thread-safe; all open the pool."""
 
     def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from enginepool.pool.opening import Opening
+from enginepool.pool.calls import CallGroup
 from enginepool.runtime import memory_occupation, update, weight_inspection
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.staged_weights import StagedWeights, stage_weights
@@ -16,7 +16,7 @@ from enginepool.runtime.swap_report import SwapReport
 from enginepool.values import seconds
 
 
-class WeightCalls(Opening):
+class WeightCalls(CallGroup):
     """The calls of `EnginePool` that change or look at weights and memory. Thread-safe; those
     that change something happen one at a time, in the order in which they get their turn."""
 
