@@ -57,7 +57,7 @@ def _is_needed(_, set_envs_and_config) -> bool:
     return bool(errors)
 
 
-class _Namespace:
+class _SignalModule:
     """The signal module, with another function in the place of `signal.signal`."""
 
     def __init__(self, function):
@@ -71,8 +71,8 @@ def _guarded_signal(signalnum, handler):
     return signal.signal(signalnum, handler) if _on_main_thread() else None
 
 
-def _replace_namespace(original):
-    return _Namespace(_guarded_signal)
+def _replace_signal(original):
+    return _SignalModule(_guarded_signal)
 
 
 def _replace_set_envs_and_config(original):
@@ -95,7 +95,7 @@ PATCH = Patch(
     name="signal_handlers",
     issue="not reported",
     replaced=(
-        Target(_MODULE, "signal", _replace_namespace),
+        Target(_MODULE, "signal", _replace_signal),
         Target(_MODULE, "_set_envs_and_config", _replace_set_envs_and_config, ("server_args",)),
     ),
     probe=_is_needed,

@@ -57,7 +57,7 @@ def _is_needed(_) -> bool:
     raise ValueError("the constructor makes no tokenizer")
 
 
-class _Namespace:
+class _ZmqModule:
     """The zmq module, with another function in the place of `zmq.Context`."""
 
     def __init__(self, zmq):
@@ -86,6 +86,6 @@ class _Context:
 PATCH = Patch(
     name="unused_sockets",
     issue="not reported",
-    replaced=(Target(_MODULE, "zmq", _Namespace),),
+    replaced=(Target(_MODULE, "zmq", _ZmqModule),),
     probe=_is_needed,
 )

@@ -1,8 +1,12 @@
 """The names that enginepool promises."""
 
 import inspect
+import re
+from collections import Counter
+from pathlib import Path
 
 import enginepool
+import patches
 from enginepool import EnginePool, EnginePoolError, errors
 
 # Sync verbs whose answer needs no waiting have no twin.
@@ -58,3 +62,14 @@ def test_async_twins() -> None:
         one.pop("progress", None)
         assert one == dict(inspect.signature(methods[f"async_{name}"]).parameters), name
     assert {name for name in methods if name.startswith("generate")} == {"generate", "generate_all"}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """So a name in an error, a log or a review says which class is meant."""
+    files = [
+        file
+        for folder in (enginepool, patches)
+        for file in Path(str(folder.__file__)).parent.rglob("*.py")
+    ]
+    names = re.findall(r"^class (\w+)", "\n".join(map(Path.read_text, files)), re.MULTILINE)
+    assert not [name for name, count in Counter(names).items() if count > 1]

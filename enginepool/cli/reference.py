@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 
-class Source(StrEnum):
+class WeightForm(StrEnum):
     """What weights come as."""
 
     CHECKPOINT = "checkpoint"
@@ -104,8 +104,8 @@ def _command(body: Callable[..., bool]) -> Callable[..., bool]:
 def swap(
     options: RunOptions,
     source: Annotated[
-        Source, typer.Option("--from", help="Files, or a trainer's tree in MLLM-JAX's layout.")
-    ] = Source.CHECKPOINT,
+        WeightForm, typer.Option("--from", help="Files, or a trainer's tree in MLLM-JAX's layout.")
+    ] = WeightForm.CHECKPOINT,
     keep_param_dict: Annotated[
         bool, typer.Option("--keep-param-dict", help="Keep the dict while engines generate.")
     ] = False,
@@ -120,7 +120,7 @@ def swap(
 
     return run(
         options,
-        from_tree=source is Source.FLAX_TREE,
+        from_tree=source is WeightForm.FLAX_TREE,
         keep_param_dict=keep_param_dict,
         verify_param_sharing=verify_param_sharing,
     )

@@ -14,7 +14,7 @@ from enginepool.logs import logger
 LIMIT = 1000
 
 
-class Events:
+class EngineEvents:
     """Thread-safe."""
 
     def __init__(self, pool: str) -> None:

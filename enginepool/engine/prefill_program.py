@@ -37,7 +37,7 @@ from enginepool.process.upstream import expect
 
 
 @dataclass(frozen=True)
-class Piece:
+class PrefillPiece:
     """Some tokens of a prompt. The `prefix` tokens before them are in the KV cache already.
 
     Attributes:
@@ -100,11 +100,11 @@ class PrefillProgram:
         """Compile every program, before the engine serves: prefill one token, into the KV cache's
         first page."""
         page = self.page_size
-        token = Piece([0], 0, np.arange(page, 2 * page), [0])
+        token = PrefillPiece([0], 0, np.arange(page, 2 * page), [0])
         for bucket in self.buckets if self.refusal is None else ():
             self._run(bucket, [token], top=False)
 
-    def run(self, pieces: Sequence[Piece], *, top: bool) -> Any:
+    def run(self, pieces: Sequence[PrefillPiece], *, top: bool) -> Any:
         """Compute pieces together and fill their KV cache. `fetch` takes what this returns.
 
         Args:
@@ -115,7 +115,7 @@ class PrefillProgram:
         return self._run(bucket, pieces, top=top)
 
     @staticmethod
-    def fetch(pieces: Sequence[Piece], results: Any, *, top: bool) -> list[Values]:
+    def fetch(pieces: Sequence[PrefillPiece], results: Any, *, top: bool) -> list[Values]:
         """Fetch what `run` has computed for each piece."""
         wanted = True, top, top, any(piece.named for piece in pieces)
         logprobs, *others = jax.device_get(
@@ -128,7 +128,7 @@ class PrefillProgram:
             for part in parts
         ]
 
-    def _run(self, bucket: int, pieces: Sequence[Piece], *, top: bool) -> Any:
+    def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Any:
         runner = self._runner
         batch = self._batch(bucket, pieces)
         forward_batch = ForwardBatch.init_new(batch, runner)
@@ -164,7 +164,7 @@ class PrefillProgram:
             wanted,
         )
 
-    def _batch(self, bucket: int, pieces: Sequence[Piece]) -> Any:
+    def _batch(self, bucket: int, pieces: Sequence[PrefillPiece]) -> Any:
         """An extend batch of upstream's, padded as upstream pads."""
         if bucket not in self._templates:
             self._templates[bucket] = self._manager._make_dummy_batch(
@@ -191,7 +191,9 @@ class PrefillProgram:
         batch.logits_indices = np.zeros(self.sequences, np.int32)
         return batch
 
-    def _wanted(self, bucket: int, pieces: Sequence[Piece], top: bool) -> dict[str, jax.Array]:
+    def _wanted(
+        self, bucket: int, pieces: Sequence[PrefillPiece], top: bool
+    ) -> dict[str, jax.Array]:
         """The arguments of `ScoreHead`: which rows of the hidden states are scored, for which
         ids."""
         starts = itertools.accumulate((len(piece.ids) for piece in pieces), initial=0)

@@ -16,7 +16,7 @@ import jax
 
 from enginepool.dispatch.desired import DesiredState
 from enginepool.dispatch.dispatch import Dispatch
-from enginepool.dispatch.events import Events
+from enginepool.dispatch.events import EngineEvents
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.dispatch.recovery_policy import (
     WINDOW_SECONDS,
@@ -56,7 +56,7 @@ class Recovery:
         policy: Policy,
         desired: DesiredState,
         steering: SteeringLock,
-        events: Events,
+        events: EngineEvents,
         engines: Sequence[PinnedEngine],
     ) -> None:
         self._dispatch = dispatch

@@ -17,7 +17,7 @@ from sgl_jax.srt.mem_cache.common import evict_from_tree_cache
 from enginepool.dispatch.condition import WeightsCondition
 from enginepool.dispatch.request import Request
 from enginepool.dispatch.scoring import Scored, Scoring
-from enginepool.engine.prefill_program import Piece, PrefillProgram, Values
+from enginepool.engine.prefill_program import PrefillPiece, PrefillProgram, Values
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.scheduler import Scheduler
@@ -52,7 +52,7 @@ class _Prompt:
         self.top_logprobs: list[tuple[list[float], list[int]] | None] = [None] if first else []
         self.named_logprobs: list[list[float] | None] = [None] if first else []
 
-    def next_piece(self, room: int, page: int) -> Piece | None:
+    def next_piece(self, room: int, page: int) -> PrefillPiece | None:
         """The next tokens, as many as fit: whole pages, except at the prompt's end."""
         count = min(room, self.length - self.computed)
         end = self.computed + count
@@ -64,9 +64,9 @@ class _Prompt:
         targets = self.ids[max(self.computed + 1, self.scoring.start) : end + 1]
         slots = self.slots[: _whole_pages(end, page)]
         named = self.scoring.named_ids
-        return Piece(self.ids[self.computed : end], self.computed, slots, targets, named)
+        return PrefillPiece(self.ids[self.computed : end], self.computed, slots, targets, named)
 
-    def take(self, piece: Piece, values: Values) -> None:
+    def take(self, piece: PrefillPiece, values: Values) -> None:
         self.computed += len(piece.ids)
         self.logprobs += values.logprobs.tolist()
         if (k := self.scoring.top_logprobs_num) and values.top_values is not None:
@@ -170,7 +170,7 @@ class Scorer:
             The prompts that are complete, the requests that got a log-probability that is not
             finite, and whether only one prompt was computed.
         """
-        pieces: list[Piece] = []
+        pieces: list[PrefillPiece] = []
         room, slots = self.program.tokens, self.program.slots
         weights = self._weights
         for prompt in self._begun[: self.program.sequences]:

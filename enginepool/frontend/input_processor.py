@@ -18,7 +18,7 @@ from enginepool.frontend.limits import Limits, check_ids, check_length
 from enginepool.frontend.logprob_options import check_named_ids, check_starts, check_top_logprobs
 from enginepool.frontend.partial_call import read_part
 from enginepool.frontend.sampling import (
-    Sampling,
+    PromptSampling,
     Seeds,
     from_upstream,
     is_upstreams,
@@ -183,7 +183,7 @@ class InputProcessor:
                 )
         return texts, self.tokenizer.encode(texts, special_tokens=special_tokens), lone
 
-    def _sampling(self, params: Any, count: int, scored: bool) -> list[Sampling]:
+    def _sampling(self, params: Any, count: int, scored: bool) -> list[PromptSampling]:
         """
         Args:
             scored: Whether log-probabilities of the prompts are wanted.
@@ -208,14 +208,14 @@ class InputProcessor:
                 raise InvalidRequest(str(error), prompt_index=index) from None
         return made
 
-    def _default_sampling(self) -> Sampling:
+    def _default_sampling(self) -> PromptSampling:
         self._defaults.check()
         try:
             return self._make(self._defaults.params, explicit=False)
         except InvalidRequest as error:
             raise self._defaults.blamed(error) from None
 
-    def _make(self, params: Any, *, explicit: bool = True, scored: bool = False) -> Sampling:
+    def _make(self, params: Any, *, explicit: bool = True, scored: bool = False) -> PromptSampling:
         params = from_upstream(params) if is_upstreams(params) else params
         if not isinstance(params, Mapping):
             raise InvalidRequest(f"sampling_params: expected a dict, got {described(params)}")
@@ -233,7 +233,7 @@ class InputProcessor:
             )
         return made
 
-    def _grammars(self, sampling: Sequence[Sampling]) -> list[Grammar | None]:
+    def _grammars(self, sampling: Sequence[PromptSampling]) -> list[Grammar | None]:
         """What every prompt's outputs are held to, compiled."""
         made: dict[GrammarSource | None, Grammar | None] = {None: None}
         for index, one in enumerate(sampling):
@@ -252,7 +252,9 @@ class InputProcessor:
                 raise InvalidGrammar(str(error), prompt_index=None if lone else index) from error
         return [made[one.grammar] for one in sampling]
 
-    def _one_sample(self, sampling: Sampling, prompt: int, index: int, sample_index: int) -> Any:
+    def _one_sample(
+        self, sampling: PromptSampling, prompt: int, index: int, sample_index: int
+    ) -> Any:
         """Upstream's object for one sample: its own stream of random numbers, one output."""
         params = copy.copy(sampling.params)
         params.n = 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from enginepool.errors import InvalidRequest
-from enginepool.frontend.sampling import Sampling
+from enginepool.frontend.sampling import PromptSampling
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def check_ids(ids: Sequence[int], what: str, index: int, limits: Limits) -> None
 
 
 def check_length(
-    index: int, ids: Sequence[int], sampling: Sampling, limits: Limits, *, clamp: bool
+    index: int, ids: Sequence[int], sampling: PromptSampling, limits: Limits, *, clamp: bool
 ) -> None:
     """
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.limits import Limits, check_ids
-from enginepool.frontend.sampling import Sampling
+from enginepool.frontend.sampling import PromptSampling
 from enginepool.values import is_int, is_number, plain, shown
 
 
@@ -57,7 +57,7 @@ def read_part(
     prompt_indices: Any,
     sample_indices: Any,
     partial_outputs: Any,
-    sampling: Sequence[Sampling],
+    sampling: Sequence[PromptSampling],
     prompts: Sequence[Sequence[int]],
     limits: Limits,
     *,
@@ -117,7 +117,7 @@ def _indices(name: str, value: Any, count: int) -> list[int]:
     return entries
 
 
-def _check_length(index: int, partial: Partial, sampling: Sampling, room: int) -> None:
+def _check_length(index: int, partial: Partial, sampling: PromptSampling, room: int) -> None:
     wanted = sampling.params.max_new_tokens
     most = room if wanted is None else min(wanted, room)
     # A prompt that is only scored may leave less than no room.

@@ -48,7 +48,7 @@ NAMES = (
 
 
 @dataclass(frozen=True)
-class Sampling:
+class PromptSampling:
     """One prompt's parameters.
 
     Attributes:
@@ -80,7 +80,7 @@ def make_sampling(
     tokenizer: Any,
     end_ids: Collection[int] = (),
     explicit: bool = True,
-) -> Sampling:
+) -> PromptSampling:
     """Check one dict of sampling parameters and build upstream's object from it.
 
     Args:
@@ -114,7 +114,7 @@ def make_sampling(
             f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the model's end tokens are "
             f"all {vocab_size} of the vocabulary, so that none may be sampled; leave one out"
         )
-    return Sampling(
+    return PromptSampling(
         built,
         built.n,
         given.get("sampling_seed"),

@@ -17,7 +17,7 @@ from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
 from enginepool.dispatch.desired import DesiredState
 from enginepool.dispatch.dispatch import Dispatch, EngineRecord
-from enginepool.dispatch.events import Events
+from enginepool.dispatch.events import EngineEvents
 from enginepool.dispatch.recovery_policy import Policy
 from enginepool.dispatch.steering_lock import SteeringLock
 from enginepool.engine.executable_cache import ExecutableCache
@@ -59,7 +59,7 @@ class Runtime:
         self.steering = SteeringLock()
         self.dispatch = Dispatch(name, config, self.desired, self.steering)
         self.workers: list[EngineWorker] = []
-        self.events = Events(name)
+        self.events = EngineEvents(name)
         self.recovery = Recovery(
             self.dispatch,
             Policy(config.restart, config.max_restarts),

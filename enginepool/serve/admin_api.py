@@ -74,7 +74,7 @@ class Pause(BaseModel):
     mode: PauseMode = "retract"
 
 
-class Memory(Done):
+class MemoryReport(Done):
     memory: dict[str, Any]
 
 
@@ -173,8 +173,8 @@ def router(service: Service) -> APIRouter:
         return Done()
 
     @routes.get("/memory")
-    async def memory() -> Memory:
-        return Memory(memory=service.pool.stats()["memory"])
+    async def memory() -> MemoryReport:
+        return MemoryReport(memory=service.pool.stats()["memory"])
 
     return routes
 

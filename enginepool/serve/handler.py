@@ -43,7 +43,7 @@ _MANY_VALUES = 1 << 11
 _DONE = ("data: [DONE]\n\n", b"data: [DONE]\n\n")  # upstream's, and ours
 
 
-class Host(Protocol):
+class ExchangeHost(Protocol):
     """What an exchange asks and tells the server that it is in.
 
     Attributes:
@@ -80,7 +80,7 @@ class Exchange:
 
     def __init__(
         self,
-        host: Host,
+        host: ExchangeHost,
         front: FrontEnd,
         rendering: Rendering,
         options: ServeOptions,
@@ -207,7 +207,7 @@ class Exchange:
         if self.call is not None and not self.call.done:
             self._front.runtime.dispatch.abort(self.call.requests, "the client left", "cancelled")
         record = ExchangeRecord(
-            path=self._raw.scope["path"],  # that of its URL takes in what `Host` says
+            path=self._raw.scope["path"],  # that of its URL takes in what the `Host` header says
             status=status,
             outcome=outcome_of(status, failure),
             error=None if failure is None else str(failure),

@@ -67,7 +67,7 @@ class WeightDir(BaseModel):
     weight_version: int | str | None = None
 
 
-class Memory(BaseModel):
+class MemoryTags(BaseModel):
     """`cuda_graph` is for what a pool does not have. All, if left out or empty."""
 
     tags: Tags = None
@@ -130,15 +130,15 @@ def router(service: Service) -> APIRouter:
         return Status(status="awake")
 
     @routes.post("/release_memory_occupation")
-    async def release_memory_occupation(body: Memory | None = None) -> Done:
+    async def release_memory_occupation(body: MemoryTags | None = None) -> Done:
         """sglang's: give memory back; requests wait."""
-        await admin.release_memory((body or Memory()).tags)
+        await admin.release_memory((body or MemoryTags()).tags)
         return Done()
 
     @routes.post("/resume_memory_occupation")
-    async def resume_memory_occupation(body: Memory | None = None) -> Done:
+    async def resume_memory_occupation(body: MemoryTags | None = None) -> Done:
         """sglang's: weights are read again from where those that were served came from."""
-        await admin.resume_memory((body or Memory()).tags)
+        await admin.resume_memory((body or MemoryTags()).tags)
         return Done()
 
     return routes
