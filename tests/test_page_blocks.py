@@ -34,7 +34,9 @@ def test_no_page_is_left_out() -> None:
     assert with_blocks == {
         "README.md",
         "docs/generation.md",
+        "docs/scoring.md",
         "docs/serving.md",
+        "docs/structured_output.md",
         "docs/training.md",
         "docs/weights.md",
     }
@@ -58,8 +60,18 @@ def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
 def test_generation() -> None:
     names = run_page("docs/generation.md")
     assert len(names["outputs"]) == 16
-    assert names["result"]["meta_info"]["input_token_logprobs"][0][0] is None
     assert len(names["some"]) == 2
+
+
+def test_scoring() -> None:
+    names = run_page("docs/scoring.md")
+    assert names["result"]["meta_info"]["input_token_logprobs"][0][0] is None
+
+
+def test_structured_output() -> None:
+    names = run_page("docs/structured_output.md")
+    assert 1 <= len(names["digits"]) <= 3
+    assert names["digits"].isdigit()
 
 
 def test_weights() -> None:
@@ -73,7 +85,7 @@ def test_weights() -> None:
 def test_training() -> None:
     """Trainer and engines agree on every token."""
     names = run_page("docs/training.md")
-    assert len(names["samples"]) == 16
+    assert len(names["results"]) == 24
     agreement = names["agreement"]
     assert agreement.mean == pytest.approx(1, abs=1e-3)
     assert [agreement.min, agreement.max] == pytest.approx([1, 1], abs=1e-3)

@@ -25,7 +25,7 @@ def warnings(jax: Mapping[str, Any], config: PoolConfig | None) -> list[dict[str
     found = []
     chip = chip_of(devices[0]["kind"])
     if chip is not None and chip.note:
-        found.append(rules.Advice(chip.note, "read docs/plan.md before building on it"))
+        found.append(rules.Advice(chip.note, "read docs/tpu.md before building on it"))
     if config is not None:
         found += _of_pool(config, free_bytes(devices))
     return [entry._asdict() for entry in found]

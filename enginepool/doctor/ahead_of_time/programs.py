@@ -85,7 +85,7 @@ def compile_programs(
 
 
 def refuse_what_fails(host: Topology, config: dict[str, Any], sizes: Sizes) -> None:
-    """Without compiling: by the rules of docs/plan.md.
+    """Without compiling: by the rules of docs/tpu.md.
 
     Raises:
         InvalidConfig: With such a page size, memory fraction or batch no engine serves there.
