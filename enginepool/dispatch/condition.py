@@ -57,18 +57,18 @@ class WeightsCondition:
 
 
 class EngineCondition:
-    """What one engine may do, and why not.
+    """What one engine does, what it may do, and why.
 
-    Written on the engine's thread, and by who abandons its step while it does not return;
-    asked from any thread. What the engine is doing is replaced as a whole, so that nobody sees
-    half of a change; the rest are single values.
+    Only the room `engine/` writes it: on the engine's thread, or, while a step does not return, on
+    the thread that abandons the step. Any thread may read it. `change` replaces state and reason
+    together, so no reader sees half of a change. Everything else is a single value.
 
     Attributes:
-        weights: Which weights it has.
-        pause_reasons: Why it takes no step; empty when it goes on.
-        draining: It only finishes what has begun, here or on an engine that failed.
-        kv_not_finite: The KV cache may have numbers in it that are not finite.
-        stepping_since: When the step that runs now began, in `time.perf_counter`, if one does.
+        weights: The weights that it has.
+        pause_reasons: Why it takes no step. Empty while it may step.
+        draining: It takes no new requests. It only finishes requests that have begun.
+        kv_not_finite: The KV cache may hold numbers that are not finite.
+        stepping_since: When the current step began, in `time.perf_counter`. None between steps.
     """
 
     def __init__(self) -> None:

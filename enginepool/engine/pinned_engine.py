@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from enginepool.dispatch.condition import EngineCondition
+from enginepool.dispatch.condition import EngineCondition, PauseReason
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.states import EngineState
 from enginepool.engine.build import Assembly
@@ -92,3 +92,31 @@ class PinnedEngine:
             self.condition.weights.missing = None
             self.condition.change(EngineState.SERVING)
             self.queue.attach(self.index, self.channel.load, self.channel.wake)
+
+    def pause(self, reason: PauseReason) -> None:
+        """As a job: the engine takes no step until `go_on`."""
+        self.condition.pause(reason)
+
+    def go_on(self, reason: PauseReason) -> None:
+        """As a job: this is no reason any more. Others may be left."""
+        self.condition.go_on(reason)
+
+    def drain(self, on: bool) -> None:
+        """As a job: the engine only finishes what has begun, or takes new requests again."""
+        self.condition.draining = on
+
+    def replace_weights(
+        self, arrays: Mapping[str, jax.Array], shared: Collection[str]
+    ) -> dict[str, jax.Array]:
+        """As a job: put these leaves in place. Returns the leaves that were there.
+
+        `set_weights` of the channel completes the update; `restore_weights` undoes it.
+        """
+        self.condition.weights.being_replaced = True
+        return self.leaves.replace(arrays, shared)
+
+    def restore_weights(self, arrays: Mapping[str, jax.Array], shared: Collection[str]) -> None:
+        """As a job: the update is given up. `arrays`, if there are any, go back."""
+        if arrays:
+            self.leaves.replace(arrays, shared)
+        self.condition.weights.being_replaced = False

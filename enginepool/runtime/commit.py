@@ -28,15 +28,11 @@ def commit(stand: Standstill, staged: dict[int, Staged]) -> dict[int, Any]:
 
     def put(worker: EngineWorker) -> None:
         new, shared = staged[worker.index], worker.leaves.shared.copy()
-        worker.condition.weights.being_replaced = True
         with naming(worker):
-            before[worker.index] = worker.leaves.replace(new.arrays, new.shared), shared
+            before[worker.index] = worker.replace_weights(new.arrays, new.shared), shared
 
     def put_back(worker: EngineWorker) -> None:
-        if worker.index in before:
-            arrays, shared = before[worker.index]
-            worker.leaves.replace(arrays, shared)
-        worker.condition.weights.being_replaced = False
+        worker.restore_weights(*before.get(worker.index, ({}, ())))
 
     try:
         stand.run(put)

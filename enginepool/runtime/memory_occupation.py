@@ -18,7 +18,7 @@ def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
         )
 
     def drop(worker: EngineWorker) -> int:
-        worker.condition.pause("kv_cache")
+        worker.pause("kv_cache")
         kv_cache = worker.scheduler.kv_cache
         return 0 if kv_cache.dropped else kv_cache.drop()
 
@@ -35,7 +35,7 @@ def resume_kv_cache(runtime: Runtime) -> int:
 
     def rebuild(worker: EngineWorker) -> int:
         made = worker.scheduler.kv_cache.rebuild()
-        worker.condition.go_on("kv_cache")
+        worker.go_on("kv_cache")
         return made
 
     with (

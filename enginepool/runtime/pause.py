@@ -24,7 +24,7 @@ def pause(runtime: Runtime, mode: str, engine_index: int | None = None) -> None:
             runtime.desired.pause_reasons.add("paused")
 
         def stop(worker: EngineWorker) -> list[Any]:
-            worker.condition.pause("paused")
+            worker.pause("paused")
             return [] if mode == "in_place" else worker.channel.retract()
 
         taken = [request for group in runtime.on_engines(stop, engine_index) for request in group]
@@ -42,7 +42,7 @@ def resume(runtime: Runtime, engine_index: int | None = None) -> None:
     """Let paused engines go on."""
 
     def go_on(worker: EngineWorker) -> None:
-        worker.condition.go_on("paused")
+        worker.go_on("paused")
 
     with runtime.steering.turn("continue_generation()"):
         if engine_index is None:

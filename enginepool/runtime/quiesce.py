@@ -92,7 +92,7 @@ def standstill(
     waits: list[Future[Any]] = []
 
     def stop(worker: EngineWorker) -> None:
-        worker.condition.pause("swap")
+        worker.pause("swap")
         stopped[worker.index] = time.perf_counter()
         if mode != "in_place":
             taken.extend(worker.channel.retract())
@@ -144,15 +144,15 @@ def pause_drained(runtime: Runtime) -> None:
         standstill(runtime, runtime.reachable(), "drain") as stand,
     ):
         runtime.desired.pause_reasons.add("paused")
-        stand.run(lambda worker: worker.condition.pause("paused"))
+        stand.run(lambda worker: worker.pause("paused"))
 
 
 def _go_on(
     runtime: Runtime, stand: Standstill, stopped: dict[int, float], taken: list[Request]
 ) -> None:
     def go(worker: EngineWorker) -> None:
-        worker.condition.go_on("swap")
-        worker.condition.draining = False
+        worker.go_on("swap")
+        worker.drain(False)
         if (since := stopped.get(worker.index)) is not None:
             stand.pauses[worker.index] = time.perf_counter() - since
 
@@ -173,7 +173,7 @@ def _drain(runtime: Runtime, stand: Standstill) -> None:
     """
 
     def begin(worker: EngineWorker) -> tuple[bool, bool]:
-        worker.condition.draining = True
+        worker.drain(True)
         return worker.condition.paused, worker.channel.load() > 0
 
     found = stand.run(begin)
