@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from enginepool.console.complaints import complain
-from enginepool.dispatch.states import PauseMode
+from enginepool.dispatch.condition import PauseMode
 from enginepool.errors import InvalidConfig
 from enginepool.serve.options import TOKEN_VARIABLE
 

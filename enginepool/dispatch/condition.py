@@ -1,15 +1,50 @@
-"""What an engine is doing and what it may do: one object, which everybody asks."""
+"""What an engine does and may do, and what it should be like: one object each."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
-from enginepool.dispatch.states import EngineState
-
-# Why an engine takes no step: a user's pause, new weights, a KV cache whose memory was given back.
+# Why an engine takes no step: a user's pause, new weights, a KV cache whose memory was released.
 PauseReason = Literal["paused", "swap", "kv_cache"]
+# What happens to running requests when generation pauses.
+PauseMode = Literal["retract", "in_place", "abort"]
+
+
+class EngineState(Enum):
+    """What an engine does, as `stats()` shows it."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"  # it finishes its requests before a swap of weights
+    PAUSED = "paused"
+    UNLOADED = "unloaded"  # it has no weights; the next update_weights brings them
+    QUARANTINED = "quarantined"  # a step failed; it gets no requests
+    RESETTING = "resetting"  # its scheduler state and KV cache are made anew
+    REBUILDING = "rebuilding"  # all of it is made anew
+    ABANDONED = "abandoned"  # a step does not return
+    CLOSED = "closed"
+
+
+@dataclass
+class DesiredState:
+    """What every engine of a pool should be like. An engine that recovers is brought to it.
+
+    Written inside a turn of the `SteeringLock`. Any thread may read it.
+
+    Attributes:
+        weight_version: The label of the weights.
+        update: The number of the update that brought them. 0 is the checkpoint.
+        no_weights: Why no engine has weights, if a user released them.
+        pause_reasons: Why no engine takes a step.
+    """
+
+    weight_version: int | str = 0
+    update: int = 0
+    no_weights: str | None = None
+    pause_reasons: set[PauseReason] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from enginepool.config import PoolConfig
-from enginepool.dispatch.condition import EngineCondition
-from enginepool.dispatch.desired import DesiredState
+from enginepool.dispatch.condition import DesiredState, EngineCondition
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.queue_limit import QueueLimit
 from enginepool.dispatch.request import Call, Request, aborted

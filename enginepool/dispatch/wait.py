@@ -1,4 +1,4 @@
-"""How callers sleep until their requests have ended: in a thread, or on an event loop."""
+"""How a caller submits a call and waits for it: in a thread, or on an event loop."""
 
 from __future__ import annotations
 
@@ -66,6 +66,33 @@ class LoopSignal:
             self._pending = False
             return True
         return False
+
+
+@contextlib.contextmanager
+def submitted(dispatch: Dispatch, call: Call) -> Iterator[None]:
+    """Queue a call's requests for as long as the block lasts: a caller that leaves it early
+    (cancelled, interrupted, iterator closed) ends them inside the engines.
+
+    Raises:
+        EnginePoolError: What `Dispatch.submit` raises.
+    """
+    try:
+        dispatch.submit(call)
+        yield
+    except GeneratorExit:
+        # Perhaps the garbage collector closes the iterator, on a thread that holds a lock which
+        # `abort` needs.
+        with contextlib.suppress(RuntimeError):  # no new threads while Python ends
+            threading.Thread(target=_leave, args=(dispatch, call), daemon=True).start()
+        raise
+    except BaseException:
+        _leave(dispatch, call)
+        raise
+
+
+def _leave(dispatch: Dispatch, call: Call) -> None:
+    if dispatch.process.here:
+        dispatch.abort(call.requests, "the caller left", "cancelled")
 
 
 @dataclass(slots=True)

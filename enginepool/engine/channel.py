@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from enginepool.dispatch.condition import EngineCondition
+from enginepool.dispatch.condition import EngineCondition, EngineState
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.request import Request, aborted
-from enginepool.dispatch.states import EngineState
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.jobs import EngineBroken, Jobs, StopEngine
 from enginepool.engine.running import RunningRequests

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from enginepool.dispatch.condition import EngineCondition, PauseReason
+from enginepool.dispatch.condition import EngineCondition, EngineState, PauseReason
 from enginepool.dispatch.queue import RequestQueue
-from enginepool.dispatch.states import EngineState
 from enginepool.engine.build import Assembly
 from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter

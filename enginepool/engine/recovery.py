@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import jax
 
-from enginepool.dispatch.desired import DesiredState
+from enginepool.dispatch.condition import DesiredState, EngineState
 from enginepool.dispatch.dispatch import Dispatch
 from enginepool.dispatch.events import EngineEvents
 from enginepool.dispatch.fault_history import FaultHistory
@@ -28,7 +28,6 @@ from enginepool.dispatch.recovery_policy import (
     decide_request,
 )
 from enginepool.dispatch.request import Request, aborted, not_finite
-from enginepool.dispatch.states import EngineState
 from enginepool.dispatch.steering_lock import SteeringLock
 from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout

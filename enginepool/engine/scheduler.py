@@ -28,7 +28,6 @@ try:  # 0.1.0rc0; 0.0.3rc99 takes the key itself
 except ImportError:
     MatchPrefixParams = None
 
-from enginepool.dispatch.ends import end_ids
 from enginepool.dispatch.request import aborted
 from enginepool.dispatch.scoring import Scored
 from enginepool.engine.common_programs import share
@@ -40,6 +39,7 @@ from enginepool.engine.prefill_program import PrefillProgram
 from enginepool.engine.scoring import Scorer, running_count
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.top_logprobs import TopLogprobs
+from enginepool.model_config.generation import end_ids
 from enginepool.process.upstream import expect
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from enginepool.dispatch.condition import EngineState
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.recovery_policy import Decision
-from enginepool.dispatch.states import EngineState
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.jobs import EngineBroken, StopEngine
 from enginepool.engine.pinned_engine import PinnedEngine

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginepool.dispatch.grammar import Grammar, GrammarSource, parser_limits
 from enginepool.errors import InvalidGrammar, PoolClosed, QueueFull
-from enginepool.frontend.asker import asker_left
+from enginepool.frontend.cancellation import caller_left
 from enginepool.frontend.grammar_helper import (
     GrammarHelper,
     NobodyWaits,
@@ -119,7 +119,7 @@ class GrammarCompiler:
             try:
                 return job.done.result(_LOOKS_SECONDS)
             except TimeoutError:
-                if asker_left():
+                if caller_left():
                     raise CancelledError from None
             except _Refused as error:
                 raise _invalid(job.source, str(error)) from None

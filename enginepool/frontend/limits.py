@@ -17,7 +17,7 @@ class Limits:
         prompt: The longest prompt.
         total: The longest prompt plus output.
         origin: Where the limits come from, in words.
-        end_ids: What ends an output by itself; see `ends.py`.
+        end_ids: What ends an output by itself; see `model_config.generation.end_ids`.
         scored: The longest prompt plus continuation that can be scored.
         score_refusal: Why nothing can be scored, if so.
     """

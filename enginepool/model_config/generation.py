@@ -6,7 +6,7 @@ Upstream takes one that it cannot read for one that is not there.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +59,16 @@ def check_ends(config: Mapping[str, Any], file: str) -> None:
     raise InvalidConfig(
         f"{file}: eos_token_id={shown(ends)}: expected a token id or a list of them; correct it"
     )
+
+
+def end_ids(named: Iterable[int] | None, tokenizer: Any) -> set[int]:
+    """The ids that end an output, but for those that its caller names.
+
+    Args:
+        named: Those of the two files, as upstream's `hf_eos_token_id` and `eos_token_ids` are.
+        tokenizer: The one that upstream loads, with its `additional_stop_token_ids`; or None.
+    """
+    ends = {*(named or ())}
+    if tokenizer is not None:
+        ends |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
+    return {int(end) for end in ends if end is not None and end >= 0}

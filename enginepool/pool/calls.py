@@ -9,8 +9,7 @@ from typing import Any
 import anyio.to_thread
 
 from enginepool.dispatch.request import Call
-from enginepool.dispatch.submission import submitted
-from enginepool.dispatch.wait import async_wait_all, wait_all
+from enginepool.dispatch.wait import async_wait_all, submitted, wait_all
 from enginepool.frontend.output_processor import call_results
 from enginepool.runtime.runtime import Runtime
 

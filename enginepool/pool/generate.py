@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, Unpack
 
 from enginepool.dispatch.request import Call
-from enginepool.dispatch.submission import submitted
-from enginepool.dispatch.wait import async_chunks, chunks
-from enginepool.frontend.asker import in_thread
+from enginepool.dispatch.wait import async_chunks, chunks, submitted
 from enginepool.frontend.call_options import CallOptions, Params, Prompts, check_options
+from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.output_processor import make_chunk, make_result, raise_failure
 from enginepool.frontend.progress_bar import show_progress
 from enginepool.pool.calls import CallGroup, async_run_call, run_call

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +17,6 @@ import anyio.to_thread
 
 from enginepool.config import PoolConfig, Warmup, WhenFull
 from enginepool.devices import DeviceSpec
-from enginepool.dispatch.states import PoolState
 from enginepool.engine.worker import on_engine_thread
 from enginepool.errors import PoolClosed
 from enginepool.pool.chat import ChatCalls
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 # How long `close()` waits for the engines' threads; one that is in a step cannot be ended.
 CLOSE_SECONDS = 60.0
+
+
+class PoolState(Enum):
+    UNOPENED = "not open yet"  # the constructor starts nothing; the first call opens
+    OPEN = "open"
+    CLOSED = "closed"  # for good
 
 
 def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:

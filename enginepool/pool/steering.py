@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import anyio.to_thread
 
-from enginepool.dispatch.states import PauseMode
+from enginepool.dispatch.condition import PauseMode
 from enginepool.errors import InvalidRequest
 from enginepool.pool.calls import CallGroup
 from enginepool.runtime import pause, statistics

@@ -24,11 +24,10 @@ from anyio.to_thread import run_sync
 from sgl_jax.srt.managers.io_struct import FlushCacheReqOutput
 
 from enginepool.dispatch.request import Call
-from enginepool.dispatch.submission import submitted
 from enginepool.dispatch.thinking import Thinking
-from enginepool.dispatch.wait import async_chunks, async_wait_all
+from enginepool.dispatch.wait import async_chunks, async_wait_all, submitted
 from enginepool.errors import EnginePoolError, InvalidRequest
-from enginepool.frontend.asker import in_thread
+from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.output_processor import call_results, make_chunk, raise_failure
 from enginepool.frontend.score_input import make_score_call
 from enginepool.runtime import pause, statistics

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from enginepool.dispatch.condition import PauseMode
 from enginepool.dispatch.request import aborted
-from enginepool.dispatch.states import PauseMode
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest
 from enginepool.runtime.runtime import Runtime

@@ -15,7 +15,7 @@ import jax
 
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
-from enginepool.dispatch.desired import DesiredState
+from enginepool.dispatch.condition import DesiredState
 from enginepool.dispatch.dispatch import Dispatch, EngineRecord
 from enginepool.dispatch.events import EngineEvents
 from enginepool.dispatch.recovery_policy import Policy

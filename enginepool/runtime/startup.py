@@ -10,7 +10,6 @@ from typing import Any
 
 import patches
 from enginepool.config import PoolConfig, Warmup
-from enginepool.dispatch.ends import end_ids
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, InvalidConfig, InvalidWeights, PatchFailed
 from enginepool.frontend.generation_defaults import GenerationDefaults
@@ -19,6 +18,7 @@ from enginepool.frontend.input_processor import InputProcessor
 from enginepool.frontend.limits import Limits
 from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.logs import logger
+from enginepool.model_config.generation import end_ids
 from enginepool.model_config.tokenizer import check_tokenizer_class
 from enginepool.process.tuning import frozen
 from enginepool.sizing import rules

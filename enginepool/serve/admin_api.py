@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from enginepool.dispatch.states import PauseMode
+from enginepool.dispatch.condition import PauseMode
 from enginepool.errors import InvalidRequest
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.serve.bodies import CheckedRoute

@@ -13,8 +13,7 @@ from enginepool.runtime.swap_report import SwapReport
 from enginepool.serve.error_replies import Refused
 
 if TYPE_CHECKING:
-    from enginepool.dispatch.desired import DesiredState
-    from enginepool.dispatch.states import PauseMode
+    from enginepool.dispatch.condition import DesiredState, PauseMode
     from enginepool.pool.pool import EnginePool
     from enginepool.pool.steering import PoolPauseMode
     from enginepool.runtime.quiesce import SwapMode

@@ -17,7 +17,7 @@ from enginepool.dispatch.grammar import KINDS
 from enginepool.dispatch.request import Call
 from enginepool.dispatch.thinking import Thinking
 from enginepool.errors import InvalidRequest
-from enginepool.frontend.asker import in_thread
+from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions

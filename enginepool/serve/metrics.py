@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from enginepool.dispatch.states import EngineState
+from enginepool.dispatch.condition import EngineState
 from enginepool.runtime.swap_report import SwapReport
 from enginepool.serve.record import ExchangeRecord, OutputRecord
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from enginepool.dispatch.states import EngineState
-from enginepool.dispatch.submission import submitted
-from enginepool.dispatch.wait import async_wait_all
+from enginepool.dispatch.condition import EngineState
+from enginepool.dispatch.wait import async_wait_all, submitted
 from enginepool.errors import EnginePoolError, QueueFull
 from enginepool.serve.error_replies import Refused
 

@@ -9,8 +9,7 @@ from typing import Any
 from anyio.to_thread import run_sync
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, Call
-from enginepool.dispatch.submission import submitted
-from enginepool.dispatch.wait import async_wait_all
+from enginepool.dispatch.wait import async_wait_all, submitted
 from enginepool.errors import InvalidRequest
 from enginepool.serve.handler import Exchange
 from enginepool.serve.record import cut_short

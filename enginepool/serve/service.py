@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from sgl_jax.srt.managers.template_manager import TemplateManager
 
-from enginepool.dispatch.states import EngineState
+from enginepool.dispatch.condition import EngineState
 from enginepool.errors import InvalidRequest
 from enginepool.runtime import statistics
 from enginepool.serve.admin_operations import AdminOperations

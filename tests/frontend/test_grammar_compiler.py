@@ -18,7 +18,7 @@ from benchmarks.hostile_grammars import without_end
 from enginepool import InvalidGrammar, PoolClosed, QueueFull, toy
 from enginepool.dispatch.grammar import GrammarSource
 from enginepool.frontend import grammar_compiler, grammar_trial
-from enginepool.frontend.asker import in_thread
+from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.grammar_compiler import GrammarCompiler
 from enginepool.frontend.grammar_helper import NobodyWaits
 from enginepool.frontend.grammar_lane import Job

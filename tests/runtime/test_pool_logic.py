@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from enginepool.config import PoolConfig
+from enginepool.dispatch.condition import EngineState
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.request import Call, Request
 from enginepool.dispatch.routing import MIN_SHARED_PREFIX
-from enginepool.dispatch.states import EngineState
 from enginepool.engine.build import Assembly
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.worker import EngineWorker

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from enginepool.dispatch.ends import end_ids
 from enginepool.engine.common_programs import OnAnyDevice
+from enginepool.model_config.generation import end_ids
 
 # In a tally, beside how often the row has given an id: ids that would end it too early.
 _BANNED = 1 << 30

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from enginepool.dispatch.ends import end_ids
 from enginepool.dispatch.request import MAX_NAMED_IDS, Request
 from enginepool.engine.grammar import RequestGrammar
 from enginepool.engine.steady.batch import STOP_IDS, Form, Sampling
 from enginepool.engine.steady.penalties import Penalties, recount
 from enginepool.engine.top_logprobs import named_values, top_values
+from enginepool.model_config.generation import end_ids
 
 
 class Rows:

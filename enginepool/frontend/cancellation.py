@@ -1,4 +1,4 @@
-"""Whether the one who asked is still there, for work in a thread that may be in vain."""
+"""Work in a thread that can see that its caller was cancelled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _left: ContextVar[threading.Event | None] = ContextVar("enginepool_left", defaul
 async def in_thread[T](
     work: Callable[..., T], *args: Any, limiter: CapacityLimiter | None = None
 ) -> T:
-    """Run what starts nothing in a worker thread. A task that is cancelled does not wait for it,
-    and the thread can see it by `asker_left`."""
+    """Run `work`, which must start nothing in an engine, in a worker thread.
+
+    A cancelled task does not wait for the thread. The thread learns of it from `caller_left`.
+    """
     left = threading.Event()
     token = _left.set(left)
     try:
@@ -29,7 +31,7 @@ async def in_thread[T](
         _left.reset(token)
 
 
-def asker_left() -> bool:
-    """Whether the task that this thread works for has been cancelled."""
+def caller_left() -> bool:
+    """Whether the task that this thread works for was cancelled."""
     left = _left.get()
     return left is not None and left.is_set()
