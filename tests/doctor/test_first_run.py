@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from enginepool import EnginePool, toy
 from enginepool.cli.main import app
+from enginepool.config import REFUSED_ENVIRONMENT
 from enginepool.doctor.first_run import cache, goldens, pools, process
 from enginepool.doctor.first_run.checklist import Checklist, Finding
 from enginepool.doctor.first_run.run import first_run
@@ -26,8 +27,6 @@ from enginepool.toy.model import forward
 from tests.support import faults
 from tests.support.pools import NATIVE_PAGES
 
-# Options that no pool takes.
-NOTHING = {"page_sise": "bfloat16"}
 VARIANTS = ("page_size_1", "page_size_16", "bfloat16")
 ALL = ["host", *pools.NAMES, *VARIANTS, "persistent_cache"]
 
@@ -194,6 +193,16 @@ def test_page_size_that_is_refused() -> None:
     refused = looked(lambda checklist: pools.check_variant("it", options, checklist, print))["it"]
     assert (refused["status"], refused["seen"]["taken"]) == ("ok", False)
     assert "use page_size=1" in refused["seen"]["why"]
+
+
+def test_a_refusal_of_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an option that is refused counts as not taken; here it is the environment."""
+    name = next(iter(REFUSED_ENVIRONMENT))
+    monkeypatch.setenv(name, "1")
+    options = {"dtype": "bfloat16"}
+    found = looked(lambda checklist: pools.check_variant("it", options, checklist, print))["it"]
+    assert found["status"] == "error"
+    assert name in found["problems"][0]
 
 
 def test_what_raises_is_recorded() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from enginepool.console.output import engine_line
 from enginepool.devices import DeviceSpec, resolve_devices
 from enginepool.doctor.first_run import goldens, load, memory
 from enginepool.doctor.first_run.checklist import Checklist, Finding, describe
@@ -94,6 +95,8 @@ def check_variant(
         try:
             pool = opened(1, found, say, **options)
         except InvalidConfig as error:
+            if not any(f"{option}=" in str(error) for option in options):
+                raise  # it is about something else
             found.seen |= {"taken": False, "why": describe(error)}
             return
         with pool:
@@ -116,11 +119,7 @@ def opened(
 
         def on_engine(engine: dict[str, Any]) -> None:
             entries.append(_built(engine, programs))
-            say(
-                f"engine {engine['engine_index']} on {engine['platform']} device "
-                f"{engine['devices'][0]}: built in {engine['build_seconds']:.1f} s, warmed up in "
-                f"{engine['warmup_seconds']:.1f} s"
-            )
+            say(engine_line(engine))
 
         pool.open(on_engine=on_engine)
     args: Any = pool.engines[0].server_args
