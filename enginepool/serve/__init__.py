@@ -2,7 +2,7 @@
 classes over the pool's stand-in for their TokenizerManager.
 
 `server` owns sockets, signals and the drain; `app` puts the routes of the three `*_api` together;
-`handler` is one request that generates, `record` what is left of it for `log` and `metrics`.
+`exchange` is one request that generates, `record` what is left of it for `log` and `metrics`.
 Modules that import sgl_jax (`app` and what it imports) are imported when a pool is open: the
 patches come first.
 """

@@ -15,7 +15,7 @@ from enginepool.serve.error_replies import Refused
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, errors, events
 
 if TYPE_CHECKING:
-    from enginepool.serve.handler import Exchange
+    from enginepool.serve.exchange import Exchange
     from enginepool.serve.service import Service
 
 

@@ -98,6 +98,21 @@ def cut_short(call: Call) -> Refused | None:
     return None
 
 
+def raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
+    """A reply that is no answer is an error: it took too long, the server's end cut it, or it broke
+    engines. A reply that somebody aborted says so itself, as upstream's do.
+
+    Args:
+        nothing_yet: Raise only if there is no output; a stream tells the rest itself.
+    """
+    for one in output if isinstance(output, list) else [output]:
+        reason = one["meta_info"]["finish_reason"] or {}
+        if reason.get("type") != "abort" or reason["err_type"] == "cancelled":
+            continue
+        if not (nothing_yet and one["output_ids"]):
+            raise ended_early(reason)
+
+
 def outcome_of(status: int, failure: Exception | None) -> str:
     """A word for metrics and the log."""
     if status == CLIENT_GONE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -107,7 +108,26 @@ def check_values(call: Call) -> None:
         )
 
 
-def check_rids(rids: list[str]) -> None:
+def rids_of(rid: Any, prompts: int, prefix: str | None) -> list[str] | None:
+    """The id of each prompt's outputs: the client's own, or one that is made here.
+
+    Args:
+        prefix: Of the one id that all outputs carry, where the client gave none.
+    """
+    if rid is None:
+        return None if prefix is None else [f"{prefix}{uuid.uuid4().hex}"] * prompts
+    if isinstance(rid, list):
+        if len(rid) != prompts:
+            raise InvalidRequest(f"rid has {len(rid)} ids for {prompts} prompts")
+        _check_rids(rid)
+        return rid
+    _check_rids([rid])
+    if prefix is not None or prompts == 1:
+        return [rid] * prompts
+    return [f"{rid}_{index}" for index in range(prompts)]  # as upstream names them
+
+
+def _check_rids(rids: list[str]) -> None:
     """A client's own ids, each for a prompt."""
     if len(set(rids)) < len(rids):
         twice = next(rid for rid in rids if rids.count(rid) > 1)
@@ -130,3 +150,11 @@ def count_prompts(obj: Any) -> int:
     if not ids:
         return 0
     return 1 if isinstance(ids[0], int) else len(ids)
+
+
+def prompt_size(obj: Any) -> int:
+    """Characters, or token ids, of all its prompts."""
+    prompts = obj.text if obj.text is not None else obj.input_ids
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return len(prompts)
+    return sum(map(len, prompts))

@@ -14,14 +14,14 @@ from fastapi.responses import StreamingResponse
 
 from enginepool.serve.bodies import CheckedRoute
 from enginepool.serve.error_replies import Refused
-from enginepool.serve.openai_api import Chat
+from enginepool.serve.openai_serving import Chat
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, events
 from enginepool.serve.responses_input import as_chat
 from enginepool.serve.responses_models import ResponsesBody, ResponsesReply
 from enginepool.serve.responses_output import Answer, Events
 
 if TYPE_CHECKING:
-    from enginepool.serve.handler import Exchange
+    from enginepool.serve.exchange import Exchange
     from enginepool.serve.service import Service
 
 

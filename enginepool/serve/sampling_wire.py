@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from enginepool.dispatch.grammar import KINDS
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.sampling import NAMES
 from enginepool.serve.unasked import says_nothing, without_unasked
@@ -35,6 +36,12 @@ def as_taken(params: Any) -> Any:
     if is_int(taken.get("sampling_seed")):
         taken["sampling_seed"] = _folded(taken["sampling_seed"])
     return taken
+
+
+def has_grammar(params: Any) -> bool:
+    """Whether any of these, of one prompt or a list of them, has a grammar."""
+    each = params if isinstance(params, list) else [params]
+    return any(kind in one for one in each if isinstance(one, dict) for kind in KINDS)
 
 
 def _with_custom(params: Mapping[str, Any]) -> dict[str, Any]:

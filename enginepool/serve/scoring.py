@@ -11,7 +11,7 @@ from anyio.to_thread import run_sync
 from enginepool.dispatch.request import MAX_NAMED_IDS, Call
 from enginepool.dispatch.wait import async_wait_all, submitted
 from enginepool.errors import InvalidRequest
-from enginepool.serve.handler import Exchange
+from enginepool.serve.exchange import Exchange
 from enginepool.serve.record import cut_short
 from enginepool.serve.request_limits import MAX_VALUES
 from enginepool.values import described

@@ -13,7 +13,7 @@ from enginepool.errors import InvalidRequest
 from enginepool.runtime import statistics
 from enginepool.serve.admin_operations import AdminOperations
 from enginepool.serve.error_replies import Refused
-from enginepool.serve.handler import Exchange
+from enginepool.serve.exchange import Exchange
 from enginepool.serve.history import History
 from enginepool.serve.log import log_exchange
 from enginepool.serve.metrics import GENERATING, Metrics
@@ -110,6 +110,7 @@ class Service:
         return f"no engine can serve: {', '.join(state.value for state in states)}"
 
     def claim(self, exchange: Exchange, rids: frozenset[str]) -> None:
+        """Keep a client's ids for this exchange until it ends; raise if one is taken."""
         for other in self.exchanges:
             for rid in rids & other.rids:
                 raise InvalidRequest(

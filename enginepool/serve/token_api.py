@@ -14,9 +14,9 @@ from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
 from enginepool.errors import InvalidRequest
 from enginepool.serve.bodies import CheckedRoute, with_ids
-from enginepool.serve.openai_api import Chat, token_name
 from enginepool.serve.openai_fields import check_fields, check_template_options
 from enginepool.serve.openai_models import ChatBody
+from enginepool.serve.openai_serving import Chat, token_name
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, errors, events
 from enginepool.serve.token_models import (
     Detokenize,
@@ -34,7 +34,7 @@ from enginepool.serve.wire_extras import prompt_logprobs_of
 from enginepool.values import described
 
 if TYPE_CHECKING:
-    from enginepool.serve.handler import Exchange
+    from enginepool.serve.exchange import Exchange
     from enginepool.serve.service import Service
 
 

@@ -44,7 +44,7 @@ REACHES = {
     "process/quick_exit.py",
     "serve/answer_form.py",
     "serve/chat_stream.py",
-    "serve/openai_api.py",
+    "serve/openai_serving.py",
     "serve/stream_parsers.py",
     "weights/leaves.py",
     "weights/loader.py",

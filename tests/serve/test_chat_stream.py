@@ -235,7 +235,8 @@ def test_a_token_is_named_once(server: Running, monkeypatch: pytest.MonkeyPatch)
     """And not in every chunk that follows, of which each has all tokens so far."""
     named: list[int] = []
     monkeypatch.setattr(
-        "enginepool.serve.openai_api.token_name", lambda token: named.append(token) or f"n{token}"
+        "enginepool.serve.openai_serving.token_name",
+        lambda token: named.append(token) or f"n{token}",
     )
     body = {
         "model": "toy", "messages": TURNS, "max_tokens": 60, "ignore_eos": True, "logprobs": True,

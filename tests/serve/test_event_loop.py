@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.serve import bodies, handler, openai_api, scoring, token_api
+from enginepool.serve import bodies, exchange, openai_serving, scoring, token_api
 from tests.support.liveness import SECONDS, callers
 from tests.support.servers import Running
 
@@ -16,10 +16,10 @@ LARGE = "1" * (bodies._SMALL + 1)  # as a body; refused once it is looked at
 PROMPT = {"text": SUM, "sampling_params": GREEDY}
 CASES: list[tuple[Any, str, str, dict[str, Any], int]] = [
     (bodies, "_parse", "/generate", {"text": SUM, "extra_key": LARGE}, 400),
-    (openai_api.Chat, "_adapt", "/v1/chat/completions", {"model": "", "messages": TURNS}, 200),
-    (openai_api.Completion, "_adapt", "/v1/completions", {"model": "", "prompt": SUM}, 200),
-    (handler.Exchange, "_make_call", "/generate", PROMPT, 200),
-    (handler.Exchange, "_make_call", "/inference/v1/generate",
+    (openai_serving.Chat, "_adapt", "/v1/chat/completions", {"model": "", "messages": TURNS}, 200),
+    (openai_serving.Completion, "_adapt", "/v1/completions", {"model": "", "prompt": SUM}, 200),
+    (exchange.Exchange, "_make_call", "/generate", PROMPT, 200),
+    (exchange.Exchange, "_make_call", "/inference/v1/generate",
      {"token_ids": [49], "sampling_params": GREEDY}, 200),
     (scoring.ScoreExchange, "_make_score_call", "/v1/score",
      {"query": SUM, "items": [""], "label_token_ids": [49]}, 200),

@@ -139,9 +139,9 @@ def test_large_replies_are_made_beside_the_loop(
     plain: Running, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On which everybody is served: of many log-probabilities upstream makes an object each."""
-    from enginepool.serve import openai_api
+    from enginepool.serve import openai_serving
 
-    serving, made = getattr(openai_api, kind), []
+    serving, made = getattr(openai_serving, kind), []
     build = serving._build
 
     def noting(*args: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,26 +13,29 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from enginepool.dispatch.grammar import KINDS
 from enginepool.dispatch.request import Call
 from enginepool.dispatch.thinking import Thinking
-from enginepool.errors import InvalidRequest
 from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
-from enginepool.serve.presence import while_present
 from enginepool.serve.record import (
     CLIENT_GONE,
     ExchangeRecord,
     cut_short,
-    ended_early,
     outcome_of,
     outputs_of,
+    raise_if_lost,
 )
 from enginepool.serve.rendering import LARGE, Rendering
-from enginepool.serve.request_limits import check_counts, check_rids, check_values, count_prompts
-from enginepool.serve.sampling_wire import as_taken
+from enginepool.serve.request_limits import (
+    check_counts,
+    check_values,
+    count_prompts,
+    prompt_size,
+    rids_of,
+)
+from enginepool.serve.sampling_wire import as_taken, has_grammar
 from enginepool.serve.wire_extras import name_tokens
 
 if TYPE_CHECKING:
@@ -44,19 +47,13 @@ _DONE = ("data: [DONE]\n\n", b"data: [DONE]\n\n")  # upstream's, and ours
 
 
 class ExchangeHost(Protocol):
-    """What an exchange asks and tells the server that it is in.
-
-    Attributes:
-        max_queued: How many requests may wait for an engine.
-    """
+    """The server, as far as its exchanges know it. (Its own module imports this one.)"""
 
     max_queued: int | None
 
-    def check_open(self) -> None:
-        """Raise if new requests are not taken now."""
+    def check_open(self) -> None: ...
 
-    def claim(self, exchange: Exchange, rids: frozenset[str]) -> None:
-        """Keep a client's ids for this exchange until it ends; raise if one is taken."""
+    def claim(self, exchange: Exchange, rids: frozenset[str]) -> None: ...
 
     def began(self, exchange: Exchange) -> None: ...
 
@@ -109,7 +106,7 @@ class Exchange:
         """The reply, or the error's. Ends the requests in the engines if the client leaves."""
         self._host.began(self)
         try:
-            response = await while_present(self._raw, reply())
+            response = await _while_present(self._raw, reply())
         except Exception as error:
             response = error_reply(error)
             self.failure = error
@@ -141,14 +138,13 @@ class Exchange:
         obj.sampling_params = as_taken(obj.sampling_params)
         prompts = count_prompts(obj)
         check_counts(obj, prompts, self._options, self._host.max_queued)
-        given, rids = obj.rid, _ids(obj.rid, prompts, id_prefix)
+        given, rids = obj.rid, rids_of(obj.rid, prompts, id_prefix)
         if given is not None:
-            check_rids(given if isinstance(given, list) else [given])
             self._host.claim(self, frozenset(rids or ()))
         obj.rid = rids
         self._texts = obj.return_text_in_logprobs
-        limiter = self.tokenizer.large if _size(obj) > LARGE else None
-        if limiter is None and _has_grammar(obj):
+        limiter = self.tokenizer.large if prompt_size(obj) > LARGE else None
+        if limiter is None and has_grammar(obj.sampling_params):
             limiter = self.tokenizer.grammars
         self.call = await in_thread(
             self._make_call, obj, prompt_logprobs, thinking, limiter=limiter
@@ -157,7 +153,7 @@ class Exchange:
         self._first = await anext(self._outputs)
         if obj.stream:
             self._first_output_seconds = time.perf_counter() - self._started
-        _raise_if_lost(self._first, nothing_yet=bool(obj.stream))
+        raise_if_lost(self._first, nothing_yet=bool(obj.stream))
 
     def _make_call(self, obj: Any, prompt_logprobs: int | None, thinking: Thinking | None) -> Call:
         for text in [obj.text] if isinstance(obj.text, str) else obj.text or ():
@@ -280,43 +276,19 @@ class _Stream(StreamingResponse):
             self._exchange.end(CLIENT_GONE if gone else self.status_code)
 
 
-def _ids(rid: Any, prompts: int, prefix: str | None) -> list[str] | None:
-    """The id of each prompt's outputs."""
-    if rid is None:
-        return None if prefix is None else [f"{prefix}{uuid.uuid4().hex}"] * prompts
-    if isinstance(rid, list):
-        if len(rid) != prompts:
-            raise InvalidRequest(f"rid has {len(rid)} ids for {prompts} prompts")
-        return rid
-    if prefix is not None or prompts == 1:
-        return [rid] * prompts
-    return [f"{rid}_{index}" for index in range(prompts)]  # as upstream names them
+async def _while_present(raw: Request, work: Awaitable[Response]) -> Response | None:
+    """Await `work` while the client is there; cancel it, and return None, when it leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_left(raw))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def _size(obj: Any) -> int:
-    """Characters, or token ids."""
-    prompts = obj.text if obj.text is not None else obj.input_ids
-    if isinstance(prompts, str) or isinstance(prompts[0], int):
-        return len(prompts)
-    return sum(map(len, prompts))
-
-
-def _has_grammar(obj: Any) -> bool:
-    params = obj.sampling_params
-    each = params if isinstance(params, list) else [params]
-    return any(kind in one for one in each if isinstance(one, dict) for kind in KINDS)
-
-
-def _raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
-    """A reply that is no answer is an error: one that took too long, that the server's end cut, or
-    that broke engines. One that somebody aborted says so itself, as upstream's do.
-
-    Args:
-        nothing_yet: Only if there is no output; a stream tells the rest itself.
-    """
-    for one in output if isinstance(output, list) else [output]:
-        reason = one["meta_info"]["finish_reason"] or {}
-        if reason.get("type") != "abort" or reason["err_type"] == "cancelled":
-            continue
-        if not (nothing_yet and one["output_ids"]):
-            raise ended_early(reason)
+async def _left(raw: Request) -> None:
+    while (await raw.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,225 @@
+"""Upstream's serving classes for OpenAI's routes, one object a request, over an exchange.
+
+Reaches into upstream's serving classes, by calling the parts of `handle_request` one by one.
+
+What breaks: A request that cannot be served is answered with 500, or with 200 and an error in the
+stream; `seed` is dropped; a chunk of several tokens gives all of them the first one's text.
+Why: They expect one token a chunk, and a scheduler that has refused nothing.
+Remove when: They raise what was wrong with a request, and hand `seed` on.
+
+What is called is looked for when the server starts, and missed by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import orjson
+from anyio.to_thread import run_sync
+from fastapi import Request, Response
+from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sgl_jax.srt.entrypoints.openai.serving_score import OpenAIServingScore
+
+from enginepool.dispatch.grammar import KINDS
+from enginepool.dispatch.thinking import Thinking
+from enginepool.errors import EnginePoolError, InvalidRequest
+from enginepool.process.upstream import expect
+from enginepool.serve.answer_form import form_of
+from enginepool.serve.chat_stream import ChatStream
+from enginepool.serve.exchange import Exchange
+from enginepool.serve.openai_fields import check_fields, check_template_options
+from enginepool.serve.openai_models import ChatBody, CompletionBody, ScoreBody
+from enginepool.serve.rendering import why_not_rendered
+from enginepool.serve.scoring import ScoreExchange
+from enginepool.serve.stream_parsers import cut_calls, marks, thinking_of
+from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, UsageSoFar, add_to_reply
+
+# Of a prompt's end, in which a mark of a model's thinking is looked for: more tokens than it has.
+_LONGEST_MARK = 32
+_USED = (
+    *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
+    *("_handle_streaming_request", "_build_sampling_params"),
+)
+
+
+def check_upstream() -> None:
+    """
+    Raises:
+        EnginePoolError: Upstream's serving classes are not those that are known here.
+    """
+    expect(OpenAIServingCompletion, *_USED, "_get_echo_text", "_build_completion_response")
+    expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens", "_generate_chat_stream")
+    expect(OpenAIServingChat, "_process_tool_calls")
+    expect(OpenAIServingChat, "_get_reasoning_from_request", "_process_streaming_logprobs")
+    expect(OpenAIServingChat, "_build_chat_response")
+    expect(OpenAIServingScore, "_handle_non_streaming_request")
+
+
+class _Serving:
+    """What both of upstream's classes do differently here. An error is raised and becomes the
+    reply's status, where upstream answers 500, or 200 with an error in the stream."""
+
+    async def reply(self: Any, body: Any, raw: Request) -> Response:
+        if message := self._validate_request(body):
+            raise InvalidRequest(message)
+        exchange: Exchange = self.tokenizer_manager
+        check_fields(body, exchange.server_args)
+        chat = isinstance(body, ChatBody)
+        if chat:
+            check_template_options(body, exchange.tokenizer.template_options)
+        if body.return_tokens_as_token_ids:
+            exchange.token_names, exchange.names_own = token_name, not chat
+        adapted = await run_sync(self._adapt, body, limiter=exchange.tokenizer.limiter)
+        thinking = self._thinking(body) if chat else None
+        await exchange.begin(adapted, self._request_id_prefix(), body.prompt_logprobs, thinking)
+        call, text = exchange.call, exchange.tokenizer.token_text
+        assert call is not None
+        if body.stream:
+            exchange.reads_new = True
+            streamed = await self._handle_streaming_request(adapted, body, raw)
+            pieces = streamed.body_iterator
+            if body.return_token_ids:
+                ids = StreamedIds(call, chat=chat)
+                exchange.watchers.append(ids.saw)
+                pieces = ids.dressed(pieces)
+            if body.stream_options and body.stream_options.continuous_usage_stats:
+                usage = UsageSoFar()
+                exchange.watchers.append(usage.saw)
+                pieces = usage.dressed(pieces)
+            if not chat and body.echo:
+                echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
+                exchange.watchers.append(echoed.saw)
+            return exchange.stream(pieces)
+        try:
+            made = await anext(exchange.generate_request(adapted, raw))
+        except ValueError as error:
+            raise exchange.failure or error from error
+        results = made if isinstance(made, list) else [made]
+
+        def whole() -> Response:
+            made = self._build(body, results, int(time.time()))
+            if isinstance(made, Response):
+                return made
+            if body.return_token_ids or body.prompt_logprobs is not None:
+                reply = orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
+            else:
+                reply = made.model_dump_json()
+            return Response(reply, media_type="application/json")
+
+        return await exchange.beside(whole, results)
+
+    def _adapt(self: Any, body: Any) -> Any:
+        """Upstream's GenerateReqInput for a body: it applies the chat template and encodes."""
+        try:
+            adapted, _ = self._convert_to_internal_request(body)
+        except EnginePoolError:
+            raise
+        # Templates and parsers fail in ways of their own over what they are given.
+        except Exception as error:
+            why = why_not_rendered(error, body)
+            raise InvalidRequest(f"this request cannot be turned into a prompt: {why}") from error
+        if body.seed is not None:
+            adapted.sampling_params["sampling_seed"] = body.seed  # upstream drops it
+        if getattr(body, "echo", False) and body.logprobs is not None:
+            adapted.logprob_start_len = 0  # upstream's -1 with logprobs=0 has no prompt's
+        if body.cache_salt is not None:
+            adapted.extra_key = body.cache_salt
+        return adapted
+
+    def _build_sampling_params(self: Any, request: Any, *args: Any, **more: Any) -> dict[str, Any]:
+        exchange: Exchange = self.tokenizer_manager
+        special = getattr(exchange.tokenizer, "all_special_tokens", ())
+        form = form_of(request, exchange.server_args, special)
+        params = super()._build_sampling_params(request, *args, **more)  # pyright: ignore
+        params = {name: value for name, value in params.items() if name not in KINDS}
+        return params | request.as_parameters() | form
+
+
+class Completion(_Serving, OpenAIServingCompletion):
+    _build = OpenAIServingCompletion._build_completion_response
+
+    def echo_text(self, body: CompletionBody, index: int) -> str:
+        """The prompt of an output."""
+        return super()._get_echo_text(body, index)
+
+    def _get_echo_text(self, request: Any, index: int) -> str:
+        del request, index
+        return ""  # `EchoedPrompts` has put it there
+
+
+class Score(OpenAIServingScore):
+    async def reply(self: Any, body: ScoreBody, raw: Request) -> Response:
+        exchange: ScoreExchange = self.tokenizer_manager
+        made = await self._handle_non_streaming_request(body, body, raw)
+        if exchange.failure is not None:
+            raise exchange.failure
+        return Response(made.model_dump_json(), media_type="application/json")
+
+
+class Chat(_Serving, OpenAIServingChat):
+    _build = OpenAIServingChat._build_chat_response
+    _prompt_end = ""  # the text of its last tokens
+
+    def _adapt(self: Any, body: Any) -> Any:
+        adapted = super()._adapt(body)
+        ids = adapted.input_ids[-_LONGEST_MARK:]
+        self._prompt_end = self.tokenizer_manager.tokenizer.decode(ids).rstrip()
+        return adapted
+
+    def _get_reasoning_from_request(self: Any, request: Any) -> bool:
+        """Not where the prompt ends with thinking that is over: the template's, without one, or
+        that of a turn which is to go on. Upstream would take all that comes for more of it."""
+        wanted = super()._get_reasoning_from_request(request)
+        if not wanted:
+            return False
+        _, end = marks(self.tokenizer_manager.server_args.reasoning_parser)
+        return not self._prompt_end.endswith(end)
+
+    def _thinking(self: Any, body: Any) -> Thinking | None:
+        exchange: Exchange = self.tokenizer_manager
+        if not self._get_reasoning_from_request(body):
+            return None
+        return thinking_of(
+            exchange.server_args.reasoning_parser, exchange.tokenizer, self._prompt_end
+        )
+
+    def _process_tool_calls(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, text: str, tools: Any, tool_call_parser: Any, finish_reason: Any, **choice: Any
+    ) -> Any:
+        """Upstream looks for whole calls; of one that was cut, the call as far as it is, which is
+        what a stream says of it."""
+        if finish_reason["type"] != "stop":
+            calls, said = cut_calls(text, tools, tool_call_parser)
+            return calls or None, said, finish_reason
+        return super()._process_tool_calls(text, tools, tool_call_parser, finish_reason, **choice)
+
+    def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
+        # A chunk of a stream may hold several tokens; upstream gives all the first one's.
+        return super()._process_logprobs_tokens(logprobs, use_token_index=True)
+
+    async def _generate_chat_stream(
+        self, adapted_request: Any, request: Any, raw_request: Any
+    ) -> AsyncGenerator[str, None]:
+        exchange: Any = self.tokenizer_manager
+        args = exchange.server_args
+        reasons = (
+            args.reasoning_parser is not None
+            and request.separate_reasoning
+            and self._get_reasoning_from_request(request)
+        )
+        stream = ChatStream(request, args, reasons=reasons)
+        outputs = exchange.generate_request(adapted_request, raw_request)
+        try:
+            async for chunk in stream.of(outputs, self._process_streaming_logprobs):
+                yield chunk
+        except ValueError:
+            yield ""  # the exchange knows why, and tells
+        yield "data: [DONE]\n\n"
+
+
+def token_name(token: int) -> str:
+    """vLLM's, where ids are to be told from texts."""
+    return f"token_id:{token}"
