@@ -14,8 +14,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from enginepool.toy.files import CONFIG, write_tokenizer
-from enginepool.toy.model import parameter_shapes
+from scripts.train_toy.checkpoint import CONFIG, parameter_shapes, write_tokenizer
 
 # From so many bytes on: hidden size, MLP size, query heads, KV heads. A micro model's layers,
 # Qwen3-0.6B's and Qwen3-4B's: the larger a model is, the larger are its leaves.

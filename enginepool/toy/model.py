@@ -64,43 +64,6 @@ def head_dim(config: Config) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def has_attention_bias(config: Config) -> bool:
-    """Whether the q, k and v projections have biases; Qwen2's do without saying so."""
-    return config.get("attention_bias", config["model_type"] == "qwen2")
-
-
-def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter by its Hugging Face name."""
-    hidden, mlp, dim = config["hidden_size"], config["intermediate_size"], head_dim(config)
-    q_size = config["num_attention_heads"] * dim
-    kv_size = config["num_key_value_heads"] * dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden)
-    }
-    for index in range(config["num_hidden_layers"]):
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (q_size, hidden),
-            "self_attn.k_proj.weight": (kv_size, hidden),
-            "self_attn.v_proj.weight": (kv_size, hidden),
-            "self_attn.o_proj.weight": (hidden, q_size),
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (mlp, hidden),
-            "mlp.up_proj.weight": (mlp, hidden),
-            "mlp.down_proj.weight": (hidden, mlp),
-        }
-        if has_attention_bias(config):
-            for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-                layer[f"self_attn.{name}_proj.bias"] = (size,)
-        if config["model_type"] == "qwen3":
-            layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (dim,)
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return shapes
-
-
 def _attention(
     config: Config,
     layer: Params,

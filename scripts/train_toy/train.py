@@ -19,9 +19,10 @@ import optax
 from transformers import AutoTokenizer
 
 from enginepool.toy import NAMES, checkpoint
-from enginepool.toy.files import CONFIG, read_checkpoint, write_checkpoint, write_tokenizer
-from enginepool.toy.model import Config, forward, parameter_shapes
+from enginepool.toy.files import read_checkpoint
+from enginepool.toy.model import Config, forward
 from scripts.train_toy import sums
+from scripts.train_toy.checkpoint import CONFIG, parameter_shapes, write_checkpoint, write_tokenizer
 
 STEPS, WARMUP_STEPS, DECAY_STEPS = 1200, 100, 500
 # "half" adds too, and ends before the rate decays: it gets about half of the sums right.

@@ -17,7 +17,7 @@ STOPS = ["efg", "a谁", "the", "🙂", "é", " a", "bb", "<|im_start|>a"]
 def tokenizer(tmp_path_factory):
     from transformers import AutoTokenizer
 
-    from enginepool.toy.files import write_tokenizer
+    from scripts.train_toy.checkpoint import write_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)

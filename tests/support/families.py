@@ -16,7 +16,7 @@ import numpy as np
 
 from enginepool.model_config.rotary import rotation
 from enginepool.toy.model import forward as toy_forward
-from enginepool.toy.model import parameter_shapes as toy_shapes
+from scripts.train_toy.checkpoint import parameter_shapes as toy_shapes
 
 _gelu = partial(jax.nn.gelu, approximate=True)
 

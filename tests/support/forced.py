@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from enginepool.toy.files import END_ID, read_checkpoint, write_checkpoint
+from enginepool.toy.files import END_ID, read_checkpoint
+from scripts.train_toy.checkpoint import write_checkpoint
 from tests.support.families import forward
 from tests.support.reference import PAD_TO, make_random_model, random_config
 from tests.support.reference import _load as load_weights

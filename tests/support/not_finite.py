@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from enginepool.toy.files import read_checkpoint, write_checkpoint
+from enginepool.toy.files import read_checkpoint
+from scripts.train_toy.checkpoint import write_checkpoint
 from tests.support.reference import make_random_model
 
 # Tokens that no output has.

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from enginepool.toy.files import CONFIG, read_checkpoint, write_checkpoint
+from enginepool.toy.files import read_checkpoint
+from scripts.train_toy.checkpoint import CONFIG, write_checkpoint
 from tests.support.families import GEMMA2, QWEN3_MOE, forward, parameter_shapes
 
 PAD_TO = 64

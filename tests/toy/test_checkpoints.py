@@ -11,9 +11,10 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from enginepool import toy
-from enginepool.toy.files import CONFIG, END_ID, read_checkpoint, write_tokenizer
+from enginepool.toy.files import END_ID, read_checkpoint
 from enginepool.toy.model import forward
 from scripts.train_toy import sums
+from scripts.train_toy.checkpoint import CONFIG, write_tokenizer
 from scripts.train_toy.train import exact_match, init_params
 from tests.support.marks import slow
 from tests.support.reference import make_random_model, reference_greedy, reference_greedy_batch
