@@ -80,7 +80,7 @@ test-tpu: $(TPU)/.installed ## Run the tests that need libtpu, and no TPU
 
 .PHONY: tpu-check
 tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, without one
-	@JAX_PLATFORMS=cpu $(TPU)/bin/python -m enginepool.doctor.ahead_of_time $(ARGS)
+	@JAX_PLATFORMS=cpu $(TPU)/bin/python -m scripts.tpu_check $(ARGS)
 
 .PHONY: test-integrations
 test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.installed ## Run trainers and clients on pools, pools on hosts, and the TPU's attention kernel, interpreted on CPU

@@ -10,13 +10,13 @@ from jax.sharding import SingleDeviceSharding
 
 from enginepool import InvalidConfig
 from enginepool.doctor.ahead_of_time import stand_ins
-from enginepool.doctor.ahead_of_time.models import model_config
-from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
+from enginepool.doctor.ahead_of_time.programs import compile_programs
 from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record, page_copies
-from enginepool.doctor.ahead_of_time.report import as_json, overview, table
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray, upstream_without_device
 from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
 from enginepool.sizing.chips import GIB, TOPOLOGIES
+from scripts.tpu_check.engine import Sizes, model_config
+from scripts.tpu_check.report import as_json, overview, table
 from tests.support.tpu import LIBTPU, check, needs_libtpu
 
 ONE = jnp.ones((8, 128), jnp.float32)

@@ -13,14 +13,13 @@ import yaml
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from enginepool import InvalidConfig
-from enginepool.doctor.ahead_of_time.__main__ import arguments
-from enginepool.doctor.ahead_of_time.models import MODELS, model_config
-from enginepool.doctor.ahead_of_time.programs import Sizes, refuse_what_fails
 from enginepool.doctor.ahead_of_time.record import Record
 from enginepool.doctor.ahead_of_time.stand_ins import upstream_without_device
 from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
 from enginepool.doctor.plan.plan import make
 from enginepool.sizing.chips import TOPOLOGIES
+from scripts.tpu_check.__main__ import arguments
+from scripts.tpu_check.engine import MODELS, Sizes, model_config, refuse_what_fails
 from tests.support.published import CONFIGS
 from tests.support.tpu import LIBTPU, check, needs_libtpu, python
 
@@ -229,10 +228,10 @@ def test_a_step_that_needs_another_program_is_a_problem() -> None:
 
 _UPSTREAMS_WARM_UP = """
 import json
-from enginepool.doctor.ahead_of_time.models import model_config
-from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
+from enginepool.doctor.ahead_of_time.programs import compile_programs
 from enginepool.engine import warmup
 from enginepool.sizing.chips import TOPOLOGIES
+from scripts.tpu_check.engine import Sizes, model_config
 
 def upstreams(scheduler):
     scheduler.tp_worker.worker.run_precompile()
@@ -266,10 +265,11 @@ import json
 import jax
 import jax.numpy as jnp
 from enginepool.doctor.ahead_of_time import stand_ins
-from enginepool.doctor.ahead_of_time.models import model_config
-from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs
+from enginepool.doctor.ahead_of_time.programs import compile_programs
 from enginepool.sizing.chips import TOPOLOGIES
 from enginepool.weights import fingerprint, tied
+from scripts.tpu_check.engine import Sizes, model_config
+from scripts.tpu_check.weight_programs import weight_programs
 
 def wider(array):
     return jax.lax.optimization_barrier(array.astype(jnp.float32))
@@ -288,6 +288,7 @@ record = compile_programs(
     # Two KV caches are to fit.
     Sizes(batch=8, prefill=256, context=1024, mem_fraction_static=0.3).server_args(),
     kinds=("prefill", "fingerprint", "tied_head"),
+    further=weight_programs,
 )
 print(json.dumps([(one.kind, one.problem) for one in record.programs if one.problem]))
 """

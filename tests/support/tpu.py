@@ -26,6 +26,6 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def check(*arguments: str) -> tuple[int, Any, str]:
     """Run the command on a small engine; its exit code, the one report, and what it said."""
     sizes = ["--layers", "1", "--batch", "8", "--prefill", "256", "--context", "1024"]
-    command = ["-m", "enginepool.doctor.ahead_of_time", "--json", "--model", "Qwen3-0.6B"]
+    command = ["-m", "scripts.tpu_check", "--json", "--model", "Qwen3-0.6B"]
     done = python(*command, *sizes, *arguments)
     return done.returncode, json.loads(done.stdout or "[{}]")[0], done.stderr

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,6 @@ from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter
 from enginepool.errors import InvalidConfig
 from enginepool.sizing.chips import Topology
-from enginepool.sizing.rules import page_advice, what_fails
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What an engine is told that its programs depend on."""
-
-    batch: int = 64
-    prefill: int = 512
-    context: int = 4096
-    page_size: int = 128
-    mem_fraction_static: float | None = None
-
-    def server_args(self) -> dict[str, Any]:
-        fraction = self.mem_fraction_static
-        return {
-            "page_size": self.page_size,
-            "context_length": self.context,
-            "max_running_requests": self.batch,
-            "chunked_prefill_size": self.prefill,
-            "max_prefill_tokens": self.prefill,
-            "precompile_bs_paddings": [self.batch],
-            "precompile_token_paddings": [self.prefill],
-            **({} if fraction is None else {"mem_fraction_static": fraction}),
-        }
 
 
 def compile_programs(
@@ -56,6 +30,7 @@ def compile_programs(
     max_decode_steps: int = PoolConfig.max_decode_steps,
     kinds: Collection[str] | None = None,
     without: Collection[str] = (),
+    further: Callable[[Any, list[Any], Record], None] = lambda *_: None,
     said: Callable[[Compiled], None] = lambda _: None,
 ) -> Record:
     """Compile what one engine of a pool on this host runs, and see that it runs nothing else;
@@ -68,40 +43,26 @@ def compile_programs(
         server_args, max_decode_steps: As a pool is given them.
         kinds: Which programs; all of them, if None.
         without: Names of patches to leave out, to see what they are good for.
+        further: Called with scheduler, chips and record once the engine is warm, for programs that
+            no step runs.
         said: Called with each program when it is done.
     """
     from enginepool.doctor.ahead_of_time.stand_ins import upstream_without_device
 
     record = Record(kinds, said)
     hbm_bytes = host.chip.hbm_bytes
-    with libtpu_environment(), _patched(without), _pool(config, tp_size, server_args) as pool:
+    with libtpu_environment(), _patched(without), pool_config(config, tp_size, server_args) as pool:
         chips = chips_of(host)
         args = pool.for_engine("tpu", list(range(tp_size)), hbm_bytes)
         # The pool's own tokenizer is no part of the programs, and the folder has no weights.
         args |= {"skip_tokenizer_init": True, "load_format": "dummy"}
         with upstream_without_device(chips, hbm_bytes, record), suppress(NotLowered):
-            _compile(args, chips, record, max_decode_steps)
+            _compile(args, chips, record, max_decode_steps, further)
     return record
 
 
-def refuse_what_fails(host: Topology, config: dict[str, Any], sizes: Sizes) -> None:
-    """Without compiling: by the rules of docs/tpu.md.
-
-    Raises:
-        InvalidConfig: With such a page size, memory fraction or batch no engine serves there.
-    """
-    with _pool(config, 1, sizes.server_args()) as pool:
-        hbm_bytes = host.chip.hbm_bytes
-        memory = pool.tpu_memory(pool.for_engine("tpu", [0], hbm_bytes), hbm_bytes)
-        given = pool.server_args
-        found = page_advice(given) if memory is None else what_fails(memory, given)
-    if found:
-        said = "; ".join(f"{entry.problem}: {entry.remedy}" for entry in found)
-        raise InvalidConfig(f"{host.name}, not compiled: {said}")
-
-
 @contextmanager
-def _pool(
+def pool_config(
     config: dict[str, Any], tp_size: int, server_args: Mapping[str, Any]
 ) -> Iterator[PoolConfig]:
     """A pool of the model in a folder, which has nothing else, while it lasts."""
@@ -111,11 +72,14 @@ def _pool(
 
 
 def _compile(
-    server_args: dict[str, Any], chips: list[Any], record: Record, max_decode_steps: int
+    server_args: dict[str, Any],
+    chips: list[Any],
+    record: Record,
+    max_decode_steps: int,
+    further: Callable[[Any, list[Any], Record], None],
 ) -> None:
     # Not at the top: importing sgl_jax has side effects that the patches must precede.
     from enginepool.doctor.ahead_of_time.steps import take_steps
-    from enginepool.doctor.ahead_of_time.weight_programs import weight_programs
     from enginepool.engine.build import build_engine, dismantle
     from enginepool.engine.warmup import warm_up
 
@@ -137,7 +101,7 @@ def _compile(
         kv_bytes = scheduler.kv_cache.describe()["fused_bytes_total"]
         record.kv_bytes = kv_bytes // server_args["tp_size"]
         warm_up(scheduler)
-        weight_programs(scheduler, chips, record)
+        further(scheduler, chips, record)
         take_steps(scheduler, channel, record)
     finally:
         dismantle(engine)

@@ -9,11 +9,11 @@ from typing import Any
 
 from enginepool.config import PoolConfig
 from enginepool.console.complaints import clear_errors
-from enginepool.doctor.ahead_of_time.models import MODELS, model_config
-from enginepool.doctor.ahead_of_time.programs import Sizes, compile_programs, refuse_what_fails
-from enginepool.doctor.ahead_of_time.record import KINDS
-from enginepool.doctor.ahead_of_time.report import as_json, overview, table
+from enginepool.doctor.ahead_of_time.programs import compile_programs
+from enginepool.doctor.ahead_of_time.record import KINDS, Record
 from enginepool.sizing.chips import TOPOLOGIES, topology
+from scripts.tpu_check.engine import MODELS, Sizes, model_config, refuse_what_fails
+from scripts.tpu_check.report import as_json, overview, table
 
 _USUAL = ("decode", "steady", "prefill", "sampler")
 
@@ -47,6 +47,7 @@ def _check(options: argparse.Namespace) -> bool:
             max_decode_steps=options.max_decode_steps,
             kinds=kinds,
             without=options.without,
+            further=_weight_programs,
             said=lambda program: print(program.line(), file=sys.stderr, flush=True),
         )
         programs = record.programs
@@ -72,6 +73,13 @@ def _check(options: argparse.Namespace) -> bool:
     elif len(reports) > 1:
         print(overview(reports))
     return refused
+
+
+def _weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
+    # Not at the top: importing sgl_jax has side effects that the patches must precede.
+    from scripts.tpu_check.weight_programs import weight_programs
+
+    weight_programs(scheduler, chips, record)
 
 
 def arguments() -> argparse.ArgumentParser:
