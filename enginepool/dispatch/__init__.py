@@ -1,1 +1,1 @@
-"""Between callers and engines: requests, the queue, routing, and what each engine may do."""
+"""Hands requests to engines: requests, the queue, routing, and the condition of each engine."""

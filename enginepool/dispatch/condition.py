@@ -57,18 +57,18 @@ class _Phase:
 
 @dataclass
 class WeightsCondition:
-    """Which weights an engine steps with. Written on the engine's thread, but for
-    `nonfinite_under`, which whoever finds it tells all engines.
+    """The weights of one engine. Written on the engine's thread, except `nonfinite_under`: the
+    thread that finds it writes it for all engines.
 
     Attributes:
         version: The label that tokens of the engine's next step carry.
-        update: The number of the update that brought the weights; separates the prefix cache's
-            entries. -1 for weights of no update.
-        missing: Why the engine has none, if so.
-        being_replaced: An update is being put in place; what lies there may be of either.
-        finite_under: The update under which a request last got finite numbers here.
+        update: The number of the update that brought the weights. Prefix-cache entries of different
+            updates are separate. -1: the weights are of no update.
+        missing: Why the engine has no weights. None if it has them.
+        being_replaced: An update is being put in place. Leaves may be of the old or the new one.
+        finite_under: The last update under which a request got finite numbers on this engine.
         finite_at: When that was, in `time.perf_counter`.
-        nonfinite_under: The update that has given no finite numbers on any engine.
+        nonfinite_under: The last update that gave no finite numbers on any engine.
     """
 
     version: int | str = 0
@@ -80,12 +80,12 @@ class WeightsCondition:
     nonfinite_under: int | None = None
 
     def replaced(self, version: int | str, update: int) -> None:
-        """From here on tokens come from this update's weights."""
+        """From now on, tokens come from this update's weights."""
         self.version, self.update = version, update
         self.being_replaced = False
 
     def are_finite(self) -> None:
-        """They have given somebody finite numbers."""
+        """A request got finite numbers from these weights."""
         self.finite_under, self.finite_at = self.update, time.perf_counter()
         if self.nonfinite_under == self.update:
             self.nonfinite_under = None
@@ -120,26 +120,26 @@ class EngineCondition:
     def change(
         self, state: EngineState, reason: str | None = None, *, returns: bool = False
     ) -> None:
-        """Say what the engine does from now on.
+        """Set what the engine does from now on.
 
         Args:
-            returns: It has failed and will probably serve again.
+            returns: The engine has failed and will probably serve again.
         """
         self._phase = _Phase(state, reason, returns)
 
     def pause(self, reason: PauseReason) -> None:
-        """From here on it takes no step."""
+        """From now on it takes no step."""
         self.pause_reasons.add(reason)
 
     def go_on(self, reason: PauseReason) -> None:
-        """This is no reason any more; others may be left."""
+        """Remove a reason. Others may be left."""
         self.pause_reasons.discard(reason)
 
     # What it is doing
 
     @property
     def state(self) -> EngineState:
-        """As a user sees it; a paused engine serves, but takes no step."""
+        """The state that users see. A paused engine still does jobs, but takes no step."""
         state = self._phase.state
         if state is not EngineState.SERVING:
             return state
@@ -151,26 +151,26 @@ class EngineCondition:
 
     @property
     def reason(self) -> str | None:
-        """Why it is in its state, for states that need one."""
+        """Why it is in its state, if the state needs a reason."""
         phase = self._phase
         loop_runs = phase.state is EngineState.SERVING
         return self.weights.missing if loop_runs else phase.reason
 
     @property
     def since(self) -> float:
-        """When it came into its state, as `time.time`."""
+        """When it entered its state, as `time.time`."""
         return self._phase.since
 
     # What it may do
 
     @property
     def reachable(self) -> bool:
-        """Whether its loop runs, so that jobs are done."""
+        """Whether its loop runs and does jobs."""
         return self._phase.state is EngineState.SERVING
 
     @property
     def serving(self) -> bool:
-        """Whether it may be given requests."""
+        """Whether it may get requests."""
         return self.reachable and self.weights.missing is None
 
     @property
@@ -180,8 +180,8 @@ class EngineCondition:
 
     @property
     def will_serve(self) -> bool:
-        """Whether requests may wait for it: it serves, or will again."""
-        phase = self._phase  # one look: it may come back between two
+        """Whether requests may wait for it, because it serves or will serve again."""
+        phase = self._phase  # read once: another thread may replace it
         loop_runs = phase.state is EngineState.SERVING
         return phase.returns or (loop_runs and self.weights.missing is None)
 
@@ -192,10 +192,10 @@ class EngineCondition:
 
     @property
     def may_step(self) -> bool:
-        """Whether it steps when there is something to do."""
+        """Whether it takes a step when it has work."""
         return not self.pause_reasons and self.weights.missing is None
 
     @property
     def abandoned(self) -> bool:
-        """Whether a step has not returned and its requests were taken away."""
+        """Whether its requests were taken away because a step does not return."""
         return self._phase.state is EngineState.ABANDONED

@@ -1,4 +1,4 @@
-"""Requests on their way to engines and back: submitted, aborted, resumed, failed, counted."""
+"""A pool's requests: submitted, aborted, resumed, failed and counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from enginepool.process.forks import PoolProcess
 
 
 class Counts:
-    """How many requests and tokens a pool has served. Read as it is."""
+    """How many requests and tokens a pool has served. Reading takes no lock."""
 
     def __init__(self) -> None:
         self.finished = self.aborted = self.prompt_tokens = self.completion_tokens = 0
@@ -41,12 +41,13 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class EngineRecord:
-    """An engine as its pool's calls know it.
+    """What calls need to know of an engine.
 
     Attributes:
-        index: Which of the pool's engines it is.
+        index: The engine's index in the pool.
         condition: What it may do.
-        abort: Ends requests that it runs after its current step. Any thread; returns at once.
+        abort: Ends running requests after the current step. Any thread may call it. It returns at
+            once.
     """
 
     index: int
@@ -58,9 +59,9 @@ class Dispatch:
     """All of a pool's requests. Thread-safe.
 
     Attributes:
-        engines: The pool's, in order; filled when it opens.
-        closed: No call is taken any more.
-        lock: Held while `closed` changes, and by who must not miss that.
+        engines: The pool's engines, in order. Empty until the pool opens.
+        closed: The pool takes no more calls.
+        lock: Protects `closed`, so that whoever checks it first can act on it safely.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Dispatch:
 
     @property
     def waiting(self) -> int:
-        """How many requests no engine holds yet."""
+        """How many requests wait for an engine."""
         return len(self.queue) + len(self.queue_limit)
 
     def serving(self) -> list[EngineRecord]:
-        """Engines that may be given requests."""
+        """The engines that may get requests."""
         return [engine for engine in self.engines if engine.condition.serving]
 
     def submit(self, call: Call) -> None:
@@ -92,7 +93,7 @@ class Dispatch:
 
         Raises:
             PoolClosed: The pool is closed.
-            NoWeights: The weights were released, or lost on every engine.
+            NoWeights: The weights were released, or every engine has lost them.
             PoolFailed: No engine is left.
             QueueFull: See `EnginePool`.
             InvalidRequest: See `refuse_to_wait`.
@@ -117,11 +118,11 @@ class Dispatch:
         self.fail_unserved()
 
     def refuse_to_wait(self, call: Call) -> None:
-        """Before a caller waits for outputs.
+        """Check that the caller may wait for outputs.
 
         Raises:
-            InvalidRequest: From the iterator that `update_weights` reads, while no engine that
-                may run them takes a step.
+            InvalidRequest: The caller is the iterator that `update_weights` reads, and no engine
+                that may run the call takes a step until it returns.
         """
         if (outer := self._steering.inside()) is None:
             return
@@ -135,7 +136,7 @@ class Dispatch:
                 )
 
     def abort(self, requests: Iterable[Request], message: str, err_type: str) -> None:
-        """End exactly these requests; they keep what they have.
+        """End exactly these requests. They keep the tokens that they have.
 
         Returns at once. A running request ends after its engine's current step.
         """
@@ -144,7 +145,7 @@ class Dispatch:
         for request in requests:
             if request.finish_reason is not None:
                 continue
-            # First: whoever moves the request from here on looks at this.
+            # Set first: every thread that moves the request checks it.
             request.abort_reason = reason
             if self.queue.discard(request) or self.queue_limit.discard(request):
                 request.call.finish(request, reason)
@@ -154,7 +155,7 @@ class Dispatch:
             self.engines[index].abort(group)
 
     def find(self, rid: str) -> list[Request]:
-        """The unfinished requests whose id, as results show it, is exactly `rid`."""
+        """The unfinished requests with exactly this id, as results show it."""
         return [request for request in self.unfinished() if rid == request.shown_rid]
 
     def unfinished(self) -> list[Request]:
@@ -163,7 +164,7 @@ class Dispatch:
         return [r for call in calls for r in call.requests if r.finish_reason is None]
 
     def resume(self, requests: Iterable[Request]) -> None:
-        """Queue requests again that were taken out of an engine."""
+        """Queue requests again that were taken from an engine."""
         again = []
         for request in requests:
             if request.abort_reason is not None:
@@ -171,29 +172,29 @@ class Dispatch:
             else:
                 again.append(request)
         self.queue.put(again, resumed=True)
-        for request in again:  # aborted between the look and the put
+        for request in again:  # aborted between the check and the put
             if request.abort_reason is not None and self.queue.discard(request):
                 request.call.finish(request, request.abort_reason)
         self.fail_unserved()
 
     def take_waiting(self) -> list[Request]:
-        """Take out everything that no engine holds."""
+        """Remove and return all requests that wait for an engine."""
         return self.queue.drain() + self.queue_limit.drain()
 
     def fail(self, requests: Iterable[Request], error: EnginePoolError) -> None:
-        """End requests, and raise `error` where their callers wait."""
+        """End requests. Their callers raise `error`."""
         reason = aborted(str(error), type(error).__name__)
         for request in requests:
             request.call.failure = error
             request.call.finish(request, reason)
 
     def check_open(self) -> None:
-        """Raises PoolClosed on a closed pool."""
+        """Raise PoolClosed if the pool is closed."""
         if self.closed:
             raise PoolClosed(f"pool {self.name!r} is already closed")
 
     def failure(self, pinned_to: int | None = None) -> EnginePoolError:
-        """What to raise where no engine can do it."""
+        """The error to raise if no engine can run a request."""
         if self.closed:
             return PoolClosed(f"pool {self.name!r} is already closed")
         meant = self.engines if pinned_to is None else [self.engines[pinned_to]]
@@ -217,14 +218,17 @@ class Dispatch:
                 self._calls.discard(request.call)
 
     def _will_be_served(self, pinned_to: int | None) -> bool:
-        """Whether an engine is left that may run such a request."""
+        """Whether an engine serves, or will serve, that may run such a request."""
         engines = self.engines if pinned_to is None else [self.engines[pinned_to]]
         return any(engine.condition.will_serve for engine in engines)
 
     def fail_unserved(self) -> None:
-        """End what waits for engines that have left, also between a look and a `put`."""
+        """End requests that wait for engines that will not serve again.
+
+        Callers call it after each `put`, since an engine may leave just before.
+        """
         if self.closed or self._desired.no_weights is not None:
-            return  # `close` ends everything, `update_weights` goes on
+            return  # `close` ends all requests; `update_weights` will let them continue
         if not self._will_be_served(None):
             self.fail(self.take_waiting(), self.failure(None))
         for engine in self.engines:

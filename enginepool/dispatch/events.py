@@ -1,4 +1,4 @@
-"""What happened to a pool's engines: one structlog event each, and the latest thousand to read."""
+"""Events of a pool's engines. Each goes to the log, and the latest thousand are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 1000
 
 
 class EngineEvents:
-    """Thread-safe."""
+    """The latest events of a pool's engines. Thread-safe."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""In which failures of engines a request was present."""
+"""The engine failures that one request was part of."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Set as AbstractSet
 
 
 class FaultHistory:
-    """Kept while the request is in no engine, by the thread that took it out.
+    """The failures of engines that held a request.
+
+    The thread that took the request out of an engine writes it, while no engine holds the request.
 
     Attributes:
-        reasons: Why, by the engine that failed.
-        count: In how many failures in a row it was, without an output token in between.
-        runs_alone: It runs with nothing beside it: it may be what makes engines fail.
-        starts_alone: It was in a step whose numbers were not finite, and has got none that are
-            since: nobody shares the step that computes its prompt.
+        reasons: Why each engine failed, by engine index.
+        count: How many failures in a row it was part of, without an output token in between.
+        runs_alone: No other request may run beside it, because it may make engines fail.
+        starts_alone: It was in a step with numbers that were not finite, and has had no finite
+            numbers since. No other request may share the step that computes its prompt.
         nonfinite_under: The update of weights under which its own numbers were not finite.
-        nonfinite_on: When that was, in `time.perf_counter`, by engine.
-        finite_under: The update under which they were finite after that.
+        nonfinite_on: When that was, in `time.perf_counter`, by engine index.
+        finite_under: The update under which its numbers were finite after that.
     """
 
     __slots__ = (
@@ -35,14 +37,16 @@ class FaultHistory:
         self._outputs = -1
 
     def add(self, engine_index: int, reason: str, outputs: int) -> None:
-        """An engine failed with the request in it, which has so many output tokens."""
+        """An engine failed while it held the request, which has `outputs` output tokens."""
         self.reasons[engine_index] = f"engine {engine_index}: {reason}"
         self.count = 1 if outputs > self._outputs else self.count + 1
         self._outputs = outputs
 
     def add_not_finite(self, engine_index: int, reason: str, update: int) -> bool:
-        """Its numbers were not finite in a step that nobody shared; returns whether that is the
-        second time under this update of weights."""
+        """Its numbers were not finite in a step that no other request shared.
+
+        Returns whether this is the second time under this update of weights.
+        """
         again = self.nonfinite_under == update
         if not again:
             self.nonfinite_on = {}
@@ -53,12 +57,12 @@ class FaultHistory:
         return again
 
     def proved(self, update: int) -> None:
-        """It has got finite numbers in a step that nobody shared."""
+        """It got finite numbers in a step that no other request shared."""
         self.starts_alone = False
         self.nonfinite_under, self.finite_under = None, update
 
     def may_run_on(self, engine_index: int, serving: AbstractSet[int]) -> bool:
-        """Not where it was present in a failure, while another engine serves."""
+        """Whether an engine may run it: it did not fail with it, or every serving engine did."""
         return engine_index not in self.reasons or self.reasons.keys() >= serving
 
     def __str__(self) -> str:

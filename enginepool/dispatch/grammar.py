@@ -1,4 +1,4 @@
-"""Grammars of structured output: what a caller gives, and what it is compiled to."""
+"""Grammars of structured output: the caller's text, and the compiled grammar."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
 KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
-# Characters of a grammar: what is longer takes seconds to compile.
+# The most characters of a grammar. A longer one takes seconds to compile.
 _LONGEST = 1 << 18
-# What a grammar may take: the stack that it is compiled on, smaller than that of any thread which
-# compiles it or fills its masks in the pool's process; memory to compile it; and when it is.
+# The limits of a grammar: the stack that compiles it, its memory while it is compiled, and its
+# memory afterwards. Every thread of the pool's process that compiles it or fills its masks has a
+# larger stack than this.
 STACK_BYTES = 1 << 21
 ADDRESS_BYTES = 1 << 29
 TOO_MUCH_MEMORY = f"it takes more than {ADDRESS_BYTES >> 20} MiB to compile; make it smaller"
 MOST_BYTES = 1 << 27
-# What its lexer grows by while its masks are computed, by the second of that, at the most.
+# The most bytes by which its lexer grows in a second of computing masks.
 _GROWTH = 1 << 28
 
 
 class GrammarSource(NamedTuple):
-    """What a request asks for: one of `KINDS`, and its text, JSON in one form."""
+    """A grammar as a request gives it: one of `KINDS`, and its text. JSON text is normalized."""
 
     kind: str
     text: str
@@ -35,7 +36,7 @@ class GrammarSource(NamedTuple):
     def of(cls, kind: str, value: Any) -> GrammarSource:
         """
         Raises:
-            InvalidGrammar: It is neither text nor, where the kind has one, an object.
+            InvalidGrammar: The value is neither text nor, for a kind that allows one, an object.
         """
         if hasattr(value, "model_dump") and not isinstance(value, type):
             value = value.model_dump(by_alias=True, exclude_none=True)
@@ -53,17 +54,17 @@ class GrammarSource(NamedTuple):
 
 
 def parser_limits() -> LLParserLimits:
-    """llguidance's own, of which a grammar in use would reach half a gigabyte."""
+    """Limits for llguidance. With its defaults a grammar in use can reach half a gigabyte."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=100_000)
 
 
 class Grammar:
-    """A compiled grammar: from any thread.
+    """A compiled grammar. Thread-safe.
 
     Attributes:
-        seconds: What the masks of all its states have taken so far.
+        seconds: How long the masks of all its states have taken to compute so far.
     """
 
     def __init__(self, start: LLMatcher, eos_token_id: int, compiled_bytes: int) -> None:
@@ -75,11 +76,11 @@ class Grammar:
 
     @property
     def nbytes(self) -> int:
-        """At the most: all its states share a lexer, which grows as they go on."""
+        """An upper bound. All states share one lexer, which grows while they advance."""
         return self._compiled_bytes + int(_GROWTH * self.seconds)
 
     def matcher(self) -> LLMatcher:
-        """A state of its own, before the first token."""
+        """A new state, before the first token."""
         with self._lock:
             return self._start.deep_copy()
 
@@ -92,7 +93,7 @@ def _json(kind: str, value: Any) -> str:
             raise InvalidGrammar(
                 f"{kind}={described(value)}: expected a JSON object, or one as text"
             )
-        # In the order that it has: it is the order of an object's properties.
+        # Keys keep their order, which is the order of an object's properties.
         return json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, InvalidGrammar):

@@ -1,4 +1,4 @@
-"""The pool's queue: requests that no engine holds yet. Engines pull from it."""
+"""The pool's queue of requests that wait for an engine. Engines pull from it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from itertools import chain, islice
 from enginepool.dispatch import routing
 from enginepool.dispatch.request import Request
 
-# How many of the oldest requests an engine looks at for affinity, at the least.
+# How many of the oldest requests routing looks at for prefix affinity, at least.
 WINDOW = 64
 
 
 class RequestQueue:
-    """Waiting requests, oldest first; those that resume go before the rest.
+    """Waiting requests, oldest first. Requests that resume go before new ones.
 
     Thread-safe. `wake` callables are called outside the lock.
 
     Attributes:
-        on_taken: Called whenever requests have left, outside the lock.
+        on_taken: Called outside the lock whenever requests have left.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class RequestQueue:
         self._fresh: dict[str, Request] = {}
         self._pinned: dict[int, dict[str, Request]] = {}
         self._alone: dict[str, Request] = {}
-        self._reserved: dict[str, int] = {}  # the engine that empties itself for one of `_alone`
+        self._reserved: dict[str, int] = {}  # the engine that will run one of `_alone`
         self._engines: dict[int, tuple[Callable[[], int], Callable[[], None]]] = {}
         self._arrival = threading.Condition()
         self._moving = 0
@@ -43,25 +43,27 @@ class RequestQueue:
         return [self._alone, self._resumed, self._fresh, *self._pinned.values()]
 
     def attach(self, engine_index: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
-        """Register a serving engine: how many requests it holds, and how to wake it.
+        """Register a serving engine. It must call `take` right after.
 
-        It is to call `take` right after.
+        Args:
+            load: Says how many requests the engine holds.
+            wake: Wakes the engine.
         """
         with self._lock:
             self._engines[engine_index] = (load, wake)
-            # A request that is to run alone and failed on all engines there were is for this one
-            # now; the one that empties itself for it would not take it, and keep it from this one.
+            # A request in `_alone` may have failed on every engine but this one. The engine that
+            # reserved it may not run it any more, so the reservation would keep it from this one.
             self._reserved.clear()
 
     def detach(self, engine_index: int) -> None:
-        """Forget an engine; what only it may run waits until it is back, or is taken out."""
+        """Forget an engine. Requests that only it may run stay here."""
         with self._lock:
             self._engines.pop(engine_index, None)
             reserved = self._reserved.items()
             self._reserved = {key: by for key, by in reserved if by != engine_index}
 
     def take_pinned_to(self, engine_index: int) -> list[Request]:
-        """Take out what only this engine may run: it does not come back."""
+        """Remove and return the requests that only this engine may run."""
         with self._lock:
             alone = [r for r in self._alone.values() if r.pinned_to == engine_index]
             for request in alone:
@@ -77,18 +79,18 @@ class RequestQueue:
         self.wake_all()
 
     def discard(self, request: Request) -> bool:
-        """Take a request out; False when no engine could get it from here any more."""
+        """Remove a request. False if it is not here."""
         with self._lock:
             key = request.internal_rid
             self._reserved.pop(key, None)
             found = any(group.pop(key, None) is not None for group in self._groups())
         self._left(found)
         if found and request.retracted:
-            self.wake_all()  # engines may wait for `has_retracted` or `begun`
+            self.wake_all()  # engines may wait for `has_retracted` or `begun` to change
         return found
 
     def drain(self) -> list[Request]:
-        """Take everything out."""
+        """Remove and return all requests."""
         with self._lock:
             groups = self._groups()
             self._reserved.clear()
@@ -99,7 +101,7 @@ class RequestQueue:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """While a thread brings requests here that an engine has lost."""
+        """A block in which a thread moves requests from an engine to this queue."""
         with self._arrival:
             self._moving += 1
         try:
@@ -110,12 +112,12 @@ class RequestQueue:
                 self._arrival.notify_all()
 
     def wait_for_arrival(self) -> None:
-        """Wait until no request is on its way here."""
+        """Wait until no thread is inside `moving`."""
         with self._arrival:
             self._arrival.wait_for(lambda: not self._moving)
 
     def has_retracted(self) -> bool:
-        """Whether a request that was retracted from an engine still waits here."""
+        """Whether a request that was retracted from an engine waits here."""
         with self._lock:
             groups = [self._resumed, *self._pinned.values()]
             return any(r.retracted for group in groups for r in group.values())
@@ -127,7 +129,7 @@ class RequestQueue:
             wake()
 
     def take_begun(self) -> list[Request]:
-        """Take out every request that has outputs of ours."""
+        """Remove and return every request that has output tokens of this pool."""
         with self._lock:
             requests = [r for group in self._groups() for r in group.values() if r.begun]
             for request in requests:
@@ -138,14 +140,14 @@ class RequestQueue:
         return requests
 
     def begun(self) -> bool:
-        """Whether one that has outputs of ours waits here for an engine that could take it."""
+        """Whether a request with output tokens of this pool waits for a serving engine."""
         with self._lock:
             pinned = [group for index, group in self._pinned.items() if index in self._engines]
             groups = [self._alone, self._resumed, *pinned]
             return any(r.begun for group in groups for r in group.values())
 
     def waits_for(self, engines: Collection[int], *, all_there_are: bool) -> bool:
-        """Whether a request that was in an engine waits here and only `engines` may take it."""
+        """Whether a request that an engine has run waits here, and only `engines` may take it."""
         with self._lock:
             groups = [self._alone, self._resumed, *self._pinned.values()]
             return any(
@@ -165,13 +167,17 @@ class RequestQueue:
         begun: bool = False,
         prefilling: bool = False,
     ) -> list[Request]:
-        """Hand an engine the requests that it should run now.
+        """Remove and return the requests that an engine should run now.
 
-        Called on the engine's thread, which may look at its own prefix cache in `cached`.
+        The engine's thread calls it, so `cached` may read the engine's prefix cache.
 
         Args:
-            begun: Only those that have outputs of ours; for an engine that drains.
-            prefilling: The engine has prompts to compute already.
+            load: How many requests the engine holds.
+            room: How many more it can run.
+            cached: Says how many tokens of a request its prefix cache has.
+            begun: Take only requests that have output tokens of this pool, because the engine
+                drains.
+            prefilling: The engine has prompts to prefill already.
         """
         if room <= 0 or not len(self):
             return []
@@ -182,7 +188,7 @@ class RequestQueue:
             if taken is None:
                 taken = self._take_some(engine_index, load, room, cached, begun)
         if any(request.retracted for request in taken):
-            self.wake_all()  # siblings may wait for `has_retracted`
+            self.wake_all()  # other engines may wait for `has_retracted` to change
         self._left(taken)
         return taken
 
@@ -225,8 +231,11 @@ class RequestQueue:
     def _take_alone(
         self, engine_index: int, load: int, begun: bool, prefilling: bool
     ) -> list[Request] | None:
-        """A request that is to run or to start with nothing beside it; none yet while the engine
-        has others; None if no such request is for this engine."""
+        """Take a request that must run or start alone.
+
+        Returns an empty list while the engine must first finish others, and None if no such
+        request is for this engine.
+        """
         for request in self._alone.values():
             key = request.internal_rid
             mine = request.pinned_to == engine_index

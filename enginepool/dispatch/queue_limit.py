@@ -1,4 +1,4 @@
-"""A bound on what waits: calls beyond it wait in front of the queue, or are refused."""
+"""`max_queued`: a call for which the queue has no room waits in front of it, or is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from enginepool.errors import QueueFull
 
 
 class QueueLimit:
-    """Lets whole calls into the queue, first come first served. Thread-safe."""
+    """Admits whole calls to the queue, in order of arrival. Thread-safe."""
 
     def __init__(self, queue: RequestQueue, limit: int | None, when_full: WhenFull) -> None:
         self._queue = queue
@@ -28,12 +28,12 @@ class QueueLimit:
             return sum(call.remaining for call in self._outside)
 
     def enter(self, call: Call) -> None:
-        """Queue a call's requests, now or when there is room.
+        """Queue a call's requests, at once or when there is room.
 
-        A call that is larger than the limit enters an empty queue.
+        A call that is larger than the limit enters when the queue is empty.
 
         Raises:
-            QueueFull: There is no room, and such calls are refused.
+            QueueFull: There is no room, and `when_full` is "raise".
         """
         with self._lock:
             if not self._outside and self._fits(call):
@@ -48,18 +48,18 @@ class QueueLimit:
                 self._outside.append(call)
 
     def discard(self, request: Request) -> bool:
-        """Whether the request waits in front of the queue; it will not enter once it has ended."""
+        """Whether the request waits in front of the queue. It does not enter once it has ended."""
         with self._lock:
             return request.call in self._outside
 
     def drain(self) -> list[Request]:
-        """Take everything out."""
+        """Remove and return all requests."""
         with self._lock:
             calls, self._outside = self._outside, deque()
         return [request for call in calls for request in call.requests]
 
     def take_pinned_to(self, engine_index: int) -> list[Request]:
-        """Take out what only this engine may run: it does not come back."""
+        """Remove and return the requests of calls that only this engine may run."""
         with self._lock:
             calls = [
                 call
@@ -83,5 +83,5 @@ class QueueLimit:
                 left = [request for request in call.requests if request.finish_reason is None]
                 self._queue.put(request for request in left if request.abort_reason is None)
                 aborted += [request for request in left if request.abort_reason is not None]
-        for request in aborted:  # whoever aborted them may have looked just before and just after
+        for request in aborted:  # `abort` may have found them neither here nor in the queue
             request.call.finish(request, request.abort_reason)

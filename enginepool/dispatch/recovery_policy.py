@@ -1,4 +1,4 @@
-"""What becomes of an engine that failed, and of the requests that it had: pure functions."""
+"""What happens to an engine that failed, and to its requests: pure functions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.errors import NotFinite
 
-# Failures in a row, without a finished request in between, count for this long.
+# How long a failure counts. A request that finishes in between ends the row.
 WINDOW_SECONDS = 60.0
-# From this many in a row on, an engine is rebuilt instead of reset.
+# After this many failures in a row an engine is rebuilt instead of reset.
 REBUILD_AFTER = 3
-# A request that was present in so many failures, without an output token in between, runs alone;
-# if that fails too, it ends.
+# A request that was part of so many failures, without an output token in between, runs alone. If
+# that fails too, it ends.
 MAX_FAILURES = 2
 
 
@@ -28,14 +28,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of an engine that failed.
+    """What happens to an engine that failed.
 
     Attributes:
-        action: "reset" makes the scheduler's state and the KV cache anew, in milliseconds;
-            "rebuild" all of the engine; "stay out" neither.
-        delay: Seconds to wait before.
-        attempt: Which in a row this is, from 1.
-        why: What keeps it out beside its own failure, if something does.
+        action: "reset": make the scheduler's state and the KV cache anew, in milliseconds.
+            "rebuild": make the whole engine anew. "stay out": do nothing.
+        delay: Seconds to wait before the action.
+        attempt: The number of this recovery in its row, from 1.
+        why: Why it stays out, if the reason is not only its failure.
     """
 
     action: Literal["reset", "rebuild", "stay out"]
@@ -46,13 +46,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class EngineHistory:
-    """What led to a failure.
+    """An engine's failures so far.
 
     Attributes:
-        failures: How many in a row within `WINDOW_SECONDS`, this one included, without those
-            that may be a request's doing: numbers that are not finite.
-        not_made_anew: The last of them was a reset or a rebuild.
-        weights_broken: What had no finite numbers here, alone, has had some elsewhere since.
+        failures: How many failures in a row there were within `WINDOW_SECONDS`, this one included.
+            Numbers that are not finite do not count, since a request may cause them.
+        not_made_anew: The latest failure was a failed reset or rebuild.
+        weights_broken: A request that had no finite numbers here, alone, had finite numbers on
+            another engine since.
     """
 
     failures: int
@@ -82,7 +83,7 @@ def delay_before(attempt: int) -> float:
 def decide_request(
     faults: FaultHistory, *, pinned: bool, policy: Policy
 ) -> Literal["resume", "resume alone", "poisoned", "engine_failed"]:
-    """What becomes of a request that was present in a failure, the last in its history."""
+    """What happens to a request after the latest failure in its history."""
     if faults.count > MAX_FAILURES:
         return "poisoned"
     if pinned and not policy.restart:
@@ -93,20 +94,21 @@ def decide_request(
 def decide_not_finite(
     faults: FaultHistory, *, again: bool, finite_on: Mapping[int, float]
 ) -> Literal["resume", "request", "weights"]:
-    """What is at fault where the log-probability of a request that was alone is no finite number:
-    nothing that would keep it from another try, the request, or the weights.
+    """What is at fault if a request that was alone got a log-probability that is not finite.
+
+    "resume": not known yet, so the request is tried again.
 
     Args:
         again: It is the second time under these weights.
-        finite_on: When engines have last given finite numbers with the same weights, of those that
-            may run it.
+        finite_on: When each engine that may run the request last gave finite numbers with the same
+            weights.
     """
     if not again:
         return "resume"
     tried = faults.nonfinite_on
     if any(finite_on.get(engine, 0.0) > when for engine, when in tried.items()):
-        return "request"  # others had finite numbers there afterwards
+        return "request"  # other requests got finite numbers there afterwards
     if finite_on.keys() - tried.keys():
         return "resume"
-    # On two engines, or twice on the only one.
+    # It failed on two engines, or twice on the only one.
     return "request" if finite_on else "weights"

@@ -1,7 +1,7 @@
-"""One sample of one prompt, from submission to its end, and the call that it belongs to.
+"""A request is one sample of one prompt. A call is the requests of one user call.
 
-A request can resume: it is its prompt, its output ids so far and its parameters, and an engine
-admits it with those outputs in place. Moving to a sibling after a fault is that mechanism.
+A request can resume. It has its prompt, its output ids so far and its parameters, and an engine
+admits it with those outputs in place. So it can move to another engine after a fault.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from enginepool.dispatch.routing import MIN_SHARED_PREFIX, Candidate
 from enginepool.dispatch.scoring import Scored, Scoring
 from enginepool.dispatch.thinking import Thinking
 
-# The widest `top_logprobs_num`: OpenAI's limit. Engines compute one width for all.
+# The largest `top_logprobs_num`, which is OpenAI's limit. Engines compute this many for all.
 MAX_TOP_LOGPROBS = 20
-# The most ids of `token_ids_logprob`; the same width for all, likewise.
+# The most ids of `token_ids_logprob`. Engines compute this many for all.
 MAX_NAMED_IDS = 64
 
 
 class Signal(Protocol):
-    """Something that a waiter sleeps on; `set` may be called from any thread."""
+    """What a waiting caller sleeps on. Any thread may call `set`."""
 
     def set(self) -> None: ...
 
 
 def new_internal_rid() -> str:
-    """All have one length, so none is a prefix of another: upstream's abort
-    matches by prefix."""
+    """A new id. All have one length, so none is a prefix of another: upstream aborts by prefix."""
     return uuid.uuid4().hex
 
 
 def aborted(message: str, err_type: str) -> dict[str, Any]:
-    """The finish reason of a request that did not end by itself, in upstream's form."""
+    """The finish reason of a request that was ended early, in upstream's form."""
     return {"type": "abort", "message": message, "err_type": err_type}
 
 
 def not_finite(version: int | str) -> dict[str, Any]:
-    """The finish reason of a request that has no finite log-probability on any engine."""
+    """The finish reason of a request whose log-probabilities were not finite twice."""
     return aborted(
         f"the log-probabilities are not finite numbers with weight version {version!r}, on a "
         "second engine or a second time: look at the weights and at the prompt",
@@ -57,8 +56,9 @@ def not_finite(version: int | str) -> dict[str, Any]:
 class Request:
     """One sample of one prompt.
 
-    Written by the engine thread that holds it while it is held, and read by the caller after
-    `finish_reason` is set (or through `snapshot`, which is replaced, never changed).
+    While an engine holds it, that engine's thread writes it. The caller reads it after
+    `finish_reason` is set. Before that the caller reads `snapshot`, which is replaced and never
+    changed.
     """
 
     call: Call
@@ -68,38 +68,38 @@ class Request:
     prompt_index: int = 0
     sample_index: int = 0
     position: int = 0  # in its call
-    rid: str = ""  # the caller's name for it, if it gave one
+    rid: str = ""  # the caller's id, if it gave one
     return_logprob: bool = False
     top_logprobs_num: int = 0
     named_ids: Sequence[int] = ()  # those of `token_ids_logprob`
     stream: bool = False
     extra_key: str | None = None
     pinned_to: int | None = None  # the only engine that may run it
-    scoring: Scoring | None = None  # what is asked of the prompt itself
-    grammar: Grammar | None = None  # what its output is held to
-    thinking: Thinking | None = None  # what comes before that
-    internal_rid: str = field(default_factory=new_internal_rid)  # what engines know it by
+    scoring: Scoring | None = None  # the prompt scores that are wanted
+    grammar: Grammar | None = None  # the grammar of its output
+    thinking: Thinking | None = None  # the thinking before that output
+    internal_rid: str = field(default_factory=new_internal_rid)  # the id that engines use
     candidate: Candidate = field(init=False)
 
-    given: int = 0  # outputs that it had when it was submitted
+    given: int = 0  # output tokens that it had when it was submitted
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
-    named_logprobs: list[list[float]] = field(default_factory=list)  # of `named_ids`, a token
+    named_logprobs: list[list[float]] = field(default_factory=list)  # of `named_ids`, by token
     weight_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
-    scored: Scored | None = None  # what came of `scoring`
+    scored: Scored | None = None  # the result of `scoring`
     req: Any = None  # upstream's request, while an engine has it
     engine_index: int | None = None
     faults: FaultHistory = field(default_factory=FaultHistory)
-    retracted: bool = False  # from an engine, to go on later
-    retracted_at: int = 0  # outputs when it was; a swap retracts it again with more than that only
+    retracted: bool = False  # taken from an engine, to continue later
+    retracted_at: int = 0  # output tokens then; a swap retracts it again only if it has more
     abort_reason: dict[str, Any] | None = None
     finish_reason: dict[str, Any] | None = None
     snapshot: tuple[list[int], list[float]] | None = None
     created: float = field(default_factory=time.perf_counter)
-    taken_at: float = 0.0  # by the first engine that had it
+    taken_at: float = 0.0  # when the first engine took it
     first_token_at: float = 0.0
     finished_at: float = 0.0
 
@@ -111,24 +111,24 @@ class Request:
 
     @property
     def shown_rid(self) -> str:
-        """The id in results, and what `abort_request` takes."""
+        """The id that results show and `abort_request` takes."""
         return self.rid or self.internal_rid
 
     @property
     def begun(self) -> bool:
-        """Whether it has outputs that were made here."""
+        """Whether it has output tokens of this pool."""
         return len(self.output_ids) > self.given
 
     @property
     def ran(self) -> bool:
-        """Whether an engine has computed anything of it."""
+        """Whether an engine has computed anything for it."""
         return bool(self.prompt_weight_versions or self.output_ids)
 
     def absorb(self, output_ids: list[int], logprobs: list[float], version: int | str) -> None:
-        """Take over the outputs that an engine has produced so far (all of them, not the new).
+        """Take over all outputs that an engine has produced so far.
 
-        A step that failed half way may have appended an id without its log-probability, or with
-        one that is no finite number; such a tail is dropped and sampled again.
+        A step that failed may have appended an id without a log-probability, or with one that is
+        not finite. Such an id is dropped and sampled again.
         """
         count = min(len(output_ids), len(logprobs))
         if count and not math.isfinite(logprobs[count - 1]):
@@ -146,14 +146,14 @@ class Request:
 
 
 class Call:
-    """The requests of one user call and whoever waits for them.
+    """The requests of one user call, and the signal of the caller that waits for them.
 
-    Thread-safe. A request finishes once: the first reason holds, later ones are ignored.
+    Thread-safe. A request finishes once: the first reason counts, later ones are ignored.
     """
 
     def __init__(self, weight_version: int | str = 0, *, lone: bool = False) -> None:
-        self.weight_version = weight_version  # of a request that ends without an output
-        self.lone = lone  # its prompt was given by itself, and not in a list
+        self.weight_version = weight_version  # the label of a request that ends without an output
+        self.lone = lone  # one prompt was given, and not a list
         self.requests: list[Request] = []
         self.finished: deque[Request] = deque()  # in the order in which they ended
         self.failure: Exception | None = None
@@ -177,14 +177,14 @@ class Call:
         return self._remaining
 
     def listen(self, signal: Signal, *, every: bool) -> None:
-        """Wake `signal` when all requests have ended; with `every`, at each end and each chunk."""
+        """Wake `signal` when all requests have ended. `every`: also at each end and each chunk."""
         with self._lock:
             self._signal, self._every = signal, every
         if self.done or (every and self.finished):
             signal.set()
 
     def finish(self, request: Request, reason: dict[str, Any]) -> bool:
-        """End a request. Returns whether this was what ended it."""
+        """End a request. False if it had ended already."""
         with self._lock:
             if request.finish_reason is not None:
                 return False
@@ -201,7 +201,7 @@ class Call:
         return True
 
     def publish(self, request: Request, output_ids: list[int], logprobs: list[float]) -> None:
-        """Offer what a streamed request has so far; the waiter sees the latest only."""
+        """Publish what a streamed request has so far. A reader sees the latest only."""
         if request.snapshot is not None and len(request.snapshot[0]) >= len(output_ids):
             return
         request.snapshot = (output_ids, logprobs)

@@ -1,8 +1,8 @@
-"""Who gets what: one pure function, no threads, no clock, no jax.
+"""Which requests an engine takes: one pure function, without threads, clock or JAX.
 
-Engines pull. At its step boundary an engine that has room asks which of the waiting requests
-it should take, so an engine never holds more than it can run, and a slow one simply asks less
-often. Length of outputs is unknown in advance; pulling needs no guess of it.
+Engines pull. At its step boundary an engine that has room asks which waiting requests it should
+take. So an engine never holds more than it can run, and a slow engine asks less often. The length
+of an output is not known in advance, and pulling does not need it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-# A prefix shorter than this costs less to compute again than to steer by.
+# A shorter prefix is cheaper to compute again than to route by.
 MIN_SHARED_PREFIX = 32
-# How often a request may be passed over for one with a cached prefix before it goes first.
+# How often requests with a cached prefix may pass a request before it goes first.
 MAX_PASSED_OVER = 8
 
 
@@ -21,10 +21,10 @@ class Candidate:
     """A waiting request as routing sees it.
 
     Attributes:
-        prefix: Equal for requests that share their first `MIN_SHARED_PREFIX` tokens; None for
-            prompts shorter than that.
-        pinned: The request may run on the asking engine only.
-        passed_over: How often it was left waiting while a later one was taken.
+        prefix: Equal for requests with the same first `MIN_SHARED_PREFIX` tokens. None for
+            shorter prompts.
+        pinned: Only the asking engine may run the request.
+        passed_over: How often a later request was taken before it.
     """
 
     prefix: Hashable | None
@@ -33,7 +33,7 @@ class Candidate:
 
 
 def fair_share(waiting: int, loads: Sequence[int]) -> int:
-    """How many requests each engine holds when all work is spread evenly (rounded up)."""
+    """How many requests each engine has if all are spread evenly, rounded up."""
     return -(-(waiting + sum(loads)) // max(1, len(loads)))
 
 
@@ -48,24 +48,24 @@ def choose(
 ) -> list[int]:
     """Choose which waiting requests an engine takes now.
 
-    An engine takes up to its fair share of all work, so that the samples of one prompt spread
-    over every engine when there is nothing else to do. Within that, requests whose prefix the
-    engine has in its cache come first, then the oldest. Of several requests that share a prefix
-    that nobody has computed yet it takes one and leaves the others for its next boundary, when
-    the prefix is cached; taking all at once would compute it once a request.
+    An engine takes up to its fair share of all requests. So the samples of one prompt spread over
+    all engines if there is nothing else to do. Within its share, an engine first takes requests
+    whose prefix is in its cache, then the oldest. If several requests share a prefix that is not
+    cached, it takes one of them and leaves the others for its next boundary, when the prefix is
+    cached. Otherwise it would compute the prefix once for each.
 
     Args:
         window: The oldest waiting requests, oldest first.
-        waiting: How many wait in all, the window included.
+        waiting: How many requests wait, the window included.
         load: How many requests the asking engine holds.
-        loads: How many requests each serving engine holds, the asking one included.
-        room: How many more the asking engine can run.
-        cached: For an index into the window, how many tokens of that prompt the asking engine
-            has in its prefix cache. Called only where the answer matters.
+        loads: How many requests each serving engine holds, the asking engine included.
+        room: How many more requests the asking engine can run.
+        cached: Says how many tokens of a prompt, by its index in the window, the asking engine's
+            prefix cache has. Called only if the answer matters.
 
     Returns:
-        Indexes into the window, in the order of admission; never more than `room`. Not empty if
-        the engine is idle and the window is not.
+        Indexes into the window, in the order of admission, `room` at most. Not empty if the engine
+        is idle and the window is not empty.
     """
     pinned = [i for i, candidate in enumerate(window) if candidate.pinned]
     free = [i for i, candidate in enumerate(window) if not candidate.pinned]
@@ -76,7 +76,7 @@ def choose(
 
     overdue = [i for i in free if window[i].passed_over >= MAX_PASSED_OVER]
     rest = [i for i in free if window[i].passed_over < MAX_PASSED_OVER]
-    # Stable: among equals the oldest stays first.
+    # The sort is stable: among equals the oldest stays first.
     hit = {i: _has_prefix(window[i], i, cached) for i in rest}
     starting = set()
     for i in overdue + sorted(rest, key=lambda i: not hit[i]):

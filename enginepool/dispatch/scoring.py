@@ -1,4 +1,4 @@
-"""The log-probabilities of tokens that are given: what is asked for, and what came of it."""
+"""Prompt scoring: the log-probabilities that a request wants of its prompt, and their values."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 
 class Scored(NamedTuple):
-    """What one set of weights says of a prompt's tokens.
+    """The scores of a prompt's tokens under one set of weights.
 
     Attributes:
-        logprobs: One a token from `Scoring.start` on; None for a prompt's first, which follows
-            nothing.
-        top_logprobs: The most probable ones in each place, if they are asked for.
-        named_logprobs: Those of `Scoring.named_ids` in each place, if there are any.
-        version: The weights' label.
-        update: The number of the update that brought them.
+        logprobs: One for each token from `Scoring.start` on. None for a prompt's first token.
+        top_logprobs: The most probable tokens at each, if they are wanted.
+        named_logprobs: The log-probabilities of `Scoring.named_ids` at each, if there are any.
+        version: The label of the weights.
+        update: The number of the update that brought the weights.
     """
 
     logprobs: list[float | None]
@@ -28,14 +27,14 @@ class Scored(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Scoring:
-    """What is asked of a prompt. The samples of one prompt share it, and what came of it.
+    """The scores that are wanted of a prompt. All samples of the prompt share this object.
 
     Attributes:
-        start: The first token whose log-probability is wanted.
-        top_logprobs_num: How many of the most probable tokens go with each.
-        named_ids: Whose log-probabilities do.
-        alone: Nothing is generated afterwards.
-        latest: What came of it last.
+        start: The first token that is scored.
+        top_logprobs_num: How many of the most probable tokens are wanted at each token.
+        named_ids: The ids whose log-probabilities are wanted at each token.
+        alone: The request generates nothing afterwards.
+        latest: The latest result.
     """
 
     start: int

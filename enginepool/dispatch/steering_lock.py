@@ -1,4 +1,4 @@
-"""Pauses, swaps and the like happen one at a time, and none waits for itself."""
+"""The lock for pauses, swaps and other changes of a pool: one at a time, and never in itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextvars import ContextVar
 
 from enginepool.errors import InvalidRequest
 
-# The turns that the running code is inside of, of any pools. A context, not a thread: it is kept
-# where a call goes over an event loop or, with anyio, to another thread.
+# The turns, of all pools, that the running code is inside. A context variable, because a call may
+# go to an event loop or, with anyio, to another thread.
 _inside: ContextVar[tuple[_Turn, ...]] = ContextVar("_inside", default=())
 
 
 class SteeringLock:
-    """Who changes a pool has a turn, during which nobody else does."""
+    """Held by the one call that changes a pool."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,14 +23,14 @@ class SteeringLock:
 
     @contextmanager
     def turn(self, call: str) -> Iterator[None]:
-        """Wait for a turn and have it inside the `with`.
+        """Wait for the lock and hold it inside the `with`.
 
         Args:
-            call: What takes the turn, as a user calls it.
+            call: The call that takes the lock, as a user writes it.
 
         Raises:
-            InvalidRequest: From inside the turn that it would wait for, as an iterator is that
-                `update_weights` reads.
+            InvalidRequest: This code runs inside the turn that it would wait for. An iterator that
+                `update_weights` reads does so.
         """
         if (outer := self.inside()) is not None:
             raise InvalidRequest(
@@ -47,7 +47,7 @@ class SteeringLock:
                 self._current = None
 
     def inside(self) -> str | None:
-        """The call whose turn the running code is inside of, if it is."""
+        """The call whose turn the running code is inside. None if there is none."""
         current = self._current
         inside = current is not None and any(turn is current for turn in _inside.get())
         return current.call if current is not None and inside else None

@@ -1,4 +1,4 @@
-"""A model's thinking before an answer that is held to a form, which begins behind it."""
+"""A model's thinking before its answer. A grammar applies to the answer only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Thinking:
-    """How a model tells its thinking from its answer.
+    """How a model marks its thinking.
 
     Attributes:
-        begin_ids: The mark before it.
-        end: The mark behind it, as text: a model may spell it in tokens of its own choice.
-        begun: Whether the output begins inside of it; else it begins with that mark, or not at all.
-        token_text: The text of a token.
+        begin_ids: The ids of the mark before the thinking.
+        end: The text of the mark behind it. A model may spell it with any tokens.
+        begun: The output begins inside the thinking. Otherwise it begins with the mark, or it has
+            no thinking.
+        token_text: Returns the text of a token.
     """
 
     begin_ids: tuple[int, ...]
@@ -25,7 +26,7 @@ class Thinking:
 
 
 class Thought:
-    """The thinking of one output, token by token: a function of its ids."""
+    """Follows the thinking of one output, token by token."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
@@ -36,15 +37,17 @@ class Thought:
 
     @property
     def first_id(self) -> int | None:
-        """What begins it here, where it may."""
+        """The id that begins the thinking, if it may begin here."""
         return self._thinking.begin_ids[0] if self.state == "may begin" else None
 
     def take(self, token: int, *, fits_answer: bool) -> str | None:
-        """Go on behind a token. Gives what it says of the answer, beyond the mark; None if the
-        token is the answer's own.
+        """Take the next token.
+
+        Returns the part of its text that belongs to the answer, if the end mark is in it. None if
+        the whole token belongs to the answer.
 
         Args:
-            fits_answer: Whether an answer may begin with it.
+            fits_answer: Whether an answer may begin with the token.
         """
         if self.state == "may begin":
             self.state = "is over" if fits_answer else "goes on"

@@ -17,14 +17,14 @@ from enginepool.dispatch.request import Call, Request
 from enginepool.errors import PoolClosed
 from enginepool.process.forks import rest_if_python_ends
 
-# How long a timed-out or cancelled request may take to hand over what it has. Its engine answers
-# at its next step boundary, unless a step is stuck.
+# How long a request that timed out may take to return its tokens. Its engine ends it at the next
+# step boundary, unless a step is stuck.
 GRACE_SECONDS = 10.0
 _TICK_SECONDS = 0.1
 
 
 class ThreadSignal:
-    """Wakes a waiting thread. `set` is cheap and may be called from any thread."""
+    """Wakes a waiting thread. Any thread may call `set`, which is cheap."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -51,10 +51,10 @@ class LoopSignal:
         self._pending = False
 
     def set(self) -> None:
-        if self._pending:  # one wake-up serves everything that happens before it is taken
+        if self._pending:  # one wake-up is enough until the waiter takes it
             return
         self._pending = True
-        # The loop may be closed (trio's RunFinishedError is a RuntimeError): the waiter is gone.
+        # A closed loop (trio's RunFinishedError is a RuntimeError) has no waiter.
         with contextlib.suppress(RuntimeError):
             self._schedule(lambda: self._event.set())
 
@@ -70,8 +70,10 @@ class LoopSignal:
 
 @contextlib.contextmanager
 def submitted(dispatch: Dispatch, call: Call) -> Iterator[None]:
-    """Queue a call's requests for as long as the block lasts: a caller that leaves it early
-    (cancelled, interrupted, iterator closed) ends them inside the engines.
+    """Submit a call for the length of a block.
+
+    If the caller leaves the block early (cancelled, interrupted, iterator closed), the call's
+    requests end inside the engines.
 
     Raises:
         EnginePoolError: What `Dispatch.submit` raises.
@@ -80,8 +82,7 @@ def submitted(dispatch: Dispatch, call: Call) -> Iterator[None]:
         dispatch.submit(call)
         yield
     except GeneratorExit:
-        # Perhaps the garbage collector closes the iterator, on a thread that holds a lock which
-        # `abort` needs.
+        # The garbage collector may close the iterator on a thread that holds a lock of `abort`.
         with contextlib.suppress(RuntimeError):  # no new threads while Python ends
             threading.Thread(target=_leave, args=(dispatch, call), daemon=True).start()
         raise
@@ -97,7 +98,7 @@ def _leave(dispatch: Dispatch, call: Call) -> None:
 
 @dataclass(slots=True)
 class Chunk:
-    """What a request had when it was looked at; `final` when it has ended."""
+    """A snapshot of a request's output. `final`: the request has ended."""
 
     request: Request
     output_ids: list[int]
@@ -108,10 +109,10 @@ class Chunk:
 def wait_all(
     dispatch: Dispatch, call: Call, timeout: float | None, tick: Callable[[], None] | None = None
 ) -> None:
-    """Sleep until all requests of a submitted call have ended.
+    """Wait until all requests of a submitted call have ended.
 
     Args:
-        tick: Called about ten times a second meanwhile.
+        tick: Called about ten times a second while waiting.
     """
     signal = ThreadSignal()
     call.listen(signal, every=False)
@@ -137,7 +138,7 @@ async def async_wait_all(dispatch: Dispatch, call: Call, timeout: float | None) 
 
 
 def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Chunk]:
-    """Yield the ends of a submitted call, and what streamed requests have, as they come."""
+    """Yield each request of a submitted call when it ends, and snapshots of streamed requests."""
     signal = ThreadSignal()
     call.listen(signal, every=True)
     deadline, seen = _Deadline(dispatch, call, timeout), _Seen(call)
@@ -169,7 +170,7 @@ async def async_chunks(
 
 
 class _Seen:
-    """What of a call its reader has been given."""
+    """What the reader of a call has got so far."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -196,7 +197,7 @@ class _Seen:
 
 
 class _Deadline:
-    """Ends a call's requests when its time is up; after that it waits for no stuck engine."""
+    """Ends a call's requests at its timeout, and then no longer waits for a stuck engine."""
 
     def __init__(self, dispatch: Dispatch, call: Call, timeout: float | None) -> None:
         self._dispatch, self._call, self._timeout = dispatch, call, timeout

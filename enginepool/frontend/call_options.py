@@ -1,4 +1,4 @@
-"""Options of the calls that generate, and what is said of a name that is none."""
+"""The options of the calls that generate, and the error for an unknown one."""
 
 from __future__ import annotations
 
@@ -14,59 +14,61 @@ Params = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of every call that generates. None leaves one out, as leaving it out does.
+    """The options of every call that generates. None has the same effect as leaving one out.
 
     Attributes:
-        input_ids: Token ids instead of text: one prompt, or a list of them. `chat` has none of them
-            and no `add_special_tokens`.
-        add_special_tokens: False for text that has its special tokens already, as a rendered chat
-            template has: the tokenizer adds none, such as a second one at the beginning.
-        return_logprob: Give `meta_info["output_token_logprobs"]`, one (logprob, id, None) an id.
-            They are those of softmax(logits / temperature) before top-k, top-p and min-p, at
-            temperature 0 of softmax(logits); of logits after the penalties and `min_new_tokens`.
-        top_logprobs_num: Give the most probable ids of each step as well; at most 20.
-        token_ids_logprob: Give the log-probabilities of these ids in each step as well, in
-            `meta_info["output_token_ids_logprobs"]`: one list for all prompts, or one a prompt, of
-            64 at most. They are -inf where an id cannot come.
-        return_prompt_logprob: Give `meta_info["input_token_logprobs"]`, one (logprob, id, None) a
-            token of the prompt, at temperature 1; the first token's is None. They are computed
-            apart from the sampling, before it, by the weights that
-            `meta_info["input_logprobs_weight_version"]` names; once for the samples of a prompt.
-            With `top_logprobs_num` also `meta_info["input_top_logprobs"]`, with
+        input_ids: Token ids instead of text: one prompt, or a list of prompts. Not for `chat`.
+        add_special_tokens: False: the tokenizer adds no special tokens to a text. Use it for text
+            that has them already, such as a rendered chat template. Not for `chat`.
+        return_logprob: Return `meta_info["output_token_logprobs"]`: one (logprob, id, None) for
+            each output token. The log-probabilities are those of softmax(logits / temperature)
+            before top-k, top-p and min-p. At temperature 0 they are those of softmax(logits).
+            Penalties and `min_new_tokens` change the logits first.
+        top_logprobs_num: Also return the most probable ids of each step, 20 at most.
+        token_ids_logprob: Also return the log-probabilities of these ids in each step, in
+            `meta_info["output_token_ids_logprobs"]`. Give one list for all prompts or one list a
+            prompt, of 64 ids at most. An id that cannot be sampled has -inf.
+        return_prompt_logprob: Return `meta_info["input_token_logprobs"]`: one (logprob, id, None)
+            for each prompt token, at temperature 1. That of the first token is None. A prompt is
+            scored once for all its samples, before they are sampled.
+            `meta_info["input_logprobs_weight_version"]` names the weights that scored it. With
+            `top_logprobs_num` there is also `meta_info["input_top_logprobs"]`, with
             `token_ids_logprob` also `meta_info["input_token_ids_logprobs"]`. A stream has them in
             its last chunk.
-        logprob_start_len: From which token of the prompt on; one for all prompts, or one a prompt.
-        prompt_indices: Which prompts of a larger batch these are, one number a prompt: what
-            `meta_info["prompt_index"]` says, and what seeded samples are drawn by. So a batch
-            gives the same however it is split into calls.
-        sample_indices: Likewise which sample each is; each is one (n=1).
-        partial_outputs: What of each output is there already, None or a dict as results and
-            chunks are: `output_ids`, and of `meta_info` `output_token_logprobs` and
-            `output_top_logprobs` and `output_token_ids_logprobs` (needed if the call asks for
-            them) and `weight_versions`. The output goes on behind it and comes back whole, as if
-            it had been made in one go:
-            `max_new_tokens` and `completion_tokens` count it, `prompt_tokens` does not. One
-            that is complete comes back without a step. Each is one sample (n=1).
-        timeout: Seconds for the whole call. What is not finished then keeps its place, with what
-            it has and `finish_reason {"type": "abort", "err_type": "timeout"}`.
+        logprob_start_len: The index of the first prompt token to score. One number for all
+            prompts, or one a prompt.
+        prompt_indices: The indices of these prompts in a larger batch, one a prompt.
+            `meta_info["prompt_index"]` shows them, and seeded samples depend on them. So a batch
+            has the same outputs however it is split into calls.
+        sample_indices: The index of each sample in the same way. Each prompt has one (n=1).
+        partial_outputs: The part of each output that exists already: None, or a dict as results
+            and chunks are. It has `output_ids` and, in `meta_info`, `weight_versions` and
+            whichever of `output_token_logprobs`, `output_top_logprobs` and
+            `output_token_ids_logprobs` the call asks for. The output continues from there, and
+            the result has all of it. `max_new_tokens` and `completion_tokens` count the part;
+            `prompt_tokens` does not. A complete output is returned without a step. Each prompt
+            has one sample (n=1).
+        timeout: Seconds for the whole call. An output that is not finished then keeps its place
+            in the results, with the tokens that it has and
+            `finish_reason {"type": "abort", "err_type": "timeout"}`.
     """
 
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None
-    add_special_tokens: bool
-    return_logprob: bool
-    top_logprobs_num: int
+    add_special_tokens: bool | None
+    return_logprob: bool | None
+    top_logprobs_num: int | None
     token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None
-    return_prompt_logprob: bool
-    logprob_start_len: int | Sequence[int]
+    return_prompt_logprob: bool | None
+    logprob_start_len: int | Sequence[int] | None
     prompt_indices: Sequence[int] | None
     sample_indices: Sequence[int] | None
     partial_outputs: Sequence[Mapping[str, Any] | None] | None
     timeout: float | None
 
 
-# What a template makes of messages has all of it.
+# Not for `chat`: its template makes ids, special tokens included.
 _OF_PROMPTS = ("input_ids", "add_special_tokens")
-# Parameters of a call's own, as its signature has them.
+# The parameters in each call's own signature.
 _OWN = {
     "generate": ("prompt", "sampling_params", "raise_on_error"),
     "generate_all": ("prompts", "sampling_params", "progress", "raise_on_error"),
@@ -77,10 +79,10 @@ _OWN = {
 
 
 def check_options(verb: str, options: Mapping[str, Any]) -> CallOptions:
-    """The options of a call, with a `timeout` that can be waited for.
+    """Check the names of a call's options, and its `timeout`.
 
     Raises:
-        InvalidRequest: A name that is none of them, with where it belongs or the nearest.
+        InvalidRequest: A name is unknown. The message says where it belongs, or the nearest name.
     """
     known = list(CallOptions.__annotations__)
     if verb == "chat":

@@ -1,22 +1,22 @@
-"""From a caller's arguments to a `Call`: everything is checked before anything starts."""
+"""From a caller's arguments to a `Call`. Everything is checked before anything starts."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginepool.dispatch.grammar import Grammar, GrammarSource
 from enginepool.dispatch.request import Call, Request
-from enginepool.dispatch.scoring import Scoring
 from enginepool.dispatch.thinking import Thinking
 from enginepool.errors import InvalidGrammar, InvalidRequest
+from enginepool.frontend.call_options import CallOptions, Params, Prompts
 from enginepool.frontend.generation_defaults import GenerationDefaults
 from enginepool.frontend.grammar_compiler import GrammarCompiler
-from enginepool.frontend.limits import Limits, check_ids, check_length
-from enginepool.frontend.logprob_options import check_named_ids, check_starts, check_top_logprobs
-from enginepool.frontend.partial_call import read_part
+from enginepool.frontend.limits import Limits, check_length
+from enginepool.frontend.logprob_options import read_logprobs
+from enginepool.frontend.partial_call import Part, read_part
 from enginepool.frontend.sampling import (
     PromptSampling,
     Seeds,
@@ -26,6 +26,9 @@ from enginepool.frontend.sampling import (
 )
 from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.values import described, flag, is_int, plain, shown
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
 
 class InputProcessor:
@@ -46,20 +49,11 @@ class InputProcessor:
 
     def make_call(
         self,
-        prompts: str | Sequence[str] | None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        prompts: Prompts,
+        sampling_params: Params | SamplingParams,
+        options: CallOptions,
         *,
-        add_special_tokens: bool | None = None,
-        return_logprob: bool | None = None,
-        top_logprobs_num: int | None = None,
-        token_ids_logprob: Any = None,
-        return_prompt_logprob: bool | None = None,
-        logprob_start_len: int | Sequence[int] | None = None,
         prompt_top_logprobs_num: int | None = None,
-        prompt_indices: Sequence[int] | None = None,
-        sample_indices: Sequence[int] | None = None,
-        partial_outputs: Sequence[Mapping[str, Any] | None] | None = None,
         stream: bool = False,
         pinned_to: int | None = None,
         extra_key: str | None = None,
@@ -68,84 +62,88 @@ class InputProcessor:
         thinking: Thinking | None = None,
         weight_version: int | str = 0,
     ) -> Call:
-        """Build the requests of a call, n a prompt, grouped by prompt.
+        """Build the requests of a call: n for each prompt, grouped by prompt.
 
-        A caller's NumPy and JAX values become plain Python here, once. A `max_new_tokens` of 0,
-        with log-probabilities of the prompt, generates nothing.
+        NumPy and JAX values of the caller become plain Python here, once.
 
         Args:
-            add_special_tokens: Whether texts get those that the tokenizer adds; they do if left
-                out.
-            prompt_top_logprobs_num: Of the prompt's tokens; left out, `top_logprobs_num`.
-            clamp: Cut a `max_new_tokens` that does not fit down to the room, and do not refuse it.
-            thinking: What comes before that which outputs are held to.
+            options: As `check_options` returns them. `timeout` is not read.
+            prompt_top_logprobs_num: `top_logprobs_num` for the prompt's tokens. None: the same.
+            clamp: Cut a `max_new_tokens` that does not fit, instead of refusing it.
+            thinking: How the model marks its thinking. A grammar applies behind it.
 
         Raises:
             InvalidRequest: With the prompt's index, the value, the limit and the remedy.
         """
-        if add_special_tokens is not None and prompts is None:
-            raise InvalidRequest(
-                f"add_special_tokens={shown(add_special_tokens)}: nothing is added to input_ids; "
-                "leave it out"
-            )
-        special = add_special_tokens is None or flag("add_special_tokens", add_special_tokens)
-        texts, token_ids, lone = self.prompts(prompts, input_ids, special_tokens=special)
-        scored = flag("return_prompt_logprob", return_prompt_logprob)
+        texts, token_ids, lone = self._tokenize(prompts, options)
+        scored = flag("return_prompt_logprob", options.get("return_prompt_logprob"))
         sampling = self._sampling(sampling_params, len(token_ids), scored)
-        top_logprobs_num = check_top_logprobs(top_logprobs_num)
-        prompt_top = top_logprobs_num
-        if prompt_top_logprobs_num is not None:
-            prompt_top = check_top_logprobs(prompt_top_logprobs_num)
-        named = check_named_ids(token_ids_logprob, len(token_ids), self.limits.vocab_size)
-        return_logprob = flag("return_logprob", return_logprob) or top_logprobs_num > 0
-        return_logprob = return_logprob or any(named)
         if rids is not None and len(rids) != len(token_ids):
             raise InvalidRequest(f"{len(rids)} request ids for {len(token_ids)} prompts")
-        for index, prompt in enumerate(token_ids):
-            check_ids(prompt, "the prompt", index, self.limits)
-        starts = check_starts(scored, logprob_start_len, token_ids, self.limits)
+        logprobs = read_logprobs(options, prompt_top_logprobs_num, token_ids, self.limits)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             check_length(index, prompt, one, self.limits, clamp=clamp)
-        part = read_part(
-            prompt_indices,
-            sample_indices,
-            partial_outputs,
-            sampling,
-            token_ids,
-            self.limits,
-            return_logprob=return_logprob,
-            top_logprobs_num=top_logprobs_num,
-            named_ids=named,
-        )
+        part = read_part(options, sampling, token_ids, logprobs, self.limits)
         grammars = self._grammars(sampling)
         call = Call(weight_version, lone=lone)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
-            start, alone = starts[index], one.params.max_new_tokens == 0
-            prompt_index, given = part.prompt_indices[index], part.partial_outputs[index]
-            scoring = None
-            if start is not None:
-                scoring = Scoring(start, prompt_top, named[index], alone=alone)
-            sample = partial(
+            make = partial(
                 Request,
                 call,
                 prompt,
                 text=texts[index],
-                prompt_index=prompt_index,
                 rid=rids[index] if rids else "",
-                return_logprob=return_logprob,
-                top_logprobs_num=top_logprobs_num,
-                named_ids=named[index],
                 stream=stream,
                 pinned_to=pinned_to,
                 extra_key=extra_key,
-                scoring=scoring,
                 grammar=grammars[index],
                 thinking=thinking,
+                **logprobs.for_a_request(index, scored_only=one.params.max_new_tokens == 0),
             )
-            for sample_index in part.samples(index, one.n):
-                params = self._one_sample(one, len(prompt), prompt_index, sample_index)
-                call.add(sample(params, sample_index=sample_index, **given.for_a_request()))
+            self._add_samples(call, one, part, index, make)
         return call
+
+    def _tokenize(
+        self, prompts: Prompts, options: CallOptions
+    ) -> tuple[Sequence[str | None], list[list[int]], bool]:
+        special = options.get("add_special_tokens")
+        if special is not None and prompts is None:
+            raise InvalidRequest(
+                f"add_special_tokens={shown(special)}: nothing is added to input_ids; leave it out"
+            )
+        return self.prompts(
+            prompts,
+            options.get("input_ids"),
+            special_tokens=flag("add_special_tokens", special, default=True),
+        )
+
+    def _add_samples(
+        self,
+        call: Call,
+        sampling: PromptSampling,
+        part: Part,
+        index: int,
+        make: Callable[..., Request],
+    ) -> None:
+        """Add the samples of one prompt, each with its own random stream."""
+        prompt_index, given = part.prompt_indices[index], part.partial_outputs[index]
+        for sample_index in part.samples(index, sampling.n):
+            request = make(
+                copy.copy(sampling.params),
+                prompt_index=prompt_index,
+                sample_index=sample_index,
+                **given.for_a_request(),
+            )
+            params = request.sampling
+            params.n = 1
+            room = self.limits.total - len(request.input_ids)
+            if params.max_new_tokens != 0:
+                params.max_new_tokens = min(params.max_new_tokens or room, room)
+            if sampling.seed is None:
+                params.sampling_seed = self._seeds.fresh()
+            else:
+                params.sampling_seed = Seeds.derived(sampling.seed, prompt_index, sample_index)
+            call.add(request)
 
     def prompts(
         self,
@@ -155,12 +153,15 @@ class InputProcessor:
         names: tuple[str, str] = ("prompts", "input_ids"),
         special_tokens: bool = True,
     ) -> tuple[Sequence[str | None], list[list[int]], bool]:
-        """Texts, ids, and whether it is one prompt and not a list; an empty list is one of no
-        prompts.
+        """Read one prompt or a list of prompts.
+
+        Returns:
+            The text of each prompt (None where ids were given), its ids, and whether one prompt
+            was given instead of a list.
 
         Args:
-            names: Of the two arguments, for errors.
-            special_tokens: Whether texts get those that the tokenizer adds.
+            names: The names of the two arguments, for errors.
+            special_tokens: Whether the tokenizer adds its special tokens to texts.
         """
         of_texts, of_ids = names
         if (prompts is None) == (input_ids is None):
@@ -234,7 +235,7 @@ class InputProcessor:
         return made
 
     def _grammars(self, sampling: Sequence[PromptSampling]) -> list[Grammar | None]:
-        """What every prompt's outputs are held to, compiled."""
+        """The compiled grammar of each prompt, or None."""
         made: dict[GrammarSource | None, Grammar | None] = {None: None}
         for index, one in enumerate(sampling):
             if one.grammar in made:
@@ -243,29 +244,14 @@ class InputProcessor:
             try:
                 if not self.limits.end_ids:
                     raise InvalidGrammar(
-                        f"{one.grammar.kind} needs an end token, which comes behind a complete "
-                        "output: name one in the tokenizer or as eos_token_id in config.json"
+                        f"{one.grammar.kind} needs an end token to end a complete output: name one "
+                        "in the tokenizer or as eos_token_id in config.json"
                     )
                 made[one.grammar] = self.grammars.compile(one.grammar)
             except InvalidGrammar as error:
                 lone = all(other is one for other in sampling)
                 raise InvalidGrammar(str(error), prompt_index=None if lone else index) from error
         return [made[one.grammar] for one in sampling]
-
-    def _one_sample(
-        self, sampling: PromptSampling, prompt: int, index: int, sample_index: int
-    ) -> Any:
-        """Upstream's object for one sample: its own stream of random numbers, one output."""
-        params = copy.copy(sampling.params)
-        params.n = 1
-        room = self.limits.total - prompt
-        if params.max_new_tokens != 0:
-            params.max_new_tokens = min(params.max_new_tokens or room, room)
-        if sampling.seed is None:
-            params.sampling_seed = self._seeds.fresh()
-        else:
-            params.sampling_seed = Seeds.derived(sampling.seed, index, sample_index)
-        return params
 
 
 def _is_scalar(value: Any) -> bool:
@@ -281,7 +267,7 @@ def _as_list(name: str, value: Any) -> list[Any]:
 
 
 def _plain_ids(name: str, index: int, prompt: Any) -> list[int]:
-    """Python integers: upstream compares, concatenates and hashes them as such."""
+    """Ids as Python integers, because upstream compares, concatenates and hashes them."""
     try:
         ids = _as_list(name, prompt)
     except InvalidRequest:

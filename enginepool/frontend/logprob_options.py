@@ -1,14 +1,78 @@
-"""Whose log-probabilities a call wants beside those of its own tokens."""
+"""Which log-probabilities a call wants."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
+from enginepool.dispatch.scoring import Scoring
 from enginepool.errors import InvalidRequest
-from enginepool.frontend.limits import Limits
-from enginepool.values import is_int, plain, shown
+from enginepool.frontend.call_options import CallOptions
+from enginepool.frontend.limits import Limits, check_ids
+from enginepool.values import flag, is_int, plain, shown
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """The log-probabilities that a call wants.
+
+    Attributes:
+        outputs: Whether it wants those of output tokens.
+        top: How many of the most probable tokens it wants with each output token.
+        prompt_top: The same for each prompt token.
+        named_ids: The ids whose log-probabilities it wants with each token, by prompt.
+        starts: The first prompt token that is scored, by prompt. None: the prompt is not scored.
+    """
+
+    outputs: bool
+    top: int
+    prompt_top: int
+    named_ids: Sequence[list[int]]
+    starts: Sequence[int | None]
+
+    def for_a_request(self, index: int, *, scored_only: bool) -> dict[str, Any]:
+        """The arguments of a `Request` for a sample of prompt `index`.
+
+        Args:
+            scored_only: Nothing is generated.
+        """
+        start, named = self.starts[index], self.named_ids[index]
+        scoring = None
+        if start is not None:
+            scoring = Scoring(start, self.prompt_top, named, alone=scored_only)
+        return {
+            "return_logprob": self.outputs,
+            "top_logprobs_num": self.top,
+            "named_ids": named,
+            "scoring": scoring,
+        }
+
+
+def read_logprobs(
+    options: CallOptions,
+    prompt_top_logprobs_num: int | None,
+    token_ids: Sequence[Sequence[int]],
+    limits: Limits,
+) -> Logprobs:
+    """
+    Args:
+        prompt_top_logprobs_num: `top_logprobs_num` for prompt tokens. None: that of the options.
+
+    Raises:
+        InvalidRequest: An option is wrong, or a prompt has no valid ids.
+    """
+    top = prompt_top = check_top_logprobs(options.get("top_logprobs_num"))
+    if prompt_top_logprobs_num is not None:
+        prompt_top = check_top_logprobs(prompt_top_logprobs_num)
+    named = check_named_ids(options.get("token_ids_logprob"), len(token_ids), limits.vocab_size)
+    outputs = flag("return_logprob", options.get("return_logprob")) or top > 0 or any(named)
+    for index, prompt in enumerate(token_ids):
+        check_ids(prompt, "the prompt", index, limits)
+    scored = flag("return_prompt_logprob", options.get("return_prompt_logprob"))
+    starts = check_starts(scored, options.get("logprob_start_len"), token_ids, limits)
+    return Logprobs(outputs, top, prompt_top, named, starts)
 
 
 def check_top_logprobs(number: Any) -> int:
@@ -23,7 +87,7 @@ def check_top_logprobs(number: Any) -> int:
 
 
 def check_named_ids(given: Any, count: int, vocab_size: int) -> Sequence[list[int]]:
-    """Of each prompt, the ids of `token_ids_logprob`: one list for all of them, or one a prompt.
+    """The ids of `token_ids_logprob` for each prompt. `given` is one list, or one a prompt.
 
     Raises:
         InvalidRequest: With the value, the limit and the remedy.
@@ -69,13 +133,13 @@ def _checked(ids: Sequence[Any], vocab_size: int, index: int | None) -> list[int
 def check_starts(
     wanted: bool, starts: Any, token_ids: Sequence[Sequence[int]], limits: Limits
 ) -> Sequence[int | None]:
-    """Of each prompt, the first token whose log-probability is wanted."""
+    """The first token of each prompt whose log-probability is wanted. None: none is wanted."""
     starts = plain(starts)
     if not wanted:
         if starts is not None:
             raise InvalidRequest(
-                f"logprob_start_len={shown(starts)} says from where on a prompt's "
-                "log-probabilities are wanted: give return_prompt_logprob=True with it"
+                f"logprob_start_len={shown(starts)} says which of a prompt's tokens are scored: "
+                "give return_prompt_logprob=True with it"
             )
         return [None] * len(token_ids)
     if limits.score_refusal is not None:

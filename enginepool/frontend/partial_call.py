@@ -1,5 +1,4 @@
-"""A call that is a part of a larger one: which prompts and samples it has, and what of their
-outputs is there already."""
+"""A call that is part of a larger batch: its prompts' and samples' indices, and partial outputs."""
 
 from __future__ import annotations
 
@@ -9,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from enginepool.errors import InvalidRequest
+from enginepool.frontend.call_options import CallOptions
 from enginepool.frontend.limits import Limits, check_ids
+from enginepool.frontend.logprob_options import Logprobs
 from enginepool.frontend.sampling import PromptSampling
 from enginepool.values import is_int, is_number, plain, shown
 
 
 @dataclass(frozen=True)
 class Partial:
-    """What one output has already. The fields are a `Request`'s."""
+    """The tokens that one output has already. The fields are those of `Request`."""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -26,7 +27,7 @@ class Partial:
     prompt_weight_versions: list[int | str] = field(default_factory=list)
 
     def for_a_request(self) -> dict[str, Any]:
-        """As arguments of a `Request`, which goes on with these lists."""
+        """The arguments of a `Request` that continues this output."""
         given = len(self.output_ids)
         return {
             "given": given,
@@ -42,33 +43,31 @@ class Partial:
 
 @dataclass(frozen=True)
 class Part:
-    """Which prompts of a larger call these are; one entry a prompt."""
+    """Where this call's prompts and samples are in the larger batch. One entry a prompt."""
 
     prompt_indices: Sequence[int]
     sample_indices: Sequence[int] | None
     partial_outputs: Sequence[Partial]
 
     def samples(self, index: int, n: int) -> Sequence[int]:
-        """Which samples of a prompt are wanted."""
+        """The sample indices that are wanted of prompt `index`."""
         return range(n) if self.sample_indices is None else [self.sample_indices[index]]
 
 
 def read_part(
-    prompt_indices: Any,
-    sample_indices: Any,
-    partial_outputs: Any,
+    options: CallOptions,
     sampling: Sequence[PromptSampling],
     prompts: Sequence[Sequence[int]],
+    logprobs: Logprobs,
     limits: Limits,
-    *,
-    return_logprob: bool,
-    top_logprobs_num: int,
-    named_ids: Sequence[Sequence[int]],
 ) -> Part:
     """
     Raises:
         InvalidRequest: With the prompt's place in this call.
     """
+    prompt_indices = options.get("prompt_indices")
+    sample_indices = options.get("sample_indices")
+    partial_outputs = options.get("partial_outputs")
     count = len(prompts)
     for name, value in (("sample_indices", sample_indices), ("partial_outputs", partial_outputs)):
         several = [index for index, one in enumerate(sampling) if one.n > 1]
@@ -82,8 +81,7 @@ def read_part(
     if partial_outputs is not None:
         given = _one_a_prompt("partial_outputs", partial_outputs, count)
         partials = [
-            _Reading(index, one, return_logprob, top_logprobs_num, named_ids[index]).partial(limits)
-            for index, one in enumerate(given)
+            _Reading(index, one, logprobs).partial(limits) for index, one in enumerate(given)
         ]
     for index, (partial, one) in enumerate(zip(partials, sampling, strict=True)):
         _check_length(index, partial, one, limits.total - len(prompts[index]))
@@ -120,32 +118,30 @@ def _indices(name: str, value: Any, count: int) -> list[int]:
 def _check_length(index: int, partial: Partial, sampling: PromptSampling, room: int) -> None:
     wanted = sampling.params.max_new_tokens
     most = room if wanted is None else min(wanted, room)
-    # A prompt that is only scored may leave less than no room.
+    # `room` is negative for a long prompt that is only scored.
     if len(partial.output_ids) > max(0, most):
         raise InvalidRequest(
-            f"its partial output has {len(partial.output_ids)} tokens already, and "
-            f"max_new_tokens={wanted} with room for {room} allows {max(0, most)}, these among them",
+            f"its partial output has {len(partial.output_ids)} tokens already, but "
+            f"max_new_tokens={wanted} with room for {room} allows {max(0, most)} in all",
             prompt_index=index,
         )
 
 
 class _Reading:
-    """One entry of `partial_outputs`: a result, or as much of one as there is."""
+    """Reads one entry of `partial_outputs`: a result or a chunk, whole or in part."""
 
     def __init__(
         self,
         index: int,
         given: Any,
-        return_logprob: bool,
-        top_logprobs: int,
-        named_ids: Sequence[int],
+        logprobs: Logprobs,
     ) -> None:
-        self._index, self._named_ids = index, named_ids
+        self._index, self._named_ids = index, logprobs.named_ids[index]
         self._given: Mapping[str, Any] = {} if given is None else given
         self._needed = {
-            "output_token_logprobs": "return_logprob=True" if return_logprob else "",
-            "output_top_logprobs": f"top_logprobs_num={top_logprobs}" if top_logprobs else "",
-            "output_token_ids_logprobs": "token_ids_logprob" if named_ids else "",
+            "output_token_logprobs": "return_logprob=True" if logprobs.outputs else "",
+            "output_top_logprobs": f"top_logprobs_num={logprobs.top}" if logprobs.top else "",
+            "output_token_ids_logprobs": "token_ids_logprob" if self._named_ids else "",
         }
 
     def partial(self, limits: Limits) -> Partial:
@@ -175,7 +171,7 @@ class _Reading:
     def _logprobs(self, meta: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
         entries = self._entries(meta, "output_token_logprobs", len(ids))
         if entries is None:
-            return [0.0] * len(ids)  # engines count them; nobody gets to see them
+            return [0.0] * len(ids)  # engines need one an id; no result shows them
         values = []
         for entry, token_id in zip(entries, ids, strict=True):
             value, of = (entry[0], entry[1]) if isinstance(entry, list | tuple) else (entry, None)
@@ -205,7 +201,7 @@ class _Reading:
         return rows
 
     def _entries(self, meta: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
-        """One an id; None if there are none and nobody needs them."""
+        """One entry an id. None if there are none and the call needs none."""
         entries = plain(meta.get(name))
         if entries is None and not self._needed[name]:
             return None
@@ -216,7 +212,7 @@ class _Reading:
         return list(entries)
 
     def _spans(self, meta: Mapping[str, Any], count: int) -> list[list[Any]]:
-        """`weight_versions`; without, nothing is said of these tokens."""
+        """`weight_versions` of the partial output. Empty if it has none."""
         spans = plain(meta.get("weight_versions")) or []
         try:
             spans = [[start, end, version] for start, end, version in spans]

@@ -1,4 +1,4 @@
-"""The call that answers conversations, with its async twin: a chat template before `generate`."""
+"""`chat`: `generate` behind a chat template. It has an async twin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatCalls(CallGroup):
-    """Mixin of `EnginePool`. Thread-safe, and raises what `generate` raises."""
+    """Mixin of `EnginePool`. Thread-safe. Both raise what `generate` raises."""
 
     def chat(
         self,
@@ -32,8 +32,8 @@ class ChatCalls(CallGroup):
         """Generate the answer to a conversation, or to each of a list of them.
 
         Args:
-            messages: `{"role": ..., "content": ...}` dicts, as the chat template takes them.
-            chat_template_kwargs: Handed to the tokenizer's `apply_chat_template`.
+            messages: A list of `{"role": ..., "content": ...}` dicts, or a list of such lists.
+            chat_template_kwargs: Arguments of the tokenizer's `apply_chat_template`.
         """
         checked = check_options("chat", options)
         raises = flag("raise_on_error", raise_on_error)

@@ -1,4 +1,4 @@
-"""The calls that generate, each with its async twin."""
+"""The calls that generate. Each has an async twin."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from enginepool.values import flag
 
 
 class GenerateCalls(CallGroup):
-    """Mixin of `EnginePool`: what fans out over the engines. Every method is thread-safe.
+    """Mixin of `EnginePool`: the calls that generate. Every method is thread-safe.
 
-    All raise InvalidRequest for bad input, before anything has started; PoolClosed when the pool
-    is closed, or is closed meanwhile; and PoolFailed when no engine is left.
+    All raise InvalidRequest for bad input, before anything has started. They raise PoolClosed if
+    the pool is closed before or during the call, and PoolFailed if no engine is left.
     """
 
     def generate_all(
@@ -32,20 +32,21 @@ class GenerateCalls(CallGroup):
         raise_on_error: bool = False,
         **options: Unpack[CallOptions],
     ) -> list[dict[str, Any]]:
-        """Generate for every prompt, over all engines; results in input order.
+        """Generate for every prompt, on all engines. Results come in input order.
 
         Args:
-            sampling_params: One dict for all prompts, or one a prompt. Without it the
-                checkpoint's generation_config.json applies.
+            sampling_params: One dict for all prompts, or one a prompt. None: the checkpoint's
+                generation_config.json.
             progress: Show a progress bar on standard error.
-            raise_on_error: Raise if an output ended early, instead of returning it as it is.
+            raise_on_error: Raise if an output ended early. Otherwise it is returned as it is.
             options: See `CallOptions`.
 
         Returns:
             Upstream's result dicts. With n > 1 a flat list, grouped by prompt.
 
         Raises:
-            RequestsFailed: With `raise_on_error`; `.results` has all results.
+            RequestsFailed: An output ended early, with `raise_on_error`. `.results` has all
+                results.
         """
         checked = check_options("generate_all", options)
         shows, raises = flag("progress", progress), flag("raise_on_error", raise_on_error)
@@ -74,7 +75,7 @@ class GenerateCalls(CallGroup):
         raise_on_error: bool = False,
         **options: Unpack[CallOptions],
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Generate for one prompt: a dict, or with n > 1 (or a list of prompts) a list of them."""
+        """Generate for one prompt. Returns a dict, or a list with n > 1 or a list of prompts."""
         checked = check_options("generate", options)
         raises = flag("raise_on_error", raise_on_error)
         return single(*run(self._runtime(), prompt, sampling_params, checked, raises))
@@ -99,9 +100,10 @@ class GenerateCalls(CallGroup):
         sampling_params: Params = None,
         **options: Unpack[CallOptions],
     ) -> Iterator[dict[str, Any]]:
-        """Yield each result when it is there; `meta_info["prompt_index"]` says whose it is.
+        """Yield each result as soon as it is complete.
 
-        Bad input is raised by the call itself. Closing the iterator ends what still runs.
+        `meta_info["prompt_index"]` names its prompt. The call itself raises for bad input. Closing
+        the iterator ends unfinished requests.
         """
         checked = check_options("as_completed", options)
         runtime = self._runtime()
@@ -122,7 +124,7 @@ class GenerateCalls(CallGroup):
         sampling_params: Params = None,
         **options: Unpack[CallOptions],
     ) -> AsyncIterator[dict[str, Any]]:
-        """`as_completed` on an event loop; bad input is raised at the first step."""
+        """`as_completed` on an event loop. The first `anext` raises for bad input."""
         checked = check_options("as_completed", options)
         runtime = await self._async_runtime()
         call = await in_thread(_make_call, runtime, prompts, sampling_params, checked)
@@ -138,10 +140,11 @@ class GenerateCalls(CallGroup):
         sampling_params: Params = None,
         **options: Unpack[CallOptions],
     ) -> Iterator[dict[str, Any]]:
-        """Yield upstream's chunks: the text and ids so far, and `index` of the output.
+        """Yield upstream's chunks: the text and ids so far, and the `index` of the output.
 
-        Chunks that come faster than they are read are joined. The last chunk of an output has its
-        `finish_reason` and equals its result. Closing the iterator ends what still runs.
+        A slow reader skips chunks; each chunk has all of the output so far. The last chunk of an
+        output has its `finish_reason` and equals its result. Closing the iterator ends unfinished
+        requests.
         """
         checked = check_options("stream", options)
         runtime = self._runtime()
@@ -162,7 +165,7 @@ class GenerateCalls(CallGroup):
         sampling_params: Params = None,
         **options: Unpack[CallOptions],
     ) -> AsyncIterator[dict[str, Any]]:
-        """`stream` on an event loop; bad input is raised at the first step."""
+        """`stream` on an event loop. The first `anext` raises for bad input."""
         checked = check_options("stream", options)
         runtime = await self._async_runtime()
         call = await in_thread(
@@ -186,16 +189,7 @@ def _make_call(
     return runtime.input_processor.make_call(
         prompts,
         sampling_params,
-        checked.get("input_ids"),
-        add_special_tokens=checked.get("add_special_tokens"),
-        return_logprob=checked.get("return_logprob"),
-        top_logprobs_num=checked.get("top_logprobs_num"),
-        token_ids_logprob=checked.get("token_ids_logprob"),
-        return_prompt_logprob=checked.get("return_prompt_logprob"),
-        logprob_start_len=checked.get("logprob_start_len"),
-        prompt_indices=checked.get("prompt_indices"),
-        sample_indices=checked.get("sample_indices"),
-        partial_outputs=checked.get("partial_outputs"),
+        checked,
         stream=stream,
         weight_version=runtime.desired.weight_version,
     )
@@ -209,7 +203,7 @@ def run(
     raise_on_error: bool,
     progress: bool = False,
 ) -> tuple[Call, list[dict[str, Any]]]:
-    """Submit, wait, and hand back the call with its results."""
+    """Make a call and run it to its end."""
     call = _make_call(runtime, prompts, sampling_params, checked)
     with show_progress(call, progress) as tick:
         return call, run_call(runtime, call, checked.get("timeout"), raise_on_error, tick)
@@ -228,5 +222,5 @@ async def async_run(
 
 
 def single(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
-    """As upstream: a lone result for a lone prompt."""
+    """The result of a lone prompt by itself, as upstream returns it; otherwise the list."""
     return results[0] if call.lone and len(results) == 1 else results

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
 
 _numbers = itertools.count()
-# How long `close()` waits for the engines' threads; one that is in a step cannot be ended.
+# How long `close()` waits for the engines' threads. A thread inside a step cannot be ended.
 CLOSE_SECONDS = 60.0
 
 
@@ -44,7 +44,7 @@ class PoolState(Enum):
 
 
 def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
-    """What runs at exit unless the pool is closed before; does not keep the pool alive."""
+    """The exit hook of a pool that was not closed. It holds no reference to the pool."""
 
     def close() -> None:
         if runtime.dispatch.process.here:  # not in a forked child that ends as a script does
@@ -56,44 +56,44 @@ def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
 
 
 class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCalls):
-    """Engines on all devices of a host behind one object.
+    """One sglang-jax engine on each device of a host, used as one object.
 
-    The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or
-    the first call opens the pool; `close()` is final. All methods may be called from any thread,
-    also while an event loop runs there; the async ones on any asyncio or trio loop.
+    The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or the
+    first call opens the pool. `close()` is final. Any thread may call any method, also while an
+    event loop runs in it. The async methods run on any asyncio or trio loop.
 
     Args:
-        model: A directory or hub id in Hugging Face layout; left out, the toy that ships with
+        model: A directory or hub id in Hugging Face layout. None: the toy model that ships with
             enginepool.
         devices: A count of engines, a list of device ids or `jax.Device`s, or None for every
-            local device. On the CPU platform with JAX not started yet, N engines mean N virtual
-            devices.
-        tp_size: Devices of one engine.
-        warmup: "sequential" compiles every program before serving, one engine after the other;
-            "parallel" all engines at once; "none" compiles while serving.
-        restart: Bring an engine back whose step failed; without it, it stays out.
-        max_restarts: How often in a row, without a finished request in between and within 60
-            seconds, an engine is brought back before it stays out.
-        step_timeout: Seconds after which a step counts as stuck: its requests move on, and its
-            engine is brought back when the step returns after all. Programs that compile while
-            serving (warmup="none") count as part of a step, and so do all the steps of a dispatch
-            (`max_decode_steps`). None for no limit.
-        max_decode_steps: How many decode steps may be one dispatch, 8 at most. There are as many as
-            take about 40 ms while nobody streams or waits to join; others only where a device would
-            wait for the host; and at most a sixteenth of what outputs have had on average. What
-            waits for a step, as an abort or the next tokens of a stream, then waits for so many.
-            1 for one by one.
-        max_queued: How many requests may wait for an engine; None for no limit. A call that is
-            larger enters when nothing waits.
-        when_full: "block" lets further calls wait their turn (their timeout runs); "raise" makes
-            them raise QueueFull at once.
-        tune_host: Make this process cheaper for many engines until the pool closes: threads
-            hand over the GIL after 0.5 ms instead of 5, and garbage collections pass over what
-            exists when the pool has opened (`gc.freeze`).
-        server_args: Everything else of upstream's `ServerArgs`, under its own names.
+            local device. On the CPU platform, a count of N makes N virtual devices if JAX has not
+            started yet.
+        tp_size: The number of devices of one engine.
+        warmup: "sequential" compiles every program before the pool serves, one engine after the
+            other. "parallel" does so on all engines at once. "none" compiles while serving.
+        restart: Bring an engine back after a failed step. Otherwise it stays out.
+        max_restarts: How many failures in a row an engine may have before it stays out. Failures
+            are in a row if they are within 60 seconds and no request has finished in between.
+        step_timeout: Seconds after which a step counts as stuck; None for no limit. The engine's
+            requests then move to other engines. The engine is brought back once the step returns.
+            A compilation while serving (warmup="none") counts as part of its step, and so do all
+            decode steps that run in one program (`max_decode_steps`).
+        max_decode_steps: How many decode steps a device may run in one program, from 1 to 8. If
+            no request streams or waits to join, a program runs about 40 ms of steps. Otherwise it
+            runs several only if the device would wait for the host. It never runs more than a
+            sixteenth of the mean length of recent outputs. An abort, and the next tokens of a
+            stream, wait for the program's end.
+        max_queued: How many requests may wait for an engine; None for no limit. A call with more
+            requests than that enters when the queue is empty.
+        when_full: What a call does when the queue is full. "block": it waits, and its timeout
+            runs. "raise": it raises QueueFull at once.
+        tune_host: Tune this process for many engines until the pool closes. Threads hand over the
+            GIL after 0.5 ms instead of 5 ms. The garbage collector skips the objects that exist
+            when the pool has opened (`gc.freeze`).
+        server_args: All other options of upstream's `ServerArgs`, under their own names.
 
     Raises:
-        InvalidConfig: An unknown name, or an option that cannot hold in a pool, with the reason.
+        InvalidConfig: A name is unknown, or an option is not possible in a pool, with the reason.
     """
 
     def __init__(
@@ -155,16 +155,17 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
     # Life
 
     def open(self, *, on_engine: Callable[[dict[str, Any]], None] | None = None) -> Self:
-        """Build and warm up all engines. Idempotent while open.
+        """Build and warm up all engines. On an open pool it does nothing.
 
         Args:
-            on_engine: Called with an engine's part of `stats()` when that engine serves.
+            on_engine: Called once for each engine when it serves, with its part of `stats()`.
 
         Raises:
             PoolClosed: The pool was closed.
-            EngineStartFailed: With the device and the cause; the others are closed again, and
-                `open()` may be tried again.
-            InvalidWeights: The checkpoint's files do not fit its configuration; likewise.
+            EngineStartFailed: An engine did not start. The error has its devices and the cause.
+                All engines are closed again, and `open()` may be called again.
+            InvalidWeights: The checkpoint's files do not fit its configuration. `open()` may be
+                called again.
         """
         self._check_process()
         with self._lock:
@@ -198,11 +199,11 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         return runtime
 
     def close(self, timeout: float | None = CLOSE_SECONDS) -> None:
-        """Stop all engines and give everything back to the process. Idempotent and final.
+        """Stop all engines and restore the process as it was before `open()`. Final.
 
-        Callers that wait get `PoolClosed`. A thread inside a step that does not return within
-        `timeout` seconds is left behind, with a warning in the log. In a forked child of the
-        process that opened the pool it does nothing.
+        Callers that wait get `PoolClosed`. A second `close()` does nothing. If an engine's step
+        does not return within `timeout` seconds, its thread is left behind and the log has a
+        warning. In a forked child of the process that opened the pool it does nothing.
         """
         timeout = seconds("timeout", timeout, zero=True)
         if self._process is not None and not self._process.here:
@@ -219,7 +220,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             self._closing_runtime = None
 
     async def aclose(self, timeout: float | None = CLOSE_SECONDS) -> None:
-        """`close` without blocking the event loop; shielded from cancellation."""
+        """`close` without blocking the event loop. Cancellation does not stop it."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.close, timeout)
 
@@ -251,8 +252,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         await self.aclose()
 
     def __del__(self, python_is_gone: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When Python takes its modules down, `_closing_at_exit` has done it, and what this needs
-        # may be gone.
+        # While Python ends, `_closing_at_exit` has closed the pool, and modules may be gone.
         runtime = getattr(self, "_open_runtime", None)
         if (
             runtime is None
@@ -265,8 +265,8 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
         finally:  # a warning may be an error
             if on_engine_thread():
-                # The garbage collector ran there: that thread cannot wait for itself, and must
-                # not keep its own pool waiting for this one.
+                # The garbage collector ran on an engine's thread. That thread cannot wait for
+                # itself, and must not make its own pool wait for this one.
                 with contextlib.suppress(RuntimeError):  # no new threads while Python ends
                     threading.Thread(target=self.close, daemon=True).start()
             else:
@@ -291,12 +291,17 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
 
     @property
     def engines(self) -> list[Any]:
-        """Upstream's Engine objects, one a replica; opens the pool."""
+        """Upstream's Engine objects, one for each engine of the pool. Opens the pool."""
         return [worker.engine for worker in self._runtime().workers]
 
     def front_end(self, engine_index: int | None = None) -> FrontEnd:
-        """What upstream's serving classes take for a TokenizerManager: requests through it run on
-        all engines, or on one. Opens the pool."""
+        """A stand-in for upstream's TokenizerManager, for upstream's serving classes.
+
+        Opens the pool.
+
+        Args:
+            engine_index: The engine that runs its requests. None: all engines do.
+        """
         runtime = self._runtime()
         from enginepool.pool.tokenizer_manager import FrontEnd
 

@@ -1,4 +1,4 @@
-"""The log-probabilities of texts that are given, over all engines."""
+"""`score`: the log-probabilities of given texts, on all engines."""
 
 from __future__ import annotations
 
@@ -33,36 +33,37 @@ class ScoreCalls(CallGroup):
         timeout: float | None = None,
         raise_on_error: bool = False,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """The log-probability of each token of a continuation, after its prompt; nothing is
-        sampled.
+        """Compute the log-probability of each token of a continuation after its prompt.
 
-        They are those of softmax(logits), at temperature 1. Prompts are computed beside what the
-        engines generate, in turns with their steps, by programs of their own that are compiled at
-        warm-up. All values of a result come from one set of weights, which
-        `meta_info["weight_version"]` names: a prompt whose engine gets new weights is begun anew.
+        Nothing is sampled. The log-probabilities are those of softmax(logits), at temperature 1.
+        Engines score between the steps of running requests, with programs that are compiled at
+        warm-up. All values of a result come from the weights that `meta_info["weight_version"]`
+        names: if an engine gets new weights meanwhile, it starts the prompt anew.
 
         Args:
-            prompts: One text or a list of them; or token ids in `input_ids`.
-            continuations: One a prompt, or several for a prompt that was given by itself; or
-                token ids in `continuation_ids`. A text is tokenized by itself, without special
-                tokens, and joined to its prompt's.
-            top_logprobs_num: Give the most probable ids in each place as well; at most 20.
-            token_ids_logprob: Give those of these ids in each place as well: one list for all
-                continuations, or one a continuation, of 64 at most.
-            timeout: Seconds for the whole call. What is not finished then keeps its place,
-                without values, and `finish_reason {"type": "abort", "err_type": "timeout"}`.
-            raise_on_error: Raise if one ended early, instead of returning it as it is.
+            prompts: One text or a list of texts. Or give token ids in `input_ids`.
+            continuations: One text a prompt, or several for one prompt. Or give token ids in
+                `continuation_ids`. Each text is tokenized alone, without special tokens; its ids
+                follow those of the prompt.
+            top_logprobs_num: Also return the most probable ids at each token, 20 at most.
+            token_ids_logprob: Also return the log-probabilities of these ids at each token. Give
+                one list for all continuations or one list a continuation, of 64 ids at most.
+            timeout: Seconds for the whole call. A continuation that is not finished then keeps
+                its place in the results, without values and with
+                `finish_reason {"type": "abort", "err_type": "timeout"}`.
+            raise_on_error: Raise if a continuation ended early. Otherwise it is returned as it is.
 
         Returns:
-            One dict a continuation, in input order; a lone dict for a lone prompt and a lone
-            continuation. `logprobs` has one number a token of `continuation_ids`, `top_logprobs`
-            and `token_ids_logprobs` (if asked for) a list of (logprob, id, None) a token. All are
-            empty where it ended early.
+            One dict a continuation, in input order; for one prompt with one continuation the dict
+            alone. `logprobs` has one number for each token of `continuation_ids`. `top_logprobs`
+            and `token_ids_logprobs`, if asked for, have a list of (logprob, id, None) for each.
+            All are empty if the continuation ended early.
 
         Raises:
             InvalidRequest: Bad input, before anything has started.
             PoolClosed, PoolFailed: As `generate_all`.
-            RequestsFailed: With `raise_on_error`; `.results` has all results.
+            RequestsFailed: A continuation ended early, with `raise_on_error`. `.results` has all
+                results.
         """
         timeout, raises = seconds("timeout", timeout), flag("raise_on_error", raise_on_error)
         runtime = self._runtime()

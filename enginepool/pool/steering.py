@@ -1,4 +1,4 @@
-"""What steers the engines of a pool while they run, and says what they do."""
+"""The calls that abort, pause and continue engines, and those that report on them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ POOL_PAUSE_MODES = (*pause.PAUSE_MODES, "drain")
 
 
 class SteeringCalls(CallGroup):
-    """Mixin of `EnginePool`. Thread-safe; all open the pool."""
+    """Mixin of `EnginePool`. Thread-safe. Every call opens the pool."""
 
     def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """End the requests whose `meta_info["id"]` is exactly `rid`, or all; they keep what they
-        have. Returns how many were meant."""
+        """End the requests whose `meta_info["id"]` is exactly `rid`, or all requests.
+
+        They are returned with the tokens that they have. Returns how many requests it ends.
+        """
         rid, abort_all = plain(rid), flag("abort_all", abort_all)
         if (rid is None) != abort_all:
             raise InvalidRequest("abort_request: give either rid or abort_all=True")
@@ -34,12 +36,15 @@ class SteeringCalls(CallGroup):
         return len(requests)
 
     def pause_generation(self, mode: PoolPauseMode = "retract") -> None:
-        """Stop all engines at their next step boundary; new requests wait. Idle is free.
+        """Stop all engines at their next step boundary. New requests wait.
+
+        A paused engine uses no CPU.
 
         Args:
-            mode: "in_place" keeps running requests where they are. "retract" puts them back
-                into the queue with the tokens that they have, and frees their KV cache. "abort"
-                ends them, and what waits, with what they have. "drain" lets them finish first.
+            mode: What happens to running requests. "in_place": they stay in the engine, with
+                their KV cache. "retract": they go back to the queue with the tokens that they
+                have, and their KV cache is freed. "abort": they end with the tokens that they
+                have, and so do waiting requests. "drain": they finish first.
         """
         if not isinstance(mode, str) or mode not in POOL_PAUSE_MODES:
             expected = ", ".join(POOL_PAUSE_MODES)
@@ -50,28 +55,31 @@ class SteeringCalls(CallGroup):
             pause.pause(self._runtime(), mode)
 
     def continue_generation(self) -> None:
-        """Go on after `pause_generation`. Does nothing if the pool is not paused."""
+        """Continue after `pause_generation`. Does nothing if the pool is not paused."""
         pause.resume(self._runtime())
 
     def flush_cache(self) -> None:
-        """Empty every engine's prefix cache. Running requests go on; their KV is computed anew."""
+        """Empty every engine's prefix cache. Running requests continue on new KV."""
         pause.flush_cache(self._runtime())
 
     def stats(self) -> dict[str, Any]:
-        """Engines with their states, queue, prompts and tokens so far, memory by device."""
+        """The state of each engine, the queue, requests and tokens so far, and memory by device."""
         return statistics.pool(self._runtime())
 
     def events(self) -> list[dict[str, Any]]:
-        """The latest thousand failures, recoveries and the like, oldest first: `event`, `time`
-        (as `time.time`), `engine`, `devices` and what belongs to each. The log has them too."""
+        """The latest thousand events of engines, such as failures and recoveries, oldest first.
+
+        Each has `event`, `time` (as `time.time`), `engine`, `devices` and fields of its own. The
+        log has the same events.
+        """
         return self._runtime().events.latest()
 
     def get_load(self) -> list[dict[str, Any]]:
-        """Running and waiting requests and KV use of each engine, without stopping any."""
+        """Running requests, waiting requests and KV use of each engine. No engine stops for it."""
         return [statistics.load(worker) for worker in self._runtime().workers]
 
     async def async_abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """`abort_request`; opens the pool without blocking the event loop."""
+        """`abort_request` without blocking the event loop."""
         await self._async_runtime()
         return self.abort_request(rid, abort_all=abort_all)
 

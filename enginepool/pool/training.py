@@ -1,4 +1,4 @@
-"""What a trainer calls on a pool: new weights, memory given back, checksums."""
+"""The calls of a trainer: new weights, memory that is released, checksums."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from enginepool.values import seconds
 
 
 class WeightCalls(CallGroup):
-    """The calls of `EnginePool` that change or look at weights and memory. Thread-safe; those
-    that change something happen one at a time, in the order in which they get their turn."""
+    """Mixin of `EnginePool`: the calls that change or read weights and memory. Thread-safe.
+
+    Calls that change something run one at a time.
+    """
 
     # Sync
 
@@ -34,38 +36,41 @@ class WeightCalls(CallGroup):
         copy: bool = False,
         free_kv: bool = False,
     ) -> SwapReport:
-        """Put new weights on every engine: on all or, if anything is wrong, on none.
+        """Put new weights on all engines. If anything is wrong, no engine changes.
 
         Args:
-            source: A directory of safetensors or a hub id; a dict of Hugging Face names, or an
-                iterator of (name, array) with such names, to NumPy, JAX or torch arrays; an
+            source: One of: a directory of safetensors or a hub id; a dict from Hugging Face names
+                to NumPy, JAX or torch arrays, or an iterator of such (name, array) pairs; an
                 `nnx.State` or a dict by nnx path; a list of leaves in the model's order; a Flax
                 parameter tree in MLLM-JAX's layout. Floats are cast to the engine's dtype. JAX
-                arrays may lie on any devices of this host. One that has the model's layout and
-                dtype, with its bytes on an engine's device, is shared with that engine: deleting
-                or donating it takes the engine's weights away, unless `copy=True`.
-            weight_version: What results carry from now on; left out, the number of the update.
-            mode: What becomes of running requests. "drain": they finish first, on the old
-                weights; refused while a pause keeps some that have begun from finishing.
-                "retract": they go back to the queue with the tokens that they have and go on
-                under the new weights, their KV computed anew. "abort": they end with what they
-                have. "in_place": they go on under the new weights with the KV they have.
-                Waiting requests wait, in every mode.
-            strategy: "atomic": all engines at once. "rolling": one after the other while the
-                others serve, each output from one version ("drain" and "abort" only).
-            staging: "double" holds both sets for a while, so that engines stand for a moment
-                only. "stream" replaces leaf by leaf while engines stand, at one set and a leaf.
-                "auto": "double" where it fits.
-            strict: Every weight must be there and nothing else, and a directory's config.json must
-                be of the same model; False updates what is there.
-            free_kv: Give the KV cache's memory back meanwhile; engines stand all the time.
+                arrays may lie on any devices of this host. An engine shares an array that has the
+                model's layout and dtype and lies on its device: if the owner deletes or donates
+                that array, the engine has no weights. `copy=True` prevents it.
+            weight_version: The label that results carry from now on. None: the update's number.
+            mode: What happens to running requests. Waiting requests wait, in every mode.
+                "drain": they finish first, on the old weights. It is refused if a pause keeps a
+                running request from finishing. "retract": they go back to the queue with the
+                tokens that they have and continue on the new weights; their KV is computed anew.
+                "abort": they end with the tokens that they have. "in_place": they continue on the
+                new weights, with the KV of the old weights.
+            strategy: "atomic": all engines change at once. "rolling": one engine after the other
+                changes while the others serve, and every output has one version ("drain" and
+                "abort" only).
+            staging: "double" keeps both sets in memory for a while; engines stop for a moment
+                only. "stream" replaces leaf by leaf while engines are stopped; it needs memory
+                for one set and one leaf. "auto" is "double" if it fits.
+            strict: The source must have every weight and no other, and a directory's config.json
+                must be of the same model. False: update the weights that the source has.
+            copy: Share no array with the source.
+            free_kv: Release the KV cache's memory during the update. Engines are stopped all the
+                time.
 
         Raises:
-            InvalidWeights: The source does not fit; nothing was touched. From an iterator, which
-                cannot be read ahead, the same holds with staging="double".
-            WeightUpdateFailed: A device failed; all serving engines have one version.
-            InvalidRequest: Options that do not exist or do not go together.
-            PoolClosed, PoolFailed: As everywhere.
+            InvalidWeights: The source does not fit. No engine has changed. For an iterator this
+                holds with staging="double" only, because it cannot be read ahead.
+            WeightUpdateFailed: A device failed. All engines that serve have the same version.
+            InvalidRequest: An option does not exist, or two options contradict each other.
+            PoolClosed, PoolFailed: As `generate_all`.
         """
         options = Options(
             weight_version, mode, strategy, staging, strict=strict, copy=copy, free_kv=free_kv
@@ -81,14 +86,14 @@ class WeightCalls(CallGroup):
         copy: bool = False,
         expires_after: float | None = 300.0,
     ) -> StagedWeights:
-        """Put new weights on every device beside those that serve, to be committed later: the
-        first half of `update_weights`, for who must know that all hosts have them. Meanwhile
-        everything goes on, recovery and other updates too.
+        """Put new weights on every device beside the current ones, to commit them later.
 
-        A pool holds one staged set; another set, or an update, discards it.
+        This is the first half of `update_weights`, for a program that first makes sure that all
+        hosts have them. Engines serve, recover and take other updates meanwhile. A pool holds one
+        staged set: another set, or an update, discards it.
 
         Args:
-            expires_after: Seconds until they are discarded; None for no limit.
+            expires_after: Seconds until the staged set is discarded; None for no limit.
             source, weight_version, strict, copy: As `update_weights`.
 
         Raises:
@@ -99,21 +104,27 @@ class WeightCalls(CallGroup):
         return stage_weights(self._runtime(), source, options, expires_after)
 
     def release_weights(self) -> int:
-        """Give the weights' memory back; returns the bytes. Running requests go back to the queue
-        and go on after the next `update_weights`; until then new calls raise `NoWeights`."""
+        """Release the weights' memory. Returns the bytes.
+
+        Running requests go back to the queue and continue after the next `update_weights`. Until
+        then new calls raise `NoWeights`.
+        """
         return memory_occupation.release_weights(self._runtime())
 
     def release_memory_occupation(self, tags: Sequence[str] = ("kv_cache",)) -> int:
-        """Give the KV caches' memory back; returns the bytes. Running requests go back to the
-        queue; they and new ones wait for `resume_memory_occupation`."""
+        """Release the KV caches' memory. Returns the bytes.
+
+        Running requests go back to the queue. They and new requests wait for
+        `resume_memory_occupation`.
+        """
         return memory_occupation.release_kv_cache(self._runtime(), tags)
 
     def resume_memory_occupation(self) -> int:
-        """Make the KV caches again, without a compilation; returns the bytes."""
+        """Allocate the KV caches again, without a compilation. Returns the bytes."""
         return memory_occupation.resume_kv_cache(self._runtime())
 
     def checksum(self) -> str:
-        """16 hexadecimal digits over all weights, computed on the devices.
+        """A checksum of all weights in 16 hexadecimal digits, computed on the devices.
 
         Raises:
             EnginesDiffer: Engines have different weights.
@@ -131,17 +142,20 @@ class WeightCalls(CallGroup):
     def perturb_weights(
         self, seed: int = 0, scale: float = 1e-3, num_leaves: int = 1
     ) -> SwapReport:
-        """Add normal noise to the first `num_leaves` leaves, the same on every engine."""
+        """Add normal noise to the first `num_leaves` leaves. Every engine gets the same noise."""
         return self.update_weights(
             weight_inspection.noise(self._runtime(), seed, scale, num_leaves), strict=False
         )
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """The first rows of a tensor in float32, by its Hugging Face name and in that layout, or
-        by the model's leaf path."""
+        """The first rows of a tensor, in float32.
+
+        Args:
+            name: A Hugging Face name, for a tensor in that layout, or a leaf path of the model.
+        """
         return weight_inspection.by_name(self._runtime(), name, truncate_size)
 
-    # Async twins: the same without blocking the event loop. Cancelling does not stop what runs.
+    # Async twins
 
     async def async_update_weights(
         self,

@@ -45,7 +45,7 @@ async def _trouble(runtime: Runtime, worker: EngineWorker) -> str | None:
 async def _failure(runtime: Runtime, index: int) -> str | None:
     """Of a request for a token of this engine."""
     call = runtime.input_processor.make_call(
-        None, {"max_new_tokens": 1, "temperature": 0}, [0], pinned_to=index
+        None, {"max_new_tokens": 1, "temperature": 0}, {"input_ids": [0]}, pinned_to=index
     )
     try:
         with submitted(runtime.dispatch, call):

@@ -29,7 +29,7 @@ def generation(folder: Path, fields: Any) -> Path:
 def default_params(folder: Path, preferred: str | None = None) -> Any:
     """Upstream's SamplingParams of a call without any."""
     processor = input_processor(folder=folder, preferred=preferred)
-    return processor.make_call("12+7=", None, None).requests[0].sampling
+    return processor.make_call("12+7=", None, {}).requests[0].sampling
 
 
 ALL = 1 << 30

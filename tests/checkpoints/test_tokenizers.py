@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from enginepool import EnginePool, InvalidConfig, InvalidRequest, toy
-from enginepool.frontend.call_options import check_options
+from enginepool.frontend.call_options import CallOptions, check_options
 from enginepool.frontend.detokenizer import detokenize
 from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.model_config.tokenizer import check_tokenizer_class
@@ -60,7 +60,7 @@ def test_characters_of_several_tokens(bytes_beside: Any, prompt: str, output: st
     ids = bytes_beside(prompt + output)["input_ids"]
     prompt_ids = bytes_beside(prompt)["input_ids"]
     assert ids[: len(prompt_ids)] == prompt_ids
-    request = processor.make_call(None, None, prompt_ids).requests[0]
+    request = processor.make_call(None, None, {"input_ids": prompt_ids}).requests[0]
     output_ids = ids[len(prompt_ids) :]
     texts = [
         detokenize(request, output_ids[:count], processor.tokenizer, final=False)
@@ -91,7 +91,7 @@ def test_one_beginning(begins: Any) -> None:
     rendered = begins.apply_chat_template(messages, tokenize=False)
 
     def ids(text: str, **options: Any) -> list[int]:
-        return processor.make_call(text, {}, None, **options).requests[0].input_ids
+        return processor.make_call(text, {}, CallOptions(**options)).requests[0].input_ids
 
     once = [START_ID, ord("1")]
     assert ids("1") == once
@@ -101,7 +101,7 @@ def test_one_beginning(begins: Any) -> None:
     with pytest.raises(InvalidRequest, match="add_special_tokens='no'"):
         ids(rendered, add_special_tokens="no")
     with pytest.raises(InvalidRequest, match="nothing is added to input_ids"):
-        processor.make_call(None, {}, once, add_special_tokens=False)
+        processor.make_call(None, {}, {"input_ids": once, "add_special_tokens": False})
 
 
 def test_the_option_is_of_calls_with_prompts() -> None:
@@ -121,8 +121,8 @@ def test_a_token_beyond_the_embedding(special: bool) -> None:
     ids = processor.tokenizer.apply_chat_template(0, [{"role": "user", "content": "a <added>"}])
     for text, given in (("a <added> b", None), (None, [1, VOCAB_SIZE]), (None, ids)):
         with pytest.raises(InvalidRequest, match="token id 272 is outside the vocabulary of 272"):
-            processor.make_call(text, {}, given)
-    assert processor.make_call("a b", {}, None).requests
+            processor.make_call(text, {}, {"input_ids": given})
+    assert processor.make_call("a b", {}, {}).requests
 
 
 @pytest.fixture(scope="module")
