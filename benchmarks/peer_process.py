@@ -95,7 +95,7 @@ class _Pool:
             limiter = Limiter(turns or sys.maxsize, STEP_PATIENCE)
             pinned_engine.process_limiter = lambda: limiter
         self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
-        self._workers = self._pool._runtime().workers
+        self._workers = self._pool.runtime.workers
         self._in_flights = [_timed(worker.scheduler.steady) for worker in self._workers]
 
     def generate(self, job: dict[str, Any]) -> int:

@@ -24,7 +24,7 @@ from enginepool import EnginePool, toy
 from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.forced import write_scripted_model
-from tests.support.pools import SMALL, MakePool
+from tests.support.pools import SMALL, MakePool, open_with
 from tests.support.reference import LARGER, make_random_model
 
 
@@ -61,13 +61,11 @@ class Latest(CommonPrograms):
 def one_cache(request: pytest.FixtureRequest) -> Iterator[ExecutableCache]:
     """A program is traced and compiled once instead of once a pool: most pools here are alike. What
     is compiled is kept in .pytest_cache for the other process of this run, and for the next one."""
-    cache = ExecutableCache()
-    cache.programs = Latest()
     assert request.config.cache is not None
     folder = request.config.cache.mkdir(f"executables-{jaxlib.__version__}")
-    cache._serialized = Kept(folder)
+    cache = ExecutableCache(Kept(folder), Latest())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("enginepool.runtime.runtime.ExecutableCache", lambda: cache)
+        open_with(patch, cache)
         yield cache
 
 

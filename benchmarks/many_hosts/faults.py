@@ -150,7 +150,7 @@ class Run:
     def fault(self, rng: random.Random) -> str:
         """One more, when there is a host to hurt; which."""
         deadline = time.monotonic() + 60.0
-        while not (hosts := self.pool._opened().serving()):
+        while not (hosts := self.pool.fleet.serving()):
             if time.monotonic() > deadline:
                 return "nobody to hurt"
             time.sleep(0.1)

@@ -36,7 +36,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
     engine.flush_cache()
     compiled = pool.stats()["executables"]
     started = time.perf_counter()
-    with profiled(pool.front_end().runtime.workers[0]) as found:
+    with profiled(pool.runtime.workers[0]) as found:
         engine.generate(input_ids=prompts, sampling_params=params)
     # Looked at only here: the thread books and lands after its caller has the answer.
     seconds = time.perf_counter() - started

@@ -20,7 +20,7 @@ import functools
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -84,15 +84,25 @@ class ExecutableCache:
 
     Attributes:
         limiter: For warm-ups that go on at once: what is Python in one, and XLA's part in others.
+        serialized: Executables by program.
         programs: What is traced once for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        serialized: MutableMapping[bytes, bytes] | None = None,
+        programs: CommonPrograms | None = None,
+    ) -> None:
+        """
+        Args:
+            serialized: Where executables are kept; by default in memory, as long as this is.
+            programs: What is traced already.
+        """
         self.limiter = Limiter(1, _PATIENCE)
-        self._serialized: dict[bytes, bytes] = {}
+        self.serialized = {} if serialized is None else serialized
+        self.programs = CommonPrograms() if programs is None else programs
         self._compiling: dict[bytes, threading.Lock] = {}
         self._lock = threading.Lock()
-        self.programs = CommonPrograms()
         self.compiled = 0
         self.reused = 0
 
@@ -117,13 +127,13 @@ class ExecutableCache:
         with self._lock:
             compiling = self._compiling.setdefault(key, threading.Lock())
         with compiling:
-            serialized = self._serialized.get(key)
+            serialized = self.serialized.get(key)
             if serialized is not None:
                 self.reused += 1
                 return backend.deserialize_executable(serialized, devices, options)
             executable = _original(backend, module, devices, options, [])
             serialize = getattr(executable, "serialize", None)
-            self._serialized[key] = (
+            self.serialized[key] = (
                 serialize() if serialize else backend.serialize_executable(executable)
             )
             self.compiled += 1

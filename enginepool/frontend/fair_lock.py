@@ -8,12 +8,16 @@ from collections import deque
 
 class FairLock:
     """Python's own goes to whoever is awake, which is who has just let go of it: a thread that
-    takes it again and again would keep it from all others."""
+    takes it again and again would keep it from all others.
+
+    Attributes:
+        waiting: One lock for each thread that waits, in order.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._taken = False
-        self._waiting: deque[threading.Lock] = deque()
+        self.waiting: deque[threading.Lock] = deque()
 
     def __enter__(self) -> None:
         with self._lock:
@@ -22,14 +26,14 @@ class FairLock:
                 return
             turn = threading.Lock()
             turn.acquire()
-            self._waiting.append(turn)
+            self.waiting.append(turn)
         try:
             turn.acquire()
         except BaseException:  # KeyboardInterrupt: perhaps it is this one's turn by now
             with self._lock:
-                mine = turn not in self._waiting
+                mine = turn not in self.waiting
                 if not mine:
-                    self._waiting.remove(turn)
+                    self.waiting.remove(turn)
             if mine:
                 self._next()
             raise
@@ -39,7 +43,7 @@ class FairLock:
 
     def _next(self) -> None:
         with self._lock:
-            if self._waiting:
-                self._waiting.popleft().release()
+            if self.waiting:
+                self.waiting.popleft().release()
             else:
                 self._taken = False

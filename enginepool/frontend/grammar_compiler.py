@@ -39,7 +39,12 @@ class _Refused(Exception):
 
 
 class GrammarCompiler:
-    """Compiles a pool's grammars, each once; those used last are kept. Thread-safe."""
+    """Compiles a pool's grammars, each once; those used last are kept. Thread-safe.
+
+    Attributes:
+        kept: Those that are compiled, the one used last at the end.
+        jobs: Those that somebody waits for.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, json_options: Mapping[str, Any], name: str
@@ -52,8 +57,8 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._json_options, self._name = dict(json_options), name
         self._lock, self._starting = threading.Lock(), threading.Lock()
-        self._kept: OrderedDict[GrammarSource, Grammar] = OrderedDict()
-        self._jobs: dict[GrammarSource, Job] = {}
+        self.kept: OrderedDict[GrammarSource, Grammar] = OrderedDict()
+        self.jobs: dict[GrammarSource, Job] = {}
         self._vocabulary: LLTokenizer | None = None
         self._lanes: list[Lane] = []
         self._closed = False
@@ -66,8 +71,8 @@ class GrammarCompiler:
             QueueFull: Too many others are compiled.
         """
         with self._lock:
-            if (kept := self._kept.get(source)) is not None:
-                self._kept.move_to_end(source)
+            if (kept := self.kept.get(source)) is not None:
+                self.kept.move_to_end(source)
                 self._forget()
                 return kept
         lane = self._first_lane()
@@ -75,7 +80,7 @@ class GrammarCompiler:
         try:
             grammar = self._wait(job)
             with self._lock:
-                self._kept[source] = grammar
+                self.kept[source] = grammar
                 self._forget()
             return grammar
         finally:
@@ -94,14 +99,14 @@ class GrammarCompiler:
 
     def _join(self, source: GrammarSource, lane: Lane) -> Job:
         with self._lock:
-            job = self._jobs.get(source)
+            job = self.jobs.get(source)
             if job is None:
-                if len(self._jobs) >= _MOST_WAIT:
+                if len(self.jobs) >= _MOST_WAIT:
                     raise QueueFull(
-                        f"{len(self._jobs)} grammars are being compiled, which is the most; try "
+                        f"{len(self.jobs)} grammars are being compiled, which is the most; try "
                         "again"
                     )
-                job = self._jobs[source] = Job(source)
+                job = self.jobs[source] = Job(source)
                 job.waiting = 1
                 lane.put(job)
             else:
@@ -112,7 +117,7 @@ class GrammarCompiler:
         with self._lock:
             job.waiting -= 1
             if not job.waiting:
-                del self._jobs[job.source]
+                del self.jobs[job.source]
 
     def _wait(self, job: Job) -> Grammar:
         while True:
@@ -129,8 +134,8 @@ class GrammarCompiler:
 
     def _forget(self) -> None:
         """Those used longest ago, until the others are within bounds."""
-        while len(self._kept) > _KEPT or _total(self._kept) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        while len(self.kept) > _KEPT or _total(self.kept) > _KEPT_BYTES:
+            self.kept.popitem(last=False)
 
     def _compile_tried(self, said: Mapping[str, Any]) -> Grammar:
         from llguidance import LLMatcher

@@ -17,9 +17,12 @@ from enginepool.runtime.runtime import Runtime
 class CallGroup(ABC):
     """A mixin of `EnginePool`."""
 
+    @property
     @abstractmethod
-    def _runtime(self) -> Runtime:
-        """The open pool; opens it if it is not open.
+    def runtime(self) -> Runtime:
+        """What the open pool is made of: workers, dispatch, input; opens it if it is not open.
+
+        For tests and tools that look inside. What is in there is no promise.
 
         Raises:
             PoolClosed, EngineStartFailed: As `EnginePool.open`.
@@ -27,7 +30,7 @@ class CallGroup(ABC):
 
     @abstractmethod
     async def _async_runtime(self) -> Runtime:
-        """`_runtime` without blocking the event loop."""
+        """`runtime` without blocking the event loop."""
 
 
 def run_call(

@@ -37,7 +37,7 @@ class ChatCalls(CallGroup):
         """
         checked = check_options("chat", options)
         raises = flag("raise_on_error", raise_on_error)
-        runtime = self._runtime()
+        runtime = self.runtime
         checked["input_ids"] = _apply_template(runtime, messages, chat_template_kwargs)
         return single(*run(runtime, None, sampling_params, checked, raises))
 

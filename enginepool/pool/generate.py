@@ -50,7 +50,7 @@ class GenerateCalls(CallGroup):
         """
         checked = check_options("generate_all", options)
         shows, raises = flag("progress", progress), flag("raise_on_error", raise_on_error)
-        runtime = self._runtime()
+        runtime = self.runtime
         return run(runtime, prompts, sampling_params, checked, raises, shows)[1]
 
     async def async_generate_all(
@@ -78,7 +78,7 @@ class GenerateCalls(CallGroup):
         """Generate for one prompt. Returns a dict, or a list with n > 1 or a list of prompts."""
         checked = check_options("generate", options)
         raises = flag("raise_on_error", raise_on_error)
-        return single(*run(self._runtime(), prompt, sampling_params, checked, raises))
+        return single(*run(self.runtime, prompt, sampling_params, checked, raises))
 
     async def async_generate(
         self,
@@ -106,7 +106,7 @@ class GenerateCalls(CallGroup):
         the iterator ends unfinished requests.
         """
         checked = check_options("as_completed", options)
-        runtime = self._runtime()
+        runtime = self.runtime
         call = _make_call(runtime, prompts, sampling_params, checked)
         return self._as_completed(runtime, call, checked.get("timeout"))
 
@@ -147,7 +147,7 @@ class GenerateCalls(CallGroup):
         requests.
         """
         checked = check_options("stream", options)
-        runtime = self._runtime()
+        runtime = self.runtime
         call = _make_call(runtime, prompt, sampling_params, checked, stream=True)
         return self._stream(runtime, call, checked.get("timeout"))
 

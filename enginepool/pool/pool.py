@@ -176,8 +176,13 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
                 self._state = PoolState.OPEN
         return self
 
+    @staticmethod
+    def make_runtime(config: PoolConfig, name: str) -> Runtime:
+        """What an open pool is made of; tests and tools put in another, with a part of theirs."""
+        return Runtime(config, name)
+
     def _opened(self, on_engine: Callable[[dict[str, Any]], None] | None) -> Runtime:
-        runtime = Runtime(self.config, self.name)
+        runtime = self.make_runtime(self.config, self.name)
         self._process = runtime.dispatch.process
         report = None
         if on_engine is not None:
@@ -276,7 +281,8 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         if self._process is not None:
             self._process.check()
 
-    def _runtime(self) -> Runtime:
+    @property
+    def runtime(self) -> Runtime:
         self._check_process()
         runtime = self._open_runtime
         if runtime is None:
@@ -287,12 +293,13 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
     async def _async_runtime(self) -> Runtime:
         if self._open_runtime is None:
             await anyio.to_thread.run_sync(self.open)
-        return self._runtime()
+        return self.runtime
 
     @property
     def engines(self) -> list[Any]:
+<<<<<<< HEAD
         """Upstream's Engine objects, one for each engine of the pool. Opens the pool."""
-        return [worker.engine for worker in self._runtime().workers]
+        return [worker.engine for worker in self.runtime.workers]
 
     def front_end(self, engine_index: int | None = None) -> FrontEnd:
         """A stand-in for upstream's TokenizerManager, for upstream's serving classes.
@@ -302,7 +309,16 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         Args:
             engine_index: The engine that runs its requests. None: all engines do.
         """
-        runtime = self._runtime()
+        runtime = self.runtime
+=======
+        """Upstream's Engine objects, one a replica; opens the pool."""
+        return [worker.engine for worker in self.runtime.workers]
+
+    def front_end(self, engine_index: int | None = None) -> FrontEnd:
+        """What upstream's serving classes take for a TokenizerManager: requests through it run on
+        all engines, or on one. Opens the pool."""
+        runtime = self.runtime
+>>>>>>> 8ca0cc9 (A seam for tests: a pool's open parts are pool.runtime, a pool is opened by make_runtime, an executable cache is given its store)
         from enginepool.pool.tokenizer_manager import FrontEnd
 
         return FrontEnd(runtime, engine_index)

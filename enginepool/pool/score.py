@@ -66,7 +66,7 @@ class ScoreCalls(CallGroup):
                 results.
         """
         timeout, raises = seconds("timeout", timeout), flag("raise_on_error", raise_on_error)
-        runtime = self._runtime()
+        runtime = self.runtime
         given = prompts, continuations, input_ids, continuation_ids
         call = _make_call(runtime, given, top_logprobs_num, token_ids_logprob)
         return _lone(call, run_call(runtime, call, timeout, raises))

@@ -30,7 +30,7 @@ class SteeringCalls(CallGroup):
             raise InvalidRequest("abort_request: give either rid or abort_all=True")
         if not (rid is None or isinstance(rid, str)):
             raise InvalidRequest(f"abort_request: rid={shown(rid)}: expected a string")
-        dispatch = self._runtime().dispatch
+        dispatch = self.runtime.dispatch
         requests = dispatch.unfinished() if rid is None else dispatch.find(rid)
         dispatch.abort(requests, "abort_request", "cancelled")
         return len(requests)
@@ -50,21 +50,22 @@ class SteeringCalls(CallGroup):
             expected = ", ".join(POOL_PAUSE_MODES)
             raise InvalidRequest(f"mode={shown(mode)}: expected one of {expected}")
         if mode == "drain":
-            pause_drained(self._runtime())
+            pause_drained(self.runtime)
         else:
-            pause.pause(self._runtime(), mode)
+            pause.pause(self.runtime, mode)
 
     def continue_generation(self) -> None:
+<<<<<<< HEAD
         """Continue after `pause_generation`. Does nothing if the pool is not paused."""
-        pause.resume(self._runtime())
+        pause.resume(self.runtime)
 
     def flush_cache(self) -> None:
         """Empty every engine's prefix cache. Running requests continue on new KV."""
-        pause.flush_cache(self._runtime())
+        pause.flush_cache(self.runtime)
 
     def stats(self) -> dict[str, Any]:
         """The state of each engine, the queue, requests and tokens so far, and memory by device."""
-        return statistics.pool(self._runtime())
+        return statistics.pool(self.runtime)
 
     def events(self) -> list[dict[str, Any]]:
         """The latest thousand events of engines, such as failures and recoveries, oldest first.
@@ -72,11 +73,32 @@ class SteeringCalls(CallGroup):
         Each has `event`, `time` (as `time.time`), `engine`, `devices` and fields of its own. The
         log has the same events.
         """
-        return self._runtime().events.latest()
+        return self.runtime.events.latest()
 
     def get_load(self) -> list[dict[str, Any]]:
         """Running requests, waiting requests and KV use of each engine. No engine stops for it."""
-        return [statistics.load(worker) for worker in self._runtime().workers]
+        return [statistics.load(worker) for worker in self.runtime.workers]
+=======
+        """Go on after `pause_generation`. Does nothing if the pool is not paused."""
+        pause.resume(self.runtime)
+
+    def flush_cache(self) -> None:
+        """Empty every engine's prefix cache. Running requests go on; their KV is computed anew."""
+        pause.flush_cache(self.runtime)
+
+    def stats(self) -> dict[str, Any]:
+        """Engines with their states, queue, prompts and tokens so far, memory by device."""
+        return statistics.pool(self.runtime)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The latest thousand failures, recoveries and the like, oldest first: `event`, `time`
+        (as `time.time`), `engine`, `devices` and what belongs to each. The log has them too."""
+        return self.runtime.events.latest()
+
+    def get_load(self) -> list[dict[str, Any]]:
+        """Running and waiting requests and KV use of each engine, without stopping any."""
+        return [statistics.load(worker) for worker in self.runtime.workers]
+>>>>>>> 8ca0cc9 (A seam for tests: a pool's open parts are pool.runtime, a pool is opened by make_runtime, an executable cache is given its store)
 
     async def async_abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
         """`abort_request` without blocking the event loop."""

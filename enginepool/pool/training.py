@@ -75,7 +75,7 @@ class WeightCalls(CallGroup):
         options = Options(
             weight_version, mode, strategy, staging, strict=strict, copy=copy, free_kv=free_kv
         )
-        return update.update_weights(self._runtime(), source, options)
+        return update.update_weights(self.runtime, source, options)
 
     def stage_weights(
         self,
@@ -101,15 +101,16 @@ class WeightCalls(CallGroup):
         """
         expires_after = seconds("expires_after", expires_after)
         options = Options(weight_version, strict=strict, copy=copy)
-        return stage_weights(self._runtime(), source, options, expires_after)
+        return stage_weights(self.runtime, source, options, expires_after)
 
     def release_weights(self) -> int:
+<<<<<<< HEAD
         """Release the weights' memory. Returns the bytes.
 
         Running requests go back to the queue and continue after the next `update_weights`. Until
         then new calls raise `NoWeights`.
         """
-        return memory_occupation.release_weights(self._runtime())
+        return memory_occupation.release_weights(self.runtime)
 
     def release_memory_occupation(self, tags: Sequence[str] = ("kv_cache",)) -> int:
         """Release the KV caches' memory. Returns the bytes.
@@ -117,11 +118,25 @@ class WeightCalls(CallGroup):
         Running requests go back to the queue. They and new requests wait for
         `resume_memory_occupation`.
         """
-        return memory_occupation.release_kv_cache(self._runtime(), tags)
+        return memory_occupation.release_kv_cache(self.runtime, tags)
 
     def resume_memory_occupation(self) -> int:
         """Allocate the KV caches again, without a compilation. Returns the bytes."""
-        return memory_occupation.resume_kv_cache(self._runtime())
+        return memory_occupation.resume_kv_cache(self.runtime)
+=======
+        """Give the weights' memory back; returns the bytes. Running requests go back to the queue
+        and go on after the next `update_weights`; until then new calls raise `NoWeights`."""
+        return memory_occupation.release_weights(self.runtime)
+
+    def release_memory_occupation(self, tags: Sequence[str] = ("kv_cache",)) -> int:
+        """Give the KV caches' memory back; returns the bytes. Running requests go back to the
+        queue; they and new ones wait for `resume_memory_occupation`."""
+        return memory_occupation.release_kv_cache(self.runtime, tags)
+
+    def resume_memory_occupation(self) -> int:
+        """Make the KV caches again, without a compilation; returns the bytes."""
+        return memory_occupation.resume_kv_cache(self.runtime)
+>>>>>>> 8ca0cc9 (A seam for tests: a pool's open parts are pool.runtime, a pool is opened by make_runtime, an executable cache is given its store)
 
     def checksum(self) -> str:
         """A checksum of all weights in 16 hexadecimal digits, computed on the devices.
@@ -130,30 +145,36 @@ class WeightCalls(CallGroup):
             EnginesDiffer: Engines have different weights.
             NoWeights: An engine has none.
         """
-        return weight_inspection.checksum(self._runtime())
+        return weight_inspection.checksum(self.runtime)
 
     def quick_checksum(self) -> float:
         """The sum of the first 1,024 elements of each of the first four leaves, in float32.
 
         Raises what `checksum` raises.
         """
-        return weight_inspection.quick_checksum(self._runtime())
+        return weight_inspection.quick_checksum(self.runtime)
 
     def perturb_weights(
         self, seed: int = 0, scale: float = 1e-3, num_leaves: int = 1
     ) -> SwapReport:
         """Add normal noise to the first `num_leaves` leaves. Every engine gets the same noise."""
         return self.update_weights(
-            weight_inspection.noise(self._runtime(), seed, scale, num_leaves), strict=False
+            weight_inspection.noise(self.runtime, seed, scale, num_leaves), strict=False
         )
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+<<<<<<< HEAD
         """The first rows of a tensor, in float32.
 
         Args:
             name: A Hugging Face name, for a tensor in that layout, or a leaf path of the model.
         """
-        return weight_inspection.by_name(self._runtime(), name, truncate_size)
+        return weight_inspection.by_name(self.runtime, name, truncate_size)
+=======
+        """The first rows of a tensor in float32, by its Hugging Face name and in that layout, or
+        by the model's leaf path."""
+        return weight_inspection.by_name(self.runtime, name, truncate_size)
+>>>>>>> 8ca0cc9 (A seam for tests: a pool's open parts are pool.runtime, a pool is opened by make_runtime, an executable cache is given its store)
 
     # Async twins
 
@@ -174,7 +195,7 @@ class WeightCalls(CallGroup):
             weight_version, mode, strategy, staging, strict=strict, copy=copy, free_kv=free_kv
         )
         return await anyio.to_thread.run_sync(
-            lambda: update.update_weights(self._runtime(), source, options)
+            lambda: update.update_weights(self.runtime, source, options)
         )
 
     async def async_stage_weights(

@@ -242,9 +242,12 @@ class FleetCalls(ABC):
 
     _fleet: Fleet | None
 
+    @property
     @abstractmethod
-    def _opened(self) -> Fleet:
+    def fleet(self) -> Fleet:
         """The hosts; starts them if they are not started.
+
+        For tests and tools that look inside. What is in there is no promise.
 
         Raises:
             PoolClosed, EnginePoolError: As `RayEnginePool.open`.

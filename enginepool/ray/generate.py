@@ -112,7 +112,7 @@ class RayGenerateCalls(FleetCalls):
         for name in options:
             if name not in _OPTIONS:
                 raise InvalidRequest(f"{name} is unknown; it takes {', '.join(_OPTIONS)}")
-        fleet = self._opened()
+        fleet = self.fleet
         checked = fleet.run(fleet.check(prompts, sampling_params, options))
         indices = options.get("prompt_indices")
         if indices is not None and len(indices) != len(checked):

@@ -182,7 +182,8 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _opened(self) -> Fleet:
+    @property
+    def fleet(self) -> Fleet:
         fleet = self._fleet
         if fleet is None:
             fleet = self.open()._fleet

@@ -40,7 +40,7 @@ class RaySteeringCalls(FleetCalls):
         Raises:
             InvalidWeights, WeightUpdateFailed, InvalidRequest: What a host says; none has them.
         """
-        fleet = self._opened()
+        fleet = self.fleet
         started = time.perf_counter()
         label = "" if weight_version is None else weight_version
         weights = Weights(0, label, shared(source), {"strict": strict, "copy": copy})
@@ -97,7 +97,7 @@ class RaySteeringCalls(FleetCalls):
     def stats(self) -> dict[str, Any]:
         """`hosts`, one entry each: state, pid, node, and `EnginePool.stats()` of those that
         serve; and what waits in the driver."""
-        fleet = self._opened()
+        fleet = self.fleet
         said = fleet.run(fleet.on_all("stats"))
         hosts = []
         for host in fleet.hosts:
@@ -115,7 +115,7 @@ class RaySteeringCalls(FleetCalls):
         return await anyio.to_thread.run_sync(self.stats)
 
     def _steer(self, paused: bool, method: str, *args: Any) -> None:
-        fleet = self._opened()
+        fleet = self.fleet
 
         async def steer() -> dict[int, Any]:
             async with fleet.changing:
@@ -125,7 +125,7 @@ class RaySteeringCalls(FleetCalls):
         _raise_first(fleet.run(steer()))  # hosts that are away come back to it
 
     def _ask_all(self, method: str) -> dict[int, Any]:
-        fleet = self._opened()
+        fleet = self.fleet
         said = _raise_first(fleet.run(fleet.on_all(method)))
         if not said:
             raise fleet.failure()

@@ -51,10 +51,14 @@ class Runtime:
         guards: What is undone when the pool closes.
     """
 
-    def __init__(self, config: PoolConfig, name: str) -> None:
+    def __init__(self, config: PoolConfig, name: str, cache: ExecutableCache | None = None) -> None:
+        """
+        Args:
+            cache: What has been compiled, also by other pools; by default this pool's own.
+        """
         self.config = config
         self.name = name
-        self.cache = ExecutableCache()
+        self.cache = ExecutableCache() if cache is None else cache
         self.desired = DesiredState()
         self.steering = SteeringLock()
         self.dispatch = Dispatch(name, config, self.desired, self.steering)

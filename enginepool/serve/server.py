@@ -47,7 +47,7 @@ class Server:
     """
 
     def __init__(self, pool: EnginePool, options: ServeOptions) -> None:
-        self._pool = pool
+        self.pool = pool
         self._options = options
         self._sockets: list[socket.socket] = []
         if options.engine_ports:
@@ -71,7 +71,7 @@ class Server:
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop`, or in the main thread until SIGTERM, SIGINT or SIGHUP; then drain."""
         try:
-            self._pool.open()
+            self.pool.open()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(on_ready))
         finally:
@@ -97,7 +97,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         descriptors = Descriptors()
         ports = {port: index for index, port in enumerate(self.engine_ports)}
-        service = Service(self._pool, self._options, ports)
+        service = Service(self.pool, self._options, ports)
         listener = _Uvicorn(
             uvicorn.Config(
                 RequestId(make_app(service)),

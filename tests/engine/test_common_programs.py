@@ -14,7 +14,7 @@ import patches
 from enginepool import EnginePool, toy
 from enginepool.engine.common_programs import CommonPrograms, WithoutDevices, alike, share
 from enginepool.engine.executable_cache import ExecutableCache
-from tests.support.pools import SMALL
+from tests.support.pools import SMALL, open_with
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 FUNCTIONS = [
@@ -36,13 +36,6 @@ def test_engines_are_lowered_once(
     monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache
 ) -> None:
     """Every program of an engine, also where several engines of a pool are on other devices."""
-
-    def nothing_traced() -> ExecutableCache:
-        cache = ExecutableCache()
-        cache._serialized = one_cache._serialized  # compiled, for other tests, it may be
-        return cache
-
-    monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", nothing_traced)
     seen: list[str] = []
 
     def listen(event: str, _: float, fun_name: str = "", **__: Any) -> None:
@@ -54,6 +47,8 @@ def test_engines_are_lowered_once(
     try:
         for devices in (1, 3):
             seen.clear()
+            # Nothing is traced yet; compiled, for other tests, it may be.
+            open_with(monkeypatch, ExecutableCache(one_cache.serialized))
             with EnginePool(str(toy.checkpoint()), devices=devices, **SMALL) as pool:
                 answers = pool.generate_all(["12+7=", "41+7="] * 3, {"temperature": 0})
             assert [answer["text"] for answer in answers] == ["19", "48"] * 3

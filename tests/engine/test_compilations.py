@@ -10,7 +10,7 @@ import pytest
 from enginepool import EnginePool, toy
 from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.marks import steady_decode
-from tests.support.pools import SMALL, MakePool, compilations
+from tests.support.pools import SMALL, MakePool, compilations, open_with
 
 
 def random_params(rng: random.Random) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch: pytest.Monkey
             threads.setdefault(program, []).append(threading.current_thread().name)
             return super().load_or_compile(backend, module, devices, options)
 
-    monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", Recording)
+    open_with(monkeypatch, Recording())
     with EnginePool(str(toy.checkpoint()), devices=1, **SMALL):
         pass
     ahead = {name: by for name, by in threads.items() if "compile-ahead_0" in by}
@@ -188,7 +188,7 @@ def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyP
     counts = {}
     for attention in ((), ("NativeAttention",)):
         monkeypatch.setattr(place, attention)
-        monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", ExecutableCache)
+        open_with(monkeypatch, None)
         with EnginePool(str(toy.checkpoint()), devices=1, **options) as pool:
             counts[attention] = pool.stats()["executables"]["compiled"]
     without, with_them = counts.values()
@@ -199,7 +199,7 @@ def test_without_warm_up_programs_are_compiled_while_serving(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ):
     """So a pool opens faster; the answers are the same."""
-    monkeypatch.setattr("enginepool.runtime.runtime.ExecutableCache", ExecutableCache)
+    open_with(monkeypatch, None)
     with compilations() as seen:
         pool = make_pool("toy", 1, warmup="none")
         before = len(seen)

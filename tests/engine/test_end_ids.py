@@ -53,7 +53,7 @@ def test_no_output_ends_before(many_ends: EnginePool) -> None:
 
 def test_some_token_must_be_left(many_ends: EnginePool) -> None:
     """Those ids count among what cannot be sampled."""
-    size = many_ends._runtime().input_processor.limits.vocab_size
+    size = many_ends.runtime.input_processor.limits.vocab_size
     rest = sorted({*range(size)} - {*CONFIG, *GENERATION, END_ID})
     params = {"max_new_tokens": 2, "min_new_tokens": 2, "stop_token_ids": rest}
     with pytest.raises(InvalidRequest, match="none may be sampled; leave one out"):

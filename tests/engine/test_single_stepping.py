@@ -39,7 +39,7 @@ def eight_at_once(make_pool: MakePool) -> Iterator[EnginePool]:
 
 
 def steppings(pool: EnginePool) -> list[SingleStepping]:
-    return [worker.channel.single_stepping for worker in pool._runtime().workers]
+    return [worker.channel.single_stepping for worker in pool.runtime.workers]
 
 
 def test_an_engine_in_flight_is_waited_for() -> None:

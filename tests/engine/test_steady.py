@@ -366,7 +366,7 @@ def test_a_step_that_hangs_keeps_what_was_fetched(
         pool.flush_cache()
         outputs: dict[int, int] = {}
         let_go = faults.hang_in_step(pool, 1, at=12)
-        dispatch = pool._runtime().dispatch
+        dispatch = pool.runtime.dispatch
         resume, resumed = dispatch.resume, threading.Event()
 
         def look(requests: Any) -> None:

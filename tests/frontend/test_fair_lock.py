@@ -39,7 +39,7 @@ def test_a_large_call_lets_others_in(pool: EnginePool) -> None:
         first = threads.submit(tokenizer.encode, large)
         assert slow.entered.wait(60)
         second = threads.submit(tokenizer.encode, ["1"])
-        until(lambda: len(tokenizer.lock._waiting) == 1)
+        until(lambda: len(tokenizer.lock.waiting) == 1)
         slow.go.set()
         assert second.result() == hf(["1"])["input_ids"]
         assert first.result() == expected
@@ -58,7 +58,7 @@ def test_the_longest_wait_goes_first() -> None:
     with callers(8) as threads, lock:
         for number in range(8):
             threads.submit(take, number)
-            until(lambda: len(lock._waiting) == number + 1)  # noqa: B023
+            until(lambda: len(lock.waiting) == number + 1)  # noqa: B023
     assert order == list(range(8))
     with lock:  # it is free again
         pass

@@ -93,7 +93,7 @@ def test_a_grammar_that_takes_long_is_in_nobodys_way(
             threads.submit(compiler.compile, GrammarSource.of("ebnf", without_end(count)))
             for count in (29, 30)
         ]
-        until(lambda: len(compiler._jobs) == 2)
+        until(lambda: len(compiler.jobs) == 2)
         compiler.compile(GrammarSource.of("regex", "[ab]{3}"))
         assert not any(call.done() for call in forever)
         compiler.close()
@@ -112,13 +112,13 @@ def test_it_ends_with_the_last_who_waits(make: MakeCompiler, backend: str) -> No
         async with anyio.create_task_group() as group:
             group.start_soon(in_thread, compiler.compile, FOREVER)
             group.start_soon(in_thread, compiler.compile, FOREVER)
-            while not (compiler._jobs and compiler._jobs[FOREVER].waiting == 2 and children()):
+            while not (compiler.jobs and compiler.jobs[FOREVER].waiting == 2 and children()):
                 await anyio.sleep(0.01)
-            jobs.extend(compiler._jobs.values())
+            jobs.extend(compiler.jobs.values())
             group.cancel_scope.cancel()
 
     anyio.run(leave, backend=backend)
-    until(lambda: not compiler._jobs)
+    until(lambda: not compiler.jobs)
     (job,) = jobs
     assert isinstance(job.done.exception(SECONDS), NobodyWaits)
     compiler.compile(GrammarSource.of("regex", "[ab]{3}"))
@@ -135,7 +135,7 @@ def test_only_so_many_wait(make: MakeCompiler, monkeypatch: pytest.MonkeyPatch) 
         for count in (29, 30):
             source = GrammarSource.of("ebnf", without_end(count))
             threads.submit(compiler.compile, source)
-        until(lambda: len(compiler._jobs) == 2)
+        until(lambda: len(compiler.jobs) == 2)
         with pytest.raises(QueueFull, match="2 grammars are being compiled"):
             compiler.compile(GrammarSource.of("regex", "[ab]{4}"))
         assert compiler.compile(known) is compiled
@@ -213,7 +213,7 @@ def test_grammars_are_kept_by_their_size(make: MakeCompiler) -> None:
     new.seconds += 0.9
     assert compiler.compile(sources[0]) is old
     assert compiler.compile(sources[2]) is new
-    assert list(compiler._kept) == [sources[0], sources[2]]
+    assert list(compiler.kept) == [sources[0], sources[2]]
     new.seconds += 0.9
     compiler.compile(sources[0])
     compiler.compile(sources[2])

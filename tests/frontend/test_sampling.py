@@ -113,7 +113,7 @@ def test_harmless_values_are_accepted():
 def test_some_token_must_be_left_to_sample(pool: EnginePool) -> None:
     """Stop ids that are the whole vocabulary cannot be kept from an output: all logits would be
     masked, and NaN resets engines. With one id left, that one is sampled."""
-    size = pool._runtime().input_processor.limits.vocab_size
+    size = pool.runtime.input_processor.limits.vocab_size
     everything = {"min_new_tokens": 2, "max_new_tokens": 2, "stop_token_ids": list(range(size))}
     with pytest.raises(InvalidRequest, match="none may be sampled; leave one out"):
         pool.generate(input_ids=[5], sampling_params=everything)

@@ -27,7 +27,7 @@ def under_way(pool: EnginePool, prompts: list[list[int]], params: Any) -> Iterat
     """The block runs when the first engine has made four steps for these prompts; the list has
     the results afterwards."""
     results: list[Any] = []
-    channel = pool._runtime().workers[0].channel
+    channel = pool.runtime.workers[0].channel
     steps = channel.steps
     with callers(1) as executor:
         answer = executor.submit(

@@ -140,10 +140,10 @@ def test_prefill_beside_decode(pool: EnginePool, model: Path):
 
 def test_a_prompt_of_several_chunks(pool: EnginePool, model: Path, page: int, chunk: int):
     """It is prefilled step by step, and others go with it."""
-    steps = pool._runtime().workers[0].channel.steps
+    steps = pool.runtime.workers[0].channel.steps
     prompts = [ids(2 * chunk + 7), ids(2 * chunk, 1), ids(6)]
     results = ask(pool, prompts, 3)
-    assert pool._runtime().workers[0].channel.steps - steps >= 4 + 2
+    assert pool.runtime.workers[0].channel.steps - steps >= 4 + 2
     assert assert_greedy(model, prompts, results) == 9
 
 

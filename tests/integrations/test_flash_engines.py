@@ -63,14 +63,14 @@ def test_both_answer(pool: EnginePool, versions: list[Path]):
 def test_a_swap_while_they_answer(pool: EnginePool, versions: list[Path]):
     """Requests go back to the queue and on under the new weights: every token is of the weights
     that its span names, nothing of the old ones is found again, no step is compiled again."""
-    channel = pool._runtime().workers[0].channel
+    channel = pool.runtime.workers[0].channel
     with under_way(pool, PROMPTS, PARAMS) as results, callers(1) as executor:
         step = faults.hang_in_step(pool, 0)
         try:
             swap = executor.submit(
                 pool.update_weights, versions[1], mode="retract", weight_version=1
             )
-            until(lambda: channel._jobs._jobs)  # it waits for the step boundary
+            until(channel.has_jobs)  # it waits for the step boundary
         finally:
             step.set()
         swap.result(SECONDS)

@@ -236,7 +236,7 @@ def test_pause(hosts: RayEnginePool) -> None:
 
 def test_closing(cluster: None, hosts: RayEnginePool) -> None:
     """Whoever waits hears of it; no actor is left. The last test: it closes the hosts."""
-    actors = [host.actor for host in hosts._opened().hosts]
+    actors = [host.actor for host in hosts.fleet.hosts]
     hosts.pause_generation()
     with callers(1) as executor:
         call = executor.submit(run, hosts, GREEDY)

@@ -67,7 +67,7 @@ def test_a_host_hangs(hosts: RayEnginePool, expected: list[dict[str, Any]]) -> N
     stopped, other = pids(hosts)
     with callers(1) as executor:
         call = executor.submit(run, hosts)
-        until(lambda: hosts._opened().hosts[0].running)
+        until(lambda: hosts.fleet.hosts[0].running)
         os.kill(stopped, signal.SIGSTOP)
         results = call.result(SECONDS)
     same(results, expected)
@@ -83,7 +83,7 @@ def test_a_prompt_takes_two_hosts_down(
 ) -> None:
     """It is the only one that was on both without a token, and the only one that ends."""
     before = pids(hosts)
-    links = hosts._opened().hosts
+    links = hosts.fleet.hosts
     count = 5  # what one host may have outstanding: each has room for what the other loses
     expected = expected[:count]
     hosts.pause_generation()
@@ -109,7 +109,7 @@ def test_no_host_is_left(address: str, expected: list[dict[str, Any]]) -> None:
     """Whoever waits has what there was, and so does whoever comes later."""
     with RayEnginePool(hosts=2, max_restarts=0, **OPTIONS) as pool, callers(1) as executor:
         call = executor.submit(run, pool)
-        links = pool._opened().hosts
+        links = pool.fleet.hosts
         until(lambda: any(output.done for output in _outputs(pool)))
         for pid in pids(pool):
             os.kill(pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_no_host_is_left(address: str, expected: list[dict[str, Any]]) -> None:
 
 
 def _outputs(pool: RayEnginePool) -> list[Any]:
-    return [output for call in list(pool._opened().router.calls) for output in call.outputs]
+    return [output for call in list(pool.fleet.router.calls) for output in call.outputs]
 
 
 def test_the_driver_dies(address: str) -> None:

@@ -121,17 +121,17 @@ def test_each_request_has_a_state_of_its_own(pool: EnginePool) -> None:
 
 def test_what_was_compiled_is_kept_within_bounds(pool: EnginePool) -> None:
     """The same grammar is compiled once; of very many the oldest is forgotten."""
-    compiler = pool._runtime().input_processor.grammars
+    compiler = pool.runtime.input_processor.grammars
     pool.generate("a", {"regex": "[0-9]kept", "max_new_tokens": 8})
-    kept = list(compiler._kept)[-1]
-    compiled = compiler._kept[kept]
+    kept = list(compiler.kept)[-1]
+    compiled = compiler.kept[kept]
     pool.generate_all(["a", "b"], {"regex": "[0-9]kept", "max_new_tokens": 8})
-    assert compiler._kept[kept] is compiled
+    assert compiler.kept[kept] is compiled
     assert compiled.seconds > 0
     for number in range(150):
         pool.generate("a", {"regex": f"{number}", "max_new_tokens": 8})
-    assert len(compiler._kept) == 128
-    assert kept not in compiler._kept
+    assert len(compiler.kept) == 128
+    assert kept not in compiler.kept
 
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [

@@ -78,7 +78,7 @@ def test_results_of_a_closed_pool(model_dir: Callable[[str], Path], verb: str) -
     def call() -> Any:
         return list(getattr(pool, verb)(input_ids=[[65, 66]] * 2, sampling_params=params))
 
-    channel, hang = pool._runtime().workers[0].channel, hang_in_step(pool, 0, at=9)
+    channel, hang = pool.runtime.workers[0].channel, hang_in_step(pool, 0, at=9)
     with callers(2) as executor:
         try:
             answer = executor.submit(call)

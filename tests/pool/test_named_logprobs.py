@@ -226,7 +226,7 @@ def test_over_a_swap(
 ) -> None:
     """Every value is of the weights that made its token; after a retract of nothing else."""
     prompts, params = PROMPTS[:3], GREEDY | {"max_new_tokens": 60}
-    channel = one._runtime().workers[0].channel
+    channel = one.runtime.workers[0].channel
     let_go = faults.hang_in_step(one, 0, at=10)
     with callers(2) as executor:
         answer = executor.submit(
@@ -235,7 +235,7 @@ def test_over_a_swap(
         )  # fmt: skip
         assert let_go.begun.wait(SECONDS)
         swap = executor.submit(one.update_weights, target("llama"), mode=mode, weight_version=1)
-        until(lambda: channel._jobs._jobs)
+        until(channel.has_jobs)
         let_go.set()
         swap.result(SECONDS)
         results = answer.result(SECONDS)

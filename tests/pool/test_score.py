@@ -140,7 +140,7 @@ def test_logits_are_made_a_slice_at_a_time(
     )
     options = SMALL | {"max_running_requests": 32, "precompile_bs_paddings": [32], "warmup": "none"}
     with EnginePool(str(model_dir("qwen3")), devices=1, **options) as pool:
-        assert pool._runtime().input_processor.limits.vocab_size == vocabulary
+        assert pool.runtime.input_processor.limits.vocab_size == vocabulary
         prompts, continuations = [ids(1), ids(200)], [ids(150, 1), ids(1, 1)]
         results = pool.score(input_ids=prompts, continuation_ids=continuations, top_logprobs_num=2)
     assert_scores(model_dir("qwen3"), prompts, continuations, results)
@@ -157,7 +157,7 @@ def test_logits_are_made_a_slice_at_a_time(
 def test_texts(make_pool: MakePool) -> None:
     """A continuation is tokenized by itself and joined; a lone prompt may have several."""
     pool = make_pool("toy", 2)
-    tokenizer = pool._runtime().input_processor.tokenizer
+    tokenizer = pool.runtime.input_processor.tokenizer
     lone = pool.score("12+7=", "19")
     assert isinstance(lone, dict)
     several = pool.score("12+7=", ["19", "20", "1"])
@@ -312,7 +312,7 @@ def test_prompt_of_a_stream_and_of_a_chat(make_pool: MakePool) -> None:
     """A stream has them in its last chunk."""
     pool = make_pool("toy", 2)
     *chunks, last = pool.stream("12+7=", GREEDY, return_prompt_logprob=True)
-    prompt = pool._runtime().input_processor.tokenizer.encode(["12+7="])[0]
+    prompt = pool.runtime.input_processor.tokenizer.encode(["12+7="])[0]
     assert_prompt_logprobs(toy.checkpoint(), prompt, last["meta_info"])
     assert not any("input_token_logprobs" in chunk["meta_info"] for chunk in chunks)
     (done,) = pool.as_completed(["12+7="], GREEDY, return_prompt_logprob=True)

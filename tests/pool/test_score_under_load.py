@@ -100,8 +100,8 @@ def score(pool: EnginePool, which: tuple[Any, Any] = LONG, **options: Any) -> An
     return pool.score(input_ids=which[0], continuation_ids=which[1], **options)
 
 
-def jobs(pool: EnginePool) -> Any:
-    return pool._runtime().workers[0].channel._jobs._jobs
+def jobs(pool: EnginePool) -> bool:
+    return pool.runtime.workers[0].channel.has_jobs()
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_prompt_makes_way(one: EnginePool, versions: list[Path]) -> None:
     call = lambda: score(one, token_ids_logprob=NAMED)  # noqa: E731
     with under_way(one, call, pieces=7) as (answer, let_go):
         held = scorer(one).holds_kv
-        job = one._runtime().workers[0].channel.run(lambda: scorer(one).make_way(1024))
+        job = one.runtime.workers[0].channel.run(lambda: scorer(one).make_way(1024))
         let_go.set()
         job.result(SECONDS)
         assert_with_named(versions[0], LONG, answer.result(SECONDS))
@@ -313,7 +313,7 @@ def test_a_piece_that_does_not_return(versions: list[Path]) -> None:
 
 def test_timeout(one: EnginePool) -> None:
     """Results keep their places, without values; what is finished has them."""
-    held = one._runtime().workers[0].channel.running.held
+    held = one.runtime.workers[0].channel.running.held
     call = lambda: score(one, timeout=2.0)  # noqa: E731
     with under_way(one, call) as (answer, let_go):
         until(lambda: all(request.abort_reason for request in held.values()))
@@ -334,7 +334,7 @@ def test_raise_on_error(one: EnginePool) -> None:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_cancel(one: EnginePool, backend: str) -> None:
     """The prompts end inside the engine."""
-    held = one._runtime().workers[0].channel.running.held
+    held = one.runtime.workers[0].channel.running.held
     let_go = faults.hang_in_score(one, 0, at=2)
 
     async def ask() -> None:
@@ -359,9 +359,9 @@ def test_pause(one: EnginePool, versions: list[Path], mode: Any) -> None:
         until(lambda: jobs(one))
         let_go.set()
         pause.result(SECONDS)
-        steps = one._runtime().workers[0].channel.steps
+        steps = one.runtime.workers[0].channel.steps
         assert not answer.done()
-        assert one._runtime().workers[0].channel.steps == steps
+        assert one.runtime.workers[0].channel.steps == steps
         one.continue_generation()
         assert_scores(versions[0], *LONG, answer.result(SECONDS))
 

@@ -38,7 +38,7 @@ def swap_between_chunks(
 ) -> list[dict[str, Any]]:
     """Send LONG, then prompts that wait in the engine while it is prefilled, and swap in place
     before its last chunk."""
-    channel = pool._runtime().workers[0].channel
+    channel = pool.runtime.workers[0].channel
     until(lambda: idle(pool))
     steps = channel.steps
     # The second is put in place first: each, when its turn comes, leaves what was there before it.
@@ -54,7 +54,7 @@ def swap_between_chunks(
             assert second_step.begun.wait(SECONDS)
             assert channel.steps == steps + 2
             swap = executor.submit(pool.update_weights, source, mode="in_place", weight_version=1)
-            until(lambda: channel._jobs._jobs)  # the swap waits for the step boundary
+            until(channel.has_jobs)  # the swap waits for the step boundary
         finally:
             first_step.set()
             second_step.set()

@@ -594,7 +594,7 @@ class PoolLogic(RuleBasedStateMachine):
             if not worker.condition.reachable:
                 assert not held
             heard = all(r.req.aborted for r in held if r.abort_reason is not None)
-            assert heard or worker.channel._jobs._jobs
+            assert heard or worker.channel.has_jobs()
 
     @invariant()
     def suspects(self) -> None:
@@ -639,7 +639,7 @@ class PoolLogic(RuleBasedStateMachine):
             while worker.move("ok"):
                 pass
             assert worker.gone
-            worker._thread.join()
+            worker.join(None)
 
     def run_out(self) -> None:
         """With nothing but poison to disturb them the engines come to rest and everything has
@@ -670,7 +670,7 @@ class PoolLogic(RuleBasedStateMachine):
         waited = [request for request in self.requests() if request.finish_reason is None]
         gone = [worker for worker in self.workers if worker.gone]
         for worker in gone:
-            worker._thread.join()
+            worker.join(None)
         assert self.runtime.close(timeout=0.0) == (gone == self.workers)
         reasons = {request.internal_rid: request.finish_reason for request in self.requests()}
         for request in waited:

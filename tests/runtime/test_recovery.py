@@ -142,7 +142,7 @@ def test_a_call_finds_an_engine_that_just_came_back(model_dir: Callable[[str], P
     are answered, none hears that there is no engine or that it has no weights."""
     over = threading.Event()
     with EnginePool(str(model_dir("qwen3")), devices=1, max_restarts=10**6, **SMALL) as pool:
-        dispatch = pool._runtime().dispatch
+        dispatch = pool.runtime.dispatch
 
         def look() -> int:
             refused = 0
@@ -358,7 +358,7 @@ def test_failure_while_a_swap_waits(
 
         undo.append(faults.every_step(faults.scheduler_of(pool, engine), change))
 
-    dispatch = pool._runtime().dispatch
+    dispatch = pool.runtime.dispatch
     resume = dispatch.resume
 
     def slow(requests: Any) -> None:

@@ -225,7 +225,7 @@ def test_later_engine(
 @contextmanager
 def failing_while_it_drains(pool: EnginePool, engine: int) -> Iterator[None]:
     """This engine's first step in a drain raises."""
-    worker, failed = pool._runtime().workers[engine], threading.Event()
+    worker, failed = pool.runtime.workers[engine], threading.Event()
 
     def change(step: Callable[..., Any]) -> Callable[..., Any]:
         def failing_once(*args: Any, **kwargs: Any) -> Any:

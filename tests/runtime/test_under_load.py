@@ -195,7 +195,7 @@ def test_drain_of_a_paused_pool_is_refused_always(
         micro.update_weights(versions[1])
         micro.continue_generation()
         call.result(SECONDS)
-    channel = micro._runtime().workers[0].channel
+    channel = micro.runtime.workers[0].channel
     for chunk in range(1, 6):  # of seven
         asked = {"input_ids": [chunk + 7] * 400, "sampling_params": {**GREEDY, "max_new_tokens": 2}}
         hang = hang_in_step(micro, 0, at=chunk)
@@ -321,7 +321,7 @@ def test_a_pause_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> No
             )
             assert hang.begun.wait(SECONDS)
             swap = executor.submit(micro.update_weights, versions[1], weight_version=1)
-            until(micro._runtime().workers[0].channel.has_jobs)  # it has staged
+            until(micro.runtime.workers[0].channel.has_jobs)  # it has staged
         finally:
             hang.set()
         until(lambda: "draining" in {e["state"] for e in micro.stats()["engines"]})

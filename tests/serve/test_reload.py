@@ -180,7 +180,7 @@ def test_requests_during_a_reload(sums: EnginePool, reject: bool) -> None:
             assert hang.begun.wait(SECONDS)
             body = {"model_path": SUBTRACT}
             reload = threads.submit(client.post, "/admin/reload_weights", json=body)
-            until(sums._runtime().workers[0].channel.has_jobs)  # it has staged
+            until(sums.runtime.workers[0].channel.has_jobs)  # it has staged
         finally:
             hang.set()
         # Before that, while weights are staged, engines serve the old ones.

@@ -85,7 +85,7 @@ def test_areal(administered: Running, sums: EnginePool) -> None:
             assert hang.begun.wait(SECONDS)
             body = {"model_path": SUBTRACT, "abort_all_requests": True}
             update = threads.submit(post, client, "/update_weights_from_disk", body)
-            until(sums._runtime().workers[0].channel.has_jobs)  # it has staged
+            until(sums.runtime.workers[0].channel.has_jobs)  # it has staged
         finally:
             hang.set()
         assert update.result()["success"] is True

@@ -283,7 +283,7 @@ def test_a_client_that_leaves_takes_its_grammar_along(
 ) -> None:
     """What is compiled for nobody ends, whatever time it may take."""
     monkeypatch.setattr(grammar_compiler, "_SHORT_SECONDS", 1000.0)
-    processor = server.server._pool._runtime().input_processor
+    processor = server.server.pool.runtime.input_processor
     compiler = GrammarCompiler(processor.tokenizer, processor.limits.vocab_size, {}, "left")
     monkeypatch.setattr(processor, "grammars", compiler)
     form = {"ebnf": without_end()}
@@ -293,8 +293,8 @@ def test_a_client_that_leaves_takes_its_grammar_along(
     try:
         with socket.create_connection(("127.0.0.1", server.server.port)) as client:
             client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-            until(lambda: compiler._jobs)
-            (job,) = compiler._jobs.values()
+            until(lambda: compiler.jobs)
+            (job,) = compiler.jobs.values()
         assert isinstance(job.done.exception(SECONDS), NobodyWaits)
         assert post(server, GENERATE, sampling_params={"regex": "[ab]{3}"})["text"]
     finally:

@@ -38,7 +38,7 @@ def thinks(sums: EnginePool, monkeypatch: pytest.MonkeyPatch) -> Any:
                 super().__init__(begin, end, begun, stream_reasoning)
 
         monkeypatch.setitem(ReasoningParser.DetectorMap, "toy", Detector)
-        for worker in sums._runtime().workers:
+        for worker in sums.runtime.workers:
             assert worker.engine is not None
             args = worker.engine.server_args
             monkeypatch.setattr(args, "reasoning_parser", "toy")

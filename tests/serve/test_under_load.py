@@ -131,7 +131,7 @@ def test_leaving_before_the_reply(plain: Running, sums: EnginePool, stream: bool
 
 def test_two_trips(one_sum: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the server knows that the client is gone, the engine takes two more steps at most."""
-    runtime = one_sum.front_end().runtime
+    runtime = one_sum.runtime
     worker = runtime.workers[0]
     noticed: list[int] = []
     original = runtime.dispatch.abort

@@ -241,19 +241,17 @@ def upstream(model: str, options: dict[str, Any]) -> dict[str, Any]:
 def compile_once() -> None:
     """Pools after the first load what it compiled, which takes a tenth of the time. Each holds
     copies of its own, so that it leaves as much behind as one that has compiled them itself."""
-    from enginepool.engine import executable_cache
-    from enginepool.runtime import runtime
+    from enginepool import EnginePool
+    from enginepool.engine.executable_cache import ExecutableCache
+    from enginepool.runtime.runtime import Runtime
 
-    programs: list[dict[bytes, bytes]] = []
+    first: dict[bytes, bytes] = {}
 
-    class Copies(executable_cache.ExecutableCache):
-        def __init__(self) -> None:
-            super().__init__()
-            for first in programs[:1]:
-                self._serialized = {key: bytes(bytearray(code)) for key, code in first.items()}
-            programs[:] = programs[:1] or [self._serialized]
+    def make_runtime(config: Any, name: str) -> Runtime:
+        copies = {key: bytes(bytearray(code)) for key, code in first.items()}
+        return Runtime(config, name, ExecutableCache(copies or first))
 
-    runtime.ExecutableCache = Copies  # type: ignore[misc]
+    EnginePool.make_runtime = staticmethod(make_runtime)
 
 
 def cards(model: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -38,13 +38,13 @@ def at_rest(pool: EnginePool) -> bool:
 def idle(pool: EnginePool) -> bool:
     """No engine steps, nor will it before it is asked for something: after its last output each
     has one more iteration, in which it finds nothing to do."""
-    workers = pool._runtime().workers
+    workers = pool.runtime.workers
     return not any(w.condition.stepping_since or w.channel.has_work() for w in workers)
 
 
 def has_jobs(pool: EnginePool) -> bool:
     """Every engine has something to do at its next step boundary."""
-    return all(worker.channel.has_jobs() for worker in pool._runtime().workers)
+    return all(worker.channel.has_jobs() for worker in pool.runtime.workers)
 
 
 @contextmanager

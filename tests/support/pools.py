@@ -10,6 +10,9 @@ import jax
 import pytest
 
 from enginepool import EnginePool
+from enginepool.config import PoolConfig
+from enginepool.engine.executable_cache import ExecutableCache
+from enginepool.runtime.runtime import Runtime
 from patches._lookup import module
 
 # Few shapes and little KV: a pool opens in seconds. A prompt past 64 tokens is prefilled in chunks,
@@ -42,6 +45,15 @@ def same(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
             for one in (result, other)
         )
         assert got == pytest.approx(want, abs=1e-4)
+
+
+def open_with(patch: pytest.MonkeyPatch, cache: ExecutableCache | None) -> None:
+    """Pools use this cache from here on, or each its own."""
+
+    def make_runtime(config: PoolConfig, name: str) -> Runtime:
+        return Runtime(config, name, cache)
+
+    patch.setattr(EnginePool, "make_runtime", staticmethod(make_runtime))
 
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -76,7 +76,7 @@ def engines(
 
 
 def assert_have(pool: EnginePool, expected: dict[str, np.ndarray]) -> None:
-    for worker in pool._runtime().workers:
+    for worker in pool.runtime.workers:
         assert set(worker.leaves) == set(expected)
         for path, value in expected.items():
             leaf = worker.leaves[path]
@@ -208,7 +208,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     options |= {"moe_backend": "epmoe"} if family == "qwen3_moe" else {}
     tree = LAYOUTS["FSDP"].of(tensors(second))
     with EnginePool(str(second), **options) as pool:
-        fresh = {path: np.asarray(leaf) for path, leaf in pool._runtime().workers[0].leaves.items()}
+        fresh = {path: np.asarray(leaf) for path, leaf in pool.runtime.workers[0].leaves.items()}
     with EnginePool(str(first), **options) as pool:
         for source in (tree, iter(tree.items())):
             pool.update_weights(first)

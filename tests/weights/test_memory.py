@@ -50,7 +50,7 @@ def test_a_shared_source_costs_nothing(
 
 
 def devices_of(pool: EnginePool) -> list[jax.Device]:
-    return [device for worker in pool._runtime().workers for device in worker.devices]
+    return [device for worker in pool.runtime.workers for device in worker.devices]
 
 
 def device_bytes(devices: list[jax.Device]) -> dict[int, int]:
@@ -169,7 +169,7 @@ def test_every_layout_takes_a_leaf(
     options, count = WHERE[where]
     pool = make_pool("llama", **options)
     tree = placed(leaves(target("llama")), PartitionSpec("fsdp"), devices=count)
-    specs = pool._runtime().workers[0].leaves.specs.values()
+    specs = pool.runtime.workers[0].leaves.specs.values()
     sizes = [math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in specs]
     engines = {device.id for device in devices_of(pool)}
     pool.update_weights(tree, copy=True)

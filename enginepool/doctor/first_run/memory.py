@@ -92,5 +92,5 @@ def answers(pool: EnginePool, name: str) -> list[str]:
 
 
 def _in_use(pool: EnginePool) -> int:
-    devices = [device for worker in pool.front_end().runtime.workers for device in worker.devices]
+    devices = [device for worker in pool.runtime.workers for device in worker.devices]
     return statistics.settled_memory(devices)["sum"]["bytes_in_use"]
