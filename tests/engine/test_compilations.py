@@ -157,7 +157,9 @@ def test_engines_share_what_one_has_compiled(pool: EnginePool):
 
 
 @steady_decode
-def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_compiled_ahead_is_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache
+):
     """Another thread compiles the programs of steady decode during upstream's warm-up. What the
     engine's own thread then compiles under a name of theirs was compiled for nothing."""
     threads: dict[str, list[str]] = {}
@@ -168,7 +170,7 @@ def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch: pytest.Monkey
             threads.setdefault(program, []).append(threading.current_thread().name)
             return super().load_or_compile(backend, module, devices, options)
 
-    open_with(monkeypatch, Recording())
+    open_with(monkeypatch, Recording(one_cache.serialized))
     with EnginePool(str(toy.checkpoint()), devices=1, **SMALL):
         pass
     ahead = {name: by for name, by in threads.items() if "compile-ahead_0" in by}
@@ -196,10 +198,10 @@ def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyP
 
 
 def test_without_warm_up_programs_are_compiled_while_serving(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache
 ):
     """So a pool opens faster; the answers are the same."""
-    open_with(monkeypatch, None)
+    open_with(monkeypatch, ExecutableCache(one_cache.serialized))  # nothing is traced yet
     with compilations() as seen:
         pool = make_pool("toy", 1, warmup="none")
         before = len(seen)

@@ -22,6 +22,12 @@ def as_found() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> None:
+    """As in a host that has not asked for it."""
+    gc.unfreeze()
+
+
 def state() -> tuple[float, bool]:
     return sys.getswitchinterval(), frozen()
 
