@@ -297,7 +297,6 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
 
     @property
     def engines(self) -> list[Any]:
-<<<<<<< HEAD
         """Upstream's Engine objects, one for each engine of the pool. Opens the pool."""
         return [worker.engine for worker in self.runtime.workers]
 
@@ -310,15 +309,6 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             engine_index: The engine that runs its requests. None: all engines do.
         """
         runtime = self.runtime
-=======
-        """Upstream's Engine objects, one a replica; opens the pool."""
-        return [worker.engine for worker in self.runtime.workers]
-
-    def front_end(self, engine_index: int | None = None) -> FrontEnd:
-        """What upstream's serving classes take for a TokenizerManager: requests through it run on
-        all engines, or on one. Opens the pool."""
-        runtime = self.runtime
->>>>>>> 8ca0cc9 (A seam for tests: a pool's open parts are pool.runtime, a pool is opened by make_runtime, an executable cache is given its store)
         from enginepool.pool.tokenizer_manager import FrontEnd
 
         return FrontEnd(runtime, engine_index)

@@ -55,7 +55,6 @@ class SteeringCalls(CallGroup):
             pause.pause(self.runtime, mode)
 
     def continue_generation(self) -> None:
-<<<<<<< HEAD
         """Continue after `pause_generation`. Does nothing if the pool is not paused."""
         pause.resume(self.runtime)
 
@@ -78,27 +77,6 @@ class SteeringCalls(CallGroup):
     def get_load(self) -> list[dict[str, Any]]:
         """Running requests, waiting requests and KV use of each engine. No engine stops for it."""
         return [statistics.load(worker) for worker in self.runtime.workers]
-=======
-        """Go on after `pause_generation`. Does nothing if the pool is not paused."""
-        pause.resume(self.runtime)
-
-    def flush_cache(self) -> None:
-        """Empty every engine's prefix cache. Running requests go on; their KV is computed anew."""
-        pause.flush_cache(self.runtime)
-
-    def stats(self) -> dict[str, Any]:
-        """Engines with their states, queue, prompts and tokens so far, memory by device."""
-        return statistics.pool(self.runtime)
-
-    def events(self) -> list[dict[str, Any]]:
-        """The latest thousand failures, recoveries and the like, oldest first: `event`, `time`
-        (as `time.time`), `engine`, `devices` and what belongs to each. The log has them too."""
-        return self.runtime.events.latest()
-
-    def get_load(self) -> list[dict[str, Any]]:
-        """Running and waiting requests and KV use of each engine, without stopping any."""
-        return [statistics.load(worker) for worker in self.runtime.workers]
->>>>>>> 8ca0cc9 (A seam for tests: a pool's open parts are pool.runtime, a pool is opened by make_runtime, an executable cache is given its store)
 
     async def async_abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
         """`abort_request` without blocking the event loop."""

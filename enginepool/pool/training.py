@@ -104,7 +104,6 @@ class WeightCalls(CallGroup):
         return stage_weights(self.runtime, source, options, expires_after)
 
     def release_weights(self) -> int:
-<<<<<<< HEAD
         """Release the weights' memory. Returns the bytes.
 
         Running requests go back to the queue and continue after the next `update_weights`. Until
@@ -123,20 +122,6 @@ class WeightCalls(CallGroup):
     def resume_memory_occupation(self) -> int:
         """Allocate the KV caches again, without a compilation. Returns the bytes."""
         return memory_occupation.resume_kv_cache(self.runtime)
-=======
-        """Give the weights' memory back; returns the bytes. Running requests go back to the queue
-        and go on after the next `update_weights`; until then new calls raise `NoWeights`."""
-        return memory_occupation.release_weights(self.runtime)
-
-    def release_memory_occupation(self, tags: Sequence[str] = ("kv_cache",)) -> int:
-        """Give the KV caches' memory back; returns the bytes. Running requests go back to the
-        queue; they and new ones wait for `resume_memory_occupation`."""
-        return memory_occupation.release_kv_cache(self.runtime, tags)
-
-    def resume_memory_occupation(self) -> int:
-        """Make the KV caches again, without a compilation; returns the bytes."""
-        return memory_occupation.resume_kv_cache(self.runtime)
->>>>>>> 8ca0cc9 (A seam for tests: a pool's open parts are pool.runtime, a pool is opened by make_runtime, an executable cache is given its store)
 
     def checksum(self) -> str:
         """A checksum of all weights in 16 hexadecimal digits, computed on the devices.
@@ -163,18 +148,12 @@ class WeightCalls(CallGroup):
         )
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-<<<<<<< HEAD
         """The first rows of a tensor, in float32.
 
         Args:
             name: A Hugging Face name, for a tensor in that layout, or a leaf path of the model.
         """
         return weight_inspection.by_name(self.runtime, name, truncate_size)
-=======
-        """The first rows of a tensor in float32, by its Hugging Face name and in that layout, or
-        by the model's leaf path."""
-        return weight_inspection.by_name(self.runtime, name, truncate_size)
->>>>>>> 8ca0cc9 (A seam for tests: a pool's open parts are pool.runtime, a pool is opened by make_runtime, an executable cache is given its store)
 
     # Async twins
 
