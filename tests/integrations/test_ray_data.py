@@ -14,10 +14,10 @@ pytest.importorskip("ray.data")
 
 import pyarrow.parquet
 
-from benchmarks.many_hosts.nodes import two_nodes
 from enginepool import EnginePool
 from tests.support.liveness import SECONDS, until
 from tests.support.pools import SMALL
+from tests.support.ray_nodes import two_nodes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data.py"
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 40, "ignore_eos": True}

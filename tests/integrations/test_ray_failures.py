@@ -14,11 +14,11 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from benchmarks.many_hosts.nodes import two_nodes  # noqa: E402
 from enginepool import EnginePool, PoolFailed  # noqa: E402
 from enginepool.ray import RayEnginePool  # noqa: E402
 from tests.support.liveness import SECONDS, callers, until  # noqa: E402
 from tests.support.pools import SMALL, same  # noqa: E402
+from tests.support.ray_nodes import two_nodes  # noqa: E402
 
 PROMPTS = [[3 + i % 50, 40 + i % 7, 7] for i in range(30)]
 PARAMS = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 100}

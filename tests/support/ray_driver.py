@@ -8,9 +8,9 @@ import sys
 
 import ray
 
-from benchmarks.many_hosts.nodes import ENVIRONMENT
 from enginepool.ray import RayEnginePool
 from tests.support.pools import SMALL
+from tests.support.ray_nodes import ENVIRONMENT
 
 if __name__ == "__main__":
     ray.init(address=sys.argv[1], runtime_env={"env_vars": ENVIRONMENT}, log_to_driver=False)
