@@ -1,9 +1,9 @@
-"""The table of speed in docs/benchmarks.md: a pool beside its peers, in one run of twenty minutes.
+"""The table of speed in docs/benchmarks.md: a pool beside its peers.
 
     python -m benchmarks
 
-Runs the benchmarks of speed one after the other and prints the ratios that a reader asks for, as
-Markdown, with the machine that they are from. Each benchmark has more, by itself.
+Runs `scaling` and `startup`, and prints ratios as Markdown, with the machine. A round takes a
+quarter of an hour. Each benchmark prints more by itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import CORES
 from benchmarks.startup import later_warmups
-from benchmarks.table import CORES
 
 _ENGINES = (4, 8)
 _STEP_MS = 10.0
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     print(f"{_machine()}; medians of {rounds}.\n\n| | |\n| --- | --- |", flush=True)
-    for rows in (_one_engine, _scaling, _request_path, _wall, _startup):
+    for rows in (_one_engine, _scaling, _startup):
         for name, figure in rows(rounds):
             print(f"| {name} | {figure} |", flush=True)
     return 0
@@ -69,24 +69,9 @@ def _scaling(rounds: int) -> Iterator[tuple[str, str]]:
         )
 
 
-def _request_path(rounds: int) -> Iterator[tuple[str, str]]:
-    upstream, pool = _run("request_path", rounds)
-    ratio = pool["ms_per_request"] / upstream["ms_per_request"]
-    yield (
-        "10,000 prompts in one call: time a request over upstream's, overlap off",
-        f"{ratio:.2f}",
-    )
-
-
-def _wall(rounds: int) -> Iterator[tuple[str, str]]:
-    options = ["--step-ms", f"{_STEP_MS:g}", "--warmup-sequential", "--no-upstream"]
-    pool, _ = _run("concurrency", rounds, *options, rounds_option="--repeats")["rows"]
-    yield "wall time of 4 engines over their slowest", f"{pool['wall_over_slowest']:.3f}"
-
-
 def _startup(rounds: int) -> Iterator[tuple[str, str]]:
     for warmup in ("sequential", "parallel"):
-        runs = _run("startup", rounds, "--engines", "1", "4", "--warmup", warmup)
+        runs = _run("startup", rounds, "--engines", "1", "4", "--warmup", warmup)["runs"]
         pairs = zip(runs["1"]["cold"], runs["4"]["cold"], strict=True)
         ratio = statistics.median(four["seconds"] / one["seconds"] for one, four in pairs)
         yield (
@@ -100,10 +85,10 @@ def _startup(rounds: int) -> Iterator[tuple[str, str]]:
             )
 
 
-def _run(name: str, rounds: int, *options: str, rounds_option: str = "--rounds") -> Any:
+def _run(name: str, rounds: int, *options: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         file = Path(folder, "figures.json")
-        command = [sys.executable, "-m", f"benchmarks.{name}", rounds_option, str(rounds)]
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", str(rounds)]
         subprocess.run([*command, *options, "--json", str(file)], check=True, stdout=sys.stderr)
         return json.loads(file.read_text(encoding="utf-8"))
 

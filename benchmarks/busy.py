@@ -2,66 +2,64 @@
 
     python -m benchmarks.busy --engines 1 4 8 --step-ms 5 10
 
-A Qwen3 of 36 layers on a simulated accelerator (`simulated.py`): layers and attention leave the
-CPU alone, every weight and KV buffer is an argument and a result of the step. Contestants, in
-processes of their own that are stopped while another one runs: a pool; N processes with one
-upstream Engine each, in its default, overlap scheduling on. Rounds go turn about; the table has
-medians. "Busy" is steps times step time over wall time, from the first step's begin to the last's
-end. "Ceiling" is a decode program that is dispatched back to back: more is not to be had on this
-machine. A point is "limited by cores", and proves nothing, where N engines need more than 60 % of
-the cores for their steps.
+The model is a Qwen3 of 36 layers on a simulated accelerator (`simulated.py`). Layers and attention
+leave the CPU alone; every weight and KV buffer is an argument and a result of the step. The
+contestants are a pool, and N processes with one upstream Engine each, in its default (overlap
+scheduling on). Each has processes of its own, which are stopped while another one runs. They take
+turns in every round; the table has medians.
 
-Workloads: "decode" has full batches that begin and end together; "arrivals" three times as many
-requests as the batches hold, of uneven prompts and outputs; "streams" is "decode" with every
-output streamed to one caller (upstream's are not streamed).
+"Busy" is steps times step time over wall time, from the begin of the first step to the end of the
+last. "Ceiling" is a decode program that is dispatched back to back: this machine does no more.
+"Limited by cores" means that N engines need more than 60 % of the cores for their steps. Such a
+figure proves nothing.
 
-"thread" is the processor time of an engine's own thread, prefill, admission and endings included;
-"of a steady step" the part of flights, in which decode is one step ahead, and who joins them.
-"fell back" is the share of a pool's decode steps that were upstream's own, and not one step ahead.
+Workloads:
+  decode    full batches that begin and end together
+  arrivals  three times as many requests as the batches hold, of uneven prompts and outputs
+  streams   decode, with every output streamed to one caller (upstream's are not streamed)
+
+"Thread" is the processor time of an engine's own thread, with prefill, admission and endings. "Of a
+steady step" is the part of it in which decode is one step ahead, with the requests that join. "Fell
+back" is the share of a pool's decode steps that were upstream's own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import CORES, arguments, limited_by_cores, medians, plain, write_json
 from benchmarks.contestant import Contestant
 from benchmarks.synthetic import nano_config, write_model
-from benchmarks.table import CORES, limited_by_cores, plain
 
 _LAYERS = 36  # as Qwen3-4B: 400 leaves
-_CONTESTANTS = {"pool": "pool", "processes": "upstream"}
+_KINDS = {"pool": "pool", "processes": "upstream"}
 _WORKLOADS = ("decode", "arrivals", "streams")
 # Tokens of a prompt and of an output, at least and at most; "decode" outputs have --tokens.
 _PROMPT, _SHORT_PROMPT, _OUTPUT = (3, 60), (3, 3), (20, 199)
-# Tokens of KV cache for a request beside its own, as an engine takes some ahead.
+# Tokens of KV cache beside a request's own: an engine takes some ahead.
 _AHEAD = 64
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.busy", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("busy", __doc__)
     add = parser.add_argument
     add("--engines", type=int, nargs="+", default=[1, 4, 8])
     add("--step-ms", type=float, nargs="+", default=[5.0, 10.0, 20.0])
     add("--batch", type=int, nargs="+", default=[64], help="requests of an engine at a time")
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
-    add("--contestants", nargs="+", choices=list(_CONTESTANTS), default=list(_CONTESTANTS))
-    add("--max-decode-steps", type=int, nargs="+", help="a pool each; left out: a pool's default")
-    add("--turns", type=int, nargs="+", help="a pool each: engines in the host's part of a step")
-    add("--tokens", type=int, default=200, help="of a request of decode; default: 200")
-    add("--temperature", type=float, default=0.0)
+    add("--contestants", nargs="+", choices=list(_KINDS), default=list(_KINDS))
+    add("--max-decode-steps", type=int, nargs="+", help="a pool for each; default: the pool's own")
+    add("--turns", type=int, nargs="+", help="a pool for each: engines in a step's host part")
+    add("--tokens", type=int, default=200, help="of an output of decode; default: 200")
     add("--rounds", type=int, default=3)
-    add("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
 
 
@@ -73,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for engines in args.engines:
             for batch in args.batch:
                 rows += _contest(engines, batch, model, args)
-    if args.json:
-        figures = {"cores": CORES, "arguments": vars(args), "rows": rows}
-        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    write_json(args, rows=rows)
     return 0
 
 
@@ -83,16 +79,13 @@ def _contest(
     engines: int, batch: int, model: Path, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     rows = []
-    options, cache = _server_args(batch, args.tokens), model.parent / "compiled"
+    options = _server_args(batch, args.tokens)
     with ExitStack() as stack:
         contestants = []
         for name, kind, extra in _names(args):
-            processes, each = (1, engines) if kind == "pool" else (engines, 1)
-            contestant = Contestant(
-                name, kind, processes, each, model, options, cache, hollow=True, **extra
-            )
-            stack.callback(contestant.close)
-            contestants.append(contestant)
+            number = {"engines": engines} if kind == "pool" else {"processes": engines}
+            contestant = Contestant(name, kind, model, options, hollow=True, **number, **extra)
+            contestants.append(stack.enter_context(closing(contestant)))
         for workload in args.workload:
             for step_ms in args.step_ms:
                 found = _measure(contestants, engines, batch, workload, step_ms, args)
@@ -102,14 +95,14 @@ def _contest(
 
 
 def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Names, kinds and what a pool is told beside the others."""
+    """The name and the kind of each contestant, and further options of a pool."""
     for name in args.contestants:
-        kind = _CONTESTANTS[name]
+        kind = _KINDS[name]
         if kind != "pool":
             yield name, kind, {}
             continue
-        for most, turns in product(args.max_decode_steps or [None], args.turns or [None]):
-            told = {"max_decode_steps": most, "turns": turns}
+        for steps, turns in product(args.max_decode_steps or [None], args.turns or [None]):
+            told = {"max_decode_steps": steps, "turns": turns}
             extra: dict[str, Any] = {key: value for key, value in told.items() if value is not None}
             yield ", ".join([name, *(f"{key}={extra[key]}" for key in extra)]), kind, extra
 
@@ -138,21 +131,20 @@ def _measure(
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     runs: dict[str, list[dict[str, float]]] = {}
-    for number in range(args.rounds + 1):
+    for number in range(args.rounds + 1):  # the first warms up
         for contestant in contestants:
             done = contestant.run(_job(workload, engines * batch, step_ms, args, seed=number))
-            if number:  # the first round warms up
+            if number:
                 runs.setdefault(contestant.name, []).append(done)
             if contestant is contestants[0] and contestant.name.startswith("pool"):
                 alone = contestant.run({"step_ms": step_ms, "ceiling": args.tokens})
-                alone["busy_share"] *= engines  # it is one engine's
+                alone["busy_share"] *= engines  # of one engine
                 if number:
                     runs.setdefault("ceiling", []).append(alone)
     rows = []
     for name, those in runs.items():
         row: dict[str, Any] = {"name": name, "workload": workload, "step_ms": step_ms}
-        row |= {key: statistics.median(run[key] for run in those) for key in those[0]}
-        row |= {"engines": 1 if name == "ceiling" else engines, "batch": batch}
+        row |= medians(those) | {"engines": 1 if name == "ceiling" else engines, "batch": batch}
         row["spread"] = [run["busy_share"] for run in those]
         row["limited_by_cores"] = limited_by_cores(row["engines"], row["cpu_ms_per_step"], step_ms)
         rows.append(row)
@@ -174,7 +166,7 @@ def _job(
         ],
         "params": [
             {
-                "temperature": args.temperature,
+                "temperature": 0.0,
                 "max_new_tokens": rng.randint(*outputs),
                 "ignore_eos": True,
             }

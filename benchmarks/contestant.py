@@ -1,4 +1,4 @@
-"""Peers that are measured turn about, each in processes of its own (`peer_process.py`)."""
+"""Pools and upstream's engines that take turns, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -14,46 +14,34 @@ from typing import Any
 
 
 class Contestant:
-    """Processes that do a job together; stopped when they have none.
+    """Processes (`peer_process.py`) that do a job together. They are stopped while they have none.
 
-    Upstream's compile once for all of them, in `cache`: there are many.
+    Processes with upstream's engines share a compilation cache: there are many of them.
     """
 
     def __init__(
         self,
         name: str,
         kind: str,
-        processes: int,
-        engines: int,
         model: Path,
         server_args: dict[str, Any],
-        cache: Path,
         *,
-        hollow: bool = False,
-        max_decode_steps: int | None = None,
-        turns: int | None = None,
+        processes: int = 1,
+        engines: int = 1,
+        **options: Any,
     ) -> None:
         """
         Args:
-            kind: "pool", or "upstream" in its default, or "upstream, overlap off".
-            hollow: See `simulated.install`.
-            max_decode_steps, turns: Of a pool; None for its default. `turns` is how many engines
-                are in the host's part of a step at once, 0 for all.
+            kind: "pool"; "upstream", which is its default; or "upstream, overlap off".
+            engines: Of each process.
+            options: See `peer_process.py`.
         """
         self.name = name
         env = dict(os.environ)
         if kind != "pool":
-            env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+            env["JAX_COMPILATION_CACHE_DIR"] = str(model.with_name("compiled"))
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        setup = {
-            "kind": kind,
-            "engines": engines,
-            "model": str(model),
-            "server_args": server_args,
-            "hollow": hollow,
-            "max_decode_steps": max_decode_steps,
-            "turns": turns,
-        }
+        setup = {"kind": kind, "engines": engines, "model": str(model), "server_args": server_args}
         self._processes = []
         for _ in range(processes):
             process = subprocess.Popen(
@@ -65,12 +53,13 @@ class Contestant:
                 env=env,
             )
             self._processes.append(process)
-            _write(process, setup)
+            _write(process, setup | options)
             if _read(process) != "ready":
                 raise SystemExit(f"{name} did not start")
             process.send_signal(signal.SIGSTOP)
 
     def run(self, job: dict[str, Any]) -> dict[str, float]:
+        """Divide the prompts among the processes; figures of all of them."""
         share = len(self._processes)
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
@@ -83,18 +72,15 @@ class Contestant:
         wall = time.perf_counter() - started
         for process in self._processes:
             process.send_signal(signal.SIGSTOP)
+        tokens = sum(answer["tokens"] for answer in answers)
+        means = ("cpu_ms_per_step", "busy_share", "fallback_share")
+        highest = ("tokens_per_simulated_second", "thread_ms_per_step", "steady_ms_per_step")
         return {
             "wall_sec": wall,
-            "tokens": sum(answer["tokens"] for answer in answers),
-            "grown_mb": sum(answer["grown_mb"] for answer in answers),
-            "tokens_per_sec": sum(answer["tokens"] for answer in answers) / wall,
-            "cpu_ms_per_step": statistics.mean(a["cpu_ms_per_step"] for a in answers),
-            "host_rounds_per_sec": sum(answer["host_rounds_per_sec"] for answer in answers),
-            "tokens_per_simulated_second": max(a["tokens_per_simulated_second"] for a in answers),
-            "busy_share": statistics.mean(answer["busy_share"] for answer in answers),
-            "fallback_share": statistics.mean(answer["fallback_share"] for answer in answers),
-            "thread_ms_per_step": max(answer["thread_ms_per_step"] for answer in answers),
-            "steady_ms_per_step": max(answer["steady_ms_per_step"] for answer in answers),
+            "tokens": tokens,
+            "tokens_per_sec": tokens / wall,
+            **{key: statistics.mean(answer[key] for answer in answers) for key in means},
+            **{key: max(answer[key] for answer in answers) for key in highest},
         }
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import sys
 import tempfile
 import time
@@ -29,11 +28,11 @@ import numpy as np
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
+from benchmarks.command import arguments, plain, write_json
 from benchmarks.fuzz_law import Law
 from benchmarks.fuzz_load import CHUNK, ENDS, VOCABULARY, Load, fuzz_model
 from benchmarks.micro_pool import at_rest
 from benchmarks.span_checks import ROWS, Finished, output_logits
-from benchmarks.table import plain
 from enginepool import EnginePool
 
 _SLOTS = 16
@@ -43,8 +42,7 @@ _REST_SECONDS = 60.0
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("fuzz", __doc__)
     add = parser.add_argument
     add("--outputs", type=int, default=2000)
     add("--page-size", type=int, default=1)
@@ -52,7 +50,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--engines", type=int, default=1)
     add("--callers", type=int, default=8, help="threads that ask, for each engine; default: 8")
     add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
 
 
@@ -133,9 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     plain(["what", "how many"], [[name, str(value)] for name, value in report.items()])
     print("\n".join(fault[:600] for fault in faults[:_SHOWN]))
-    if args.json:
-        figures = {"jax": jax.__version__, "arguments": vars(args), **report, "faults": faults}
-        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    write_json(args, **report | {"faults": faults})
     return 1 if faults else 0
 
 

@@ -1,17 +1,16 @@
-"""What a step costs the host: for one engine, section by section, a step and a request.
+"""What a step of one engine costs its host, section by section.
 
     python -m benchmarks.host_cost
 
-A tiny model, batches of one and of `--batch` requests in turn, medians; then steps that prefill
-`--batch` prompts of four tokens, each of which ends with its first. "GIL" is the processor time of
-the engine's thread, an upper bound of the time for which it holds the GIL. The last line is for a
+The model is tiny. Batches of one and of `--batch` requests take turns with steps that prefill
+`--batch` prompts of four tokens, with outputs of one token. The table has medians. "GIL" is the
+processor time of the engine's thread: it holds the GIL for no longer. The last line is for a
 commit's message.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -19,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import arguments, plain, write_json
 from benchmarks.synthetic import nano_config, write_model
-from benchmarks.table import plain
 from enginepool import EnginePool
 from enginepool.doctor.profile import profile
 
@@ -29,12 +28,10 @@ _PREFILLS = 25  # steps
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_cost", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("host_cost", __doc__)
     add = parser.add_argument
     add("--batch", type=int, default=8, help="requests of the larger batch; default: 8")
     add("--rounds", type=int, default=5)
-    add("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
 
 
@@ -70,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     step, both = (cost["whole step"]["gil_ms"] for cost in costs[:2])
     request = (both - step) / (args.batch - 1)
     print(f"host cost: {step - request:.3f} ms of GIL a step, and {request:.4f} a request in it")
-    if args.json:
-        Path(args.json).write_text(json.dumps(runs, indent=2), encoding="utf-8")
+    write_json(args, runs=runs)
     return 0
 
 

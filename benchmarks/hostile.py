@@ -14,21 +14,18 @@ second or the memory grew by more than a gigabyte.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import httpx
 import psutil
 
+from benchmarks.command import CORES, arguments, plain, write_json
 from benchmarks.hostile_client import BODIES, CHAT, CONNECTIONS, SUM
 from benchmarks.serving import flags, server
-from benchmarks.table import CORES, plain
 from enginepool import toy
 
 _BEGIN = 1.0  # seconds until an attack is under way
@@ -37,12 +34,10 @@ _GROWTH = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("hostile", __doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--attacks", nargs="+", default=[*BODIES, *CONNECTIONS])
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(argv)
     command = [sys.executable, "-m", "enginepool.cli", "serve", str(toy.checkpoint())]
     command += ["--devices", str(options.devices), *flags()]
@@ -68,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, row in rows.items()
         ],
     )  # fmt: skip
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows), encoding="utf-8")
+    write_json(options, rows=rows)
     late = max(max(row["health"]) for row in rows.values()) > _HEALTH_SECONDS
     return int(late or max(row.get("grown", [0])[0] for row in rows.values()) > _GROWTH)
 

@@ -1,84 +1,85 @@
-"""One contestant (`contestant.py`), in its own process: a pool, or upstream's Engines.
+"""A process of a contestant (`contestant.py`): a pool, or engines of upstream.
 
-The first line of standard input is a JSON object that says what to build; it answers "ready".
-Every further line is a job, and is answered with a JSON object: what the run took. Prompts are
-texts, or lists of token ids. A job of "ceiling" steps is the device alone (`ceiling.py`).
+The first line of standard input is a JSON object that says what to build. The answer is "ready".
+Every other line is a job. Its answer is a JSON object with what the run took. A job of "ceiling"
+steps is the device alone: one decode program, dispatched again and again.
+
+Setup: `kind`, `engines`, `model`, `server_args`; `hollow` (see `simulated.install`); of a pool,
+`max_decode_steps` and `turns`: engines in the host's part of a step at once, 0 for all.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import jax
 
 from benchmarks import simulated
-from benchmarks.ceiling import back_to_back
 from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
 
-# How long an idle engine of upstream's sleeps; by itself it would spin and starve its siblings.
+# How long an idle engine of upstream's sleeps. Without it the engine spins and starves others.
 _PARKED_SECONDS = 0.001
+# Steps of the ceiling that are dispatched ahead. More make the device no busier.
+_AHEAD = 4
 
 
 def main() -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr  # whatever else is printed is no answer
     setup = json.loads(sys.stdin.readline())
-    accelerator = simulated.install(hollow=setup["hollow"])
+    accelerator = simulated.install(hollow=setup.get("hollow", False))
     engines: _Engines = _Pool(setup) if setup["kind"] == "pool" else _Upstream(setup)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        job = json.loads(line)
-        engines.flush()
-        accelerator.reset(job["step_ms"] / 1000)
-        with _host(job.get("host")) as rounds:
-            before, threads = _peak_mb(), engines.thread_seconds()
-            decoded = engines.decode_steps()
-            cpu, started = time.process_time(), time.perf_counter()
-            tokens = engines.generate(job)
-            wall, cpu = time.perf_counter() - started, time.process_time() - cpu
-            done = rounds()
-            thread, flights = _since(threads, engines.thread_seconds())
-            steady, fallback = _since(decoded, engines.decode_steps())
-        answer = {
-            "tokens": tokens,
-            "grown_mb": _peak_mb() - before,
-            "cpu_ms_per_step": 1000 * cpu / accelerator.steps,
-            "thread_ms_per_step": 1000 * thread / accelerator.steps,
-            "steady_ms_per_step": 1000 * flights / max(1, steady),
-            "fallback_share": fallback / max(1, steady + fallback),
-            "host_rounds_per_sec": done / wall,
-            "busy_share": accelerator.busy_share(setup["engines"]),
-            **simulated.figures(accelerator, tokens),
-        }
+        answer = _run(json.loads(line), engines, accelerator, setup["engines"])
         print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # upstream's threads cannot be stopped
 
 
 class _Engines(Protocol):
     def generate(self, job: dict[str, Any]) -> int:
-        """Do the job; returns how many tokens came."""
+        """Do the job; how many tokens came."""
         ...
 
     def flush(self) -> None: ...
 
     def thread_seconds(self) -> tuple[float, float]:
-        """Processor time of the engines' own threads, and of a pool's the part that steady decode
-        takes, with whoever joins; 0 where they cannot be asked."""
+        """Processor time of a pool's engine threads, and the part of it that is steady decode.
+        Upstream's cannot be asked: 0."""
         ...
 
     def decode_steps(self) -> tuple[int, int]:
-        """Of a pool: those that stayed on their device, and upstream's own."""
+        """Of a pool: steps of steady decode, and decode steps of upstream's own."""
         ...
+
+
+def _run(
+    job: dict[str, Any], engines: _Engines, accelerator: simulated.Accelerator, count: int
+) -> dict[str, float]:
+    engines.flush()
+    accelerator.reset(job["step_ms"] / 1000)
+    threads, decoded = engines.thread_seconds(), engines.decode_steps()
+    cpu = time.process_time()
+    tokens = engines.generate(job)
+    cpu = time.process_time() - cpu
+    thread, steady_thread = _since(threads, engines.thread_seconds())
+    steady, fallback = _since(decoded, engines.decode_steps())
+    return {
+        "tokens": tokens,
+        "cpu_ms_per_step": 1000 * cpu / accelerator.steps,
+        "thread_ms_per_step": 1000 * thread / accelerator.steps,
+        "steady_ms_per_step": 1000 * steady_thread / max(1, steady),
+        "fallback_share": fallback / max(1, steady + fallback),
+        "busy_share": accelerator.busy_share(count),
+        "tokens_per_simulated_second": accelerator.tokens_per_second(tokens),
+    }
 
 
 class _Pool:
@@ -86,29 +87,29 @@ class _Pool:
         from enginepool import EnginePool
 
         options = dict(setup["server_args"])
-        if (most := setup["max_decode_steps"]) is not None:
-            options["max_decode_steps"] = most
-        if (turns := setup["turns"]) is not None:
+        if "max_decode_steps" in setup:
+            options["max_decode_steps"] = setup["max_decode_steps"]
+        if "turns" in setup:
             from enginepool.engine import pinned_engine
             from enginepool.engine.gil_limiter import STEP_PATIENCE, Limiter
 
-            limiter = Limiter(turns or sys.maxsize, STEP_PATIENCE)
+            limiter = Limiter(setup["turns"] or sys.maxsize, STEP_PATIENCE)
             pinned_engine.process_limiter = lambda: limiter
         self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
         self._workers = self._pool.runtime.workers
-        self._in_flights = [_timed(worker.scheduler.steady) for worker in self._workers]
+        self._steady = [_timed(worker.scheduler.steady) for worker in self._workers]
 
     def generate(self, job: dict[str, Any]) -> int:
         if steps := job.get("ceiling"):
             worker = self._workers[0]
-            worker.channel.run(lambda: back_to_back(worker.scheduler, steps)).result()
+            worker.channel.run(lambda: _back_to_back(worker.scheduler, steps)).result()
             return steps
-        texts, ids = _texts_or_ids(job["prompts"])
+        prompts: dict[str, Any] = {"input_ids": job["prompts"], "sampling_params": job["params"]}
         if job.get("streams"):
-            chunks = self._pool.stream(texts, job["params"], input_ids=ids)
-            ends = [chunk for chunk in chunks if chunk["meta_info"]["finish_reason"]]
-            return sum(end["meta_info"]["completion_tokens"] for end in ends)
-        results = self._pool.generate_all(texts, job["params"], input_ids=ids)
+            chunks = self._pool.stream(**prompts)
+            results = [chunk for chunk in chunks if chunk["meta_info"]["finish_reason"]]
+        else:
+            results = self._pool.generate_all(**prompts)
         return sum(result["meta_info"]["completion_tokens"] for result in results)
 
     def flush(self) -> None:
@@ -117,7 +118,7 @@ class _Pool:
     def thread_seconds(self) -> tuple[float, float]:
         times = [worker.channel.run(time.thread_time) for worker in self._workers]
         threads = sum(future.result() for future in times)
-        return threads, sum(seconds() for seconds in self._in_flights)  # now they have landed
+        return threads, sum(seconds() for seconds in self._steady)  # after the last of its steps
 
     def decode_steps(self) -> tuple[int, int]:
         engines = self._pool.stats()["engines"]
@@ -125,31 +126,62 @@ class _Pool:
         return sum(steady), sum(fallback)
 
 
+def _timed(steady: Any) -> Callable[[], float]:
+    """Have steady decode add up its processor time; what tells it, in seconds."""
+    seconds, run = 0.0, steady.run
+
+    def timed(batch: Any) -> bool:
+        nonlocal seconds
+        began = time.thread_time()
+        decoded: bool = run(batch)
+        seconds += decoded * (time.thread_time() - began)
+        return decoded
+
+    steady.run = timed
+    return lambda: seconds
+
+
+def _back_to_back(scheduler: Any, steps: int) -> None:
+    """Run the largest batch's decode program so often, on an idle engine. KV cache is spoilt."""
+    from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+    from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    worker = scheduler.tp_worker.worker
+    runner, manager = worker.model_runner, worker.compilation_manager
+    size, places = manager.bs_buckets[-1], manager.cache_loc_buckets[-1]
+    batch = manager._make_dummy_batch(
+        size, size, ForwardMode.DECODE, places, dp_size=1, per_dp_bs_size=size
+    )
+    forward_batch = ForwardBatch.init_new(batch, runner)
+    runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
+    metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
+    results: list[Any] = []
+    for _ in range(steps):
+        output, *_ = runner.forward(forward_batch, logits_metadata=metadata)
+        results.append(output.next_token_logits)
+        if len(results) > _AHEAD:
+            results.pop(0).block_until_ready()
+    jax.block_until_ready(results)
+
+
 class _Upstream:
+    """Upstream's engines, each on a thread of its own: that is where its event loop belongs."""
+
     def __init__(self, setup: dict[str, Any]) -> None:
-        # What engines cannot run without has been repaired; what makes ours faster is ours.
         config = PoolConfig(setup["model"], server_args=setup["server_args"])
         groups = resolve_devices(setup["engines"], 1)
-        # An engine's event loop belongs to the thread that built it, so each has its thread.
-        self._threads = [ThreadPoolExecutor(1) for _ in groups]
         overlap = setup["kind"] == "upstream"
+        self._threads = [ThreadPoolExecutor(1) for _ in groups]
         self._engines = [
             thread.submit(_engine, config, index, group[0].platform, overlap).result()
             for index, (thread, group) in enumerate(zip(self._threads, groups, strict=True))
         ]
 
     def generate(self, job: dict[str, Any]) -> int:
-        texts, ids = _texts_or_ids(job["prompts"])
-        count = len(self._engines)
-        futures = [
-            thread.submit(
-                engine.generate,
-                texts and texts[index::count],
-                job["params"][index::count],
-                input_ids=ids and ids[index::count],
-            )
-            for index, (thread, engine) in enumerate(zip(self._threads, self._engines, strict=True))
-        ]
+        count, futures = len(self._engines), []
+        for index, (thread, engine) in enumerate(zip(self._threads, self._engines, strict=True)):
+            prompts, params = (job[name][index::count] for name in ("prompts", "params"))
+            futures.append(thread.submit(engine.generate, None, params, input_ids=prompts))
         results = [result for future in futures for result in future.result()]
         return sum(result["meta_info"]["completion_tokens"] for result in results)
 
@@ -164,29 +196,10 @@ class _Upstream:
         return 0, 0
 
 
-def _timed(steady: Any) -> Callable[[], float]:
-    """Have an engine's flights add up their processor time; returns what tells it, in seconds."""
-    seconds, run = 0.0, steady.run
-
-    def timed(batch: Any) -> bool:
-        nonlocal seconds
-        began = time.thread_time()
-        flown: bool = run(batch)
-        seconds += flown * (time.thread_time() - began)
-        return flown
-
-    steady.run = timed
-    return lambda: seconds
-
-
-def _since(before: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any]:
-    return now[0] - before[0], now[1] - before[1]
-
-
 def _engine(config: PoolConfig, index: int, platform: str, overlap: bool) -> Any:
     from sgl_jax.srt.entrypoints.engine import Engine
 
-    # The very options that the pool gives its engines, save who compiles and, by default, overlap.
+    # The options that the pool gives its engines, but for who compiles and for overlap.
     args = config.for_engine(platform, [index]) | {"disable_precompile": False}
     engine = Engine(**args | {"disable_overlap_schedule": not overlap})
     scheduler: Any = engine.scheduler_info["scheduler"]
@@ -194,56 +207,8 @@ def _engine(config: PoolConfig, index: int, platform: str, overlap: bool) -> Any
     return engine
 
 
-def _texts_or_ids(prompts: list[Any]) -> tuple[list[Any] | None, list[Any] | None]:
-    return (prompts, None) if isinstance(prompts[0], str) else (None, prompts)
-
-
-def _peak_mb() -> float:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1e6 if sys.platform == "darwin" else 1e3)
-
-
-@contextmanager
-def _host(kind: str | None) -> Iterator[Callable[[], int]]:
-    """The host program's own work beside the engines; gives how many rounds of it are done."""
-    if kind is None:
-        yield lambda: 0
-        return
-    work, rounds, over = _WORK[kind](), 0, threading.Event()
-
-    def run() -> None:
-        nonlocal rounds
-        while not over.is_set():
-            work()
-            rounds += 1
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield lambda: rounds
-    finally:
-        over.set()
-        thread.join()
-
-
-def _python() -> Callable[[], Any]:
-    return lambda: sum(range(10_000))
-
-
-def _jitted() -> Callable[[], Any]:
-    """A step on every device, as a trainer's."""
-    step = jax.jit(lambda x: jax.numpy.tanh(x @ x))
-    arrays = [jax.device_put(jax.numpy.ones((128, 128)), device) for device in jax.devices()]
-
-    def work() -> None:
-        for done in [step(array) for array in arrays]:
-            done.block_until_ready()
-
-    work()
-    return work
-
-
-_WORK = {"python": _python, "jitted": _jitted}
+def _since(before: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any]:
+    return now[0] - before[0], now[1] - before[1]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""How soon an engine serves again after a fault, and what the pool does meanwhile.
+"""How soon an engine serves again after a fault, and the throughput without it.
 
     python -m benchmarks.recovery
 
-First the toy: from a failed step to the engine's next job, by a reset and by a rebuild (the reset
-is made to fail). Then micro engines whose steps take `--step-ms` with the GIL released: tokens per
-second while one of them hangs in a step, over those with all of them, turn about.
+First: the toy's milliseconds from a failed step to serving, by a reset and by a rebuild (the reset
+is made to fail). Then: tokens per second while one engine hangs in a step, over those of all
+engines, in turn. Its model is a micro one whose steps take `--step-ms` longer, with the GIL
+released.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import simulated
+from benchmarks.command import arguments, plain, write_json
 from benchmarks.load import Load
 from benchmarks.synthetic import micro_config, write_model
-from benchmarks.table import plain
 from enginepool import EnginePool
 from tests.support import faults
 
@@ -31,14 +31,12 @@ _SETTLE_SECONDS = 1.0
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("recovery", __doc__)
     add = parser.add_argument
     add("--engines", type=int, default=4)
     add("--rounds", type=int, default=5)
     add("--step-ms", type=float, default=10.0)
     add("--seconds", type=float, default=5.0, help="of each window; default: 5")
-    add("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
 
 
@@ -54,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [f"throughput with one of {args.engines} out", *_spread([100 * s for s in shares]), "%"]
     )
     plain(["what", "median", "least", "most", "unit"], rows)
-    if args.json:
-        figures = {"arguments": vars(args), "seconds": seconds, "throughput": shares}
-        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    write_json(args, seconds=seconds, throughput=shares)
     return 0
 
 

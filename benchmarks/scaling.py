@@ -1,53 +1,51 @@
-"""How close N engines come to N times one: the pool beside what a user would do instead.
+"""How close N engines come to N times one engine: a pool, N processes, N threads.
 
     python -m benchmarks.scaling --engines 1 4 8 --step-ms 10
 
-Engines of a tiny model whose steps take `--step-ms` longer with the GIL released. Contestants, in
-processes of their own that are stopped while another one runs: the pool; N processes with one
-upstream Engine each; threads around `Engine.generate`; one upstream Engine and a pool of one, which
-set the measure. Upstream's idle engines are parked, and all of its have overlap scheduling off,
-which is not its default. Rounds go turn about; the table has medians.
-Efficiency is tokens per second over N times the same kind's with one engine. A point is "limited by
-cores", and proves nothing, where N engines need more than 60 % of the cores for their steps.
+A step of the tiny model takes `--step-ms` longer, with the GIL released. The contestants are a
+pool; N processes with one upstream Engine each; one process with N upstream Engines, each called on
+a thread of its own. One upstream Engine and a pool of one set the measure. Each contestant has
+processes of its own, which are stopped while another one runs. Overlap scheduling is off in
+upstream's engines (it is on by default), and idle ones sleep. The contestants take turns in every
+round; the table has medians.
+
+Efficiency is tokens per second over N times that of the same kind's one engine. "Limited by cores"
+means that N engines need more than 60 % of the cores for their steps. Such a figure proves nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import CORES, arguments, limited_by_cores, medians, plain, write_json
 from benchmarks.contestant import Contestant
 from benchmarks.simulated import SERVER_ARGS
 from benchmarks.synthetic import nano_config, write_model
-from benchmarks.table import CORES, limited_by_cores, plain
 
 # Tokens of a prompt and of an output, at least and at most.
 _WORKLOADS = {"decode": ((3, 3), (32, 96)), "mixed": ((16, 96), (8, 48))}
-_HOST = {"python": "a busy Python thread beside it", "jitted": "a jitted step on every device"}
+_UPSTREAM = "upstream, overlap off"
+_ALONE = {"one upstream Engine": _UPSTREAM, "pool of one": "pool"}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("scaling", __doc__)
     add = parser.add_argument
     add("--engines", type=int, nargs="+", default=[1, 2, 4, 8])
     add("--step-ms", type=float, nargs="+", default=[2.0, 5.0, 10.0, 20.0])
     add("--workload", nargs="+", choices=list(_WORKLOADS), default=list(_WORKLOADS))
-    # A short list ends with engines that have nothing to do, and is longer or shorter than another:
-    # with 16 requests an engine a pool without any cost would have 88 to 110 % of four times one's.
-    add("--requests", type=int, default=48, help="per engine, four at a time (default: 48)")
+    # At the end of a list some engines have nothing to do. Of 16 requests an engine, a pool without
+    # any cost would have 88 to 110 % of four times one engine's throughput.
+    add("--requests", type=int, default=48, help="per engine, four at a time; default: 48")
     add("--rounds", type=int, default=3)
-    add("--host-work", action="store_true", help="also with the host's own work beside the pool")
-    add("--json", metavar="FILE", help="write all figures there")
-    add("--plot", metavar="FILE", help="write a PNG of throughput and efficiency there")
     return parser.parse_args(argv)
 
 
@@ -57,44 +55,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         model = write_model(Path(folder, "model"), nano_config())
         for engines in args.engines:
-            with _contestants(engines, model) as contestants:
+            with ExitStack() as stack:
+                contestants = [
+                    stack.enter_context(closing(Contestant(name, kind, model, SERVER_ARGS, **n)))
+                    for name, kind, n in _names(engines)
+                ]
                 for workload in args.workload:
                     for step_ms in args.step_ms:
                         found = _measure(contestants, engines, workload, step_ms, args)
                         _show(f"{workload}, up to {engines} engines", found)
                         rows += found
-    figures = {"cores": CORES, "arguments": vars(args), "rows": rows}
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
-    if args.plot:
-        from benchmarks.scaling_plot import plot
-
-        plot(rows, Path(args.plot))
+    write_json(args, rows=rows)
     return 0
 
 
-@contextmanager
-def _contestants(engines: int, model: Path) -> Iterator[list[Contestant]]:
-    with ExitStack() as stack:
-
-        def start(name: str, kind: str, processes: int, each: int) -> Contestant:
-            cache = model.parent / "compiled"
-            contestant = Contestant(name, kind, processes, each, model, SERVER_ARGS, cache)
-            stack.callback(contestant.close)
-            return contestant
-
-        upstream = "upstream, overlap off"
-        those = [
-            start("one upstream Engine", upstream, 1, 1),
-            start("pool of one", "pool", 1, 1),
-        ]
-        if engines > 1:
-            those += [
-                start("pool", "pool", 1, engines),
-                start("processes", upstream, engines, 1),
-                start("threads", upstream, 1, engines),
-            ]
-        yield those
+def _names(engines: int) -> list[tuple[str, str, dict[str, int]]]:
+    """The name and the kind of each contestant, and how many processes or engines it has."""
+    alone: list[tuple[str, str, dict[str, int]]] = [(name, _ALONE[name], {}) for name in _ALONE]
+    if engines == 1:
+        return alone
+    return [
+        *alone,
+        ("pool", "pool", {"engines": engines}),
+        ("processes", _UPSTREAM, {"processes": engines}),
+        ("threads", _UPSTREAM, {"engines": engines}),
+    ]
 
 
 def _measure(
@@ -105,34 +90,32 @@ def _measure(
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     runs: dict[str, list[dict[str, float]]] = {}
-    for number in range(args.rounds + 1):
+    for number in range(args.rounds + 1):  # the first warms up
         for contestant in contestants:
-            alone = contestant.name in ("one upstream Engine", "pool of one")
-            requests = args.requests * (1 if alone else engines)
-            job = _job(workload, requests, step_ms, seed=number)
-            hosts = [None, *_HOST] if args.host_work and contestant.name == "pool" else [None]
-            for host in hosts:
-                done = contestant.run(job | ({"host": host} if host else {}))
-                if number:  # the first round warms up
-                    name = f"{contestant.name}, {_HOST[host]}" if host else contestant.name
-                    runs.setdefault(name, []).append(done)
+            requests = args.requests * (1 if contestant.name in _ALONE else engines)
+            done = contestant.run(_job(workload, requests, step_ms, seed=number))
+            if number:
+                runs.setdefault(contestant.name, []).append(done)
     rows = []
     for name, those in runs.items():
         row: dict[str, Any] = {"name": name, "workload": workload, "step_ms": step_ms}
-        row |= {key: statistics.median(run[key] for run in those) for key in those[0]}
-        row["engines"] = 1 if name in ("one upstream Engine", "pool of one") else engines
+        row |= medians(those) | {"engines": 1 if name in _ALONE else engines}
         one = "pool of one" if name.startswith("pool") else "one upstream Engine"
-        row["efficiency"] = statistics.median(
-            run["tokens_per_sec"] / (row["engines"] * reference["tokens_per_sec"])
-            for run, reference in zip(those, runs[one], strict=True)
-        )
-        row["of_upstream"] = statistics.median(
-            run["tokens_per_sec"] / (row["engines"] * reference["tokens_per_sec"])
-            for run, reference in zip(those, runs["one upstream Engine"], strict=True)
-        )
+        row["efficiency"] = _share(those, runs[one], row["engines"])
+        row["of_upstream"] = _share(those, runs["one upstream Engine"], row["engines"])
         row["limited_by_cores"] = limited_by_cores(row["engines"], row["cpu_ms_per_step"], step_ms)
         rows.append(row)
     return rows
+
+
+def _share(
+    runs: Sequence[dict[str, float]], alone: Sequence[dict[str, float]], engines: int
+) -> float:
+    """Tokens per second over so many times those of one engine."""
+    pairs = zip(runs, alone, strict=True)
+    return statistics.median(
+        run["tokens_per_sec"] / (engines * one["tokens_per_sec"]) for run, one in pairs
+    )
 
 
 def _job(workload: str, count: int, step_ms: float, seed: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.table import CORES, plain
+from benchmarks.command import CORES, arguments, medians, plain, write_json
 from enginepool import toy
 from enginepool.config import CPU_DEFAULTS
 
@@ -47,7 +46,7 @@ _FIGURES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serving beside upstream's own server.")
+    parser = arguments("serving", __doc__)
     parser.add_argument("--model", default=str(toy.checkpoint()))
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--requests", type=int, default=128)
@@ -78,16 +77,16 @@ def main() -> None:
             with server(command) as url:
                 _measure(url, prompts, options)  # warms up what compiles late
                 rounds = [_measure(url, prompts, options) for _ in range(options.rounds)]
-            rows[name] = {
-                figure: statistics.median(one[key] for one in rounds)
-                for figure, key in _FIGURES.items()
-            }
+            rows[name] = medians(
+                [{figure: one[key] for figure, key in _FIGURES.items()} for one in rounds]
+            )
     steps = f"steps of {options.step_ms:g} ms, " if options.step_ms is not None else ""
     print(f"{options.requests} requests, {options.concurrency} at a time, {steps}{CORES} cores")
     plain(
         ("", *_FIGURES),
         ([name, *(f"{value:.1f}" for value in row.values())] for name, row in rows.items()),
     )
+    write_json(options, rows=rows)
 
 
 def flags() -> list[str]:

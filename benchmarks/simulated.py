@@ -70,6 +70,11 @@ class Accelerator:
         steps, nanoseconds = self._read()
         return steps * self.step_seconds / (engines * 1e-9 * nanoseconds) if steps else 0.0
 
+    def tokens_per_second(self, tokens: int) -> float:
+        """Of simulated time: at most the requests of a batch over the step time."""
+        slept = self.steps * self.step_seconds
+        return tokens / slept if slept else 0.0
+
     def _read(self) -> tuple[int, int]:
         out = (ctypes.c_int64 * 2)()
         self._library.accelerator_read(out)
@@ -106,19 +111,6 @@ def install(*, hollow: bool = False) -> Accelerator:
     if hollow:
         _hollow_out()
     return Accelerator(library)
-
-
-def figures(accelerator: Accelerator | None, tokens: int) -> dict[str, Any]:
-    """Of a run that gave so many tokens; without an accelerator no steps are known.
-
-    `tokens_per_simulated_second` is at most the requests of a batch over the step time.
-    """
-    steps = accelerator.steps if accelerator is not None else 0
-    slept = steps * accelerator.step_seconds if accelerator is not None else 0.0
-    return {
-        "steps": steps,
-        "tokens_per_simulated_second": tokens / slept if slept else 0.0,
-    }
 
 
 def _step(operand: jax.Array) -> Any:

@@ -20,7 +20,6 @@ raised for this.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -32,10 +31,10 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import jax
 from transformers import AutoTokenizer
 
 from benchmarks.bad_token import spoil
+from benchmarks.command import arguments, plain, write_json
 from benchmarks.injector import STEP_TIMEOUT, Injector
 from benchmarks.micro_pool import at_rest, chunks_beside_others, server_args, two_models
 from benchmarks.soak_checks import (
@@ -53,7 +52,6 @@ from benchmarks.soak_checks import (
 )
 from benchmarks.soak_load import Callers
 from benchmarks.span_checks import check_spans, check_tokens
-from benchmarks.table import plain
 from enginepool import EnginePool, EnginePoolError, InvalidRequest, WeightUpdateFailed
 from tests.support import faults
 
@@ -68,8 +66,7 @@ _BROKEN_SWAPS = 0.05
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("soak", __doc__)
     add = parser.add_argument
     add("--minutes", type=float, default=10.0)
     add("--seed", type=int, default=0)
@@ -77,7 +74,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--requests", type=int, default=32, help="in flight; default: 32")
     add("--page-size", type=int, default=1, help="tokens of a KV page; default: 1")
     add("--faults-per-minute", type=float, default=20.0)
-    add("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
 
 
@@ -295,10 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     plain(["what", "how many"], [[key, as_text(value)] for key, value in report.items()])
     print("\n".join(violations[:20]))
-    if args.json:
-        figures = {"jax": jax.__version__, "arguments": vars(args), **report}
-        figures["violations"] = violations
-        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    write_json(args, **report | {"violations": violations})
     return 1 if violations else 0
 
 

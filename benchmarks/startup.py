@@ -1,12 +1,12 @@
-"""How long until a pool gives its first token, from its constructor on, imports done.
+"""Seconds from a pool's constructor to its first token. Imports are done before.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --layers 36 --batch 64 --engines 1 4
     python -m benchmarks.startup --checkpoint-gb 1 --engines 1 --warmup none
 
-Each pool has a process of its own. "Cold": nothing is compiled yet. "Warm": JAX's persistent
-compilation cache (JAX_COMPILATION_CACHE_DIR) has what an earlier run compiled. Sizes go turn
-about; the table has medians.
+Each pool has a process of its own. "Cold" is with nothing compiled. "Warm" is with what an earlier
+run compiled, in JAX's persistent compilation cache (JAX_COMPILATION_CACHE_DIR). The numbers of
+engines take turns; the table has medians.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.synthetic import nano_config, sized_config, write_model
-from benchmarks.table import plain
+from benchmarks.command import arguments, plain, write_json
+from benchmarks.synthetic import nano_config, sized_config, weight_bytes, write_model
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("startup", __doc__)
     add = parser.add_argument
     add("--engines", type=int, nargs="+", default=[1, 2, 4, 8])
     add("--rounds", type=int, default=3)
-    add("--model", help="directory or hub id; left out, the toy")
-    add("--layers", type=int, help="in place of --model, a tiny Qwen3 of so many layers")
-    add("--checkpoint-gb", type=float, help="in place of --model, a Qwen3 of about so many GB")
-    add("--batch", type=int, help="max_running_requests; left out, the pool's default")
+    add("--model", help="directory or hub id; default: the toy")
+    add("--layers", type=int, help="a tiny Qwen3 of so many layers, in place of --model")
+    add("--checkpoint-gb", type=float, help="a Qwen3 of about so many GB, in place of --model")
+    add("--batch", type=int, help="max_running_requests; default: the pool's")
     add("--warmup", default="sequential", choices=["sequential", "parallel", "none"])
-    add("--json", metavar="FILE", help="write all figures there")
     add("--one", type=int, metavar="N", help=argparse.SUPPRESS)  # in the pool's own process
     return parser.parse_args(argv)
 
@@ -53,16 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         engines: {"cold": [], "warm": []} for engines in args.engines
     }
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
+        config = None
         if args.layers is not None:
             config = nano_config() | {"num_hidden_layers": args.layers}
-            args.model = str(write_model(Path(folder, "model"), config))
         elif args.checkpoint_gb is not None:
             config = sized_config(args.checkpoint_gb * 1e9, "float32")
+        if config is not None:
             args.model = str(write_model(Path(folder, "model"), config))
+            print(f"{weight_bytes(config) / 1e9:.3f} GB of weights", flush=True)
         for number in range(args.rounds + 1):
             for engines, kinds in runs.items():
                 warm = _run(engines, args, str(Path(folder, str(engines))))
-                if number:  # the first has filled the cache
+                if number:  # the first filled the cache
                     kinds["warm"].append(warm)
                     kinds["cold"].append(_run(engines, args, None))
     rows = [_row(engines, kinds, runs[args.engines[0]]) for engines, kinds in runs.items()]
@@ -73,13 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
         rows,
     )
-    if args.json:
-        Path(args.json).write_text(json.dumps(runs, indent=2), encoding="utf-8")
+    write_json(args, runs=runs)
     return 0
 
 
 def first_token(engines: int, model: str | None, warmup: Any, **options: Any) -> dict[str, Any]:
-    """Seconds from the constructor to the first token, and of each engine's warm-up."""
+    """Seconds from the constructor to the first token, and what they were spent on."""
     import patches
 
     applied = patches.apply()  # upstream's imports, without their side effects
@@ -130,7 +129,7 @@ def _row(
 
 
 def later_warmups(runs: Sequence[dict[str, Any]]) -> float:
-    """How long the warm-ups of engines after the first take, over the first's."""
+    """The warm-up of the engines after the first, over that of the first."""
     return statistics.median(statistics.mean(r["warmup"][1:]) / r["warmup"][0] for r in runs)
 
 

@@ -2,23 +2,21 @@
 
     python -m benchmarks.structured_output
 
-One engine, batches of one and of eight, 128 tokens each. "Free" is without a grammar, as it is
-served: with several steps a dispatch. "Beside" is without one, next to a single request that has
-one. The figures are medians of milliseconds a step, prefill and compilation of the grammar left
-out; the forms in turn, so that what else the host does meets all of them.
+One engine decodes batches of one and of eight requests, of 128 tokens each. "Free" is a batch
+without grammars, with several steps a dispatch as usual. In "beside", one request of the batch has
+a grammar. The figures are medians of milliseconds a step, without the compilation of the grammar.
+The forms take turns in every round, so that other work on the host meets all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.table import CORES
+from benchmarks.command import CORES, arguments, plain, write_json
 from enginepool import EnginePool, toy
 
 _TOKENS = 128
@@ -33,11 +31,8 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.structured_output")
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("structured_output", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
 
 
@@ -50,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, median in _medians(pool, batch, args.rounds).items():
                 figures.setdefault(name, {})[batch] = median
     print(f"ms a step, {CORES} cores, medians of {args.rounds}")
-    print("| | batch 1 | batch 8 |\n| --- | --- | --- |")
-    for name, row in figures.items():
-        cells = " | ".join(f"{row[batch]:.2f}" if batch in row else "" for batch in (1, 8))
-        print(f"| {name} | {cells} |")
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures), encoding="utf-8")
+    plain(
+        ["", "batch 1", "batch 8"],
+        [
+            [name, *(f"{row[batch]:.2f}" if batch in row else "" for batch in (1, 8))]
+            for name, row in figures.items()
+        ],
+    )
+    write_json(args, figures=figures)
     return 0
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import random
 import statistics
 import sys
@@ -27,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import jax
 
+from benchmarks.command import arguments, plain, write_json
 from benchmarks.micro_pool import (
     OUTPUT,
     PROMPT,
@@ -40,7 +39,6 @@ from benchmarks.micro_pool import (
 )
 from benchmarks.soak_checks import mixed_prompt, verifiable
 from benchmarks.span_checks import NEAR_TIE, Finished, check_mode, check_spans, check_tokens
-from benchmarks.table import plain
 from enginepool import EnginePool, EnginePoolError, SwapReport
 
 # "rolling" is a strategy, of which the mode is "drain".
@@ -55,8 +53,7 @@ _FEW_PROMPTS = 16  # that are asked again and again
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.swap_soak", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("swap_soak", __doc__)
     add = parser.add_argument
     add("--engines", type=int, default=4)
     add("--requests", type=int, default=64, help="in flight; default: 64")
@@ -64,7 +61,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mode", action="append", choices=MODES, help="again for more; default: all")
     add("--page-size", type=int, default=1, help="tokens of a KV page; default: 1")
     add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args(argv)
     args.mode = args.mode or list(MODES)
     return args
@@ -91,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     violations = [f"{row['mode']}: {text}" for row in rows for text in row["violations"]]
     print("\n".join(violations[:_SHOWN]))
-    if args.json:
-        figures = {"jax": jax.__version__, "arguments": vars(args), "rows": rows}
-        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    write_json(args, rows=rows)
     return 1 if violations else 0
 
 

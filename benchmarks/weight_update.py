@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import sys
 import tempfile
@@ -24,9 +23,9 @@ from typing import Any
 import jax
 import psutil
 
+from benchmarks.command import arguments, plain, write_json
 from benchmarks.load import Load
 from benchmarks.synthetic import sized_config, weight_bytes, write_model
-from benchmarks.table import CORES, plain
 from benchmarks.weight_cases import cases, measure, own_layout
 from benchmarks.weight_peers import Leaves, memcpy_seconds
 from enginepool import EnginePool, InvalidConfig
@@ -55,15 +54,13 @@ _HEADERS += ["fingerprint s", "total s", "leaves copied"]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_update", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments("weight_update", __doc__)
     add = parser.add_argument
     add("--size-gb", type=float, default=1.0, help="10^9 bytes of weights; default: 1")
     add("--engines", type=int, default=4, help="at most; fewer where memory asks")
     add("--rounds", type=int, default=3, help="ours and the peer in turn; the table has medians")
     add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, else bfloat16")
     add("--staging", default="double", choices=("double", "stream"), help="stream: no pauses")
-    add("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
 
 
@@ -98,10 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 pauses = _pauses(pool, own_layout(directory, other), args.rounds)
     memcpy = [memcpy_seconds(_MEMCPY_BYTES) for _ in range(args.rounds)]
     figures = {
-        "jax": jax.__version__,
         "platform": devices[0].platform,
-        "cores": CORES,
-        "arguments": {name: value for name, value in vars(args).items() if name != "json"},
         "engines": engines,
         "nbytes": nbytes,
         "memcpy_gb_per_sec": _MEMCPY_BYTES / statistics.median(memcpy) / 1e9,
@@ -109,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "pauses": pauses,
     }
     _show(figures)
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    write_json(args, **figures)
 
 
 def _return_memory_at_once() -> None:

@@ -26,7 +26,6 @@ from tunix.rl import common
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
-from benchmarks.tunix_rollouts import dimensions
 from enginepool.toy.files import PAD_ID
 from enginepool.tunix import EnginePoolRollout
 from tests.support.reference import LARGER, make_random_model
@@ -54,6 +53,23 @@ def load(directory: Path, family: str, mesh: Mesh) -> nnx.Module:
     model, params = LOADERS[family]
     config = model.ModelConfig(**dimensions(directory, tied))
     return params.create_model_from_safe_tensors(str(directory), config, mesh)
+
+
+def dimensions(directory: Path, tied: str) -> dict[str, Any]:
+    """A checkpoint's, as Tunix's `ModelConfig` names them; `tied` is its family's own name."""
+    given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return {
+        "num_layers": given["num_hidden_layers"],
+        "vocab_size": given["vocab_size"],
+        "embed_dim": given["hidden_size"],
+        "hidden_dim": given["intermediate_size"],
+        "num_heads": given["num_attention_heads"],
+        "head_dim": given["head_dim"],
+        "num_kv_heads": given["num_key_value_heads"],
+        "norm_eps": given["rms_norm_eps"],
+        "rope_theta": given["rope_theta"],
+        tied: given["tie_word_embeddings"],
+    }
 
 
 def mesh_of(fsdp: int, tp: int = 1) -> Mesh:
