@@ -12,7 +12,6 @@ import pytest
 from enginepool import EnginePool, PoolClosed
 from tests.support.faults import hang_in_step
 from tests.support.liveness import SECONDS, callers, running, until
-from tests.support.marks import slow
 from tests.support.pools import SMALL
 
 SCRIPT = Path(__file__).parents[1] / "support" / "exit_script.py"
@@ -32,7 +31,8 @@ def run(name: str, model: Path, *options: str) -> tuple[str, str]:
     return process.stdout, process.stderr
 
 
-@pytest.mark.parametrize("name", ["function", *slow("module", "cycle", "traceback", "daemons")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["function", "module", "cycle", "traceback", "daemons"])
 def test_forgotten(model_dir: Callable[[str], Path], name: str) -> None:
     """Nothing is printed when Python ends, wherever the pool is kept and whatever runs; where
     Python is asked for such warnings, one ResourceWarning."""

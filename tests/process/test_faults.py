@@ -281,6 +281,7 @@ def test_host_program(model_dir: Callable[[str], Path]) -> None:
     assert report["child lives"]
 
 
+@pytest.mark.slow
 def test_control_c(model_dir: Callable[[str], Path]) -> None:
     """Control-C in `generate_all` on the main thread raises KeyboardInterrupt there; nothing runs
     any more, the pool serves, and after closing the process ends by itself with no thread left."""
