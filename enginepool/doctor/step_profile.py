@@ -26,8 +26,9 @@ _SCHEDULER = {
 }
 _WORKER = {"forward_batch_generation": "transfers"}
 # Of decode steps that stay on the device; they begin with what is dispatched.
-_STEADY = {"dispatch": "dispatch", "take_over": "bookkeeping"}
-_BEGINS = ("forward_batch_generation", "dispatch")
+_STEADY = {"book": "bookkeeping"}
+_STEADY_PROGRAM = {"step": "dispatch"}
+_BEGINS = ("forward_batch_generation", "step")
 _RUNNER = {"forward": "dispatch", "sample": "sampling", "compute_logprobs": "sampling"}
 SECTIONS = (
     *("admission", "scheduling", "batch", "transfers", "dispatch", "sampling"),
@@ -76,6 +77,7 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
         for owner, sections in (
             (scheduler, _SCHEDULER),
             (scheduler.steady, _STEADY),
+            (scheduler.steady.program, _STEADY_PROGRAM),
             (tp_worker, _WORKER),
             (tp_worker.worker.model_runner, _RUNNER),
         ):
@@ -110,7 +112,7 @@ class _Clock:
     def beginning(self, scheduler: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def counting(*args: Any, **kwargs: Any) -> Any:
-            steps = args[2] if method.__name__ == "dispatch" else 1
+            steps = args[2] if method.__name__ == "step" else 1
             self.profile.steps += steps
             self.profile.tokens += steps * scheduler.cur_batch.batch_size()
             return method(*args, **kwargs)

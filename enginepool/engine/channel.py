@@ -172,7 +172,7 @@ class Channel:
             self.busy_since = now
         self.steps += 1
 
-    # In flight, between two steps that have no boundary between them: see `steady/flight.py`
+    # In flight, between two steps that have no boundary between them: see `steady/decode.py`
 
     def between_steps(self, take_over: Callable[[], Any]) -> Any:
         """A step has come back: call this for what it brought, and the next one runs.

@@ -12,7 +12,7 @@ from enginepool import EnginePool
 from enginepool.dispatch.condition import EngineCondition
 from enginepool.engine.single_stepping import SingleStepping, one_step_at_a_time
 from enginepool.engine.steady.decode import SteadyDecode
-from enginepool.engine.steady.flight import Flight
+from enginepool.engine.steady.in_flight import StepsInFlight
 from tests.support.faults import scheduler_of
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.marks import steady_decode
@@ -94,16 +94,16 @@ def test_it_ends_with_the_block() -> None:
 def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And several again afterwards."""
     pool, seen = eight_at_once, list[tuple[bool, int, int]]()
-    dispatch = Flight.dispatch
+    launch = SteadyDecode._launch
 
-    def dispatching(self: Any) -> bool:
-        begun, before = self._home.one_by_one, self.on_their_way
-        done = dispatch(self)
+    def launching(self: Any, in_flight: StepsInFlight) -> bool:
+        begun, before = self._channel.single_stepping.on, in_flight.steps
+        done = launch(self, in_flight)
         if done:
-            seen.append((begun, before, self.on_their_way))
+            seen.append((begun, before, in_flight.steps))
         return done
 
-    monkeypatch.setattr(Flight, "dispatch", dispatching)
+    monkeypatch.setattr(SteadyDecode, "_launch", launching)
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:1])
         flying(pool, 1)
@@ -139,10 +139,10 @@ def test_engines_that_swap_wait_for_a_step_and_not_for_many(
     pool, landings, stood = eight_at_once, dict[int, int](), list[int]()
     wants, pause = SteadyDecode.wants_boundary, EngineCondition.pause
 
-    def wanting(self: Any, flight: Flight) -> bool:
-        lands = wants(self, flight)
+    def wanting(self: Any, in_flight: StepsInFlight) -> bool:
+        lands = wants(self, in_flight)
         if lands:
-            landings.setdefault(id(self._channel.condition), flight.on_their_way)
+            landings.setdefault(id(self._channel.condition), in_flight.steps)
         return lands
 
     def pausing(self: Any, reason: Any) -> None:

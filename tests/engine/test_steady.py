@@ -258,18 +258,18 @@ def test_what_is_taken_ahead_is_given_up(
     params = [LONG | {"max_new_tokens": tokens} for tokens in (90, 30)]
     expected = [ask(pool, *both)[0] for both in zip(params, prompts, strict=True)]
     pool.flush_cache()
-    steady, dispatched = faults.scheduler_of(pool, 0).steady, 0
-    flown, arrived, dispatch = threading.Event(), threading.Event(), steady.dispatch
+    program, launched = faults.scheduler_of(pool, 0).steady.program, 0
+    flown, arrived, step = threading.Event(), threading.Event(), program.step
 
     def until_it_has_come(*args: Any) -> Any:
-        nonlocal dispatched
-        dispatched += 1
-        if dispatched == 9:
+        nonlocal launched
+        launched += 1
+        if launched == 9:
             flown.set()
             assert arrived.wait(SECONDS)
-        return dispatch(*args)
+        return step(*args)
 
-    monkeypatch.setattr(steady, "dispatch", until_it_has_come)
+    monkeypatch.setattr(program, "step", until_it_has_come)
     before = steps(pool)
     with callers() as executor:
         first = executor.submit(ask_without_flush, pool, params[0], prompts[0])
@@ -416,21 +416,21 @@ def test_arrays_that_are_gone(
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
         flying(pool, 4)
-        steady, happened = faults.scheduler_of(pool, 1).steady, threading.Event()
-        dispatch = steady.dispatch
+        program, happened = faults.scheduler_of(pool, 1).steady.program, threading.Event()
+        step = program.step
 
         def without(*args: Any) -> Any:
             if not happened.is_set():
                 fault(pool, 1)
                 happened.set()
-            return dispatch(*args)
+            return step(*args)
 
-        steady.dispatch = without
+        program.step = without
         try:
             assert happened.wait(SECONDS)
             same(call.result(SECONDS), expected)
         finally:
-            del steady.dispatch
+            del program.step
     until(lambda: any(e["event"] == "engine_recovered" for e in pool.events()[before:]))
     same(ask(pool, LONG, PROMPTS[:4]), [cut(result, 200) for result in expected])
 

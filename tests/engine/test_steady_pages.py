@@ -61,18 +61,18 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 def held_in_flight(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """Events: some steps of a flight are dispatched, and it may go on, which it waits for."""
-    steady, dispatched = faults.scheduler_of(pool, 0).steady, 0
-    flown, may_go_on, dispatch = threading.Event(), threading.Event(), steady.dispatch
+    program, launched = faults.scheduler_of(pool, 0).steady.program, 0
+    flown, may_go_on, step = threading.Event(), threading.Event(), program.step
 
     def waiting_once(*args: Any) -> Any:
-        nonlocal dispatched
-        dispatched += 1
-        if dispatched == 9:
+        nonlocal launched
+        launched += 1
+        if launched == 9:
             flown.set()
             assert may_go_on.wait(SECONDS)
-        return dispatch(*args)
+        return step(*args)
 
-    monkeypatch.setattr(steady, "dispatch", waiting_once)
+    monkeypatch.setattr(program, "step", waiting_once)
     return flown, may_go_on
 
 
@@ -141,15 +141,16 @@ def test_who_comes_between_two_chunks(paged: EnginePool, monkeypatch: pytest.Mon
     expected = [ask(paged, *both)[0] for both in zip(params, [[p] for p in prompts], strict=True)]
     before = len(paged.events())
     paged.flush_cache()
-    begun, may_go_on, dispatch = threading.Event(), threading.Event(), scheduler.steady.dispatch
+    program = scheduler.steady.program
+    begun, may_go_on, step = threading.Event(), threading.Event(), program.step
 
     def between_chunks(*args: Any) -> Any:
         if any(scheduler.chunked_reqs) and not begun.is_set():
             begun.set()
             assert may_go_on.wait(SECONDS)
-        return dispatch(*args)
+        return step(*args)
 
-    monkeypatch.setattr(scheduler.steady, "dispatch", between_chunks)
+    monkeypatch.setattr(program, "step", between_chunks)
     with callers() as executor:
         calls = [executor.submit(ask_without_flush, paged, params[0], prompts[:1])]
         until(lambda: running(paged) == 1)

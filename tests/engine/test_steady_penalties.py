@@ -108,14 +108,14 @@ def test_nobody_falls_back_for_penalties(
 ) -> None:
     """The device looks at penalties only for as long as a request runs that has some."""
     most = steady_pool.config.max_decode_steps
-    steady, looked_at = faults.scheduler_of(steady_pool, 0).steady, list[bool]()
-    dispatch = steady.dispatch
+    program, looked_at = faults.scheduler_of(steady_pool, 0).steady.program, list[bool]()
+    step = program.step
 
     def looking(state: Any, batch: Any, at_once: int) -> Any:
         looked_at.extend([bool(batch.sampling.do_penalties)] * at_once)
-        return dispatch(state, batch, at_once)
+        return step(state, batch, at_once)
 
-    monkeypatch.setattr(steady, "dispatch", looking)
+    monkeypatch.setattr(program, "step", looking)
     before = steps(steady_pool)
     penalties = {"frequency_penalty": 0.4, "min_new_tokens": 3}
     params = [LONG | {"max_new_tokens": 40}, LONG | {"max_new_tokens": 8} | penalties]

@@ -44,7 +44,10 @@ def every_step(scheduler: Any, change: Callable[[Any], Any]) -> Callable[[], Non
 
 
 def _steps(scheduler: Any) -> list[tuple[Any, str]]:
-    return [(scheduler.tp_worker, "forward_batch_generation"), (scheduler.steady, "dispatch")]
+    places: list[tuple[Any, str]] = [(scheduler.tp_worker, "forward_batch_generation")]
+    if (program := scheduler.steady.program) is not None:
+        places.append((program, "step"))
+    return places
 
 
 def _everywhere(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> Callable[[], None]:
@@ -109,7 +112,7 @@ def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) ->
         raise Fault(f"the requests of engine {engine_index} are wrong")
 
     scheduler = scheduler_of(pool, engine_index)
-    places = [(scheduler, "process_batch_result"), (scheduler.steady, "take_over")]
+    places = [(scheduler, "process_batch_result"), (scheduler.steady, "book")]
     _once(places, at, wrong)
 
 

@@ -33,14 +33,14 @@ def steps(pool: EnginePool) -> tuple[int, int]:
 def upstreams_own(pool: EnginePool) -> Iterator[None]:
     """All decode steps are upstream's own, of a pool that rests now and when the block ends."""
     steady = [scheduler_of(pool, index).steady for index in range(len(pool.engines))]
-    programs = [one._program for one in steady]
+    programs = [one.program for one in steady]
     for one in steady:
-        one._program = None
+        one.program = None
     try:
         yield
     finally:
         for one, program in zip(steady, programs, strict=True):
-            one._program = program
+            one.program = program
 
 
 @contextmanager
@@ -55,18 +55,18 @@ def several_at_once() -> Iterator[None]:
 
 @contextmanager
 def joins() -> Iterator[list[int]]:
-    """How many requests join a flight meanwhile, each time."""
-    from enginepool.engine.steady.flight import Flight
+    """How many requests join steps in flight meanwhile, each time."""
+    from enginepool.engine.steady.in_flight import StepsInFlight
 
     counts: list[int] = []
-    join = Flight.join
+    join = StepsInFlight.join
 
     def counting(self: Any, reqs: list[Any]) -> None:
         counts.append(len(reqs))
         join(self, reqs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Flight, "join", counting)
+        patch.setattr(StepsInFlight, "join", counting)
         yield counts
 
 
