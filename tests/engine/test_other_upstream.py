@@ -32,6 +32,7 @@ REACHES = {
     "engine/rotary_check.py",
     "engine/scheduler.py",
     "engine/prefill_program.py",
+    "engine/steady/admission.py",
     "engine/steady/decode.py",
     "engine/steady/forward.py",
     "engine/steady/pages.py",

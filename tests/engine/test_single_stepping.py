@@ -137,13 +137,12 @@ def test_engines_that_swap_wait_for_a_step_and_not_for_many(
 ) -> None:
     """A step at most is on its way when an engine hears of the swap."""
     pool, landings, stood = eight_at_once, dict[int, int](), list[int]()
-    wants, pause = SteadyDecode.wants_boundary, EngineCondition.pause
+    look, pause = SteadyDecode._look_who_waits, EngineCondition.pause
 
-    def wanting(self: Any, in_flight: StepsInFlight) -> bool:
-        lands = wants(self, in_flight)
-        if lands:
+    def looking(self: Any, in_flight: StepsInFlight) -> None:
+        look(self, in_flight)
+        if in_flight.closed:
             landings.setdefault(id(self._channel.condition), in_flight.steps)
-        return lands
 
     def pausing(self: Any, reason: Any) -> None:
         stood.append(id(self))
@@ -154,7 +153,7 @@ def test_engines_that_swap_wait_for_a_step_and_not_for_many(
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
         flying(pool, 4)
-        monkeypatch.setattr(SteadyDecode, "wants_boundary", wanting)
+        monkeypatch.setattr(SteadyDecode, "_look_who_waits", looking)
         monkeypatch.setattr(EngineCondition, "pause", pausing)
         staged.commit(mode)
         call.result(SECONDS)

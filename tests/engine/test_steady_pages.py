@@ -122,7 +122,7 @@ def test_whoever_is_prefilled_in_part_does_not_join(
 
 def test_upstream_has_the_last_word(paged: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whom it cuts for reasons of its own does not join."""
-    monkeypatch.setattr(faults.scheduler_of(paged, 0).steady, "_may_join", lambda _: True)
+    monkeypatch.setattr(faults.scheduler_of(paged, 0).steady.admission, "_may_join", lambda _: True)
     assert ask_late(paged, prompts_of([100, 200]), monkeypatch) == []
 
 
@@ -169,9 +169,9 @@ def test_a_flight_refuses_who_is_prefilled_in_part(
     paged: EnginePool, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should one come there after all, the engine is reset, and the answers are right."""
-    steady = faults.scheduler_of(paged, 0).steady
-    monkeypatch.setattr(steady, "_may_join", lambda _: True)
-    monkeypatch.setattr(steady, "_in_chunks", dict)
+    admission = faults.scheduler_of(paged, 0).steady.admission
+    monkeypatch.setattr(admission, "_may_join", lambda _: True)
+    monkeypatch.setattr(admission, "_in_chunks", dict)
     (error,) = ask_late(paged, prompts_of([100, 300]), monkeypatch, given)
     assert "may not fly" in error
 

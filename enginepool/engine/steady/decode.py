@@ -20,6 +20,7 @@ from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 import patches
 from enginepool.engine.steady import rows as booking
+from enginepool.engine.steady.admission import Admission, drop_ended
 from enginepool.engine.steady.in_flight import StepsInFlight
 from enginepool.engine.steady.pace import Pace
 from enginepool.engine.steady.pages import Pages
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 # Launches in flight at a time: one that runs, one that waits behind it.
 _LAUNCHES = 2
-# Steps after which a flight lands while requests wait that could not start when it took off.
-_STEPS_WHILE_WAITING = 16
 
 
 class SteadyDecode:
@@ -45,9 +44,7 @@ class SteadyDecode:
         self._scheduler, self._channel = scheduler, channel
         able = patches.optimising() and supported(scheduler)
         self.program = StepProgram(scheduler, channel.max_decode_steps) if able else None
-        self._queued = 0  # requests in the pool's queue that were left there
-        self._freed = False  # a request has ended since upstream last looked for room
-        self._letting_in: StepsInFlight | None = None
+        self.admission = Admission(scheduler, channel)
         self._pace = Pace(channel.max_decode_steps)
         self._booked_at: float | None = None  # when the launch before was, in this run
 
@@ -80,33 +77,24 @@ class SteadyDecode:
     def before_waiting(self) -> None:
         """Upstream's own step is dispatched and is waited for next: if it is for requests that join
         a flight, the flight's next step goes behind it."""
-        if self._letting_in is not None:
-            self._launch(self._letting_in)
+        self.admission.before_waiting()
 
     def _run(self, batch: Any, program: StepProgram) -> None:
         scheduler, channel = self._scheduler, self._channel
         reqs = batch.reqs_info[0].reqs
         size = program.bucket(len(reqs))
-        self._queued, self._freed = channel.queued(), False
+        self.admission.begin()
         self._booked_at = None
         rows, pages = Rows(size, self._asking), Pages(scheduler, size)
         with channel.single_stepping.steps_in_flight():
-            self._run_steps(StepsInFlight(program, rows, pages, reqs, self._limit()))
-        self._filter(batch)
+            self._run_steps(StepsInFlight(program, rows, pages, reqs, self.admission.most_steps()))
+        drop_ended(batch)
         booking.settle(batch)
         scheduler.forward_ct += rows.steps
         scheduler.new_token_ratio = max(
             scheduler.new_token_ratio - (rows.steps - 1) * scheduler.new_token_ratio_decay,
             scheduler.min_new_token_ratio,
         )
-
-    def _limit(self) -> int | None:
-        """How many steps are run at most."""
-        scheduler, scorer = self._scheduler, self._scheduler.scorer
-        if self._in_chunks() or scorer.holds_kv:
-            return 1  # the next piece of a prompt comes between any two
-        waiting = self._queued or scheduler.waiting_queue or scorer.has_prompts
-        return _STEPS_WHILE_WAITING if waiting else None
 
     def _run_steps(self, in_flight: StepsInFlight) -> None:
         """Launch steps and book them until something needs a step boundary. That is one step at
@@ -121,8 +109,8 @@ class SteadyDecode:
         while in_flight.launches and len(in_flight.rows.seated):
             self._book_oldest(in_flight)
             with self._booking_what_is_launched(in_flight):
-                if not in_flight.closed and self.wants_boundary(in_flight):
-                    in_flight.closed = True
+                if not in_flight.closed:
+                    self._look_who_waits(in_flight)
                 self._launch_ahead(in_flight)
         in_flight.settle()
 
@@ -159,14 +147,11 @@ class SteadyDecode:
 
     def _steps_at_once(self, in_flight: StepsInFlight) -> int:
         idle = in_flight.idle
-        if idle is not None and self._letting_in is None:
+        if idle is not None and not self.admission.prefilling:
             self._pace.dispatched(idle=idle)
         if self._channel.single_stepping.on:
             return 1
-        scheduler = self._scheduler
-        waits = self._letting_in or scheduler.waiting_queue or len(self._channel.queue)
-        streamed = in_flight.rows.streamed
-        return self._pace.steps(calm=not (streamed or waits or scheduler.scorer.has_prompts))
+        return self._pace.steps(calm=not in_flight.rows.streamed and self.admission.calm)
 
     # Booking
 
@@ -208,88 +193,21 @@ class SteadyDecode:
         """A request has ended: what it held of the KV cache is the prefix cache's."""
         self._pace.ended(len(req.output_ids))
         release_kv_cache(req, self._scheduler.tree_cache)
-        self._freed = True
+        self.admission.request_ended()
 
-    # Step boundaries, and requests that join
+    # Between two launches
 
-    def wants_boundary(self, in_flight: StepsInFlight) -> bool:
-        """Whether something waits for a step boundary. Requests may join instead."""
-        channel = self._channel
-        channel.single_stepping.in_flight(in_flight.steps)
-        if channel.has_jobs():
-            return True
-        queued = channel.queued()
-        more = queued > self._queued or (self._freed and bool(self._scheduler.waiting_queue))
-        self._queued = min(queued, self._queued)
-        return (more and not self._let_in(in_flight)) or self._may_score()
-
-    def _may_score(self) -> bool:
-        """Whether prompts wait for a step boundary, where they are scored, and may find room."""
-        scorer = self._scheduler.scorer
-        return scorer.has_prompts and (self._freed or not scorer.waits_for_room)
-
-    def _let_in(self, in_flight: StepsInFlight) -> bool:
-        """Prefill who waits, behind a step that is on its way, and let them join; False if that
-        needs a step boundary."""
-        scheduler, channel = self._scheduler, self._channel
-        if not in_flight.room:
-            return False
-        channel.pull(at_most=in_flight.room)
-        self._queued = channel.queued()
-        waiting = scheduler.waiting_queue
-        if not waiting:
-            return True
-        running = scheduler.running_batch
-        self._filter(running)
-        if running.is_empty() or len(waiting) > in_flight.room or not self._may_join(waiting):
-            return False
-        batch = scheduler.get_new_batch_prefill()
-        if batch is None:
-            # For want of KV cache, of which the flight may have taken some ahead. Upstream would
-            # not look again before a request has ended.
-            running.reqs_info[0].batch_is_full = False
-            return False
-        self._prefill(batch, in_flight)
-        in_chunks = self._in_chunks()
-        batch.filter_batch(chunked_req_to_exclude=in_chunks)
-        if not batch.is_empty():
-            reqs = list(batch.reqs_info[0].reqs)
-            running.merge_batch(batch)
-            in_flight.join(reqs)
-        return not in_chunks
-
-    def _prefill(self, batch: Any, in_flight: StepsInFlight) -> None:
-        scheduler = self._scheduler
-        flown, scheduler.cur_batch = scheduler.cur_batch, batch
-        self._channel.steps += 1
-        self._letting_in = in_flight
-        try:
-            result = scheduler.run_batch(batch)
-        finally:
-            self._letting_in = None
-        scheduler.process_batch_result(batch, result)
-        scheduler.cur_batch = flown
-        self._freed = bool(scheduler.waiting_queue)  # what is left is tried again after a step
-
-    def _filter(self, batch: Any) -> None:
-        """Requests that have ended leave upstream's batch, so that others find room in it."""
-        before = batch.batch_size()
-        batch.filter_batch()
-        if batch.batch_size() < before:
-            batch.reqs_info[0].batch_is_full = False
-
-    def _may_join(self, reqs: list[Any]) -> bool:
-        """Whether these are prefilled in one step, as a whole; upstream charges whole pages."""
-        args, page = self._scheduler.server_args, self._scheduler.page_size
-        lengths = (len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
-        tokens = sum(-(-length // page) * page for length in lengths)
-        limits = [args.max_prefill_tokens, args.chunked_prefill_size]
-        return tokens <= min(limit for limit in limits if limit and limit > 0)
-
-    def _in_chunks(self) -> dict[int, Any]:
-        """Who is prefilled in part, and upstream's to go on with; by its rank, as upstream asks."""
-        chunked = self._scheduler.chunked_reqs
-        return {rank: req for rank, req in enumerate(chunked) if req is not None}
+    def _look_who_waits(self, in_flight: StepsInFlight) -> None:
+        """Admit requests that wait. Launch no more if a step boundary is needed."""
+        admission = self.admission
+        self._channel.single_stepping.in_flight(in_flight.steps)
+        admission.look()
+        if (
+            self._channel.has_jobs()
+            or (admission.wanted and not admission.admit(in_flight, self._launch))
+            or admission.prompt_waits
+        ):
+            in_flight.closed = True
 
     def _asking(self, req: Any) -> Request | None:
         """The pool's request, if it wants the most probable ids or names some."""

@@ -1,0 +1,158 @@
+"""Requests that wait while steps are in flight: who joins, and who needs a step boundary.
+
+Reaches into upstream's scheduler and its batches.
+
+What breaks: Upstream prefills between two decode steps. All running requests then wait until the
+host has read what the prefill sampled.
+Why: Upstream launches a step and reads its result in one call.
+Remove when: With `program.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from enginepool.engine.steady.in_flight import StepsInFlight
+
+if TYPE_CHECKING:
+    from enginepool.engine.channel import Channel
+
+# How many steps are launched at most while requests wait that could not start before the first.
+_STEPS_WHILE_WAITING = 16
+
+
+class Admission:
+    """Admits requests to one engine's steps in flight. Used on the engine's thread."""
+
+    def __init__(self, scheduler: Any, channel: Channel) -> None:
+        self._scheduler, self._channel = scheduler, channel
+        self._left = 0  # requests in the pool's queue that need not be looked at again
+        self._arrived = False  # there are more of them
+        self._freed = False  # a request has ended since upstream last looked for room
+        self._launch_next: Callable[[], object] | None = None
+
+    def begin(self) -> None:
+        """Steps begin at a boundary, where all that can start has started."""
+        self._left, self._freed = self._channel.queued(), False
+
+    def most_steps(self) -> int | None:
+        """How many steps may be launched until the next boundary."""
+        scheduler, scorer = self._scheduler, self._scheduler.scorer
+        if self._in_chunks() or scorer.holds_kv:
+            return 1  # the next piece of a prompt comes between any two
+        waiting = self._left or scheduler.waiting_queue or scorer.has_prompts
+        return _STEPS_WHILE_WAITING if waiting else None
+
+    def request_ended(self) -> None:
+        """There is more room than before."""
+        self._freed = True
+
+    def look(self) -> None:
+        """Read the length of the pool's queue."""
+        queued = self._channel.queued()
+        self._arrived = queued > self._left
+        self._left = min(queued, self._left)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether requests wait for which upstream may find room."""
+        return self._arrived or (self._freed and bool(self._scheduler.waiting_queue))
+
+    @property
+    def prompt_waits(self) -> bool:
+        """Whether a prompt waits for a step boundary, to be scored there, and may find room."""
+        scorer = self._scheduler.scorer
+        return scorer.has_prompts and (self._freed or not scorer.waits_for_room)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nobody waits for the next launch to end."""
+        scheduler = self._scheduler
+        waits = self._launch_next or scheduler.waiting_queue or len(self._channel.queue)
+        return not (waits or scheduler.scorer.has_prompts)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether a prefill is being launched."""
+        return self._launch_next is not None
+
+    def admit(
+        self, in_flight: StepsInFlight, launch_next: Callable[[StepsInFlight], object]
+    ) -> bool:
+        """Prefill the requests that wait, and let them join.
+
+        Args:
+            launch_next: Launches the next decode step. It is called when the prefill is launched
+                and has not been waited for.
+
+        Returns:
+            False if one of them needs a step boundary.
+        """
+        scheduler, channel = self._scheduler, self._channel
+        if not in_flight.room:
+            return False
+        channel.pull(at_most=in_flight.room)
+        self._left = channel.queued()
+        waiting = scheduler.waiting_queue
+        if not waiting:
+            return True
+        running = scheduler.running_batch
+        drop_ended(running)
+        if running.is_empty() or len(waiting) > in_flight.room or not self._may_join(waiting):
+            return False
+        batch = scheduler.get_new_batch_prefill()
+        if batch is None:
+            # The KV cache is full, perhaps with pages that were allocated ahead. Upstream would
+            # not look again before a request has ended.
+            running.reqs_info[0].batch_is_full = False
+            return False
+        self._prefill(batch, partial(launch_next, in_flight))
+        in_chunks = self._in_chunks()
+        batch.filter_batch(chunked_req_to_exclude=in_chunks)
+        if not batch.is_empty():
+            reqs = list(batch.reqs_info[0].reqs)
+            running.merge_batch(batch)
+            in_flight.join(reqs)
+        return not in_chunks
+
+    def before_waiting(self) -> None:
+        """A step of upstream's is launched and will be waited for. If it is a prefill of this
+        class, launch the next decode step behind it."""
+        if self._launch_next is not None:
+            self._launch_next()
+
+    def _prefill(self, batch: Any, launch_next: Callable[[], object]) -> None:
+        scheduler = self._scheduler
+        decoding, scheduler.cur_batch = scheduler.cur_batch, batch
+        self._channel.steps += 1
+        self._launch_next = launch_next
+        try:
+            result = scheduler.run_batch(batch)
+        finally:
+            self._launch_next = None
+        scheduler.process_batch_result(batch, result)
+        scheduler.cur_batch = decoding
+        self._freed = bool(scheduler.waiting_queue)  # the rest is tried again after a step
+
+    def _may_join(self, reqs: list[Any]) -> bool:
+        """Whether one prefill computes all of these prompts. Upstream charges whole pages."""
+        args, page = self._scheduler.server_args, self._scheduler.page_size
+        lengths = (len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
+        tokens = sum(-(-length // page) * page for length in lengths)
+        limits = [args.max_prefill_tokens, args.chunked_prefill_size]
+        return tokens <= min(limit for limit in limits if limit and limit > 0)
+
+    def _in_chunks(self) -> dict[int, Any]:
+        """Requests that are prefilled in part, by rank, as upstream asks for them."""
+        chunked = self._scheduler.chunked_reqs
+        return {rank: req for rank, req in enumerate(chunked) if req is not None}
+
+
+def drop_ended(batch: Any) -> None:
+    """Remove ended requests from upstream's batch, so that others find room in it."""
+    before = batch.batch_size()
+    batch.filter_batch()
+    if batch.batch_size() < before:
+        batch.reqs_info[0].batch_is_full = False
