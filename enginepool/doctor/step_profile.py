@@ -22,10 +22,10 @@ _SCHEDULER = {
     "run_batch": "batch",
     "process_batch_result": "bookkeeping",
     "stream_output": "output",
-    "wait_for_device": "device",
 }
 _WORKER = {"forward_batch_generation": "transfers"}
 # Of decode steps that stay on the device; they begin with what is dispatched.
+_DEVICE_WAIT = {"until_ready": "device"}
 _STEADY = {"book": "bookkeeping"}
 _STEADY_PROGRAM = {"step": "dispatch"}
 _BEGINS = ("forward_batch_generation", "step")
@@ -76,6 +76,7 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
         tp_worker: Any = scheduler.tp_worker
         for owner, sections in (
             (scheduler, _SCHEDULER),
+            (scheduler.device_wait, _DEVICE_WAIT),
             (scheduler.steady, _STEADY),
             (scheduler.steady.program, _STEADY_PROGRAM),
             (tp_worker, _WORKER),

@@ -32,6 +32,7 @@ from enginepool.dispatch.request import aborted
 from enginepool.dispatch.scoring import Scored
 from enginepool.engine.common_programs import share
 from enginepool.engine.config_reads import noted_reads
+from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.grammar import RequestGrammar, check_upstream
 from enginepool.engine.kv_cache import KVCache
@@ -69,7 +70,6 @@ class PinnedScheduler(Scheduler):
 
     def __init__(self, server_args: Any, mesh: Mesh, channel: Channel) -> None:
         self.running, self.condition = channel.running, channel.condition
-        self.limiter = channel.limiter
         expect(Scheduler, *_OVERRIDDEN)
         check_upstream()
         # No ports: upstream opens none when it is given a channel.
@@ -81,8 +81,7 @@ class PinnedScheduler(Scheduler):
         model_runner: Any = self.tp_worker.worker.model_runner
         share(model_runner, common_programs())
         self._top_logprobs = TopLogprobs(model_runner)
-        self._compute_logprobs = model_runner.compute_logprobs
-        model_runner.compute_logprobs = self._compute_logprobs_and_wait
+        self.device_wait = DeviceWait(model_runner, channel.limiter)
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
         self.prefill_program = PrefillProgram(self.tp_worker.worker)
@@ -93,7 +92,7 @@ class PinnedScheduler(Scheduler):
             has_work=self.has_work,
             cannot_hold=self._cannot_hold,
         )
-        self.steady = SteadyDecode(self, channel)
+        self.steady = SteadyDecode(self, channel, self.scorer, self.device_wait)
 
     # What upstream calls
 
@@ -148,18 +147,6 @@ class PinnedScheduler(Scheduler):
                     # Several may have come at once; `request` has what was published.
                     if len(req.output_ids) // interval > len(request.output_ids) // interval:
                         running.publish(request)
-
-    def _compute_logprobs_and_wait(self, *args: Any) -> Any:
-        """Upstream's last program of a step; it would get the result right after this."""
-        logprobs = self._compute_logprobs(*args)
-        self.steady.before_waiting()
-        self.wait_for_device(logprobs)
-        return logprobs
-
-    def wait_for_device(self, result: Any) -> None:
-        """Wait until a step's results are there. Other engines may step meanwhile."""
-        with self.limiter.released():
-            result.block_until_ready()
 
     def get_new_batch_prefill(self) -> Any:
         """Admit requests.
@@ -296,7 +283,7 @@ class PinnedScheduler(Scheduler):
 
     def score(self) -> None:
         """Compute a piece of the prompts that are to be scored."""
-        complete, broken, alone = self.scorer.step(self.wait_for_device)
+        complete, broken, alone = self.scorer.step(self.device_wait.until_ready)
         running = self.running
         with running.lock:  # the step may have been abandoned: then it holds nothing any more
             for requests, scored in complete:

@@ -138,7 +138,7 @@ def held(make_pool: MakePool) -> Iterator[tuple[Any, threading.Event, threading.
     pool = make_pool("toy", 2)
     waits, over = threading.Event(), threading.Event()
     scheduler: Any = pool.engines[0].scheduler_info["scheduler"]
-    wait = scheduler.wait_for_device
+    wait = scheduler.device_wait.until_ready
 
     class Slow:
         """A result that is not there yet."""
@@ -151,10 +151,10 @@ def held(make_pool: MakePool) -> Iterator[tuple[Any, threading.Event, threading.
             assert over.wait(SECONDS)
             self.result.block_until_ready()
 
-    scheduler.wait_for_device = lambda result: wait(Slow(result))
+    scheduler.device_wait.until_ready = lambda result: wait(Slow(result))
     yield pool, waits, over
     over.set()
-    del scheduler.wait_for_device
+    del scheduler.device_wait.until_ready
 
 
 @pytest.mark.usefixtures("one_slot")

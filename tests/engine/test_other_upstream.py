@@ -25,6 +25,7 @@ REACHES = {
     "engine/build.py",
     "engine/common_programs.py",
     "engine/config_reads.py",
+    "engine/device_wait.py",
     "engine/executable_cache.py",
     "engine/grammar.py",
     "engine/kv_cache.py",

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.steady.in_flight import StepsInFlight
 
 if TYPE_CHECKING:
     from enginepool.engine.channel import Channel
+    from enginepool.engine.scoring import Scorer
 
 # How many steps are launched at most while requests wait that could not start before the first.
 _STEPS_WHILE_WAITING = 16
@@ -26,12 +28,14 @@ _STEPS_WHILE_WAITING = 16
 class Admission:
     """Admits requests to one engine's steps in flight. Used on the engine's thread."""
 
-    def __init__(self, scheduler: Any, channel: Channel) -> None:
+    def __init__(
+        self, scheduler: Any, channel: Channel, scorer: Scorer, device_wait: DeviceWait
+    ) -> None:
         self._scheduler, self._channel = scheduler, channel
+        self._scorer, self._device_wait = scorer, device_wait
         self._left = 0  # requests in the pool's queue that need not be looked at again
         self._arrived = False  # there are more of them
         self._freed = False  # a request has ended since upstream last looked for room
-        self._launch_next: Callable[[], object] | None = None
 
     def begin(self) -> None:
         """Steps begin at a boundary, where all that can start has started."""
@@ -39,10 +43,10 @@ class Admission:
 
     def most_steps(self) -> int | None:
         """How many steps may be launched until the next boundary."""
-        scheduler, scorer = self._scheduler, self._scheduler.scorer
+        scorer = self._scorer
         if self._in_chunks() or scorer.holds_kv:
             return 1  # the next piece of a prompt comes between any two
-        waiting = self._left or scheduler.waiting_queue or scorer.has_prompts
+        waiting = self._left or self._scheduler.waiting_queue or scorer.has_prompts
         return _STEPS_WHILE_WAITING if waiting else None
 
     def request_ended(self) -> None:
@@ -63,20 +67,14 @@ class Admission:
     @property
     def prompt_waits(self) -> bool:
         """Whether a prompt waits for a step boundary, to be scored there, and may find room."""
-        scorer = self._scheduler.scorer
+        scorer = self._scorer
         return scorer.has_prompts and (self._freed or not scorer.waits_for_room)
 
     @property
     def calm(self) -> bool:
         """Whether nobody waits for the next launch to end."""
-        scheduler = self._scheduler
-        waits = self._launch_next or scheduler.waiting_queue or len(self._channel.queue)
-        return not (waits or scheduler.scorer.has_prompts)
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether a prefill is being launched."""
-        return self._launch_next is not None
+        waits = self._scheduler.waiting_queue or len(self._channel.queue)
+        return not (waits or self._scorer.has_prompts)
 
     def admit(
         self, in_flight: StepsInFlight, launch_next: Callable[[StepsInFlight], object]
@@ -117,21 +115,12 @@ class Admission:
             in_flight.join(reqs)
         return not in_chunks
 
-    def before_waiting(self) -> None:
-        """A step of upstream's is launched and will be waited for. If it is a prefill of this
-        class, launch the next decode step behind it."""
-        if self._launch_next is not None:
-            self._launch_next()
-
     def _prefill(self, batch: Any, launch_next: Callable[[], object]) -> None:
         scheduler = self._scheduler
         decoding, scheduler.cur_batch = scheduler.cur_batch, batch
         self._channel.steps += 1
-        self._launch_next = launch_next
-        try:
+        with self._device_wait.launching_before(launch_next):
             result = scheduler.run_batch(batch)
-        finally:
-            self._launch_next = None
         scheduler.process_batch_result(batch, result)
         scheduler.cur_batch = decoding
         self._freed = bool(scheduler.waiting_queue)  # the rest is tried again after a step

@@ -19,6 +19,7 @@ import numpy as np
 from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 import patches
+from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.steady import rows as booking
 from enginepool.engine.steady.admission import Admission, drop_ended
 from enginepool.engine.steady.in_flight import StepsInFlight
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from enginepool.dispatch.request import Request
     from enginepool.engine.channel import Channel
+    from enginepool.engine.scoring import Scorer
 
 # Launches in flight at a time: one that runs, one that waits behind it.
 _LAUNCHES = 2
@@ -40,11 +42,14 @@ _LAUNCHES = 2
 class SteadyDecode:
     """The flights of one engine; on its thread."""
 
-    def __init__(self, scheduler: Any, channel: Channel) -> None:
+    def __init__(
+        self, scheduler: Any, channel: Channel, scorer: Scorer, device_wait: DeviceWait
+    ) -> None:
         self._scheduler, self._channel = scheduler, channel
+        self._device_wait = device_wait
         able = patches.optimising() and supported(scheduler)
         self.program = StepProgram(scheduler, channel.max_decode_steps) if able else None
-        self.admission = Admission(scheduler, channel)
+        self.admission = Admission(scheduler, channel, scorer, device_wait)
         self._pace = Pace(channel.max_decode_steps)
         self._booked_at: float | None = None  # when the launch before was, in this run
 
@@ -73,11 +78,6 @@ class SteadyDecode:
             return False
         self._run(batch, self.program)
         return True
-
-    def before_waiting(self) -> None:
-        """Upstream's own step is dispatched and is waited for next: if it is for requests that join
-        a flight, the flight's next step goes behind it."""
-        self.admission.before_waiting()
 
     def _run(self, batch: Any, program: StepProgram) -> None:
         scheduler, channel = self._scheduler, self._channel
@@ -131,12 +131,15 @@ class SteadyDecode:
         while in_flight.launches < most and self._launch(in_flight):
             pass
 
-    def _launch(self, in_flight: StepsInFlight) -> bool:
+    def _launch_behind_prefill(self, in_flight: StepsInFlight) -> None:
+        self._launch(in_flight, behind_prefill=True)
+
+    def _launch(self, in_flight: StepsInFlight, *, behind_prefill: bool = False) -> bool:
         """Launch what comes next, if there is something; returns whether it did."""
         most = in_flight.most_next
         if most <= 0:
             return False
-        steps = in_flight.prepare(min(most, self._steps_at_once(in_flight)))
+        steps = in_flight.prepare(min(most, self._steps_at_once(in_flight, behind_prefill)))
         if steps == 0:
             return False
         # The first step of all began at the step boundary.
@@ -145,20 +148,21 @@ class SteadyDecode:
         in_flight.launch(steps)
         return True
 
-    def _steps_at_once(self, in_flight: StepsInFlight) -> int:
+    def _steps_at_once(self, in_flight: StepsInFlight, behind_prefill: bool) -> int:
         idle = in_flight.idle
-        if idle is not None and not self.admission.prefilling:
+        if idle is not None and not behind_prefill:
             self._pace.dispatched(idle=idle)
         if self._channel.single_stepping.on:
             return 1
-        return self._pace.steps(calm=not in_flight.rows.streamed and self.admission.calm)
+        others = behind_prefill or in_flight.rows.streamed
+        return self._pace.steps(calm=not others and self.admission.calm)
 
     # Booking
 
     def _book_oldest(self, in_flight: StepsInFlight) -> None:
         """Wait for the oldest launch, and give the requests their tokens."""
         rows, (sampled, steps) = in_flight.rows, in_flight.oldest()
-        self._scheduler.wait_for_device(sampled.ids)
+        self._device_wait.until_ready(sampled.ids)
         now = time.perf_counter()
         if self._booked_at is not None:
             self._pace.took((now - self._booked_at) / steps)
@@ -204,7 +208,7 @@ class SteadyDecode:
         admission.look()
         if (
             self._channel.has_jobs()
-            or (admission.wanted and not admission.admit(in_flight, self._launch))
+            or (admission.wanted and not admission.admit(in_flight, self._launch_behind_prefill))
             or admission.prompt_waits
         ):
             in_flight.closed = True
