@@ -21,7 +21,7 @@ from enginepool.sizing.shape import Shape, read_shape
 from enginepool.values import did_you_mean, is_int, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
-# Of a dispatch: more of them cost callers time, and save the host next to nothing.
+# Of a launch: more of them cost callers time, and save the host next to nothing.
 MAX_DECODE_STEPS = 8
 # What becomes of a call that finds no room in a bounded queue.
 WhenFull = Literal["block", "raise"]

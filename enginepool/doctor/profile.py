@@ -38,7 +38,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
     started = time.perf_counter()
     with profiled(pool.runtime.workers[0]) as found:
         engine.generate(input_ids=prompts, sampling_params=params)
-    # Looked at only here: the thread books and lands after its caller has the answer.
+    # Looked at only here: the thread goes on after its caller has the answer.
     seconds = time.perf_counter() - started
     step, gil = seconds / found.steps, found.per_step(found.cpu)
     return {

@@ -24,14 +24,14 @@ _SCHEDULER = {
     "stream_output": "output",
 }
 _WORKER = {"forward_batch_generation": "transfers"}
-# Of decode steps that stay on the device; they begin with what is dispatched.
+# Of decode steps that stay on the device; they begin with what is launched.
 _DEVICE_WAIT = {"until_ready": "device"}
-_STEADY = {"book": "bookkeeping"}
-_STEADY_PROGRAM = {"step": "dispatch"}
+_STEADY = {"append": "bookkeeping"}
+_STEADY_PROGRAM = {"step": "launch"}
 _BEGINS = ("forward_batch_generation", "step")
-_RUNNER = {"forward": "dispatch", "sample": "sampling", "compute_logprobs": "sampling"}
+_RUNNER = {"forward": "launch", "sample": "sampling", "compute_logprobs": "sampling"}
 SECTIONS = (
-    *("admission", "scheduling", "batch", "transfers", "dispatch", "sampling"),
+    *("admission", "scheduling", "batch", "transfers", "launch", "sampling"),
     *("device", "bookkeeping", "output"),
 )
 

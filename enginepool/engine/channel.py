@@ -30,13 +30,13 @@ class Channel:
     Attributes:
         condition: What the engine may do; it is asked before every step.
         running: The requests that the engine has.
-        max_decode_steps: How many may be dispatched at once.
-        single_stepping: Whether it dispatches one step at a time, as it is to stop with others.
+        max_decode_steps: How many may be launched at once.
+        single_stepping: Whether it launches one step at a time, as it is to stop with others.
         limiter: Shared with other engines; this one has a slot from a step's begin to its end,
             but for the wait for its device.
         steps: How many began.
         steady_steps: How many of them were decode steps that stayed on the device (`steady/`).
-        steady_dispatches: In how many dispatches these were.
+        steady_dispatches: How many launches these steps took.
         fallback_steps: How many were decode steps that were upstream's own.
         busy_since: When the first step after the last idling began, in `time.perf_counter`.
     """

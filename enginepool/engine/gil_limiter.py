@@ -1,7 +1,7 @@
 """A limit on engines that run Python at once: the host's part of a step, and of a compilation.
 
 The GIL lets one engine's Python run at a time anyway. But a step lets go of it some twenty times,
-at every transfer and dispatch, and whenever several engines want it each of these costs a switch
+at every transfer and launch, and whenever several engines want it each of these costs a switch
 of threads and cold caches. Here an engine goes on until it waits for its device.
 """
 

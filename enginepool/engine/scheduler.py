@@ -61,8 +61,8 @@ _USED = (
 )
 
 
-# In place of a step's result: of steps that are booked.
-_FLOWN: Any = object()
+# In place of a step's result: steady decode has processed it.
+_PROCESSED: Any = object()
 
 
 class PinnedScheduler(Scheduler):
@@ -106,15 +106,15 @@ class PinnedScheduler(Scheduler):
         """
 
     def run_batch(self, batch: Any) -> Any:
-        """A step; of decode as many as there are until something wants the step boundary."""
+        """Run a step. Decode steps run until something needs a step boundary."""
         if self.steady.run(batch):
-            return _FLOWN
+            return _PROCESSED
         self._top_logprobs.begin(batch, self.running.held)
         return super().run_batch(batch)
 
     def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> None:
-        """Book a step; a flight has booked its own."""
-        if result is not _FLOWN:
+        """Process a step's result. Steady decode has processed its own."""
+        if result is not _PROCESSED:
             super().process_batch_result(batch, result, *args, **kwargs)
 
     def stream_output(self, reqs: list[Any], *_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Engines that are to stop at the same time first dispatch one step at a time."""
+"""Engines that are to stop at the same time first launch one step at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PATIENCE = 1.0
 
 
 class SingleStepping:
-    """Whether one engine dispatches one step at a time.
+    """Whether one engine launches one step at a time.
 
     The engine's thread reads `on` and reports its steps. `one_step_at_a_time` is for any other
     thread.
 
     Attributes:
-        on: The engine dispatches no step before the last one has come back.
+        on: The engine launches no step before the last one has come back.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class SingleStepping:
 
 @contextmanager
 def one_step_at_a_time(engines: Sequence[SingleStepping]) -> Iterator[None]:
-    """Have engines dispatch one step at a time. At most one is in flight when the block begins.
+    """Have engines launch one step at a time. At most one is in flight when the block begins.
 
     The engine that stops first idles until the last one has stopped. Without this the last one
-    may have two dispatches of several steps in flight.
+    may have two launches of several steps in flight.
     """
     try:
         for engine in engines:

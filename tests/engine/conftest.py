@@ -32,7 +32,7 @@ def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[Engine
 
 @pytest.fixture(params=[8, *slow(1)], ids=["eight at once", "one at a time"])
 def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Of pools that dispatch so many decode steps at once."""
+    """Of pools that launch so many decode steps at once."""
     with several_at_once():
         yield OPTIONS | {"max_decode_steps": request.param}
 
@@ -48,6 +48,6 @@ def steady_pool(make_pool: MakePool, options: dict[str, Any]) -> Iterator[Engine
 
 @pytest.fixture
 def joined() -> Iterator[list[int]]:
-    """How many requests joined a flight, each time."""
+    """How many requests joined the steps in flight, each time."""
     with joins() as counts:
         yield counts

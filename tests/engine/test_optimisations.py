@@ -29,7 +29,7 @@ MIXED = [
 
 @pytest.fixture(params=[1, *slow(2)], ids=["tp_size=1", "tp_size=2"])
 def engine(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[EnginePool]:
-    # With several steps a dispatch who is in a batch with whom depends on the clock, and with it
+    # With several steps a launch who is in a batch with whom depends on the clock, and with it
     # the last bit.
     model, devices = [("qwen3", [1]), ("larger qwen3", [2, 3])][request.param - 1]
     pool = make_pool(model, devices, tp_size=request.param, max_decode_steps=1)

@@ -1,45 +1,45 @@
-"""How many decode steps a dispatch has: one, unless the device waits for the host."""
+"""How many decode steps a launch has: one, unless the device waits for the host."""
 
 import pytest
 
 from enginepool.engine.steady.pace import Pace
 
 
-def dispatch(pace: Pace, times: int, *, idle: bool) -> list[int]:
+def launch(pace: Pace, times: int, *, idle: bool) -> list[int]:
     """Returns how many steps each would have."""
     steps = []
     for _ in range(times):
-        pace.dispatched(idle=idle)
+        pace.launched(idle=idle)
         steps.append(pace.steps(calm=False))
     return steps
 
 
 def test_one_by_one_while_the_device_has_work() -> None:
-    assert set(dispatch(Pace(8), 1000, idle=False)) == {1}
+    assert set(launch(Pace(8), 1000, idle=False)) == {1}
 
 
 def test_several_where_it_waits_and_one_is_tried_again() -> None:
     pace = Pace(8)
-    assert dispatch(pace, 2, idle=True) == [1, 8]
-    assert dispatch(pace, 128, idle=False) == [8] * 127 + [1]
-    assert dispatch(pace, 2, idle=True)[-1] == 8
+    assert launch(pace, 2, idle=True) == [1, 8]
+    assert launch(pace, 128, idle=False) == [8] * 127 + [1]
+    assert launch(pace, 2, idle=True)[-1] == 8
 
 
 def test_it_may_wait_now_and_then() -> None:
     pace = Pace(8)
     for _ in range(20):
-        assert set(dispatch(pace, 1, idle=True) + dispatch(pace, 15, idle=False)) == {1}
+        assert set(launch(pace, 1, idle=True) + launch(pace, 15, idle=False)) == {1}
 
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_never_more_than_is_allowed(idle: bool) -> None:
-    assert set(dispatch(Pace(1), 1000, idle=idle)) == {1}
+    assert set(launch(Pace(1), 1000, idle=idle)) == {1}
 
 
 def test_few_where_outputs_are_short() -> None:
-    """What a dispatch has of an output is a sixteenth at most: its row stays empty to the end."""
+    """A launch has at most a sixteenth of an output: a row that ends stays empty to its end."""
     pace = Pace(8)
-    dispatch(pace, 2, idle=True)
+    launch(pace, 2, idle=True)
     for tokens, most in ((40, 2), (10, 1), (1, 1), (200, 8)):
         for _ in range(100):
             pace.ended(tokens)

@@ -1,4 +1,4 @@
-"""Engines that are to stop at the same time first dispatch one step at a time."""
+"""Engines that are to stop at the same time first launch one step at a time."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ from tests.support.steady import (
     PROMPTS,
     ask,
     ask_without_flush,
-    flying,
+    decoding,
     several_at_once,
 )
 
 
 @pytest.fixture
 def eight_at_once(make_pool: MakePool) -> Iterator[EnginePool]:
-    """Two engines that dispatch eight steps at once."""
+    """Two engines that launch eight steps at once."""
     with several_at_once():
         pool = make_pool("qwen3", 2, **OPTIONS | {"max_decode_steps": 8})
         pool.flush_cache()
@@ -69,17 +69,17 @@ def test_nobody_waits_for_an_engine_that_hangs() -> None:
         assert hangs.on
 
 
-def test_a_flight_that_ends_is_waited_for_no_longer() -> None:
+def test_an_engine_whose_steps_have_ended_is_waited_for_no_longer() -> None:
     stepping = SingleStepping()
 
-    def fly() -> None:
+    def step() -> None:
         with stepping.steps_in_flight():
             stepping.begin()
             assert not stepping.wait(0)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        fly()
+        step()
     assert stepping.wait(0)
 
 
@@ -106,7 +106,7 @@ def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.Monke
     monkeypatch.setattr(SteadyDecode, "_launch", launching)
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:1])
-        flying(pool, 1)
+        decoding(pool, 1)
         with one_step_at_a_time(steppings(pool)):
             start = len(seen)
             until(lambda: len(seen) > start + 4)
@@ -152,7 +152,7 @@ def test_engines_that_swap_wait_for_a_step_and_not_for_many(
     staged = pool.stage_weights([jax.numpy.flip(leaf) for leaf in leaves], weight_version=1)
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
-        flying(pool, 4)
+        decoding(pool, 4)
         monkeypatch.setattr(SteadyDecode, "_look_who_waits", looking)
         monkeypatch.setattr(EngineCondition, "pause", pausing)
         staged.commit(mode)

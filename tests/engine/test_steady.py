@@ -26,7 +26,7 @@ from tests.support.steady import (
     PROMPTS,
     ask,
     ask_without_flush,
-    flying,
+    decoding,
     of_any_kind,
     penalised,
     steps,
@@ -122,25 +122,25 @@ def test_streams_by_interval(
 def test_one_by_one_where_somebody_would_feel_it(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several steps a dispatch, on a device that never waits, are for who neither streams nor keeps
+    """Several steps a launch, on a device that never waits, are for who neither streams nor keeps
     others waiting."""
     monkeypatch.setattr("enginepool.engine.steady.pace._IDLE", sys.maxsize)
     pool = make_pool("qwen3", 1, max_decode_steps=4, **COLD | {"precompile_bs_paddings": [4]})
 
-    def steps_a_dispatch(call: Callable[[], Any]) -> float:
+    def steps_a_launch(call: Callable[[], Any]) -> float:
         names = ("steady_steps", "steady_dispatches")
         before = pool.stats()["engines"][0]
         call()
         now = pool.stats()["engines"][0]
-        steps, dispatches = (now[name] - before[name] for name in names)
-        return steps / dispatches
+        steps, launches = (now[name] - before[name] for name in names)
+        return steps / launches
 
     ask(pool, LONG, PROMPTS[:4])  # a step's time is known from here on
-    assert steps_a_dispatch(lambda: ask(pool, LONG, PROMPTS[:4])) > 2
+    assert steps_a_launch(lambda: ask(pool, LONG, PROMPTS[:4])) > 2
     stream = pool.stream(input_ids=PROMPTS[0], sampling_params=LONG)
-    assert steps_a_dispatch(lambda: list(stream)) == 1
+    assert steps_a_launch(lambda: list(stream)) == 1
     # The first half of the steps has somebody who waits for a row.
-    assert steps_a_dispatch(lambda: ask(pool, LONG, PROMPTS[:8])) < 2
+    assert steps_a_launch(lambda: ask(pool, LONG, PROMPTS[:8])) < 2
 
 
 def test_what_the_script_says(scripted: EnginePool) -> None:
@@ -166,7 +166,7 @@ def test_requests_join(kind: EnginePool, joined: list[int]) -> None:
 def test_long_prompts_do_not_join_and_penalties_do(
     steady_pool: EnginePool, joined: list[int]
 ) -> None:
-    """What is prefilled in chunks makes a flight land; requests that come one by one."""
+    """A prompt that is prefilled in chunks needs a step boundary; requests that come one by one."""
     prompts = [*PROMPTS[:4], [9] * 150, [8] * 70, *PROMPTS[4:8]]
     # The first three run long enough for the fourth to come to them, whose bucket has a row free.
     lengths = [240, 220, 200, *(30 + 7 * i for i in range(3, len(prompts)))]
@@ -190,7 +190,7 @@ def test_long_prompts_do_not_join_and_penalties_do(
 
 
 def test_a_request_joins(steady_pool: EnginePool) -> None:
-    """One that comes while others fly starts at once, and changes nothing for them."""
+    """One that comes while others decode starts at once, and changes nothing for them."""
     expected = ask(steady_pool, LONGER, PROMPTS[:3])
     steady_pool.flush_cache()
     with callers() as executor:
@@ -251,21 +251,20 @@ def test_an_abort_in_flight(steady_pool: EnginePool) -> None:
 def test_what_is_taken_ahead_is_given_up(
     make_pool: MakePool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request starts at once for which there is room only without the slots that a flight has
-    taken ahead."""
+    """A request starts at once where it fits only without the pages that were allocated ahead."""
     pool = make_pool("qwen3", 1, **options | COLD | {"max_total_tokens": 192})
     prompts = [[5, 6]], [[*range(9, 9 + 60)]]
     params = [LONG | {"max_new_tokens": tokens} for tokens in (90, 30)]
     expected = [ask(pool, *both)[0] for both in zip(params, prompts, strict=True)]
     pool.flush_cache()
     program, launched = faults.scheduler_of(pool, 0).steady.program, 0
-    flown, arrived, step = threading.Event(), threading.Event(), program.step
+    launched_some, arrived, step = threading.Event(), threading.Event(), program.step
 
     def until_it_has_come(*args: Any) -> Any:
         nonlocal launched
         launched += 1
         if launched == 9:
-            flown.set()
+            launched_some.set()
             assert arrived.wait(SECONDS)
         return step(*args)
 
@@ -273,7 +272,7 @@ def test_what_is_taken_ahead_is_given_up(
     before = steps(pool)
     with callers() as executor:
         first = executor.submit(ask_without_flush, pool, params[0], prompts[0])
-        assert flown.wait(SECONDS)
+        assert launched_some.wait(SECONDS)
         late = executor.submit(ask_without_flush, pool, params[1], prompts[1])
         until(lambda: waiting(pool) == 1)
         arrived.set()
@@ -288,7 +287,7 @@ def test_a_flushing_and_a_pause_land(steady_pool: EnginePool) -> None:
     found: dict[str, int] = {}
     with callers() as executor:
         call = executor.submit(ask_without_flush, steady_pool, LONGER, PROMPTS[:4])
-        flying(steady_pool, 4)
+        decoding(steady_pool, 4)
         for mode in ("in_place", "retract"):
             with paused(steady_pool, mode):
                 for index in range(2):
@@ -313,15 +312,15 @@ def of_batch(batch: Any) -> Iterator[tuple[Any, int]]:
 def test_spans_are_exact(
     make_pool: MakePool, model_dir: Callable[[str], Path], options: dict[str, Any], mode: Any
 ) -> None:
-    """A swap in the middle of a flight: every token is booked on the weights that it came from."""
+    """A swap while steps are in flight: every token is counted for the weights that sampled it."""
     pool = make_pool("qwen3", 2, **options)
     pool.flush_cache()
     old = faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves
-    # Before the flight: it may be over when something was compiled.
+    # Before any step: all may be over when something was compiled.
     staged = pool.stage_weights([jax.numpy.flip(leaf) for leaf in old], weight_version=1)
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
-        flying(pool, 4)
+        decoding(pool, 4)
         staged.commit(mode)
         results = call.result(SECONDS)
     pool.update_weights(model_dir("qwen3"), weight_version=0)
@@ -382,7 +381,7 @@ def test_a_step_that_hangs_keeps_what_was_fetched(
         finally:
             let_go.set()
         same(results, expected)
-        # A prefill and eleven dispatched steps, of which the last two were on their way at most.
+        # A prefill and eleven launched steps, of which the last two were on their way at most.
         assert outputs
         assert all(count >= 10 for count in outputs.values())
 
@@ -396,7 +395,7 @@ def test_numbers_that_are_not_finite(
         pool.flush_cache()
         with callers() as executor:
             call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
-            flying(pool, 4)
+            decoding(pool, 4)
             faults.spoil_leaf(pool, 1)
             same(call.result(SECONDS), expected)
         until(lambda: any(entry["event"] == "engine_recovered" for entry in pool.events()))
@@ -407,7 +406,7 @@ def test_numbers_that_are_not_finite(
 def test_arrays_that_are_gone(
     make_pool: MakePool, options: dict[str, Any], fault: Callable[..., None]
 ) -> None:
-    """In flight, where the next step cannot be dispatched: its requests go on elsewhere with every
+    """In flight, where the next step cannot be launched: its requests go on elsewhere with every
     token that was fetched."""
     pool = make_pool("qwen3", 2, **options)
     expected = ask(pool, LONGER, PROMPTS[:4])
@@ -415,7 +414,7 @@ def test_arrays_that_are_gone(
     pool.flush_cache()
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
-        flying(pool, 4)
+        decoding(pool, 4)
         program, happened = faults.scheduler_of(pool, 1).steady.program, threading.Event()
         step = program.step
 

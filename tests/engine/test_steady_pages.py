@@ -1,4 +1,4 @@
-"""Prompts that upstream cuts, since it charges whole pages, beside others that fly."""
+"""Prompts that upstream cuts, because it counts whole pages, beside others that decode."""
 
 import inspect
 import threading
@@ -20,7 +20,7 @@ from tests.support.steady import (
     OPTIONS,
     ask,
     ask_without_flush,
-    flying,
+    decoding,
     several_at_once,
     upstreams_own,
 )
@@ -30,7 +30,7 @@ pytestmark = steady_decode
 # In tokens they fit one prefill, and in pages of 16 or 128 they do not: the last is cut.
 CHUNK = 256
 LENGTHS = [100, 150]
-FLYING = [[5 + i, 6, 7] for i in range(3)]
+FIRST = [[5 + i, 6, 7] for i in range(3)]
 PAGES: dict[str, Any] = OPTIONS | {
     "max_total_tokens": 4096,
     "max_prefill_tokens": CHUNK,
@@ -60,40 +60,40 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 
 def held_in_flight(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Events: some steps of a flight are dispatched, and it may go on, which it waits for."""
+    """Events: some steps were launched. The engine waits for the second event to go on."""
     program, launched = faults.scheduler_of(pool, 0).steady.program, 0
-    flown, may_go_on, step = threading.Event(), threading.Event(), program.step
+    launched_some, may_go_on, step = threading.Event(), threading.Event(), program.step
 
     def waiting_once(*args: Any) -> Any:
         nonlocal launched
         launched += 1
         if launched == 9:
-            flown.set()
+            launched_some.set()
             assert may_go_on.wait(SECONDS)
         return step(*args)
 
     monkeypatch.setattr(program, "step", waiting_once)
-    return flown, may_go_on
+    return launched_some, may_go_on
 
 
 def ask_late(
     pool: EnginePool, late: list[list[int]], monkeypatch: pytest.MonkeyPatch, given: int = 0
 ) -> list[str]:
-    """These come at once while three others fly, with so many tokens of their outputs, and all get
+    """These come together while three others decode, with so many tokens of their outputs. All get
     what they get alone; returns what engines failed with meanwhile."""
-    flying, params = [LONG] * len(FLYING), [LONG | {"max_new_tokens": 60}] * len(late)
+    early, params = [LONG] * len(FIRST), [LONG | {"max_new_tokens": 60}] * len(late)
     alone = [
         ask(pool, one, [prompt])[0]
-        for one, prompt in zip(flying + params, FLYING + late, strict=True)
+        for one, prompt in zip(early + params, FIRST + late, strict=True)
     ]
-    expected = alone[len(flying) :]
+    expected = alone[len(early) :]
     parts = [cut(result, given) if given else None for result in expected]
     before = len(pool.events())
     pool.flush_cache()
     with callers() as executor:
-        flown, may_go_on = held_in_flight(pool, monkeypatch)
-        first = executor.submit(ask_without_flush, pool, flying, FLYING)
-        assert flown.wait(SECONDS)
+        launched_some, may_go_on = held_in_flight(pool, monkeypatch)
+        first = executor.submit(ask_without_flush, pool, early, FIRST)
+        assert launched_some.wait(SECONDS)
         rest = executor.submit(ask_without_flush, pool, params, late, partial_outputs=parts)
         until(lambda: waiting(pool) == len(late))
         may_go_on.set()
@@ -137,7 +137,7 @@ def test_who_comes_between_two_chunks(paged: EnginePool, monkeypatch: pytest.Mon
     monkeypatch.setattr(scheduler, "_consec_decode", 0, raising=False)
     held = GREEDY | {"regex": "[a-z]{90}", "max_new_tokens": 95, "ignore_eos": False}
     short = GREEDY | {"max_new_tokens": 40}
-    prompts, params = [FLYING[0], *prompts_of([400, 20])], [held, short, short]
+    prompts, params = [FIRST[0], *prompts_of([400, 20])], [held, short, short]
     expected = [ask(paged, *both)[0] for both in zip(params, [[p] for p in prompts], strict=True)]
     before = len(paged.events())
     paged.flush_cache()
@@ -165,7 +165,7 @@ def test_who_comes_between_two_chunks(paged: EnginePool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("given", [0, 5])
-def test_a_flight_refuses_who_is_prefilled_in_part(
+def test_a_request_that_is_prefilled_in_part_is_refused(
     paged: EnginePool, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should one come there after all, the engine is reset, and the answers are right."""
@@ -173,7 +173,7 @@ def test_a_flight_refuses_who_is_prefilled_in_part(
     monkeypatch.setattr(admission, "_may_join", lambda _: True)
     monkeypatch.setattr(admission, "_in_chunks", dict)
     (error,) = ask_late(paged, prompts_of([100, 300]), monkeypatch, given)
-    assert "may not fly" in error
+    assert "cannot decode" in error
 
 
 @pytest.mark.parametrize("kind", ["swap", "fault"])
@@ -192,7 +192,7 @@ def test_who_resumes_beside_others(
     before = len(pool.events())
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, params, prompts)
-        flying(pool, 16)
+        decoding(pool, 16)
         if kind == "swap":
             for _ in range(2):
                 pool.update_weights(model_dir("qwen3"), mode="retract")

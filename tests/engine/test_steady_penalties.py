@@ -16,7 +16,7 @@ from tests.support.steady import (
     PROMPTS,
     ask,
     ask_without_flush,
-    flying,
+    decoding,
     penalised,
     same_top,
     steps,
@@ -80,8 +80,8 @@ def test_penalised_requests_join(kind: EnginePool, joined: list[int]) -> None:
     assert steady > fallback == 0
 
 
-def test_upstream_goes_on_where_a_flight_has_landed(steady_pool: EnginePool) -> None:
-    """Its own account of penalties is up to date then, and flights go on where it has stopped."""
+def test_upstream_goes_on_where_steady_decode_has_stopped(steady_pool: EnginePool) -> None:
+    """Its penalties are up to date then, and steady decode goes on where upstream has stopped."""
     always = {"max_new_tokens": 200, "ignore_eos": True, "stop": [], "stop_token_ids": []}
     params = [one | always for one in penalised(8, seed=11)]
     params[0] |= {"min_new_tokens": 190, "ignore_eos": False, "stop_token_ids": [*range(20, 90)]}
@@ -93,10 +93,10 @@ def test_upstream_goes_on_where_a_flight_has_landed(steady_pool: EnginePool) -> 
     with callers() as executor, ExitStack() as stack:
         call = executor.submit(ask_without_flush, steady_pool, params, prompts)
         for _ in range(2):
-            flying(steady_pool, 8)
+            decoding(steady_pool, 8)
             with paused(steady_pool):
                 stack.enter_context(upstreams_own(steady_pool))
-            flying(steady_pool, 8)
+            decoding(steady_pool, 8)
             with paused(steady_pool):
                 stack.close()
         same(call.result(SECONDS), expected)
@@ -123,7 +123,7 @@ def test_nobody_falls_back_for_penalties(
         None, params, input_ids=PROMPTS[:2], return_logprob=True, top_logprobs_num=2
     )
     assert steps(steady_pool)[1] == before[1]
-    # Until the host has seen the end of it, of what is dispatched ahead.
+    # Until the host has seen the end of it, of what is launched ahead.
     assert 7 <= sum(looked_at) <= 7 + 3 * most
     assert len(looked_at) >= 39
 

@@ -15,7 +15,7 @@ TOO_LITTLE = {"max_total_tokens": 160, "schedule_conservativeness": 0.3}
 def test_kv_cache_runs_out_in_the_middle(
     open_flash: OpenFlash, tmp_path: Path, retracted: list[int]
 ) -> None:
-    """A flight lands, upstream takes a request back, and everything is answered right."""
+    """Steady decode stops, upstream takes a request back, and everything is answered right."""
     model = make_random_model(tmp_path, "qwen3", 1, num_layers=1, num_heads=4)
     prompts = [ids(n) for n in (20, 3, 30, 14)]
     # Upstream keeps room for all of an output that ignores the end token.

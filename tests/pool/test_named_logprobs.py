@@ -190,7 +190,7 @@ def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> 
 
 
 @steady_decode
-def test_who_comes_into_a_flight(make_pool: MakePool, model: Path) -> None:
+def test_a_request_that_joins_others(make_pool: MakePool, model: Path) -> None:
     """It goes on, also when nobody asks any more; nobody loses a token."""
     pool = make_pool("qwen3", 1)
     prompts, few = [[5, 9, n] for n in range(2)], [ids(3), ids(7)]

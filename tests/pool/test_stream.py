@@ -162,7 +162,7 @@ def test_index_tells_samples_apart(pool: EnginePool):
 
 def test_stream_interval(scripted: EnginePool):
     """A chunk comes when another multiple of the interval is reached (tokens come several at a time
-    where a dispatch has several steps), and at the end."""
+    where a launch has several steps), and at the end."""
     chunks = list(scripted.stream("0", params(23)[0] | {"stream_interval": 5}))
     lengths = [len(chunk["output_ids"]) for chunk in chunks]
     assert lengths[-1] == 23

@@ -112,7 +112,7 @@ def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) ->
         raise Fault(f"the requests of engine {engine_index} are wrong")
 
     scheduler = scheduler_of(pool, engine_index)
-    places = [(scheduler, "process_batch_result"), (scheduler.steady, "book")]
+    places = [(scheduler, "process_batch_result"), (scheduler.steady, "append")]
     _once(places, at, wrong)
 
 

@@ -45,7 +45,7 @@ def upstreams_own(pool: EnginePool) -> Iterator[None]:
 
 @contextmanager
 def several_at_once() -> Iterator[None]:
-    """Pools that may dispatch several steps at once do, whether their devices wait or not, and
+    """Pools that may launch several steps at once do, whether their devices wait or not, and
     however short outputs are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("enginepool.engine.steady.pace._IDLE", 0)
@@ -55,18 +55,18 @@ def several_at_once() -> Iterator[None]:
 
 @contextmanager
 def joins() -> Iterator[list[int]]:
-    """How many requests join steps in flight meanwhile, each time."""
+    """How many requests join the steps in flight meanwhile, each time."""
     from enginepool.engine.steady.in_flight import StepsInFlight
 
     counts: list[int] = []
-    join = StepsInFlight.join
+    add_requests = StepsInFlight.add_requests
 
     def counting(self: Any, reqs: list[Any]) -> None:
         counts.append(len(reqs))
-        join(self, reqs)
+        add_requests(self, reqs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepsInFlight, "join", counting)
+        patch.setattr(StepsInFlight, "add_requests", counting)
         yield counts
 
 
@@ -130,7 +130,7 @@ def same_top(results: list[Any], expected: list[Any]) -> None:
                 assert value == pytest.approx(by_id.get(one, values[-1]), abs=1e-4)
 
 
-def flying(pool: EnginePool, requests: int) -> None:
+def decoding(pool: EnginePool, requests: int) -> None:
     """Return when so many run, and a prefill at least is over."""
     before = sum(engine["steps"] for engine in pool.stats()["engines"])
     until(

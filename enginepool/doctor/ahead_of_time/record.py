@@ -21,13 +21,13 @@ _STEPS = {
 # Of a change of weights: one for each shape of leaf.
 WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
 FORWARD = ("decode", "steady", "prefill")
-STEP = (*FORWARD, "begin", "seat", "tally", "sampler", "logprobs", "top_logprobs")
+STEP = (*FORWARD, "begin", "set_rows", "tally", "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 
 _MIB = 2**20
 
 # What is donated, where it is not the KV cache alone.
-_IN_PLACE = {"steady": "KV cache and state", "seat": "state", "tally": "state"}
+_IN_PLACE = {"steady": "KV cache and state", "set_rows": "state", "tally": "state"}
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Record:
         if key in self._seen:
             return
         self._seen.add(key)
-        state, kept = map(jax.tree.leaves, _of_a_flight(kind, lowered))
+        state, kept = map(jax.tree.leaves, _of_steady_decode(kind, lowered))
         donated = sum(math.prod(array.shape) * array.dtype.itemsize for array in state)
         if kind in FORWARD:
             donated += self.kv_bytes
@@ -186,13 +186,13 @@ class Record:
         program.aliased = memory.alias_size_in_bytes
 
 
-def _of_a_flight(kind: str, lowered: Any) -> tuple[Any, Any]:
-    """Of steady decode's programs (engine/steady/program.py): the arguments, beside the KV cache,
-    that each step takes over from the one before, and those that stay as they are."""
+def _of_steady_decode(kind: str, lowered: Any) -> tuple[Any, Any]:
+    """The arguments of steady decode's programs (engine/steady/program.py), without the KV cache:
+    those whose buffers the program takes over, and the others."""
     if kind == "steady":
         (leaves, sampler, _, state, *others), _ = lowered.args_info
         return state, (leaves, sampler, others)
-    if kind in ("seat", "tally"):
+    if kind in ("set_rows", "tally"):
         (state, *others), _ = lowered.args_info
         return state, others
     return (), ()

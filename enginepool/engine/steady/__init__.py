@@ -1,1 +1,1 @@
-"""Steady decode: a batch that stays the same stays on its device, one step ahead of its host."""
+"""Steady decode: a batch stays on its device, and the host launches the next step ahead."""

@@ -1,56 +1,58 @@
-"""Requests that wait while steps are in flight: who joins, and who needs a step boundary.
+"""Admits waiting requests while decode steps are in flight.
 
 Reaches into upstream's scheduler and its batches.
 
 What breaks: Upstream prefills between two decode steps. All running requests then wait until the
 host has read what the prefill sampled.
-Why: Upstream launches a step and reads its result in one call.
+Why: Upstream launches a step and reads its output in one call.
 Remove when: With `program.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.steady.in_flight import StepsInFlight
 
 if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sgl_jax.srt.managers.scheduler import Scheduler
+
     from enginepool.engine.channel import Channel
     from enginepool.engine.scoring import Scorer
 
-# How many steps are launched at most while requests wait that could not start before the first.
+# How many steps run at most if requests waited before the first one that could not start then.
 _STEPS_WHILE_WAITING = 16
 
 
 class Admission:
-    """Admits requests to one engine's steps in flight. Used on the engine's thread."""
+    """Admits requests of one engine. Used on the engine's thread."""
 
     def __init__(
-        self, scheduler: Any, channel: Channel, scorer: Scorer, device_wait: DeviceWait
+        self, scheduler: Scheduler, channel: Channel, scorer: Scorer, device_wait: DeviceWait
     ) -> None:
         self._scheduler, self._channel = scheduler, channel
         self._scorer, self._device_wait = scorer, device_wait
-        self._left = 0  # requests in the pool's queue that need not be looked at again
-        self._arrived = False  # there are more of them
+        self._left = 0  # requests in the pool's queue for which there was no room
+        self._arrived = False  # there are more now
         self._freed = False  # a request has ended since upstream last looked for room
 
     def begin(self) -> None:
-        """Steps begin at a boundary, where all that can start has started."""
+        """Steps are launched next. All requests that can start have started."""
         self._left, self._freed = self._channel.queued(), False
 
     def most_steps(self) -> int | None:
-        """How many steps may be launched until the next boundary."""
-        scorer = self._scorer
-        if self._in_chunks() or scorer.holds_kv:
-            return 1  # the next piece of a prompt comes between any two
-        waiting = self._left or self._scheduler.waiting_queue or scorer.has_prompts
+        """How many steps may run until the next step boundary. None: any number."""
+        if self._in_chunks() or self._scorer.holds_kv:
+            return 1  # the next piece of a prompt follows every step
+        waiting = self._left or self._scheduler.waiting_queue or self._scorer.has_prompts
         return _STEPS_WHILE_WAITING if waiting else None
 
     def request_ended(self) -> None:
-        """There is more room than before."""
+        """Report that a request has ended, so that there is more room."""
         self._freed = True
 
     def look(self) -> None:
@@ -61,32 +63,32 @@ class Admission:
 
     @property
     def wanted(self) -> bool:
-        """Whether requests wait for which upstream may find room."""
+        """Whether requests wait for which there may be room."""
         return self._arrived or (self._freed and bool(self._scheduler.waiting_queue))
 
     @property
     def prompt_waits(self) -> bool:
-        """Whether a prompt waits for a step boundary, to be scored there, and may find room."""
+        """Whether a prompt that is to be scored waits for a step boundary and may find room."""
         scorer = self._scorer
         return scorer.has_prompts and (self._freed or not scorer.waits_for_room)
 
     @property
-    def calm(self) -> bool:
-        """Whether nobody waits for the next launch to end."""
+    def nobody_waits(self) -> bool:
+        """Whether no request and no prompt waits, with room or without."""
         waits = self._scheduler.waiting_queue or len(self._channel.queue)
         return not (waits or self._scorer.has_prompts)
 
     def admit(
         self, in_flight: StepsInFlight, launch_next: Callable[[StepsInFlight], object]
     ) -> bool:
-        """Prefill the requests that wait, and let them join.
+        """Prefill the requests that wait, and add them to the steps in flight.
 
         Args:
-            launch_next: Launches the next decode step. It is called when the prefill is launched
-                and has not been waited for.
+            launch_next: Launches the next decode step. It is called when the prefill is launched,
+                before its output is read.
 
         Returns:
-            False if one of them needs a step boundary.
+            False if a request needs a step boundary.
         """
         scheduler, channel = self._scheduler, self._channel
         if not in_flight.room:
@@ -112,10 +114,10 @@ class Admission:
         if not batch.is_empty():
             reqs = list(batch.reqs_info[0].reqs)
             running.merge_batch(batch)
-            in_flight.join(reqs)
+            in_flight.add_requests(reqs)
         return not in_chunks
 
-    def _prefill(self, batch: Any, launch_next: Callable[[], object]) -> None:
+    def _prefill(self, batch: ScheduleBatch, launch_next: Callable[[], object]) -> None:
         scheduler = self._scheduler
         decoding, scheduler.cur_batch = scheduler.cur_batch, batch
         self._channel.steps += 1
@@ -123,24 +125,24 @@ class Admission:
             result = scheduler.run_batch(batch)
         scheduler.process_batch_result(batch, result)
         scheduler.cur_batch = decoding
-        self._freed = bool(scheduler.waiting_queue)  # the rest is tried again after a step
+        self._freed = bool(scheduler.waiting_queue)  # try the others again after a step
 
-    def _may_join(self, reqs: list[Any]) -> bool:
-        """Whether one prefill computes all of these prompts. Upstream charges whole pages."""
+    def _may_join(self, reqs: Sequence[Req]) -> bool:
+        """Whether one prefill can compute all these prompts. Upstream counts whole pages."""
         args, page = self._scheduler.server_args, self._scheduler.page_size
         lengths = (len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
         tokens = sum(-(-length // page) * page for length in lengths)
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
         return tokens <= min(limit for limit in limits if limit and limit > 0)
 
-    def _in_chunks(self) -> dict[int, Any]:
-        """Requests that are prefilled in part, by rank, as upstream asks for them."""
+    def _in_chunks(self) -> dict[int, Req]:
+        """By rank: the request that is prefilled in chunks. Upstream asks for it in this form."""
         chunked = self._scheduler.chunked_reqs
         return {rank: req for rank, req in enumerate(chunked) if req is not None}
 
 
-def drop_ended(batch: Any) -> None:
-    """Remove ended requests from upstream's batch, so that others find room in it."""
+def drop_ended(batch: ScheduleBatch) -> None:
+    """Remove requests that have ended from upstream's batch, so that others find room in it."""
     before = batch.batch_size()
     batch.filter_batch()
     if batch.batch_size() < before:

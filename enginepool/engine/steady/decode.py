@@ -1,10 +1,9 @@
-"""Which decode steps are flown, who joins a flight, and what flights share with upstream's steps.
+"""Runs decode steps that stay on the device, until something needs a step boundary.
 
 Reaches into upstream's scheduler and its batches.
 
-What breaks: Upstream's scheduler runs one step at a time, and whoever is to be prefilled makes all
-others wait until the host has looked at what was sampled.
-Why: Between two steps anything may have changed.
+What breaks: Upstream's scheduler launches a step only when the host has read the last one's tokens.
+Why: Anything may have changed between two steps.
 Remove when: With `program.py`.
 """
 
@@ -13,37 +12,43 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 import patches
 from enginepool.engine.device_wait import DeviceWait
-from enginepool.engine.steady import rows as booking
 from enginepool.engine.steady.admission import Admission, drop_ended
+from enginepool.engine.steady.block_table import BlockTable
 from enginepool.engine.steady.in_flight import StepsInFlight
+from enginepool.engine.steady.input_batch import InputBatch, write_back_batch
 from enginepool.engine.steady.pace import Pace
-from enginepool.engine.steady.pages import Pages
 from enginepool.engine.steady.program import StepProgram, supported
-from enginepool.engine.steady.rows import Rows
 
 if TYPE_CHECKING:
     import jax
+    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sgl_jax.srt.managers.scheduler import Scheduler
 
     from enginepool.dispatch.request import Request
     from enginepool.engine.channel import Channel
     from enginepool.engine.scoring import Scorer
 
-# Launches in flight at a time: one that runs, one that waits behind it.
+# How many launches are in flight: one runs, and one waits behind it.
 _LAUNCHES = 2
 
 
 class SteadyDecode:
-    """The flights of one engine; on its thread."""
+    """The decode steps of one engine. Used on the engine's thread.
+
+    Attributes:
+        program: The step program. None if upstream runs all steps.
+        admission: Who joins the steps in flight.
+    """
 
     def __init__(
-        self, scheduler: Any, channel: Channel, scorer: Scorer, device_wait: DeviceWait
+        self, scheduler: Scheduler, channel: Channel, scorer: Scorer, device_wait: DeviceWait
     ) -> None:
         self._scheduler, self._channel = scheduler, channel
         self._device_wait = device_wait
@@ -51,26 +56,29 @@ class SteadyDecode:
         self.program = StepProgram(scheduler, channel.max_decode_steps) if able else None
         self.admission = Admission(scheduler, channel, scorer, device_wait)
         self._pace = Pace(channel.max_decode_steps)
-        self._booked_at: float | None = None  # when the launch before was, in this run
+        self._read_at: float | None = None  # when the last launch's output was, in this run
 
     def compile_ahead(self) -> None:
-        """Compile every program that a flight may run, on any thread, while upstream's own run."""
+        """Compile the step program on any thread, while upstream's own programs run."""
         if self.program is not None:
-            self.program.compile_ahead(Pages.width(self._scheduler))
+            self.program.compile_ahead(BlockTable.width(self._scheduler))
 
     def compile(self) -> None:
-        """Run each of them once, so that a flight compiles nothing."""
+        """Run the step program once for each bucket. Later steps compile nothing."""
         if self.program is not None:
-            self.program.compile(Pages.width(self._scheduler))
+            self.program.compile(BlockTable.width(self._scheduler))
 
     @property
     def able(self) -> bool:
-        """Whether no decode step is upstream's own."""
+        """Whether upstream runs no decode step itself."""
         return self.program is not None
 
-    def run(self, batch: Any) -> bool:
-        """Fly a batch that is prepared for a decode step, and what comes after it; False if the
-        step is upstream's own."""
+    def run(self, batch: ScheduleBatch) -> bool:
+        """Run the decode step that upstream has prepared, and those after it.
+
+        Returns:
+            False if upstream is to run the step itself.
+        """
         if not batch.forward_mode.is_decode():
             return False
         if self.program is None:
@@ -79,49 +87,52 @@ class SteadyDecode:
         self._run(batch, self.program)
         return True
 
-    def _run(self, batch: Any, program: StepProgram) -> None:
+    def _run(self, upstreams: ScheduleBatch, program: StepProgram) -> None:
         scheduler, channel = self._scheduler, self._channel
-        reqs = batch.reqs_info[0].reqs
+        reqs = upstreams.reqs_info[0].reqs
         size = program.bucket(len(reqs))
         self.admission.begin()
-        self._booked_at = None
-        rows, pages = Rows(size, self._asking), Pages(scheduler, size)
+        self._read_at = None
+        batch, block_table = InputBatch(size, self._with_logprobs), BlockTable(scheduler, size)
+        limit = self.admission.most_steps()
         with channel.single_stepping.steps_in_flight():
-            self._run_steps(StepsInFlight(program, rows, pages, reqs, self.admission.most_steps()))
-        drop_ended(batch)
-        booking.settle(batch)
-        scheduler.forward_ct += rows.steps
+            self._run_steps(StepsInFlight(program, batch, block_table, reqs, limit))
+        drop_ended(upstreams)
+        write_back_batch(upstreams)
+        # As after so many steps of upstream's. It has lowered the ratio for the first one itself.
+        scheduler.forward_ct += batch.steps
         scheduler.new_token_ratio = max(
-            scheduler.new_token_ratio - (rows.steps - 1) * scheduler.new_token_ratio_decay,
+            scheduler.new_token_ratio - (batch.steps - 1) * scheduler.new_token_ratio_decay,
             scheduler.min_new_token_ratio,
         )
 
     def _run_steps(self, in_flight: StepsInFlight) -> None:
-        """Launch steps and book them until something needs a step boundary. That is one step at
-        least: upstream has allocated what it needs.
+        """Launch steps and read their tokens, until something needs a step boundary.
+
+        At least one step runs, because upstream has allocated its KV cache.
 
         Raises:
-            Exception: A step failed, or the requests were taken away. Tokens that were fetched are
-                in upstream's requests; nothing else there is in order.
+            Exception: A step failed, or the requests were taken away. Upstream's requests have all
+                tokens that were read. Nothing else of upstream's is in order.
         """
-        with self._booking_what_is_launched(in_flight):
+        with self._reading_before_raising(in_flight):
             self._launch_ahead(in_flight)
-        while in_flight.launches and len(in_flight.rows.seated):
-            self._book_oldest(in_flight)
-            with self._booking_what_is_launched(in_flight):
+        while in_flight.launches and len(in_flight.batch.active):
+            self._read_oldest(in_flight)
+            with self._reading_before_raising(in_flight):
                 if not in_flight.closed:
                     self._look_who_waits(in_flight)
                 self._launch_ahead(in_flight)
-        in_flight.settle()
+        in_flight.write_back()
 
     @contextmanager
-    def _booking_what_is_launched(self, in_flight: StepsInFlight) -> Iterator[None]:
-        """An error does not concern the steps before it: their tokens are booked first."""
+    def _reading_before_raising(self, in_flight: StepsInFlight) -> Iterator[None]:
+        """After an error, first read the tokens of the steps in flight. They are valid."""
         try:
             yield
         except BaseException:
             while in_flight.launches:
-                self._book_oldest(in_flight)
+                self._read_oldest(in_flight)
             raise
 
     # Launching
@@ -135,14 +146,14 @@ class SteadyDecode:
         self._launch(in_flight, behind_prefill=True)
 
     def _launch(self, in_flight: StepsInFlight, *, behind_prefill: bool = False) -> bool:
-        """Launch what comes next, if there is something; returns whether it did."""
+        """Launch the next steps, if there are any. Returns whether there were."""
         most = in_flight.most_next
         if most <= 0:
             return False
         steps = in_flight.prepare(min(most, self._steps_at_once(in_flight, behind_prefill)))
         if steps == 0:
             return False
-        # The first step of all began at the step boundary.
+        # The channel has counted the first step of the run.
         self._channel.steps += steps if in_flight.launched else steps - 1
         self._channel.steady_dispatches += 1
         in_flight.launch(steps)
@@ -151,50 +162,54 @@ class SteadyDecode:
     def _steps_at_once(self, in_flight: StepsInFlight, behind_prefill: bool) -> int:
         idle = in_flight.idle
         if idle is not None and not behind_prefill:
-            self._pace.dispatched(idle=idle)
+            self._pace.launched(idle=idle)
         if self._channel.single_stepping.on:
             return 1
-        others = behind_prefill or in_flight.rows.streamed
-        return self._pace.steps(calm=not others and self.admission.calm)
+        busy = behind_prefill or in_flight.batch.streamed
+        return self._pace.steps(calm=not busy and self.admission.nobody_waits)
 
-    # Booking
+    # Reading
 
-    def _book_oldest(self, in_flight: StepsInFlight) -> None:
-        """Wait for the oldest launch, and give the requests their tokens."""
-        rows, (sampled, steps) = in_flight.rows, in_flight.oldest()
-        self._device_wait.until_ready(sampled.ids)
+    def _read_oldest(self, in_flight: StepsInFlight) -> None:
+        """Wait for the oldest launch, and append its tokens to the requests."""
+        batch, (output, steps) = in_flight.batch, in_flight.oldest()
+        self._device_wait.until_ready(output.ids)
         now = time.perf_counter()
-        if self._booked_at is not None:
-            self._pace.took((now - self._booked_at) / steps)
-        self._booked_at = now
-        ids, logprobs = _numbers(sampled.ids, steps)
-        form = rows.form
-        top = _numbers(sampled.top, steps) if form.top else None
-        named = np.asarray(sampled.named)[:steps] if form.named else None
-        ended = self.book(lambda: rows.book(ids, logprobs, top, named), steps)
-        live = rows.live
+        if self._read_at is not None:
+            self._pace.took((now - self._read_at) / steps)
+        self._read_at = now
+        ids, logprobs = _ids_and_logprobs(output.ids, steps)
+        features = batch.features
+        top = _ids_and_logprobs(output.top, steps) if features.top else None
+        named = np.asarray(output.named)[:steps] if features.named else None
+        ended = self.append(lambda: batch.append_tokens(ids, logprobs, top, named), steps)
+        latest = batch.latest
         if ended:
             for req in in_flight.remove(ended):
                 self._release(req)
-        if rows.broken:
-            # What was sampled after this is of no use.
+        if batch.not_finite:
+            # The steps behind it computed with these numbers.
             in_flight.drop()
-            self._scheduler.stream_output([rows.reqs[row] for row in live])
-        elif news := [*ended, *sorted(rows.streamed.intersection(live.tolist()))]:
-            self._scheduler.stream_output([rows.reqs[row] for row in news])
+            self._hand_over([batch.reqs[row] for row in latest])
+        elif news := [*ended, *sorted(batch.streamed.intersection(latest.tolist()))]:
+            self._hand_over([batch.reqs[row] for row in news])
 
-    def book(self, give: Callable[[], list[int]], steps: int) -> list[int]:
-        """Give requests the tokens of so many steps, while nobody takes the requests away.
+    def append(self, append_tokens: Callable[[], list[int]], steps: int) -> list[int]:
+        """Append the tokens of so many steps. Nobody can take the requests away meanwhile.
 
         Raises:
-            StepTimeout: They were taken away.
+            StepTimeout: The requests were taken away before.
         """
-        ended = self._channel.between_steps(give)
+        ended = self._channel.between_steps(append_tokens)
         self._channel.steady_steps += steps
         return ended
 
-    def _release(self, req: Any) -> None:
-        """A request has ended: what it held of the KV cache is the prefix cache's."""
+    def _hand_over(self, reqs: list[Req]) -> None:
+        """Have the pool take what these requests have."""
+        self._scheduler.stream_output(reqs, return_logprob=False, return_output_logprob_only=True)
+
+    def _release(self, req: Req) -> None:
+        """Give the KV cache of a request that has ended to the prefix cache."""
         self._pace.ended(len(req.output_ids))
         release_kv_cache(req, self._scheduler.tree_cache)
         self.admission.request_ended()
@@ -202,25 +217,25 @@ class SteadyDecode:
     # Between two launches
 
     def _look_who_waits(self, in_flight: StepsInFlight) -> None:
-        """Admit requests that wait. Launch no more if a step boundary is needed."""
-        admission = self.admission
-        self._channel.single_stepping.in_flight(in_flight.steps)
+        """Admit requests that wait. Launch no more if something needs a step boundary."""
+        channel, admission = self._channel, self.admission
+        channel.single_stepping.in_flight(in_flight.steps)
         admission.look()
         if (
-            self._channel.has_jobs()
+            channel.has_jobs()
             or (admission.wanted and not admission.admit(in_flight, self._launch_behind_prefill))
             or admission.prompt_waits
         ):
             in_flight.closed = True
 
-    def _asking(self, req: Any) -> Request | None:
+    def _with_logprobs(self, req: Req) -> Request | None:
         """The pool's request, if it wants the most probable ids or names some."""
         request = self._channel.running.held.get(req.rid)
         wants = request is not None and (request.top_logprobs_num or request.named_ids)
         return request if wants else None
 
 
-def _numbers(array: jax.Array, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """By step: ids, and the values that their bits are."""
+def _ids_and_logprobs(array: jax.Array, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """By step: ids, and log-probabilities, which arrive as bits."""
     numbers = np.asarray(array)[:steps]
     return numbers[:, 0], numbers[:, 1].view(np.float32)

@@ -1,16 +1,15 @@
-"""A model's forward of a decode step, in a program, from what a batch has on its device.
+"""The model's forward, as a part of the step program.
 
 Reaches into upstream's models and attention backends.
 
-What breaks: A forward is given what its step needs by the host, which then is where every step
-begins.
-Why: Positions, slots and pages are computed there, from requests.
-Remove when: With `program.py`, of which this is a part.
+What breaks: Every forward needs arguments from the host, so every step waits for the host.
+Why: Upstream computes positions, slots and pages from requests, on the host.
+Remove when: With `program.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +25,30 @@ from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from enginepool.engine.common_programs import CommonPrograms, structure_without_devices
 
+if TYPE_CHECKING:
+    from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
+    from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
 
 def put(mesh: AbstractMesh, array: jax.Array, *spec: Any) -> jax.Array:
-    """Lay an array out like this, in a program."""
+    """Inside a program: lay an array out by this partition."""
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 class Forward:
-    """It holds neither the model runner nor an array: the program that is made with it would
-    outlive a closed engine. Nor a device: it is for all engines that are alike.
+    """Runs upstream's model inside a program, on what the device has of a batch.
+
+    The program outlives a closed engine and serves all engines of its kind. So this holds no model
+    runner, no array and no device.
     """
 
-    def __init__(self, runner: Any, programs: CommonPrograms, places: dict[int, int]) -> None:
+    def __init__(
+        self, runner: ModelRunner, programs: CommonPrograms, places: dict[int, int]
+    ) -> None:
         """
         Args:
-            places: By rows of a batch: the KV slots that they all can have.
+            places: By number of rows: how many KV slots a batch of that size can have.
         """
         self._mesh, self._page_size = runner.mesh.abstract_mesh, runner.page_size
         self._places = places
@@ -51,21 +59,26 @@ class Forward:
         self._kernel = type(runner.attn_backend).__name__ == "FlashAttention"
 
     def __call__(
-        self, leaves: Any, kv: Any, ids: jax.Array, lengths: jax.Array, table: jax.Array
-    ) -> tuple[Any, list[jax.Array], jax.Array]:
+        self,
+        leaves: Any,
+        kv: list[jax.Array],
+        ids: jax.Array,
+        lengths: jax.Array,
+        block_table: jax.Array,
+    ) -> tuple[LogitsProcessorOutput, list[jax.Array], jax.Array]:
         """
         Args:
-            leaves: The model's.
+            leaves: The model's arrays.
             kv: The KV buffers.
             ids: By row: its last id.
-            lengths: By row: its tokens, with the last one; 0 for a row that is no more.
-            table: By row: its KV pages.
+            lengths: By row: how many tokens it has, with the last one. 0 if it has ended.
+            block_table: By row: its KV pages.
 
         Returns:
-            What the model gives, the KV buffers, and the positions of the last ids.
+            The model's output, the KV buffers, and the positions of the last ids.
         """
         positions = jnp.where(lengths > 0, lengths - 1, 0)
-        batch = self._batch(ids, lengths, positions, table)
+        batch = self._batch(ids, lengths, positions, block_table)
         wanted = LogitsMetadata(
             forward_mode=ForwardMode.DECODE, capture_hidden_mode=CaptureHiddenMode.NULL
         )
@@ -75,9 +88,9 @@ class Forward:
             output, updates, *_ = model(batch, pools, wanted)
         pools.replace_all(updates)
         if output.next_token_logits.dtype == jnp.bfloat16:
-            # Within one program XLA may go on with what was not rounded yet.
+            # Inside one program XLA may keep more precision than upstream's programs pass on.
             output.next_token_logits = jax.lax.reduce_precision(output.next_token_logits, 8, 7)
-        # As they came in, or the next step is another program.
+        # With another layout the next step would be another program.
         kept = [
             jax.sharding.reshard(new, jax.typeof(old).sharding)
             for new, old in zip(jax.tree.leaves(pools), kv, strict=True)
@@ -85,17 +98,17 @@ class Forward:
         return output, kept, positions
 
     def _batch(
-        self, ids: jax.Array, lengths: jax.Array, positions: jax.Array, table: jax.Array
+        self, ids: jax.Array, lengths: jax.Array, positions: jax.Array, block_table: jax.Array
     ) -> ForwardBatch:
-        """What upstream makes of a batch on the host, for a decode step."""
+        """The batch that upstream would make on the host for a decode step."""
         mesh, size, rows = self._mesh, self._page_size, len(ids)
         places = self._places[rows]
-        page = jnp.take_along_axis(table, (positions // size)[:, None], axis=1)[:, 0]
+        page = jnp.take_along_axis(block_table, (positions // size)[:, None], axis=1)[:, 0]
         slots = jnp.where(lengths > 0, page * size + positions % size, -1)
-        # A backend of the trace's own: upstream's would keep what is traced.
+        # A copy for this trace. Upstream's own backend would keep traced arrays.
         backend: Any = jax.tree.unflatten(self._backend, [None] * self._backend.num_leaves)
         if self._kernel:
-            metadata = _kernel_metadata(lengths, table, size, places)
+            metadata = _kernel_metadata(lengths, block_table, size, places)
             metadata = jax.tree.map(lambda array: put(mesh, array, "data"), metadata)
             object.__setattr__(backend, "forward_metadata", metadata)
         return ForwardBatch(
@@ -108,45 +121,47 @@ class Forward:
             out_cache_loc=put(mesh, slots, "data"),
             positions=put(mesh, positions, "data"),
             attn_backend=backend,
-            cache_loc=put(mesh, slots_of(lengths, table, size, places), "data"),
+            cache_loc=put(mesh, slots_of(lengths, block_table, size, places), "data"),
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
 
 
-def _pages_of(lengths: jax.Array, table: jax.Array, page_size: int, places: int) -> jax.Array:
-    """The KV pages of all rows, row after row; then zeros."""
+def _pages_of(lengths: jax.Array, block_table: jax.Array, page_size: int, places: int) -> jax.Array:
+    """The KV pages of all rows, one row after the other, padded with zeros."""
     pages = (lengths + page_size - 1) // page_size
     ends = jnp.cumsum(pages)
     place = jnp.arange(places // page_size)
     row = jnp.clip(jnp.searchsorted(ends, place, side="right"), 0, len(lengths) - 1)
-    within = jnp.clip(place - (ends - pages)[row], 0, table.shape[1] - 1)
-    return jnp.where(place < ends[-1], table[row, within], 0).astype(jnp.int32)
+    within = jnp.clip(place - (ends - pages)[row], 0, block_table.shape[1] - 1)
+    return jnp.where(place < ends[-1], block_table[row, within], 0).astype(jnp.int32)
 
 
-def slots_of(lengths: jax.Array, table: jax.Array, page_size: int, places: int) -> jax.Array:
-    """Their slots, each row's from the beginning of a page."""
-    pages = _pages_of(lengths, table, page_size, places)
+def slots_of(lengths: jax.Array, block_table: jax.Array, page_size: int, places: int) -> jax.Array:
+    """The KV slots of all rows. Each row begins with a new page."""
+    pages = _pages_of(lengths, block_table, page_size, places)
     slots = pages[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
     return slots.reshape(-1)
 
 
-def _kernel_metadata(lengths: jax.Array, table: jax.Array, page_size: int, places: int) -> Any:
-    """What upstream's attention kernel is told of a decode step.
+def _kernel_metadata(
+    lengths: jax.Array, block_table: jax.Array, page_size: int, places: int
+) -> FlashAttentionMetadata:
+    """The metadata of upstream's attention kernel for a decode step.
 
-    It takes the rows that there are to be the first ones. Here they lie between others that have
-    ended: such a row is one token long, on the page that nobody is given.
+    The kernel expects all active rows before the others. Here ended rows lie between them. So an
+    ended row gets the length 1, and page 0, which no request ever has.
     """
     from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
 
     rows = len(lengths)
-    table = jnp.where(lengths[:, None] > 0, table, 0)
+    block_table = jnp.where(lengths[:, None] > 0, block_table, 0)
     lengths = jnp.maximum(lengths, 1)
     aligned = (lengths + page_size - 1) // page_size * page_size
     return FlashAttentionMetadata(
         cu_q_lens=jnp.arange(rows + 1, dtype=jnp.int32),
         cu_kv_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(aligned)]),
-        page_indices=_pages_of(lengths, table, page_size, places),
+        page_indices=_pages_of(lengths, block_table, page_size, places),
         seq_lens=lengths,
         distribution=jnp.full(3, rows, jnp.int32),
     )

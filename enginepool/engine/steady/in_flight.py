@@ -1,21 +1,24 @@
-"""Decode steps that are launched and whose results have not been fetched.
+"""Decode steps that are launched and whose output the host has not read.
 
-The next step is launched before the host has seen the tokens of the last one. A launch is one step,
-or several in a loop on the device.
+The next step is launched before the host reads the last one's tokens. One launch is one step, or
+several steps in a loop on the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from enginepool.engine.steady.batch import Sampled
-from enginepool.engine.steady.pages import Pages
+from enginepool.engine.steady.block_table import BlockTable
+from enginepool.engine.steady.device_batch import StepOutput
+from enginepool.engine.steady.input_batch import InputBatch
 from enginepool.engine.steady.penalties import entries
 from enginepool.engine.steady.program import StepProgram
-from enginepool.engine.steady.rows import Rows
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req
 
 # KV pages are allocated for so many steps at once while some are free, and for so few once the
 # prefix cache has to evict. Allocated pages count as used.
@@ -28,30 +31,35 @@ class StepsInFlight:
     Used on the engine's thread.
 
     Attributes:
-        rows: The requests of the batch.
+        batch: Its requests, on the host.
         launched: How many steps were launched.
-        closed: No further step is launched, and no request joins.
+        closed: No further step is launched, and no request is added.
     """
 
     def __init__(
-        self, program: StepProgram, rows: Rows, pages: Pages, reqs: list[Any], limit: int | None
+        self,
+        program: StepProgram,
+        batch: InputBatch,
+        block_table: BlockTable,
+        reqs: list[Req],
+        limit: int | None,
     ) -> None:
         """
         Args:
             reqs: Upstream's requests, which it has prepared for a decode step.
             limit: How many steps are launched at most.
         """
-        self.rows, self._program, self._pages = rows, program, pages
+        self.batch, self._program, self._block_table = batch, program, block_table
         self.launched = 0
         self.closed = False
         self._limit = limit
-        self._outputs: deque[tuple[Sampled, int]] = deque()
-        self._covered = 0  # steps for which every row has KV pages
-        # The device has an old copy of the batch, or of its table of pages alone.
+        self._outputs: deque[tuple[StepOutput, int]] = deque()
+        self._allocated = 0  # how many steps every row has KV pages for
+        # The device has an old copy of the batch, or of its block table alone.
         self._stale, self._table_stale = True, False
-        new = rows.seat(reqs, after=0)
-        pages.seat(new, reqs)
-        self._state = program.begin(rows.state)
+        new = batch.add_requests(reqs, after=0)
+        block_table.add_rows(new, reqs)
+        self._state = program.begin(batch.state)
         self._tally(new)
 
     @property
@@ -61,13 +69,13 @@ class StepsInFlight:
 
     @property
     def steps(self) -> int:
-        """How many steps are launched and not booked."""
-        return self.launched - self.rows.steps
+        """How many steps are in flight."""
+        return self.launched - self.batch.steps
 
     @property
     def room(self) -> int:
-        """How many requests may join."""
-        return 0 if self.closed else self.rows.free
+        """How many requests can be added."""
+        return 0 if self.closed else self.batch.free
 
     @property
     def idle(self) -> bool | None:
@@ -84,25 +92,25 @@ class StepsInFlight:
         """How many steps are left for the next launch. 0 or less: none may be launched now."""
         if self.closed:
             return 0
-        left = self.rows.most_left - self.steps
-        if self.rows.grammars:
+        left = self.batch.most_left - self.steps
+        if self.batch.grammars:
             # A mask depends on the token before it.
             return 0 if self._outputs else min(left, 1)
         return left
 
-    def join(self, reqs: list[Any]) -> None:
+    def add_requests(self, reqs: list[Req]) -> None:
         """Add requests that are prefilled. They take part from the next launch on."""
-        new = self.rows.seat(reqs, after=self.launched)
-        self._pages.seat(new, reqs)
-        self._covered, self._stale = 0, True
-        self._state = self._program.seat(self._state, new, self.rows.state)
+        new = self.batch.add_requests(reqs, after=self.launched)
+        self._block_table.add_rows(new, reqs)
+        self._allocated, self._stale = 0, True
+        self._state = self._program.set_rows(self._state, new, self.batch.state)
         self._tally(new)
 
     def _tally(self, rows: list[int]) -> None:
         """Count the tokens that these rows already have, for their penalties."""
-        penalised = [row for row in rows if row in self.rows.penalised]
+        penalised = [row for row in rows if row in self.batch.penalised]
         if penalised:
-            found = entries(penalised, self.rows.reqs)
+            found = entries(penalised, self.batch.reqs)
             self._state = self._program.tally(self._state, penalised, found)
 
     def prepare(self, steps: int) -> int:
@@ -117,75 +125,76 @@ class StepsInFlight:
         """
         if self._limit is not None:
             steps = min(steps, self._limit - self.launched)
-        if steps == 0 or self._fits_fewer_rows() or not (steps := self._cover(steps)):
+        if steps == 0 or self._fits_fewer_rows() or not (steps := self._allocate(steps)):
             self.closed = True
             return 0
         sender = self._program.sender
         if self._stale:
-            rows, table = self.rows, self._pages.table
-            self._batch = sender.batch(
-                rows.limits, table, rows.sampling, rows.penalties, rows.names, rows.form
+            batch, pages = self.batch, self._block_table.pages
+            self._on_device = sender.batch(
+                batch.limits, pages, batch.sampling, batch.penalties, batch.names, batch.features
             )
         elif self._table_stale:
-            self._batch = self._batch._replace(table=sender.place(self._pages.table.copy()))
+            pages = sender.place(self._block_table.pages.copy())
+            self._on_device = self._on_device._replace(block_table=pages)
         self._stale = self._table_stale = False
-        if self.rows.grammars:
-            self._batch = sender.masked(self._batch, self.rows.grammars)
+        if self.batch.grammars:
+            self._on_device = sender.masked(self._on_device, self.batch.grammars)
         return steps
 
     def launch(self, steps: int) -> None:
         """Launch as many steps as were prepared."""
-        self._state, sampled = self._program.step(self._state, self._batch, steps)
-        self._outputs.append((sampled, steps))
+        self._state, output = self._program.step(self._state, self._on_device, steps)
+        self._outputs.append((output, steps))
         self.launched += steps
 
-    def oldest(self) -> tuple[Sampled, int]:
-        """Take out the oldest launch: its output, and how many steps it has."""
+    def oldest(self) -> tuple[StepOutput, int]:
+        """Remove the oldest launch. Returns its output, and how many steps it has."""
         return self._outputs.popleft()
 
     def drop(self) -> None:
-        """Forget what is in flight, and launch no more."""
+        """Forget the steps in flight, and launch no more."""
         self._outputs.clear()
         self.closed = True
 
-    def remove(self, ended: list[int]) -> list[Any]:
-        """Free the rows of requests that have ended, and KV pages that they did not use.
+    def remove(self, ended: list[int]) -> list[Req]:
+        """Free the rows that have ended, and the KV pages that they did not use.
 
         Returns:
-            The requests. Upstream's account of each is up to date.
+            Their requests. Upstream knows the KV cache of each.
         """
-        rows = self.rows
-        by_host = not rows.watched.isdisjoint(ended)
-        form = rows.form
-        self._settle(np.array(ended))
-        rows.leave(ended)
-        # The device itself has ended the others.
-        self._stale = self._stale or by_host or rows.form != form
-        return [rows.reqs[row] for row in ended]
+        batch = self.batch
+        by_host = not batch.watched.isdisjoint(ended)
+        features = batch.features
+        self._write_back(np.array(ended))
+        batch.remove(ended)
+        # The device itself has ended the other rows.
+        self._stale = self._stale or by_host or batch.features != features
+        return [batch.reqs[row] for row in ended]
 
-    def settle(self) -> None:
-        """Bring upstream's account of all requests up to date."""
-        if len(self.rows.seated):
-            self._settle(self.rows.seated)
+    def write_back(self) -> None:
+        """Tell upstream the KV cache of all requests that have not ended."""
+        if len(self.batch.active):
+            self._write_back(self.batch.active)
 
-    def _settle(self, rows: np.ndarray) -> None:
-        self._pages.settle(rows, self.rows.settle(rows))
+    def _write_back(self, rows: np.ndarray) -> None:
+        self._block_table.write_back(rows, self.batch.write_back(rows))
 
     def _fits_fewer_rows(self) -> bool:
-        return self._program.bucket(len(self.rows.seated)) < len(self.rows.limits)
+        return self._program.bucket(len(self.batch.active)) < len(self.batch.limits)
 
-    def _cover(self, steps: int) -> int:
+    def _allocate(self, steps: int) -> int:
         """Allocate KV pages for the next steps. Returns for how many there are enough."""
-        if self.launched + steps <= self._covered:
+        if self.launched + steps <= self._allocated:
             return steps
         few = max(_FEW_AHEAD, steps)
         for ahead, evict in ((_PAGES_AHEAD, False), (few, True), (_FEW_AHEAD, True), (1, True)):
             if self._limit is not None:
                 ahead = min(ahead, self._limit - self.launched)
-            lengths = self.rows.lengths_in(self.launched + ahead)
-            changed = self._pages.cover(self.rows.seated, lengths, evict=evict)
+            lengths = self.batch.lengths_in(self.launched + ahead)
+            changed = self._block_table.allocate(self.batch.active, lengths, evict=evict)
             if changed is not None:
-                self._covered = self.launched + ahead
+                self._allocated = self.launched + ahead
                 self._table_stale = self._table_stale or changed
                 return min(steps, ahead)
         return 0

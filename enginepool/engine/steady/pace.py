@@ -1,27 +1,30 @@
-"""How many decode steps a flight dispatches at once."""
+"""How many decode steps one launch has."""
 
 from __future__ import annotations
 
-# Dispatches that are looked at, and how many of them have to find the device without work.
+# Of this many launches so many must find the device idle before launches have several steps.
 _LOOKED_AT, _IDLE = 16, 2
-# Dispatches of several steps after which one at a time is tried again.
+# After this many launches of several steps, single steps are tried again.
 _TRIED_AFTER = 128
-# What a dispatch may have at most of an output's steps, and over how many outputs that is averaged.
+# A launch has at most 1 / _SHARE of an output's steps. The length of an output is averaged over
+# _OUTPUTS.
 _SHARE, _OUTPUTS = 16, 16
-# Seconds that a dispatch takes about where nobody waits for a step, and over how many dispatches a
-# step's time is averaged.
+# A launch takes about this many seconds while nobody waits for a step. The time of a step is
+# averaged over _TIMED launches.
 _PATIENCE, _TIMED = 0.040, 16
 
 
 class Pace:
-    """Of one engine; on its thread.
+    """Chooses the number for one engine. Used on the engine's thread.
 
-    Several steps at once cost the host little more than one, but who waits for a step boundary
-    waits for all of them, and so does whoever could have the row of one that has ended among them.
-    So they are one by one, unless the device is without work when the next one comes: its steps are
-    short, or engines, streams and others share the host. Where nobody streams and nobody waits,
-    they are as many as take about 40 ms: the host, which others in the process need, has less to
-    do. And they are few where outputs are short.
+    A launch of several steps costs the host little more than a launch of one. But a request that
+    waits for a step boundary or for a free row waits for the whole launch. There are three rules:
+
+    - A launch has one step, unless the device was idle when earlier launches came. Then the device
+      waits for the host, and launches have as many steps as they may.
+    - While nobody streams and nobody waits, a launch has as many steps as take about 40 ms. The
+      host then has time for other threads.
+    - A launch has few steps where outputs are short.
     """
 
     def __init__(self, most: int) -> None:
@@ -31,10 +34,10 @@ class Pace:
         self._seconds: float | None = None  # of steps, on average
 
     def steps(self, *, calm: bool) -> int:
-        """For the next dispatch, at most.
+        """How many steps the next launch has at most.
 
         Args:
-            calm: Whether nobody streams or waits to join.
+            calm: Nobody streams and nobody waits.
         """
         steps = self._steps
         if steps == 1 and calm and self._seconds:
@@ -44,17 +47,17 @@ class Pace:
         return max(1, steps)
 
     def took(self, seconds: float) -> None:
-        """A step of the device's, from the one before it to this one."""
+        """Report how long the device took for a step."""
         before = seconds if self._seconds is None else self._seconds
         self._seconds = before + (seconds - before) / _TIMED
 
     def ended(self, tokens: int) -> None:
-        """An output has ended, with so many."""
+        """Report the length of an output that has ended."""
         before = tokens if self._length is None else self._length
         self._length = before + (tokens - before) / _OUTPUTS
 
-    def dispatched(self, *, idle: bool) -> None:
-        """Another dispatch of a flight, which found the device idle or at work."""
+    def launched(self, *, idle: bool) -> None:
+        """Report a launch, and whether it found the device idle."""
         self._seen += 1
         self._idle += idle
         if self._steps == 1:

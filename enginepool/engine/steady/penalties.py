@@ -1,10 +1,10 @@
-"""Penalties, `min_new_tokens` and the masks of grammars, of a batch that stays on its device.
+"""Penalties, `min_new_tokens` and the masks of grammars, computed on the device.
 
 Reaches into upstream's penalizers.
 
-What breaks: A batch with a penalty comes back to the host at every step: a table of the whole
-vocabulary for every request is made there, and sent.
-Why: What a request has said is counted on the host.
+What breaks: A batch with a penalty needs the host at every step. The host makes a table with the
+whole vocabulary for every request, and sends it.
+Why: Upstream counts a request's tokens on the host.
 Remove when: With `program.py`.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,21 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from enginepool.engine.common_programs import OnAnyDevice
 from enginepool.model_config.generation import end_ids
 
-# In a tally, beside how often the row has given an id: ids that would end it too early.
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleReqsInfo
+
+# A tally counts how often a row has given each id. This bit marks ids that may not end it yet.
 _BANNED = 1 << 30
-# Entries of tallies that are sent at a time.
+# How many entries of tallies are sent at a time.
 _ENTRIES = 2048
 
 
 class Penalties(NamedTuple):
-    """By row; zeros where there are none.
+    """The penalties of every row. Zeros mean none.
 
     Attributes:
-        strengths: `presence_penalty` and `frequency_penalty`.
-        least: The length before which the row must not end by an id.
+        strengths: By row: `presence_penalty` and `frequency_penalty`.
+        least: By row: no id ends it before it has this length.
     """
 
     strengths: Any
@@ -41,11 +44,11 @@ class Penalties(NamedTuple):
 
     @classmethod
     def of(cls, rows: int) -> Penalties:
-        """Of rows that are all empty."""
+        """The penalties of free rows."""
         return cls(np.zeros((rows, 2), np.float32), np.zeros(rows, np.int32))
 
-    def put(self, row: int, req: Any) -> bool:
-        """The row has a request's; returns whether it has any."""
+    def set_row(self, row: int, req: Req) -> bool:
+        """Set the row's penalties to a request's. Returns whether it has any."""
         params = req.sampling_params
         self.strengths[row] = params.presence_penalty, params.frequency_penalty
         least = params.min_new_tokens
@@ -53,8 +56,12 @@ class Penalties(NamedTuple):
         return bool(self.strengths[row].any() or least > 0)
 
 
-def entries(rows: Sequence[int], reqs: Sequence[Any]) -> np.ndarray:
-    """What the tallies of these rows begin with: row, id and amount of each."""
+def entries(rows: Sequence[int], reqs: Sequence[Req]) -> np.ndarray:
+    """The first entries of these rows' tallies. An entry is a row, an id and an amount.
+
+    Args:
+        reqs: By row: its request.
+    """
     found = [np.zeros((3, 0), np.int32)]
     for row in rows:
         req = reqs[row]
@@ -70,9 +77,12 @@ def _entries(row: int, ids: Sequence[int], amount: int) -> np.ndarray:
     return found
 
 
-def _banned_ids(req: Any) -> set[int]:
-    """What may not come until a request has its `min_new_tokens`: all that ends it by itself, also
-    where it ignores that, as in upstream's prefill."""
+def _banned_ids(req: Req) -> set[int]:
+    """The ids that may not come before a request has its `min_new_tokens`.
+
+    They are all ids that can end a request. Upstream's prefill bans them even if the request
+    ignores its end ids.
+    """
     named = {*(req.sampling_params.stop_token_ids or ())}
     return named | end_ids(req.eos_token_ids, req.tokenizer)
 
@@ -80,7 +90,7 @@ def _banned_ids(req: Any) -> set[int]:
 def penalise(
     logits: jax.Array, penalties: Penalties, tallies: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """The logits of rows of these lengths, with what penalties add, in a program."""
+    """Inside a program: the logits with the penalties applied."""
     counts = tallies & (_BANNED - 1)
     presence, frequency = penalties.strengths[:, :1], penalties.strengths[:, 1:]
     costs = (counts > 0) * -presence + counts * -frequency
@@ -91,7 +101,7 @@ def penalise(
 
 
 def allowed(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """The logits where the mask (see `Batch`) has a bit, else minus infinity, in a program."""
+    """Inside a program: the logits, minus infinity for ids that the mask forbids."""
     ids = jnp.arange(logits.shape[1])
     bits = jnp.repeat(mask, 32, axis=1)[:, : len(ids)] >> (ids % 32) & 1
     laid_out = jax.sharding.reshard(bits == 1, jax.typeof(logits).sharding)
@@ -99,7 +109,7 @@ def allowed(logits: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def chunks(found: np.ndarray, rows: int) -> Iterator[np.ndarray]:
-    """These entries in pieces of one size, padded with some that are no row's; one at least."""
+    """Split entries into pieces of one size, at least one. The padding belongs to no row."""
     for start in range(0, max(1, found.shape[1]), _ENTRIES):
         part = found[:, start : start + _ENTRIES]
         padded = np.full((3, _ENTRIES), rows, np.int32)
@@ -108,8 +118,10 @@ def chunks(found: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 def build_tally(mesh: AbstractMesh) -> Callable[..., jax.Array]:
-    """A program for: tallies, which are given away, by row whether it begins anew, a chunk of
-    entries."""
+    """Make the program that adds a piece of entries to the tallies. It takes the old tallies over.
+
+    Its second argument says by row whether its tally is first set to zero.
+    """
     everywhere = NamedSharding(mesh, PartitionSpec(None, None))
 
     @partial(jax.jit, donate_argnames="tallies")
@@ -121,30 +133,32 @@ def build_tally(mesh: AbstractMesh) -> Callable[..., jax.Array]:
     return OnAnyDevice(tally)
 
 
-def recount(info: Any) -> None:
-    """Bring upstream's penalizers up to date with its requests, as after its own step: it counts a
-    token when it prepares the step after it."""
+def recount(info: ScheduleReqsInfo) -> None:
+    """Make upstream's penalizers agree with its requests, as after a step of its own.
+
+    Upstream counts a token when it prepares the next step. So the last token is not counted yet.
+    """
     sampling = info.sampling_info
-    before = sampling.penalizer_orchestrator
+    before: Any = sampling.penalizer_orchestrator
     if not before.is_required:
         return
-    counted = _Counted([_Told(req) for req in info.reqs])
+    counted = _Counted([_WithoutLastToken(req) for req in info.reqs])
     after = type(before)(before.vocab_size, counted, set(before.penalizers))
     after.reqs_info = info
     sampling.penalizer_orchestrator = after
 
 
 class _Counted:
-    """What upstream's penalizers look at, in the place of a batch."""
+    """All that upstream's penalizers read of a batch."""
 
-    def __init__(self, reqs: list[Any]) -> None:
+    def __init__(self, reqs: list[_WithoutLastToken]) -> None:
         self.reqs = reqs
 
 
-class _Told:
-    """The same of a request, without its last token."""
+class _WithoutLastToken:
+    """All that they read of a request, without its last token."""
 
-    def __init__(self, req: Any) -> None:
+    def __init__(self, req: Req) -> None:
         self.sampling_params, self.tokenizer = req.sampling_params, req.tokenizer
         self.eos_token_ids = req.eos_token_ids
         self.output_ids = req.output_ids[:-1]

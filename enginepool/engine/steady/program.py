@@ -1,23 +1,25 @@
-"""A decode step as one program: forward, sampling, log-probabilities, who has ended, the advance.
+"""A whole decode step as one program.
 
-Reaches into upstream's model runner and sampler; its forward is in `forward.py`, its sampling in
-`sample.py`.
+It runs the forward (`forward.py`), samples (`sample.py`), ends rows and advances the others.
 
-What breaks: A step of upstream's is three programs with the host between them, which sends every
-array of the batch anew. While the host does that, the device waits.
-Why: What a step needs is computed on the host from requests, also where it follows from the step
-before. (Its overlap schedule hides that behind a second thread, and lets nothing run ahead where
-log-probabilities are wanted.)
-Remove when: A batch that stays the same stays on its device upstream, log-probabilities included.
+Reaches into upstream's model runner and sampler.
 
-`supported` looks for what is used here; where something is otherwise, steps are upstream's own.
+What breaks: A step of upstream's is three programs. Between them the host sends every array of the
+batch again, and the device waits.
+Why: Upstream computes a step's arguments from requests on the host, even where they follow from the
+step before. (Its overlap schedule does that on a second thread. It runs no step ahead if a request
+wants log-probabilities.)
+Remove when: Upstream keeps an unchanged batch on the device, with log-probabilities.
+
+`supported` checks for everything that is used here. If something is missing, upstream runs all
+steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,14 @@ from sgl_jax.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.kv_cache import spec_of
-from enginepool.engine.steady.batch import STOP_IDS, Batch, Form, Sampled, Sampling, State
+from enginepool.engine.steady.device_batch import (
+    STOP_IDS,
+    DecodeState,
+    DeviceBatch,
+    Features,
+    SamplingArrays,
+    StepOutput,
+)
 from enginepool.engine.steady.forward import Forward, put
 from enginepool.engine.steady.penalties import (
     Penalties,
@@ -42,26 +51,30 @@ from enginepool.engine.steady.penalties import (
 from enginepool.engine.steady.sample import Sample
 from enginepool.engine.steady.sender import BatchSender, no_names
 
-# Backends that look at a step's lengths, slots and pages, and at nothing else.
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.scheduler import Scheduler
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
+# Backends that need only the lengths, slots and pages of a step.
 _ATTENTION = ("NativeAttention", "FlashAttention")
 
 
 class StepProgram:
-    """The program of one engine; on its thread.
+    """The step program of one engine. Used on the engine's thread.
 
     Attributes:
-        buckets: Rows that a batch can have, ascending, and the KV slots that they all can have.
-        sender: Sends batches to where the program runs.
+        buckets: By number of rows, ascending: how many KV slots a batch of that size can have.
+        sender: Sends batches to the engine's device.
     """
 
-    def __init__(self, scheduler: Any, most_steps: int) -> None:
+    def __init__(self, scheduler: Scheduler, most_steps: int) -> None:
         """
         Args:
-            most_steps: That it takes when it is dispatched once.
+            most_steps: How many steps a launch can have.
         """
         worker = scheduler.tp_worker.worker
         self._runner = worker.model_runner
-        self._pool = self._runner.token_to_kv_pool
+        self._pool: Any = self._runner.token_to_kv_pool  # `supported` knows it
         self._sampler = jax.tree.leaves(nnx.split(self._runner.sampler)[1])
         manager = worker.compilation_manager
         self.buckets = dict(zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True))
@@ -69,21 +82,25 @@ class StepProgram:
         self._step = _build_step(self._runner, programs, self.buckets, most_steps)
         self.sender = BatchSender(self._runner, self.buckets)
         self._place = self.sender.place
-        # On the device already: a number of Python's would be sent with every dispatch.
+        # Sent once. A Python number would be sent with every launch.
         self._counts = [self._place(np.int32(steps)) for steps in range(most_steps + 1)]
         mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
-        self._seat = programs.common(["seat", mesh], lambda: _build_seat(mesh))
+        self._set_rows = programs.common(["set_rows", mesh], lambda: _build_set_rows(mesh))
         self._begin = programs.common(
             ["begin", mesh, vocab_size], lambda: _build_begin(mesh, vocab_size)
         )
         self._tally = programs.common(["tally", mesh], lambda: build_tally(mesh))
 
     def bucket(self, requests: int) -> int:
-        """Rows of a batch of so many requests."""
+        """How many rows a batch of so many requests has."""
         return next(size for size in self.buckets if size >= requests)
 
     def compile_ahead(self, pages: int) -> None:
-        """Compile everything, for tables of so many pages a row, on any thread."""
+        """Compile the program of every bucket, on any thread.
+
+        Args:
+            pages: How many pages a row of the block table has.
+        """
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
         for rows in self.buckets:
             state, batch = self._empty(rows, pages)
@@ -91,40 +108,49 @@ class StepProgram:
             self._step.compile(leaves, self._sampler, kv, state, batch, self._counts[1])
 
     def compile(self, pages: int) -> None:
-        """Run all of it once, on batches of nobody; nothing of the engine changes."""
+        """Run every program once, on batches without requests. The engine does not change."""
         for rows in self.buckets:
             state, batch = self._empty(rows, pages)
             state, _ = self.step(state, batch, 1)
-            state = self.seat(state, [], np.zeros((2, rows), np.int32))
+            state = self.set_rows(state, [], np.zeros((2, rows), np.int32))
             state, sampled = self.step(state, batch, 1)
             sampled.ids.block_until_ready()
 
-    def _empty(self, rows: int, pages: int) -> tuple[State, Batch]:
+    def _empty(self, rows: int, pages: int) -> tuple[DecodeState, DeviceBatch]:
         limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
-        table = np.zeros((rows, pages), np.int32)
+        block_table = np.zeros((rows, pages), np.int32)
         batch = self.sender.batch(
-            limits, table, Sampling.of(rows), Penalties.of(rows), no_names(rows), Form()
+            limits,
+            block_table,
+            SamplingArrays.of(rows),
+            Penalties.of(rows),
+            no_names(rows),
+            Features(),
         )
         state = self.begin(np.zeros((2, rows), np.int32))
         return self.tally(state, [], entries([], [])), batch
 
-    def begin(self, rows: np.ndarray) -> State:
-        """The state of a batch that nobody is counted in."""
-        return State(*self._begin(self._place(rows.copy())))
+    def begin(self, rows: np.ndarray) -> DecodeState:
+        """The state of a new batch. All tallies are zero."""
+        return DecodeState(*self._begin(self._place(rows.copy())))
 
-    def seat(self, state: State, rows: list[int], seated: np.ndarray) -> State:
-        """Put into these rows of a state, which is given away, what another has there."""
-        new = np.zeros(seated.shape[1], bool)
-        new[rows] = True
-        return state._replace(
-            rows=self._seat(state.rows, self._place(new), self._place(seated.copy()))
-        )
-
-    def tally(self, state: State, rows: Sequence[int], found: np.ndarray) -> State:
-        """Count for these rows of a state, which is given away, from here on.
+    def set_rows(self, state: DecodeState, rows: list[int], values: np.ndarray) -> DecodeState:
+        """Replace these rows of a state. It takes the old state's buffers over.
 
         Args:
-            found: With what they begin, see `penalties.entries`.
+            values: `DecodeState.rows` of a whole batch. The other rows are ignored.
+        """
+        new = np.zeros(values.shape[1], bool)
+        new[rows] = True
+        return state._replace(
+            rows=self._set_rows(state.rows, self._place(new), self._place(values.copy()))
+        )
+
+    def tally(self, state: DecodeState, rows: Sequence[int], found: np.ndarray) -> DecodeState:
+        """Replace the tallies of these rows. It takes the old state's buffers over.
+
+        Args:
+            found: The first entries of the tallies, see `penalties.entries`.
         """
         size = state.rows.shape[1]
         new = np.zeros(size, bool)
@@ -133,10 +159,16 @@ class StepProgram:
         for part in chunks(found, size):
             tallies = self._tally(tallies, self._place(new), self._place(part))
             new = np.zeros_like(new)
-        return State(state.rows, tallies)
+        return DecodeState(state.rows, tallies)
 
-    def step(self, state: State, batch: Batch, steps: int) -> tuple[State, Sampled]:
-        """Dispatch so many steps at once; the state is given away, for those after them."""
+    def step(
+        self, state: DecodeState, batch: DeviceBatch, steps: int
+    ) -> tuple[DecodeState, StepOutput]:
+        """Launch so many steps at once. They take the old state's buffers over.
+
+        Returns:
+            The state after them, and their output, by step.
+        """
         runner = self._runner
         state, buffers, sampled = self._step(
             runner.model_state_leaves,
@@ -150,8 +182,8 @@ class StepProgram:
         return state, sampled
 
 
-def supported(scheduler: Any) -> bool:
-    """Whether this upstream, this model and these options have all that the program is made of."""
+def supported(scheduler: Scheduler) -> bool:
+    """Whether upstream, the model and the options have everything that the program needs."""
     worker = scheduler.tp_worker.worker
     runner = worker.model_runner
     found = (
@@ -163,7 +195,7 @@ def supported(scheduler: Any) -> bool:
     )
     if not found:
         return False
-    # One pool of KV buffers by layer, and nothing else that a step carries on.
+    # Steps change one pool of KV buffers, one per layer, and nothing else.
     buffers = getattr(runner.token_to_kv_pool, "kv_buffer", None)
     leaves = jax.tree.leaves(runner.memory_pools)
     one_pool = (
@@ -182,17 +214,17 @@ def supported(scheduler: Any) -> bool:
 
 
 def _build_step(
-    runner: Any, programs: CommonPrograms, places: dict[int, int], most_steps: int
+    runner: ModelRunner, programs: CommonPrograms, places: dict[int, int], most_steps: int
 ) -> OnAnyDevice:
-    # Neither the runner nor an array: the program would outlive a closed engine.
+    # The program outlives a closed engine. So it must not hold the runner or an array.
     forward, sample = Forward(runner, programs, places), Sample(runner, programs)
     mesh = runner.mesh.abstract_mesh
 
-    def one(leaves: Any, sampler: Any, kv: Any, state: State, batch: Batch) -> Any:
+    def one(leaves: Any, sampler: Any, kv: Any, state: DecodeState, batch: DeviceBatch) -> Any:
         longest, stops = batch.limits[:, 0], batch.limits[:, 1:]
         ids, lengths = state.rows
         lengths = jnp.where(longest > 0, lengths, 0)
-        output, kv, positions = forward(leaves, kv, ids, lengths, batch.table)
+        output, kv, positions = forward(leaves, kv, ids, lengths, batch.block_table)
         output.next_token_logits = jax.lax.cond(
             batch.sampling.do_penalties,
             lambda logits: allowed(
@@ -207,11 +239,16 @@ def _build_step(
         ended = (ids[:, None] == stops).any(axis=1) | (lengths + 1 >= longest)
         goes_on = (lengths > 0) & ~ended
         rows = jnp.where(goes_on, jnp.stack([ids, lengths + 1]), 0)
-        return State(put(mesh, rows, None, None), tallies), kv, sampled
+        return DecodeState(put(mesh, rows, None, None), tallies), kv, sampled
 
     @partial(jax.jit, donate_argnames=("kv", "state"))
     def step(
-        leaves: Any, sampler: Any, kv: Any, state: State, batch: Batch, steps: jax.Array
+        leaves: Any,
+        sampler: Any,
+        kv: list[jax.Array],
+        state: DecodeState,
+        batch: DeviceBatch,
+        steps: jax.Array,
     ) -> Any:
         if most_steps == 1:
             state, kv, sampled = one(leaves, sampler, kv, state, batch)
@@ -244,11 +281,11 @@ def _build_begin(mesh: AbstractMesh, vocab_size: int) -> Callable[..., Any]:
     return OnAnyDevice(begin)
 
 
-def _build_seat(mesh: AbstractMesh) -> Callable[..., Any]:
+def _build_set_rows(mesh: AbstractMesh) -> Callable[..., Any]:
     everywhere = NamedSharding(mesh, PartitionSpec(None, None))
 
     @partial(jax.jit, donate_argnames="state")
-    def seat(state: jax.Array, new: jax.Array, seated: jax.Array) -> jax.Array:
-        return jax.sharding.reshard(jnp.where(new, seated, state), everywhere)
+    def set_rows(state: jax.Array, new: jax.Array, values: jax.Array) -> jax.Array:
+        return jax.sharding.reshard(jnp.where(new, values, state), everywhere)
 
-    return OnAnyDevice(seat)
+    return OnAnyDevice(set_rows)

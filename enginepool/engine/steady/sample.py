@@ -1,16 +1,16 @@
-"""Sampling of a decode step, in a program.
+"""Sampling, as a part of the step program.
 
-Reaches into upstream's sampler, and into its metadata, made here of arrays and not of requests.
+Reaches into upstream's sampler and its metadata, which is made here from arrays.
 
-What breaks: Sampling and log-probabilities are programs of their own, and the host stands between.
+What breaks: Sampling and log-probabilities are two programs, and the host runs between them.
 Why: See `program.py`.
-Remove when: With `program.py`, of which this is a part.
+Remove when: With `program.py`.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,21 @@ from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 from enginepool.engine.common_programs import CommonPrograms
-from enginepool.engine.steady.batch import Batch, Sampled, Sampling
+from enginepool.engine.steady.device_batch import DeviceBatch, SamplingArrays, StepOutput
 from enginepool.engine.steady.forward import put
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 
 class Sample:
-    """Upstream's sampler, in a program, and the log-probabilities of what it gives.
+    """Runs upstream's sampler inside a program, and computes log-probabilities.
 
-    Like `Forward` it holds no device and no array of one.
+    Like `Forward` it holds no device and no device array.
     """
 
-    def __init__(self, runner: Any, programs: CommonPrograms) -> None:
+    def __init__(self, runner: ModelRunner, programs: CommonPrograms) -> None:
         self._mesh = runner.mesh.abstract_mesh
         self._definition, state = programs.split(runner.sampler)
         self._tree = jax.tree.structure(state)
@@ -42,16 +46,19 @@ class Sample:
         self._unused_rng = np.asarray(runner._sampler_base_rng)  # every row has a seed
 
     def __call__(
-        self, leaves: Any, output: Any, positions: jax.Array, batch: Batch
-    ) -> tuple[jax.Array, Sampled]:
+        self, leaves: Any, output: LogitsProcessorOutput, positions: jax.Array, batch: DeviceBatch
+    ) -> tuple[jax.Array, StepOutput]:
         """
         Args:
-            leaves: The sampler's.
-            output: What the model's forward gave, with penalties and masks.
+            leaves: The sampler's arrays.
+            output: The forward's. Penalties and masks are applied.
+
+        Returns:
+            The sampled ids, and the step's output.
         """
         sampling: Any = batch.sampling  # of flags that are arrays
         sampling.positions = put(self._mesh, positions, "data")
-        # Nothing is added again; upstream's branch that would is traced all the same.
+        # Upstream's sampler must not apply them again. It traces that branch all the same.
         sampling.do_penalties, sampling.linear_penalty = False, jnp.zeros((), jnp.float32)
         sampling.apply_vocab_mask, sampling.vocab_mask = False, None
         sampler = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
@@ -66,7 +73,7 @@ class Sample:
         own = logprobs.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
         top = jax.lax.cond(batch.top, self._most_probable, self._no_top, logprobs)
         named = jax.lax.cond(batch.named, self._named, self._no_named, logprobs, batch.names)
-        return ids, Sampled(jnp.stack([ids, _bits(own)]), top, named)
+        return ids, StepOutput(jnp.stack([ids, _bits(own)]), top, named)
 
     def _most_probable(self, logprobs: jax.Array) -> jax.Array:
         values, ids = jax.lax.top_k(put(self._mesh, logprobs, None, None), self._width)
@@ -84,19 +91,19 @@ class Sample:
     def _no_named(self, _: jax.Array, names: jax.Array) -> jax.Array:
         return put(self._mesh, jnp.zeros(names.shape, jnp.float32), None, None)
 
-    def nothing(self, steps: int, rows: int) -> Sampled:
-        """Of so many steps that bring nothing."""
+    def nothing(self, steps: int, rows: int) -> StepOutput:
+        """The empty output of so many steps."""
         zeros = jnp.zeros((steps, 2, rows, self._width), jnp.int32)
         named = jnp.zeros((steps, rows, MAX_NAMED_IDS), jnp.float32)
-        return Sampled(
+        return StepOutput(
             put(self._mesh, zeros[..., 0], None, None, None),
             put(self._mesh, zeros, None, None, None, None),
             put(self._mesh, named, None, None, None),
         )
 
 
-def sampling_metadata(sampling: Sampling, mesh: Mesh, vocab_size: int) -> Any:
-    """What upstream's sampler takes, on the device; the arrays may be changed afterwards."""
+def sampling_metadata(sampling: SamplingArrays, mesh: Mesh, vocab_size: int) -> SamplingMetadata:
+    """Send what upstream's sampler takes to the device. The arrays may be changed afterwards."""
     arrays: dict[str, Any] = {name: array.copy() for name, array in sampling.arrays.items()}
     info = ModelWorkerSamplingInfo(
         **arrays,
@@ -114,7 +121,7 @@ def sampling_metadata(sampling: Sampling, mesh: Mesh, vocab_size: int) -> Any:
         token_ids_logprobs=None,
     )
     metadata: Any = SamplingMetadata.from_model_worker_batch(batch, 0, mesh, vocab_size)
-    metadata.linear_penalty = None  # those of a step are computed in it
+    metadata.linear_penalty = None  # the step computes its own
     return metadata
 
 
