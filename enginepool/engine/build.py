@@ -18,6 +18,7 @@ Functions import sgl_jax when they are called: that has side effects which the p
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from enginepool.engine.channel import Channel
-from enginepool.engine.config_reads import check_model
+from enginepool.engine.config_reads import check_made, check_model
 from enginepool.errors import EnginePoolError, InvalidConfig
 from enginepool.process.guest import preserved
 from enginepool.process.single_process import as_single_process
@@ -164,7 +165,8 @@ def _build_scheduler(args: Any, mesh: Mesh, channel: Channel, source: EngineLeav
 
     load_format = args.load_format
     if load_format != "dummy":
-        args.load_format = loader_for(mesh, source) or load_format
+        check = functools.partial(check_made, args)
+        args.load_format = loader_for(mesh, source, check) or load_format
     scheduler = PinnedScheduler.__new__(PinnedScheduler)
     try:
         scheduler.__init__(args, mesh, channel)

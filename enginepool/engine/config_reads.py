@@ -17,13 +17,17 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginepool.engine.quantized_check import check_quantized
 from enginepool.engine.rotary_check import check_rotary
-from enginepool.model_config.computed import check_reads
-from enginepool.model_config.reading import fields, written
+from enginepool.model_config.computed import check_reads, refuse_unread
+from enginepool.model_config.reading import fields, parsed, written
 from enginepool.process.thread_override import ThreadOverride
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+    from sgl_jax.srt.server_args import ServerArgs
 
 
 @contextmanager
@@ -75,17 +79,33 @@ def _assign(model_config: Any, config: Any) -> None:
         object.__setattr__(config, _READS, notes.reads)
 
 
-def check_model(runner: Any, server_args: Any, reads: Collection[str]) -> None:
+def check_made(server_args: ServerArgs) -> None:
+    """Whether the model that this thread has made has read what matters of its configuration. Asked
+    before its weights are read.
+
+    Raises:
+        InvalidConfig: It has not; names the field.
+    """
+    notes = _notes.get()
+    if notes is not None:
+        refuse_unread(_fields(server_args), notes.reads)
+
+
+def _fields(server_args: ServerArgs) -> dict[str, Any]:
+    config = written(server_args.model_path, server_args.revision)
+    return fields(config, server_args.json_model_override_args)
+
+
+def check_model(runner: ModelRunner, server_args: ServerArgs, reads: Collection[str]) -> None:
     """Whether an engine that was built computes what its model's configuration says.
 
     Raises:
         InvalidConfig: It does not; names the field.
     """
     check_quantized(runner, server_args)
-    check_rotary(runner.model, runner.model_config.hf_config)
-    args = server_args
-    config = written(args.model_path, args.revision)
-    check_reads(fields(config, args.json_model_override_args), reads, caps=_caps(runner))
+    config = _fields(server_args)
+    check_rotary(runner.model, vars(parsed(config)))
+    check_reads(config, reads, caps=_caps(runner))
 
 
 def _caps(runner: Any) -> bool:

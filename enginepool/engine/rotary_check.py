@@ -12,6 +12,7 @@ checked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,15 +31,18 @@ _RADIANS = (1.0, 64.0)
 _TOLERANCE = 1e-3
 
 
-def check_rotary(model: Any, hf_config: Any) -> None:
+def check_rotary(model: Any, fields: Mapping[str, Any]) -> None:
     """Turn a vector by each layer's own embedding, and compare with the published formula.
+
+    Args:
+        fields: The configuration's. Not those of the object that upstream has built the model
+            from: its Llama writes into that one's `rope_scaling`.
 
     Raises:
         InvalidConfig: They differ, or the configuration asks for what no engine computes.
     """
-    if hf_config.model_type not in FAMILIES:
+    if fields["model_type"] not in FAMILIES:
         return
-    fields = dict(vars(hf_config))
     try:
         embeddings = [layer.self_attn.rotary_emb for layer in model.model.layers]
     except AttributeError as error:
@@ -56,7 +60,7 @@ def _same(one: Rotation, other: Rotation) -> bool:
     return one.scale == other.scale and np.array_equal(one.frequencies, other.frequencies)
 
 
-def _check(embedding: Any, expected: Rotation, layer: int, fields: dict[str, Any]) -> None:
+def _check(embedding: Any, expected: Rotation, layer: int, fields: Mapping[str, Any]) -> None:
     frequencies, scale = expected
     for radians in _RADIANS:
         positions = np.maximum(1, np.round(radians / frequencies)).astype(np.int64)

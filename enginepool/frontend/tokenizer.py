@@ -49,7 +49,12 @@ class Tokenizer:
         }
         if hasattr(server_args, "tokenizer_backend"):  # not in 0.0.3rc99
             options["tokenizer_backend"] = server_args.tokenizer_backend
-        return cls(get_tokenizer(server_args.tokenizer_path, **options))
+        hf = get_tokenizer(server_args.tokenizer_path, **options)
+        # Upstream puts the text of chat_template.jinja in the place of all named templates.
+        named = getattr(hf, "init_kwargs", {}).get("chat_template")
+        if isinstance(named, dict):
+            hf.chat_template = named
+        return cls(hf)
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text; with the special tokens that the tokenizer adds, if wanted."""

@@ -1,7 +1,8 @@
 """What a configuration asks for and no engine computes: refused by name, or at least said.
 
-`refuse` looks at what is known before anything is built. `check_reads` looks at what upstream has
-read while it built: a field that nobody read, and that asks for something, was ignored.
+`refuse` looks at what is known before anything is built. The others look at what upstream has read
+while it built: a field that nobody read, and that asks for something, was ignored. `refuse_unread`
+does so once the model is made, before its weights are read; `check_reads` in the end.
 """
 
 from __future__ import annotations
@@ -72,6 +73,21 @@ def _check_quantization(fields: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_unread(fields: Mapping[str, Any], reads: Collection[str]) -> None:
+    """Refuse what would change outputs and was not read.
+
+    Args:
+        fields: As `reading.fields` gives them.
+        reads: The names that upstream has asked for.
+
+    Raises:
+        InvalidConfig: With the field and its value.
+    """
+    unread = _unread(fields, reads)
+    for name in sorted(unread.keys() & _MATTERS):
+        raise InvalidConfig(_ignored(name, unread[name], str(fields["model_type"])))
+
+
 def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool) -> None:
     """Refuse what would change outputs and was not read; log what else was not.
 
@@ -94,8 +110,18 @@ def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool
             "have, knows no cap; to compute without it give json_model_override_args="
             "'{\"attn_logit_softcapping\": null}'"
         )
+    refuse_unread(fields, reads)
+    if unread := _unread(fields, reads):
+        logger().warning("enginepool.config_not_read", family=family, fields=unread)
+
+
+def _unread(fields: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
+    """The fields that ask for something, and that nobody has read."""
+    if fields.get("model_type") not in FAMILIES:
+        return {}
+    config = parsed(fields, "config.json")
     neutral = vars(type(config)())
-    unread = {
+    return {
         name: value
         for name, value in fields.items()
         if name not in reads
@@ -103,10 +129,6 @@ def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool
         and not name.startswith("_")
         and not _asks_nothing(name, value, config, neutral)
     }
-    for name in sorted(unread.keys() & _MATTERS):
-        raise InvalidConfig(_ignored(name, unread[name], str(family)))
-    if unread:
-        logger().warning("enginepool.config_not_read", family=family, fields=unread)
 
 
 def _asks_nothing(name: str, value: Any, config: Any, neutral: Mapping[str, Any]) -> bool:

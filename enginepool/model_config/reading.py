@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginepool.errors import InvalidConfig
+from enginepool.model_config import ARCHITECTURES
 from enginepool.values import shown
 
 # What transformers 5 calls a field, and what an older configuration class does.
@@ -56,12 +57,16 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
     no such fields; they stay in `rope_parameters`.
     """
     found = dict(config)
-    known = _constructor_fields(found.get("model_type"))
+    family = str(found.get("model_type"))
+    known = _constructor_fields(family)
+    named = found.get("architectures") or ()
+    if family in ARCHITECTURES and not any(str(name).endswith("ForCausalLM") for name in named):
+        found["architectures"] = [ARCHITECTURES[family]]  # transformers goes by model_type alone
     for new, old in _RENAMED.items():
         if new in found and new not in known and old in known:
             found.setdefault(old, found[new])
             del found[new]
-    if found.get("model_type") == "qwen2" and found.get("attention_bias") is False:
+    if family == "qwen2" and found.get("attention_bias") is False:
         found["attention_bias"] = True  # its projections have biases, whatever this says
     rope = None if "rope_parameters" in known else _one_rope(found.get("rope_parameters"))
     if rope is not None:
@@ -76,8 +81,15 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields(config: Mapping[str, Any], override_args: str | None = None) -> dict[str, Any]:
-    """A config.json as engines read it, under overrides in the fields of either transformers."""
-    return as_read({**as_read(config), **_object(override_args)})
+    """A config.json as engines read it, under overrides in the fields of either transformers.
+
+    Raises:
+        InvalidConfig: One of the two says two things of rotary embeddings.
+    """
+    own = _object(override_args)
+    _check_one_rope(config, "config.json")
+    _check_one_rope(own, "json_model_override_args")
+    return as_read({**as_read(config), **own})
 
 
 def overrides(config: Mapping[str, Any], given: str | None = None) -> str:
@@ -120,6 +132,22 @@ def parsed(config: Mapping[str, Any], name: str = "the model") -> Any:
         return (_kind(config.get("model_type")) or PretrainedConfig).from_dict(as_read(config))
     except Exception as error:  # transformers raises what it likes
         raise InvalidConfig(f"{name}: no configuration to be read: {error}") from error
+
+
+def _check_one_rope(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a `rope_scaling` that somebody added to what transformers 5 wrote: each transformers
+    reads one of the two fields, and not the same one."""
+    rope, scaling = config.get("rope_parameters"), config.get("rope_scaling")
+    if not rope or not scaling:
+        return
+    alone = {name: value for name, value in config.items() if name != "rope_scaling"}
+    if as_read(alone).get("rope_scaling") != as_read({**alone, "rope_parameters": scaling}).get(
+        "rope_scaling"
+    ):
+        raise InvalidConfig(
+            f"{where}: rope_scaling={shown(scaling)} and rope_parameters={shown(rope)} say "
+            "different things; keep one of the two"
+        )
 
 
 def _one_rope(rope: Any) -> dict[str, Any] | None:

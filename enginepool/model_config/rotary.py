@@ -22,6 +22,7 @@ from enginepool.values import shown
 
 # What upstream, with our patches, computes.
 COMPUTED = ("default", "llama3", "yarn")
+_BEFORE = "original_max_position_embeddings"
 
 
 class Rotation(NamedTuple):
@@ -56,7 +57,12 @@ def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
     plain = theta ** (-np.arange(0, dim, 2) / dim)
     if kind == "default":
         return Rotation(plain, 1.0)
-    before = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    before = rope.get(_BEFORE) or config["max_position_embeddings"]
+    if config.get(_BEFORE) not in (None, before):
+        raise InvalidConfig(
+            f"config.json: {_BEFORE}={shown(config[_BEFORE])} beside {field}, which is of "
+            f"{before}: each transformers reads another one of the two; write it into {field}"
+        )
     try:
         if kind == "llama3":
             return Rotation(plain * _llama3(plain, rope, before), 1.0)

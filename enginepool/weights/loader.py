@@ -19,9 +19,9 @@ Imports sgl_jax: import it only after the patches are applied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,17 +36,36 @@ from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import place
 from enginepool.weights.reading import read
 
-# What the model that this thread loads is to copy, if anything, and the mesh where it wants it.
-_copied: ContextVar[tuple[EngineLeaves | None, Mesh]] = ContextVar("copied")
+
+class _Loading(NamedTuple):
+    """Of the model that a thread loads.
+
+    Attributes:
+        source: What it is to copy, if anything.
+        mesh: Where it wants that.
+        check: Called once it is known to load as others do, before anything is read.
+    """
+
+    source: EngineLeaves | None
+    mesh: Mesh
+    check: Callable[[], None]
 
 
-def loader_for(mesh: Mesh, source: EngineLeaves | None = None) -> type[JAXModelLoader] | None:
+_loading: ContextVar[_Loading] = ContextVar("loading")
+
+
+def loader_for(
+    mesh: Mesh, source: EngineLeaves | None = None, check: Callable[[], None] = lambda: None
+) -> type[JAXModelLoader] | None:
     """A class of loader for an engine on this mesh, for upstream's `load_format`; None if this
     upstream makes its models otherwise.
 
     Copied from `source`, the leaves have the same values and, on the other devices, the same
     shardings. A model with other leaves than the source has before it loads (quantized, or made of
     others while loading) reads the checkpoint, as the first one does.
+
+    Args:
+        check: Raises if the model that was made is not to be filled.
     """
     if not _makes_models():
         less = "weights_not_checked" if source is None else "weights_not_copied"
@@ -61,11 +80,11 @@ def loader_for(mesh: Mesh, source: EngineLeaves | None = None) -> type[JAXModelL
             return _of_ours(super()._initialize_model(model_config))
 
         def load_model(self, model_config: Any) -> Any:
-            token = _copied.set((source, mesh))
+            token = _loading.set(_Loading(source, mesh, check))
             try:
                 model = super().load_model(model_config)
             finally:
-                _copied.reset(token)
+                _loading.reset(token)
             # `load_weights` is the model's own again, if it was replaced. Set without the module's
             # notice, who would count it among its attributes: so unlike the one it is copied from.
             own = getattr(type(model), "replaced_class", type(model))
@@ -96,9 +115,9 @@ def _of_ours(model_class: Any) -> Any:
         replaced_class = model_class
 
         def load_weights(self, model_config: Any) -> None:
-            source, mesh = _copied.get()
+            source, mesh, check = _loading.get()
             if source is None or not _copy(self, source, mesh):
-                read(self, model_class.load_weights, model_config)
+                read(self, model_class.load_weights, model_config, check)
 
     return Model
 

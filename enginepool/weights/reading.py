@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -33,15 +33,24 @@ from enginepool.weights.misfit import listed
 from enginepool.weights.sources import Source
 from enginepool.weights.tied import HEAD, TiedHead
 
+if TYPE_CHECKING:
+    from sgl_jax.srt.configs.model_config import ModelConfig
+
 # Rows of a head that are compared with the embedding: none of a head of its own is alike.
 _ROWS = 32
 
 
-def read(model: nnx.Module, load_weights: Callable[..., None], model_config: Any) -> None:
+def read(
+    model: nnx.Module,
+    load_weights: Callable[..., None],
+    model_config: ModelConfig,
+    check: Callable[[], None],
+) -> None:
     """Fill a model that was made without values.
 
     Args:
         load_weights: Of the model's own class.
+        check: Called before the files are looked at, when upstream has said what it wants of them.
 
     Raises:
         InvalidWeights: The checkpoint does not fit, or was changed while it was read.
@@ -52,7 +61,7 @@ def read(model: nnx.Module, load_weights: Callable[..., None], model_config: Any
     if loading is None:
         _warn(model, "it does not load through upstream's WeightLoader")
     else:
-        _check(checkpoint, model, load_weights, model_config)
+        _check(checkpoint, model, load_weights, model_config, check)
     try:
         (loading or load_weights)(model, model_config)
     finally:  # whatever upstream says of a file that is gone or half written
@@ -73,7 +82,13 @@ def _reading(places: dict[str, Any]) -> type[WeightLoader]:
     return Reading
 
 
-def _check(checkpoint: Checkpoint, model: nnx.Module, load_weights: Any, model_config: Any) -> None:
+def _check(
+    checkpoint: Checkpoint,
+    model: nnx.Module,
+    load_weights: Any,
+    model_config: ModelConfig,
+    check: Callable[[], None],
+) -> None:
     """Names, shapes and dtypes, by the files' headers alone."""
     specs: dict[str, Any] = {path: value for path, value in _leaves(model) if value.shape}
     try:
@@ -81,6 +96,7 @@ def _check(checkpoint: Checkpoint, model: nnx.Module, load_weights: Any, model_c
     except EnginePoolError as error:
         _warn(model, str(error))
         return
+    check()
     there = checkpoint.specs
     # What a quantized checkpoint has beside its weights, and in which shape, its own code knows.
     quantized = _quantized(model_config)
@@ -113,7 +129,7 @@ def _check_places(directory: Path, model: nnx.Module, specs: Any, mapping: Any) 
         )
 
 
-def _layers_left_out(directory: Path, model_config: Any) -> tuple[str, ...]:
+def _layers_left_out(directory: Path, model_config: ModelConfig) -> tuple[str, ...]:
     """What names of layers begin with that the checkpoint has and the engine was told to leave
     out, or that predict further tokens."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -143,7 +159,7 @@ def _leaves(model: nnx.Module) -> list[tuple[str, Any]]:
     return [(".".join(map(str, path)), variable.get_value()) for path, variable in flat]
 
 
-def _quantized(model_config: Any) -> bool:
+def _quantized(model_config: ModelConfig) -> bool:
     """Whether the files have quantized weights, as upstream has understood the configuration."""
     found = getattr(model_config, "quantization_config", None)
     return found is not None and found.is_static_checkpoint

@@ -98,24 +98,61 @@ def test_layers_of_one_kind() -> None:
     """Parameters by layer type are the model's if all say the same; else they stay as they are."""
     one = {"rope_theta": 5.0, "rope_type": "default"}
     by_type = {"full_attention": one, "sliding_attention": dict(one)}
-    read = as_read({"model_type": "gemma2", "rope_parameters": by_type})
-    assert read == {"model_type": "gemma2", "rope_theta": 5.0, "rope_scaling": None}
+    gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+    read = as_read(gemma | {"rope_parameters": by_type})
+    assert read == gemma | {"rope_theta": 5.0, "rope_scaling": None}
     by_type["sliding_attention"] = one | {"rope_theta": 6.0}
-    differing = {"model_type": "gemma2", "rope_parameters": by_type}
+    differing = gemma | {"rope_parameters": by_type}
     assert as_read(differing) == differing
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+PLAIN = {"rope_type": "default", "rope_theta": 77.0}
+
+
+def test_two_kinds_of_scaling(tmp_path: Path) -> None:
+    """As when a model card says "add `rope_scaling`" and transformers 5 wrote the file: of the two
+    fields each transformers reads another one. Two that say the same, and overrides, pass."""
+    both = CASES["qwen3"]["written"] | {"rope_parameters": PLAIN, "rope_scaling": YARN}
+    folder = write(tmp_path / "both", both)
+    says = r"config\.json: rope_scaling=.*yarn.* and rope_parameters=.*keep one of the two"
+    for read in (PoolConfig(str(folder)).check_model, lambda: read_shape(str(folder))):
+        with pytest.raises(InvalidConfig, match=says):
+            read()
+    new = CASES["qwen3"]["written"] | {"rope_parameters": PLAIN}
+    given = write(tmp_path / "given", new)
+    override = json.dumps({"rope_scaling": YARN})
+    assert load(str(given), override_args=override).rope_scaling["factor"] == 4.0
+    for scaling in (None, {"type": "default"}):
+        same = load(str(write(tmp_path / "same", new | {"rope_scaling": scaling})))
+        assert (same.rope_theta, same.rope_scaling) == (77.0, None)
+    with pytest.raises(InvalidConfig, match="json_model_override_args: rope_scaling="):
+        load(str(given), override_args=json.dumps({"rope_scaling": YARN, "rope_parameters": PLAIN}))
 
 
 def test_what_needs_no_translation(tmp_path: Path) -> None:
     """A configuration of transformers 4 gives no overrides; neither do names that its class has,
     such as Mixtral's experts."""
+    qwen3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 77.0}
     for fields in (
-        {"model_type": "qwen3", "rope_theta": 77.0, "torch_dtype": "bfloat16"},
+        qwen3 | {"torch_dtype": "bfloat16"},
         {"model_type": "mixtral", "num_local_experts": 4},
         {"model_type": "unheard of", "num_local_experts": 4},
     ):
         assert overrides(fields) == "{}"
-    folder = write(tmp_path, {"model_type": "qwen3", "rope_theta": 77.0})
+    folder = write(tmp_path, qwen3)
     assert "json_model_override_args" not in PoolConfig(str(folder)).for_engine("cpu", [0])
+
+
+@pytest.mark.parametrize("named", [None, [], ["LlamaModel"], ["LlamaForSequenceClassification"]])
+def test_the_family_decides(tmp_path: Path, named: Any) -> None:
+    """As for transformers, where `architectures` is missing or names no class that generates; what
+    the user gives comes last."""
+    fields = CASES["llama"]["written"] | {"architectures": named}
+    folder = write(tmp_path, fields)
+    assert upstreams(folder).hf_config.architectures == ["LlamaForCausalLM"]
+    given = {"json_model_override_args": '{"architectures": ["Qwen2ForCausalLM"]}'}
+    assert upstreams(folder, **given).hf_config.architectures == ["Qwen2ForCausalLM"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from enginepool import EnginePool, InvalidWeights
+from enginepool import EnginePool, InvalidConfig, InvalidWeights
 from enginepool.weights import files
 from enginepool.weights.checkpoint import Checkpoint
 from patches._lookup import module
@@ -232,6 +232,16 @@ def rewritten(file: Path) -> None:
 def replaced(file: Path) -> None:
     save_file(load_file(file), file.with_suffix(".new"))
     file.with_suffix(".new").rename(file)
+
+
+def test_nothing_is_read_for_a_configuration_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, "llama", config={"mlp_bias": True})
+    reads = Reads(monkeypatch)
+    with pytest.raises(InvalidConfig, match="mlp_bias=True"):
+        EnginePool(str(folder), devices=1, warmup="none", **SMALL).open()
+    assert (reads.names, reads.bytes) == ([], 0)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -175,10 +175,13 @@ def test_a_cap_that_attention_does_not_know(reads: Any) -> None:
         ("llama", {"mlp_bias": True}),
         ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("gemma2", {"attn_logit_softcapping": 50.0}),
+        ("gemma2", {"tie_word_embeddings": False}),
     ],
 )
 def test_such_a_pool_does_not_open(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
-    folder = make(tmp_path, family, config=fields)
+    """With the field's name, whatever the weights beside it are."""
+    tied = fields.get("tie_word_embeddings", family != "llama")
+    folder = make(tmp_path, family, config=fields, tied=tied)
     pool = EnginePool(str(folder), devices=1, warmup="none", **SMALL)
     with pytest.raises(InvalidConfig, match=r"config\.json: .*" + next(iter(fields))):
         pool.open()

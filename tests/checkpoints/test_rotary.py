@@ -44,7 +44,10 @@ SCALED: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_parameters": YARN | {"attention_factor": 0.75}},
     "qwen3": {"rope_parameters": YARN},
     "qwen3_moe": {"rope_parameters": YARN | {"beta_fast": 16.0}, "num_local_experts": 6},
-    "gemma2": {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}},
+    "gemma2": {
+        "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN},
+        "sliding_window": 16,
+    },
 }
 PROMPTS = [[int(i) for i in np.random.default_rng(1).integers(3, 250, n)] for n in (2, 31, 150)]
 
@@ -101,6 +104,35 @@ def test_engines_turn_by_the_configurations_frequencies(
         assert got == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+def test_a_context_of_before_beside_the_scaling(tmp_path: Path) -> None:
+    """Upstream's Llama takes the one beside it, other families and transformers 4 the one in it."""
+    before = {"max_position_embeddings": 512, "original_max_position_embeddings": 32}
+    make(tmp_path, "llama", config=SCALED["llama"] | before)
+    pool = EnginePool(str(tmp_path), devices=1, warmup="none", **SMALL)
+    with pytest.raises(InvalidConfig, match=r"embeddings=32 beside rope_scaling, which is of 128"):
+        pool.open()
+    for family in ("llama", "qwen3"):
+        same = config_of(model_type=family, rope_scaling=YARN, original_max_position_embeddings=128)
+        assert rotation(same).scale == rotation(config_of(rope_scaling=YARN)).scale
+
+
+def test_what_upstream_writes_into_its_configuration_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An engine is held against what the file says, whatever its own object has come to say."""
+    model = module("sgl_jax.srt.models.llama").LlamaForCausalLM
+    original = model.__init__
+
+    def otherwise(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        config.rope_theta = 77.0
+        original(self, config, *args, **kwargs)
+
+    monkeypatch.setattr(model, "__init__", otherwise)
+    folder = make(tmp_path, "llama", config={"rope_theta": 10000.0})
+    with pytest.raises(InvalidConfig, match=r"layer 0 is not turned as it says \(rope_theta=10000"):
+        EnginePool(str(folder), devices=1, warmup="none", **SMALL).open()
+
+
 @pytest.fixture
 def precise() -> Iterator[None]:
     """As in a pool, on an upstream that rounds frequencies."""
@@ -115,9 +147,9 @@ def model_of(*embeddings: Any) -> Any:
     return SimpleNamespace(model=SimpleNamespace(layers=layers))
 
 
-def config_of(**fields: Any) -> Any:
+def config_of(**fields: Any) -> dict[str, Any]:
     known = {"model_type": "llama", "head_dim": 128, "rope_theta": 10000.0}
-    return SimpleNamespace(**known | {"max_position_embeddings": 512} | fields)
+    return known | {"max_position_embeddings": 512} | fields
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -174,6 +174,20 @@ def test_named_templates(tmp_path: Path, options: dict[str, Any], text: str) -> 
     assert bytes(ids).decode() == text
 
 
+@pytest.mark.parametrize("saved", [{}, {"tokenizer_class": "TokenizersBackend"}])
+def test_named_templates_in_their_own_files(tmp_path: Path, saved: dict[str, Any]) -> None:
+    """As transformers saves them now: the default's beside the folder of the others."""
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    (tmp_path / "chat_template.jinja").write_text(NAMED[0]["template"])
+    (more / "tool_use.jinja").write_text(NAMED[1]["template"])
+    processor = input_processor(loaded(tmp_path, chat_template=None, **saved))
+    for tools, text in ((None, "D1"), ([{"type": "function", "function": {"name": "f"}}], "T1")):
+        messages = [{"role": "user", "content": "1"}]
+        ids = processor.tokenizer.apply_chat_template(0, messages, tools=tools)
+        assert bytes(ids).decode() == text
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [(None, "no chat template"), ([NAMED[1]], r"no default specified.*\['tool_use'\]")],

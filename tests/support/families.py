@@ -21,7 +21,7 @@ from scripts.train_toy.checkpoint import parameter_shapes as toy_shapes
 _gelu = partial(jax.nn.gelu, approximate=True)
 
 Config = Mapping[str, Any]
-Leaf = Callable[[str], jax.Array]
+Leaf = Callable[[str], Any]
 
 GEMMA2: dict[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
@@ -83,7 +83,7 @@ def _logits(config: Config, params: Mapping[str, jax.Array], ids: jax.Array) -> 
     embedding = params["model.embed_tokens.weight"]
     x = embedding[ids] * (np.sqrt(config["hidden_size"]) if gemma else 1.0)
     for index in range(config["num_hidden_layers"]):
-        leaf = partial(lambda at, name: params[at + name], f"model.layers.{index}.")
+        leaf = _layer(params, index)
         mixed = _attention(config, index, leaf, norm(x, leaf("input_layernorm.weight")))
         if gemma:
             x = x + norm(mixed, leaf("post_attention_layernorm.weight"))
@@ -99,15 +99,15 @@ def _logits(config: Config, params: Mapping[str, jax.Array], ids: jax.Array) -> 
     return _capped(logits, config.get("final_logit_softcapping"))
 
 
+def _layer(params: Mapping[str, jax.Array], index: int) -> Leaf:
+    """A layer's parameters by the rest of their names; None where there is none."""
+    return lambda name: params.get(f"model.layers.{index}.{name}")
+
+
 def _attention(config: Config, index: int, leaf: Leaf, x: jax.Array) -> jax.Array:
     dim, length = config["head_dim"], len(x)
     groups = config["num_attention_heads"] // config["num_key_value_heads"]
-    q, k, v = (x @ leaf(f"self_attn.{n}_proj.weight").T for n in "qkv")
-    if config["model_type"] == "qwen2":
-        q, k, v = (
-            y + leaf(f"self_attn.{n}_proj.bias") for n, y in zip("qkv", (q, k, v), strict=True)
-        )
-    q, k, v = (y.reshape(length, -1, dim) for y in (q, k, v))
+    q, k, v = (_projected(leaf, n, x).reshape(length, -1, dim) for n in "qkv")
     if config["model_type"] in ("qwen3", "qwen3_moe"):
         q = _norm(q, leaf("self_attn.q_norm.weight"), config["rms_norm_eps"])
         k = _norm(k, leaf("self_attn.k_norm.weight"), config["rms_norm_eps"])
@@ -115,9 +115,25 @@ def _attention(config: Config, index: int, leaf: Leaf, x: jax.Array) -> jax.Arra
     k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q, k) * config.get("query_pre_attn_scalar", dim) ** -0.5
     scores = _capped(scores, config.get("attn_logit_softcapping"))
-    weights = jax.nn.softmax(jnp.where(jnp.tri(length, dtype=bool), scores, -1e30), axis=-1)
-    mixed = jnp.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
-    return mixed @ leaf("self_attn.o_proj.weight").T
+    back = np.arange(length)[:, None] - np.arange(length)
+    seen = (back >= 0) & (back < _window(config, index))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    return _projected(leaf, "o", jnp.einsum("hqk,khd->qhd", weights, v).reshape(length, -1))
+
+
+def _projected(leaf: Leaf, name: str, x: jax.Array) -> jax.Array:
+    y = x @ leaf(f"self_attn.{name}_proj.weight").T
+    bias = leaf(f"self_attn.{name}_proj.bias")
+    return y if bias is None else y + bias
+
+
+def _window(config: Config, index: int) -> float:
+    """How many positions a layer looks back, its own among them: Gemma2's first, third, … have a
+    limit unless `layer_types` says otherwise."""
+    if config["model_type"] != "gemma2":
+        return np.inf
+    kinds = config.get("layer_types") or ("sliding_attention", "full_attention")
+    return config["sliding_window"] if kinds[index % len(kinds)] == "sliding_attention" else np.inf
 
 
 def _gated(activation: Callable[..., jax.Array], leaf: Leaf, x: jax.Array) -> jax.Array:
