@@ -1,13 +1,28 @@
-"""Arguments of EnginePool, and ports, as a command line writes them."""
+"""Options that several commands have, and how EnginePool's arguments are read from them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from enginepool.config import Warmup
 from enginepool.errors import InvalidConfig
 from enginepool.serve.options import LAST_PORT
+
+Model = Annotated[str | None, typer.Option(help="Directory or hub id; left out, the toy.")]
+Devices = Annotated[
+    str | None, typer.Option(help="A count, or ids as in 0,2 (one id: 2,). Default: all.")
+]
+TpSize = Annotated[int, typer.Option(help="Devices of one engine.")]
+Dtype = Annotated[str | None, typer.Option(help="As in ServerArgs.")]
+ServerArg = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="Any other option of ServerArgs; repeatable."),
+]
+WarmupOption = Annotated[Warmup, typer.Option(help="How programs are compiled.")]
 
 # They have an option of their own.
 _OWN_OPTIONS = ("model", "devices", "tp_size", "warmup")

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from enginepool.cli.arguments import make_arguments
-from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize, WarmupOption
+from enginepool.cli.arguments import (
+    Devices,
+    Dtype,
+    Model,
+    ServerArg,
+    TpSize,
+    WarmupOption,
+    make_arguments,
+)
 from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, read_text
 from enginepool.cli.result_lines import ResultLines
 from enginepool.config import PoolConfig
@@ -25,33 +32,40 @@ if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
 
 
+Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts.")]
+File = Annotated[
+    Path | None, typer.Option(help="Prompts, one a line; a name in .jsonl means JSON objects.")
+]
+InputFormat = Annotated[
+    Format | None, typer.Option("--input", help="What the file or standard input holds.")
+]
+Output = Annotated[Format, typer.Option(help="Text alone, or the whole result as JSON.")]
+Samples = Annotated[int | None, typer.Option(help="Samples of each prompt.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same samples.")]
+ReturnLogprob = Annotated[
+    bool, typer.Option("--return-logprob", help="Log-probabilities in the JSON.")
+]
+Timeout = Annotated[float | None, typer.Option(help="Seconds for all prompts.")]
+
+
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.")] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(help="Prompts, one a line; a name in .jsonl means JSON objects."),
-    ] = None,
-    input_format: Annotated[
-        Format | None, typer.Option("--input", help="What the file or standard input holds.")
-    ] = None,
-    output: Annotated[
-        Format, typer.Option(help="Text alone, or the whole result as JSON.")
-    ] = Format.TEXT,
+    prompts: Prompts = None,
+    file: File = None,
+    input_format: InputFormat = None,
+    output: Output = Format.TEXT,
     model: Model = None,
     devices: Devices = None,
     tp_size: TpSize = 1,
     warmup: WarmupOption = PoolConfig.warmup,
     dtype: Dtype = None,
-    max_new_tokens: Annotated[int | None, typer.Option()] = None,
-    temperature: Annotated[float | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    n: Annotated[int | None, typer.Option(help="Samples of each prompt.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same samples.")] = None,
-    return_logprob: Annotated[
-        bool, typer.Option("--return-logprob", help="Log-probabilities in the JSON.")
-    ] = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for all prompts.")] = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    n: Samples = None,
+    seed: Seed = None,
+    return_logprob: ReturnLogprob = False,
+    timeout: Timeout = None,
     server_arg: ServerArg = None,
 ) -> None:
     """Generate for every prompt, on all engines; each result is written when it ends.
@@ -74,21 +88,23 @@ def generate(
     chosen = {name: value for name, value in options.items() if value is not None}
     lines = _read(prompts or [], file, input_format)
     arguments = make_arguments(devices, tp_size, dtype, server_arg)
-    arguments["warmup"] = warmup
     check_output()
     from enginepool.pool.pool import EnginePool
 
-    pool = EnginePool(model, **arguments)
-    if sys.stderr is not None and sys.stderr.isatty():  # it takes a minute or more
-        pool.open(on_engine=lambda engine: print(engine_line(engine), file=sys.stderr))
-    with pool:
+    with _opened(EnginePool(model, warmup=warmup, **arguments)) as pool:
         failed = _generate(
             pool, lines, chosen, output, return_logprob=return_logprob, timeout=timeout
         )
     for meta in failed:
         complain(f"prompt {meta['prompt_index']}: {meta['finish_reason'].get('message')}")
-    if failed:
-        raise typer.Exit(1)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _opened(pool: EnginePool) -> EnginePool:
+    """On a terminal each engine is a line: they take a minute or more."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        pool.open(on_engine=lambda engine: print(engine_line(engine), file=sys.stderr))
+    return pool
 
 
 def _read(prompts: list[str], file: Path | None, form: Format | None) -> list[PromptLine]:

@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from enginepool.cli.admin import admin
-from enginepool.cli.arguments import make_arguments, parse_devices, parse_server_args
+from enginepool.cli.arguments import (
+    Devices,
+    Dtype,
+    Model,
+    ServerArg,
+    TpSize,
+    make_arguments,
+    parse_devices,
+    parse_server_args,
+)
 from enginepool.cli.generate import generate
-from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize
 from enginepool.cli.reference import app as reference
 from enginepool.cli.serve import SERVE_CONTEXT, serve
 from enginepool.console.complaints import Commands

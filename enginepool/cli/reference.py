@@ -14,8 +14,15 @@ from typing import Annotated, Any
 
 import typer
 
-from enginepool.cli.arguments import parse_devices, parse_server_args
-from enginepool.cli.options import Devices, Dtype, Model, ServerArg, TpSize
+from enginepool.cli.arguments import (
+    Devices,
+    Dtype,
+    Model,
+    ServerArg,
+    TpSize,
+    parse_devices,
+    parse_server_args,
+)
 from enginepool.console.complaints import clear_errors
 from enginepool.reference.options import RunOptions, WandbOptions, models, read_prompt
 

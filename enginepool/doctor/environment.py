@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from enginepool.config import REFUSED_ENVIRONMENT, PoolConfig
-from enginepool.doctor.settings import warnings
+from enginepool.doctor.tpu_warnings import warnings
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 # TPU chips by driver generation: one device file a chip, or one a VFIO group.

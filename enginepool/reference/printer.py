@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from enginepool.console.complaints import complain
-from enginepool.reference.memory import in_use, snapshot
-
-
-class Sink(Protocol):
-    """Where phases go besides standard output."""
-
-    def log(self, index: int, record: dict[str, Any]) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
+from enginepool.runtime import statistics
 
 
 class Printer:
     """Prints phases to standard output as they happen, and failed checks to standard error.
 
     Attributes:
-        sink: Gets every phase too, from the moment it is set.
+        sink: Called with the number and the record of every phase, once it is set.
         failed: Messages of the checks that failed.
     """
 
@@ -33,7 +25,7 @@ class Printer:
         self._devices = devices
         self._started = time.perf_counter()
         self._count = 0
-        self.sink: Sink | None = None
+        self.sink: Callable[[int, dict[str, Any]], None] | None = None
         self.failed: list[str] = []
 
     def phase(self, name: str, /, **fields: Any) -> int:
@@ -42,13 +34,13 @@ class Printer:
         Drop what should no longer count before the call; garbage is collected here.
         """
         elapsed = time.perf_counter() - self._started
-        memory = snapshot(self._devices)
+        memory = _snapshot(self._devices)
         record = {"phase": name, **fields, "elapsed_s": elapsed, "memory": memory}
         print(json.dumps(record, ensure_ascii=False), flush=True)
         if self.sink is not None:
-            self.sink.log(self._count, record)
+            self.sink(self._count, record)
         self._count += 1
-        return in_use(memory)
+        return _in_use(memory)
 
     def determinism(self, same_output: bool, first: str, second: str) -> None:
         """The line that compares two outputs by their hashes; the only one that is not JSON."""
@@ -73,3 +65,31 @@ class Printer:
             abs(got - expected) <= slack,
             f"{what}: {got} bytes, expected {expected} ({got - expected:+d})",
         )
+
+
+def _snapshot(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """The reference's memory object: process, each device, and sum, least and most of all."""
+    now = statistics.settled_memory(list(devices))
+    by_device = [
+        {name: value for name, value in entry.items() if name != "device"}
+        for entry in now["devices"]
+    ]
+    return {
+        "process_rss_bytes": now["process_rss_bytes"],
+        "jax_device_memory_stats": by_device,
+        "jax_device_memory_summary": _summary(by_device),
+    }
+
+
+def _in_use(memory: dict[str, Any]) -> int:
+    """Bytes in use on all devices of a snapshot."""
+    return memory["jax_device_memory_summary"]["bytes_in_use_sum"]
+
+
+def _summary(by_device: Sequence[dict[str, int]]) -> dict[str, int]:
+    names = [name for name in by_device[0] if all(name in entry for entry in by_device)]
+    return {
+        f"{name}_{kind}": reduce(entry[name] for entry in by_device)
+        for name in names
+        for kind, reduce in (("sum", sum), ("min", min), ("max", max))
+    }

@@ -102,7 +102,7 @@ def connect(
     if sink is None:
         yield
         return
-    printer.sink = sink
+    printer.sink = sink.log
     printer.phase("wandb_init", **sink.describe())
     failed = True
     try:

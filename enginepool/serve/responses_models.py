@@ -175,13 +175,6 @@ class ResponsesBody(NothingUnread, BaseModel):
     prompt: Any = None
 
 
-class OutputText(BaseModel):
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[Any] = []
-
-
 class Item(BaseModel):
     """Of what its type is: a message has `role` and `content`; a function_call `call_id`, `name`
     and `arguments`; reasoning `summary` and `content`."""

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from enginepool.cli.main import app
 from enginepool.config import PoolConfig
 from enginepool.doctor import environment
-from enginepool.doctor.settings import warnings
+from enginepool.doctor.tpu_warnings import warnings
 from enginepool.sizing.chips import V4, V5E, V6E
 from tests.support.published import CONFIGS
 
