@@ -1,8 +1,10 @@
-"""`enginepool serve`: HTTP in front of a pool, with upstream's own request models and OpenAI
-classes over the pool's stand-in for their TokenizerManager.
+"""`enginepool serve`: an HTTP server over a pool.
 
-`server` owns sockets, signals and the drain; `app` puts the routes of the three `*_api` together;
-`exchange` is one request that generates, `record` what is left of it for `log` and `metrics`.
-Modules that import sgl_jax (`app` and what it imports) are imported when a pool is open: the
-patches come first.
+It uses upstream's request models and OpenAI classes, over the pool's stand-in for upstream's
+TokenizerManager.
+
+`server` owns sockets, signals and the drain. `app` includes the routes of every `*_api`. `exchange`
+is one request that generates. `record` is what `log` and `metrics` read when it has ended. `app`
+and what it imports import sgl_jax, so they are imported when the pool is open and has applied its
+patches.
 """

@@ -1,7 +1,7 @@
-"""From a request's bytes to what FastAPI reads: checked first, and off the event loop if large.
+"""Reads the body of a request: checked before FastAPI does, and on a thread if it is large.
 
-pydantic looks at every token id, several times over, and no other thread runs meanwhile. So lists
-of ids that are nothing but ids go past it: `with_ids` puts them where they belong.
+pydantic looks at every token id several times and holds the GIL meanwhile. So lists of token ids do
+not go through it: `with_ids` puts them into the model afterwards.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from enginepool.serve.prompt_limits import PromptLimits
 from enginepool.serve.unknown_fields import check_names, check_query, names_of
 from enginepool.values import described
 
-_SMALL = 1 << 16  # bytes; a body of so many is read faster than a thread takes over
+_SMALL = 1 << 16  # bytes; reading them takes less time than starting a thread
 _READ_AT_ONCE = 2
 
 
 class CheckedRoute(APIRoute):
-    """Takes a JSON object, and a query, with names that the route knows, and not more of it than
-    fits a prompt: everything else is refused before anything is made of it."""
+    """Takes a JSON object and a query whose names the route knows.
+
+    A body that cannot fit a prompt is refused before a model is made of it.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         known = names_of(self.endpoint, "body")
         asked = names_of(self.endpoint, "query")
-        # A reader's probe may say what it likes.
+        # Probes may have any query.
         acts = "POST" in self.methods or "admin" in self.tags
         generates = self.path.startswith(("/v1/", "/generate", "/inference/"))
 
@@ -58,12 +60,12 @@ class CheckedRoute(APIRoute):
 
 
 def readers() -> CapacityLimiter:
-    """Of the threads that read large bodies."""
+    """Limits the threads that read large bodies."""
     return CapacityLimiter(_READ_AT_ONCE)
 
 
 def with_ids(body: Any, raw: Request) -> None:
-    """Give a body that FastAPI has read the token ids that were sent."""
+    """Put the token ids that were sent into a body that FastAPI has read."""
     for name, ids in getattr(raw.state, "ids", {}).items():
         setattr(body, name, ids)
 
@@ -76,8 +78,11 @@ class _Read(Request):
 
 
 def _check_content_type(headers: Headers) -> None:
-    """JSON. A browser asks before another site's page may send that, but not before it sends what
-    has no type; other clients may leave it out."""
+    """Refuse what is not JSON.
+
+    A browser asks this server before a page of another site may send JSON, but not before it sends
+    a body without a type. Other clients may leave the type out.
+    """
     given = headers.get("content-type")
     if given is None and sent_by_a_page(headers):
         raise Refused(
@@ -92,14 +97,14 @@ def _check_content_type(headers: Headers) -> None:
 
 
 def _parse(content: bytes, limits: PromptLimits) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The object without its long lists of ids, and those."""
+    """The object without its lists of token ids, and these lists."""
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refused(400, f"the body is {described(body)}: expected a JSON object")
-    # As OpenAI's clients mean it, and its servers read it.
+    # As OpenAI's servers do.
     body = {name: value for name, value in body.items() if value is not None}
     ids = limits.check_body(body)
     return {**body, **{name: [0] for name in ids}}, ids

@@ -1,5 +1,7 @@
-"""Connections whose requests do not come, as uvicorn limits the time between requests only; and
-those for which there is no descriptor left."""
+"""Closes connections whose request headers do not come in time, and logs dropped connections.
+
+uvicorn only limits the time between two requests.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ _LOOK_SECONDS = 1.0
 
 
 class Descriptors:
-    """Says in the log when none is left: libuv then closes new connections, and tells nobody."""
+    """Logs when no file descriptor is left: libuv then closes new connections without a word."""
 
     def __init__(self) -> None:
         self._none_left = False
 
     async def keep(self) -> None:
-        """Look now and then, until cancelled: files use them up as well."""
+        """Look every second until cancelled, because files take descriptors too."""
         while True:
             self.look()
             await asyncio.sleep(_LOOK_SECONDS)
@@ -43,7 +45,7 @@ class Descriptors:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             logger().warning(
                 "enginepool.connections_dropped",
-                why="no descriptor is left: connections are closed unheard until some are free",
+                why="no file descriptor is left: new connections are closed until some are free",
                 limit=limit,
                 remedy="ulimit -n",
             )
@@ -51,8 +53,8 @@ class Descriptors:
 
 
 def patient_for(seconds: float, on_connection: Callable[[], None]) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, closing a connection on which the headers of a request take longer, from
-    its beginning or from the request's first byte."""
+    """uvicorn's protocol with a limit on how long the headers of a request may take to come. Time
+    counts from the connection's beginning, or from the request's first byte."""
 
     class Patient(AutoHTTPProtocol):
         _timer: asyncio.TimerHandle | None = None

@@ -41,7 +41,7 @@ from enginepool.serve.wire_extras import name_tokens
 if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
 
-# Log-probabilities of outputs that are written down in a few milliseconds.
+# So many log-probabilities are written in a few milliseconds.
 _MANY_VALUES = 1 << 11
 _DONE = ("data: [DONE]\n\n", b"data: [DONE]\n\n")  # upstream's, and ours
 
@@ -61,18 +61,20 @@ class ExchangeHost(Protocol):
 
 
 class Exchange:
-    """Upstream's serving classes take it for their TokenizerManager: it has the front end's
-    attributes, and `generate_request` gives what `begin` has begun.
+    """In the place of the TokenizerManager of upstream's serving classes.
+
+    It has the front end's attributes. `generate_request` yields the outputs of the call that
+    `begin` has submitted.
 
     Attributes:
-        tokenizer: In place of the front end's.
-        call: The pool's side of it, once the body was found to be good.
+        tokenizer: Replaces the front end's.
+        call: The pool's call, once the body has passed its checks.
         rids: The client's own ids of its requests.
-        token_names: The name of a token in log-probabilities, in the place of its text.
-        names_own: Where the most probable tokens are not asked for, each place names its own.
-        reads_new: Who reads a stream looks in each output at what is new there, and at no more.
-        watchers: Told of every output of a stream, which they may change.
-        failure: What ended a streamed reply early.
+        token_names: Gives the name of a token in log-probabilities.
+        names_own: Without top log-probabilities, the sampled token is listed in their place.
+        reads_new: The reader of a stream looks only at the new tokens of each output.
+        watchers: Called with every output of a stream; they may change it.
+        failure: The error that ended a reply early.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Exchange:
         return getattr(self._front, name)
 
     async def run(self, reply: Callable[[], Awaitable[Response]]) -> Response:
-        """The reply, or the error's. Ends the requests in the engines if the client leaves."""
+        """The reply, or that of its error. If the client leaves, its requests are aborted."""
         self._host.began(self)
         try:
             response = await _while_present(self._raw, reply())
@@ -126,12 +128,13 @@ class Exchange:
         prompt_logprobs: int | None = None,
         thinking: Thinking | None = None,
     ) -> None:
-        """Submit upstream's GenerateReqInput and wait for the first that it yields.
+        """Submit upstream's GenerateReqInput and wait for its first output.
 
-        So everything that can be refused is, before the status of a streamed reply is sent.
+        So a request is refused before the status of a streamed reply is sent.
 
         Args:
-            id_prefix: Of the one id that all its outputs carry, as OpenAI's do; None for one each.
+            id_prefix: All outputs share one id with this prefix, as OpenAI's do. With None, each
+                has an id of its own.
             prompt_logprobs, thinking: See `FrontEnd.make_call`.
         """
         self._host.check_open()
@@ -180,8 +183,8 @@ class Exchange:
             raise ValueError(str(error)) from error  # the only kind that all of upstream's catch
 
     def stream(self, pieces: AsyncIterator[Any]) -> StreamingResponse:
-        """Server-sent events. What ends them early, or cuts an output short, is told at the end by
-        one of OpenAI's error objects: its clients raise it."""
+        """Server-sent events. An error, or an output that was cut short, is an error object at the
+        end, which OpenAI's clients raise."""
         return _Stream(self, self._told(pieces))
 
     async def _told(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -195,7 +198,7 @@ class Exchange:
         yield _DONE[0]
 
     def end(self, status: int) -> None:
-        """Tell the server, and end in the engines what nobody waits for any more."""
+        """Tell the server, and abort requests that nobody waits for any more."""
         if self._ended:
             return
         self._ended = True
@@ -219,12 +222,12 @@ class Exchange:
         return self.failure
 
     async def beside[T](self, make: Callable[[], T], outputs: Sequence[Any]) -> T:
-        """What is made of these outputs; beside the event loop, if they have many values."""
+        """Call `make`, on a thread if these outputs have many log-probabilities."""
         assert self.call is not None
         first = self.call.requests[0]
         tokens = sum(len(one["output_ids"]) for one in outputs) if first.return_logprob else 0
         values = tokens * (1 + first.top_logprobs_num + len(first.named_ids))
-        # Prompts that are scored may be long.
+        # A scored prompt may be long.
         if first.scoring is None and values < _MANY_VALUES:
             return make()
         return await run_sync(make)
@@ -237,8 +240,8 @@ class Exchange:
         return await self.beside(lambda: self._dressed(output), outputs)
 
     def _dressed(self, output: Any) -> Any:
-        """Log-probabilities as upstream's classes read them: with each token's text, and those of
-        the prompt with the first chunk of a stream, too."""
+        """Put token names into log-probabilities, as upstream's classes expect them, and the
+        prompt's into the first chunk of a stream."""
         for one in output if isinstance(output, list) else [output]:
             meta = one["meta_info"]
             since = 0 if (index := one.get("index")) is None else self._see(one, index)
@@ -249,7 +252,7 @@ class Exchange:
         return output
 
     def _see(self, chunk: dict[str, Any], index: int) -> int:
-        """Returns how many tokens of it were there before."""
+        """Note a chunk of an output; returns how many tokens the last chunk had."""
         assert self.call is not None
         request = self.call.requests[index]
         if request.scoring is not None and index not in self._seen:
@@ -261,7 +264,7 @@ class Exchange:
 
 
 class _Stream(StreamingResponse):
-    """Whatever ends the reply, the exchange ends with it."""
+    """A streamed reply that ends its exchange, however it ends."""
 
     def __init__(self, exchange: Exchange, pieces: AsyncIterator[Any]) -> None:
         super().__init__(pieces, media_type="text/event-stream")

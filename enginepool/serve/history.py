@@ -21,7 +21,7 @@ _NO_FAULT = ("ok", "disconnected")
 
 @dataclass
 class _Interval:
-    """What ended since the last sample."""
+    """Requests that ended since the last sample."""
 
     first_tokens: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class _Interval:
                 self.cached_tokens += output.cached_tokens
 
     def said(self) -> dict[str, float | None]:
-        """None where nothing tells."""
+        """The figures of a sample; None where there was no request."""
         return {
             "first_token_p95": _p95(self.first_tokens),
             "latency_p95": _p95(self.latencies),
@@ -52,7 +52,7 @@ class _Interval:
 
 
 class History:
-    """A sample every two seconds: a few sums, so an idle server stays idle."""
+    """Takes a sample every two seconds. A sample is a few sums, so an idle server stays idle."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -67,7 +67,7 @@ class History:
             self.take()
 
     def ended(self, record: ExchangeRecord) -> None:
-        """Told of every reply that was to generate."""
+        """Count a request that was to generate."""
         self._interval.add(record)
 
     def take(self) -> None:

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's bodies that upstream's models take and nothing is done with: errors here."""
+"""Refuses fields of OpenAI's bodies that upstream's models take and nobody acts on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _UNSERVED = ("suffix", "session_params", *UNSUPPORTED)
 
 
 def check_fields(body: Any, server_args: Any) -> None:
-    """Errors instead of silence."""
+    """
+    Raises:
+        Refused: A field would be ignored, or does not go with another.
+    """
     for name in _UNSERVED:
         if getattr(body, name, None):
             raise Refused(400, f"{name} is not supported in a pool", param=name)
@@ -100,7 +103,7 @@ def _check_chat(body: Any, server_args: Any) -> None:
 
 
 def _check_reasoning(body: Any, parser: str | None) -> None:
-    """Both are true where a client says nothing."""
+    """Both fields are true by default."""
     if parser is None and body.separate_reasoning and "separate_reasoning" in body.model_fields_set:
         raise Refused(
             400, "separate_reasoning: the server was started without --reasoning-parser, which "
@@ -116,7 +119,7 @@ def _check_reasoning(body: Any, parser: str | None) -> None:
 
 
 def check_template_options(body: Any, names: set[str]) -> None:
-    """The template is the checkpoint's: a client's would run here, for as long as it likes."""
+    """Refuse a template of the client's, which would run here without a time limit."""
     for name in body.chat_template_kwargs or ():
         if name in names:
             raise Refused(

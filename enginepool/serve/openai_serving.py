@@ -37,7 +37,7 @@ from enginepool.serve.scoring import ScoreExchange
 from enginepool.serve.stream_parsers import cut_calls, marks, thinking_of
 from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, UsageSoFar, add_to_reply
 
-# Of a prompt's end, in which a mark of a model's thinking is looked for: more tokens than it has.
+# A mark of thinking is looked for in so many tokens at the prompt's end; no mark has more.
 _LONGEST_MARK = 32
 _USED = (
     *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
@@ -59,8 +59,8 @@ def check_upstream() -> None:
 
 
 class _Serving:
-    """What both of upstream's classes do differently here. An error is raised and becomes the
-    reply's status, where upstream answers 500, or 200 with an error in the stream."""
+    """What both serving classes do differently from upstream. An error is raised and becomes the
+    reply's status; upstream answers 500, or 200 with an error in the stream."""
 
     async def reply(self: Any, body: Any, raw: Request) -> Response:
         if message := self._validate_request(body):
@@ -112,12 +112,12 @@ class _Serving:
         return await exchange.beside(whole, results)
 
     def _adapt(self: Any, body: Any) -> Any:
-        """Upstream's GenerateReqInput for a body: it applies the chat template and encodes."""
+        """Upstream's GenerateReqInput for a body; applies the chat template and encodes."""
         try:
             adapted, _ = self._convert_to_internal_request(body)
         except EnginePoolError:
             raise
-        # Templates and parsers fail in ways of their own over what they are given.
+        # Templates and parsers may raise anything.
         except Exception as error:
             why = why_not_rendered(error, body)
             raise InvalidRequest(f"this request cannot be turned into a prompt: {why}") from error
@@ -170,8 +170,8 @@ class Chat(_Serving, OpenAIServingChat):
         return adapted
 
     def _get_reasoning_from_request(self: Any, request: Any) -> bool:
-        """Not where the prompt ends with thinking that is over: the template's, without one, or
-        that of a turn which is to go on. Upstream would take all that comes for more of it."""
+        """False where the prompt ends with the mark that ends thinking, as templates that switch
+        thinking off write it. Upstream would take the whole answer for reasoning."""
         wanted = super()._get_reasoning_from_request(request)
         if not wanted:
             return False
@@ -189,15 +189,15 @@ class Chat(_Serving, OpenAIServingChat):
     def _process_tool_calls(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, text: str, tools: Any, tool_call_parser: Any, finish_reason: Any, **choice: Any
     ) -> Any:
-        """Upstream looks for whole calls; of one that was cut, the call as far as it is, which is
-        what a stream says of it."""
+        """A call that was cut is returned as far as it goes, as in a stream. Upstream only finds
+        whole calls."""
         if finish_reason["type"] != "stop":
             calls, said = cut_calls(text, tools, tool_call_parser)
             return calls or None, said, finish_reason
         return super()._process_tool_calls(text, tools, tool_call_parser, finish_reason, **choice)
 
     def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
-        # A chunk of a stream may hold several tokens; upstream gives all the first one's.
+        # A chunk may have several tokens. Upstream gives each of them the first one's text.
         return super()._process_logprobs_tokens(logprobs, use_token_index=True)
 
     async def _generate_chat_stream(
@@ -221,5 +221,5 @@ class Chat(_Serving, OpenAIServingChat):
 
 
 def token_name(token: int) -> str:
-    """vLLM's, where ids are to be told from texts."""
+    """vLLM's name of a token by its id."""
     return f"token_id:{token}"

@@ -1,5 +1,7 @@
-"""The pages: what the pool does (`/`), and its routes (`/docs`). Each is one file, which loads
-nothing from elsewhere and holds no data: it asks for that, with the reader's key."""
+"""The pages `/` (what the pool does) and `/docs` (its routes). Each is one file without data.
+
+A page loads nothing from other hosts. It asks this server for data, with the reader's key.
+"""
 
 from __future__ import annotations
 

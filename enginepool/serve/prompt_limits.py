@@ -1,8 +1,8 @@
-"""How much text fits a prompt: what cannot is refused before anyone spends time on it.
+"""Refuses what cannot fit a prompt, before time is spent on it.
 
-Upstream's models are filled on the event loop, and a tokenizer takes one text after the other, so
-what one client sends there holds up all others. Python cannot end work that has begun: these
-limits are looked at before. None of them refuses what an engine could take.
+Upstream's models are filled on the event loop, and the tokenizer takes one text after the other. So
+one large body would hold up all other clients, and Python cannot stop work that has begun. No limit
+here refuses what an engine could take.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from enginepool.values import shown
 
 # Fields whose lists of token ids are as long as prompts are.
 _IDS = ("prompt", "input_ids", "token_ids", "tokens")
-# Fields that come again, in every chunk of a stream or at every step, and how long they may be.
+# These are repeated, in every chunk of a stream or at every step.
 _NAMES, _LONGEST_NAME = ("model", "extra_key"), 1024
 _CONVERSATION = ("messages", "tools", "chat_template_kwargs", "input", "instructions")
-# A message, a tool or a text part is a few JSON values, and a token or more.
+# A message, a tool or a text part is a few JSON values and at least one token.
 _VALUES_A_TOKEN = 4
-# Of everything else: options, many prompts with parameters of their own.
+# For everything else: options, and sampling parameters of many prompts.
 _OTHER_VALUES = 20_000
-# Of a text's beginning that is tried first, in characters a token; and what a cut can change.
+# Characters a token of the beginning that is tried first, and tokens that cutting it can add.
 _FIRST_TRY, _CUT = 8, 64
 
 
 class PromptLimits:
-    """Of one server.
+    """The limits of one server.
 
     Args:
         tokens: The longest prompt.
@@ -44,8 +44,8 @@ class PromptLimits:
         self._longest = max(map(len, tokenizer.hf.get_vocab()))
 
     def check_body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Refuse what is too much to be read into upstream's models; messages are turned into what
-        those take.
+        """Refuse a body that is too large for upstream's models. Messages are brought into the form
+        that those take.
 
         Returns:
             The fields that hold token ids and nothing else.
@@ -75,10 +75,10 @@ class PromptLimits:
         return ids
 
     def _are_ids(self, value: Any) -> bool:
-        """Whether it is a prompt of token ids, or a list of them; each fits.
+        """Whether this is a prompt of token ids, or a list of such prompts.
 
         Raises:
-            InvalidRequest: It is too long, or these are too many prompts.
+            InvalidRequest: A prompt is too long, or there are too many.
         """
         kinds = set(map(type, value)) if isinstance(value, list) else set()
         if kinds == {int}:
@@ -104,10 +104,10 @@ class PromptLimits:
             )
 
     def check_text(self, text: str) -> None:
-        """Refuse a text with more tokens than fit, from as little of it as tells.
+        """Refuse a text with more tokens than fit. Ever longer beginnings of it are tokenized.
 
         Raises:
-            InvalidRequest: Only if the whole text would be refused, too.
+            InvalidRequest: The whole text would be refused, too.
         """
         self._check_characters(len(text))
         size = _FIRST_TRY * (self._tokens + _CUT)
@@ -131,7 +131,7 @@ class PromptLimits:
 
 
 def _count(value: Any, at_most: int) -> tuple[int, int]:
-    """JSON values and characters; ends soon after so many values."""
+    """JSON values and characters. Stops soon after `at_most` values."""
     values = characters = 0
     rest = [value]
     while rest and values <= at_most:

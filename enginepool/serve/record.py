@@ -1,4 +1,4 @@
-"""A finished HTTP exchange in one frozen record: what the log and the metrics read."""
+"""The record of a finished HTTP exchange, which the log and the metrics read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from enginepool.dispatch.request import Call, Request
 from enginepool.serve.error_replies import Refused, as_refused
 
-CLIENT_GONE = 499  # a status that nobody reads, but the log does
+CLIENT_GONE = 499  # the client has left; only the log reads it
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
-    """One sample of one prompt; one that still ran is about to be cancelled.
+    """One sample of one prompt. One that still runs is about to be cancelled.
 
     Attributes:
         rid: The caller's id, or the pool's own.
@@ -40,11 +40,11 @@ class OutputRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRecord:
-    """How one HTTP request went that generates, or that was refused before it could.
+    """One HTTP request that generated, or was refused before it could.
 
     Attributes:
         outcome: Why it ended, in a word.
-        seconds: None for one that was refused unread.
+        seconds: None if it was refused unread.
         first_output_seconds: To the first output of a streamed reply.
     """
 
@@ -81,7 +81,7 @@ def _output(request: Request, now: float) -> OutputRecord:
 
 
 def ended_early(reason: Mapping[str, Any]) -> Refused:
-    """What a finish reason of upstream's type "abort" is to a client that expects an answer."""
+    """The error that a client gets for an output with finish reason "abort"."""
     kind = reason["err_type"]
     status = {"timeout": 504, "draining": 503, "grammar": 400}.get(kind, 500)
     code = "aborted" if kind == "cancelled" else kind
@@ -90,7 +90,7 @@ def ended_early(reason: Mapping[str, Any]) -> Refused:
 
 
 def cut_short(call: Call) -> Refused | None:
-    """What ended outputs of a call before they ended by themselves."""
+    """The error of the first output of a call that was aborted."""
     reasons = [r.finish_reason for r in call.requests if r.finish_reason is not None]
     for reason in reasons:
         if reason["type"] == "abort":
@@ -99,8 +99,8 @@ def cut_short(call: Call) -> Refused | None:
 
 
 def raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
-    """A reply that is no answer is an error: it took too long, the server's end cut it, or it broke
-    engines. A reply that somebody aborted says so itself, as upstream's do.
+    """Raise if an output ended by a timeout, the drain or failing engines. An output that somebody
+    aborted is returned, as upstream's are.
 
     Args:
         nothing_yet: Raise only if there is no output; a stream tells the rest itself.

@@ -1,4 +1,4 @@
-"""The tokenizer that upstream's classes render prompts with: bounded, locked only to encode."""
+"""The tokenizer that upstream's classes render prompts with. It is locked only while it encodes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from pydantic import BaseModel
 from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.serve.prompt_limits import PromptLimits
 
-# So that threads are left for the rest.
+# So that other work finds threads.
 _TEMPLATES_AT_ONCE = 4
 _LARGE_AT_ONCE = 4
-_GRAMMARS_AT_ONCE = 64  # of which most only wait
+_GRAMMARS_AT_ONCE = 64  # most of them wait
 LARGE = 1 << 16  # characters or token ids of one body
 _TEXTS_KEPT = 1 << 16
-_TELLING = 4  # characters; shorter texts are parts of any sentence
+_TELLING = 4  # characters; a shorter text may be part of any sentence
 
 
 def why_not_rendered(error: Exception, body: BaseModel) -> str:
-    """A template's own words, or Python's over a type, unless they repeat what was sent; of
-    anything else, which quotes what it does not take, its name."""
+    """The message of a template's error or of a TypeError, unless it repeats what was sent.
+
+    Of other errors, which quote values, only the name.
+    """
     name, said = type(error).__name__, str(error)
     if not (isinstance(error, TypeError) or type(error).__module__.startswith("jinja2")):
         return name
@@ -42,14 +44,14 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class Rendering:
-    """The Hugging Face tokenizer's attributes, and these methods in place of its own.
+    """The Hugging Face tokenizer, with some methods replaced.
 
     Attributes:
-        limiter: Of the threads that chat templates run on.
-        large: Of those that take the prompts of large bodies.
-        grammars: Of those that have grammars compiled.
-        template_options: Names that mean something to the tokenizer's `apply_chat_template`
-            itself, not to the template: with them a client would bring its own program.
+        limiter: Limits the threads that chat templates run on.
+        large: Limits those that take large prompts.
+        grammars: Limits those that wait for a grammar.
+        template_options: Arguments of the tokenizer's `apply_chat_template` itself. With them a
+            client could bring its own template.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
@@ -60,7 +62,7 @@ class Rendering:
         self.large = CapacityLimiter(_LARGE_AT_ONCE)
         self.grammars = CapacityLimiter(_GRAMMARS_AT_ONCE)
         options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
-        # The last two are names of what calls the template.
+        # The last two are arguments of what calls the template.
         beside = {"messages", "self", "conversations"}
         self.template_options = (options | beside) - {"documents", "kwargs"}
 

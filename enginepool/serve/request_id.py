@@ -1,4 +1,4 @@
-"""`x-request-id`: the client's, or one made here, in the reply and in every line of the log."""
+"""`x-request-id`, the client's or a new one: in the reply and in every log line of the request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from enginepool.values import nothing_quoted
 
 HEADER = "x-request-id"
-_FIT = re.compile(r"[!-~]{1,128}")  # what a log and a header can bear
+_FIT = re.compile(r"[!-~]{1,128}")  # safe in a log and in a header
 
 
 class RequestId:
-    """Stands around everything, errors included, which quote nothing of what was sent."""
+    """The outermost middleware. Inside it, errors quote nothing of what was sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -38,5 +38,5 @@ class RequestId:
 
 
 def current() -> str | None:
-    """Of the request that is being served."""
+    """The id of the request that is being served."""
     return structlog.contextvars.get_contextvars().get("request_id")

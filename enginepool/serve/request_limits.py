@@ -1,4 +1,7 @@
-"""How large a request may be: its body, its prompts, its samples. A prompt: `prompt_limits`."""
+"""Limits of a request: its body, its number of prompts and samples, its ids.
+
+Limits of one prompt are in `prompt_limits`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from enginepool.serve.options import ServeOptions
 from enginepool.values import shown
 
 MAX_RID = 256  # characters of a request's id
-MAX_VALUES = 1 << 20  # log-probabilities of prompts in one reply: each is worked on one by one
+MAX_VALUES = 1 << 20  # log-probabilities of prompts in one reply
 
 
 class BodyLimit:
-    """Refuses bodies of more than `limit` bytes, by their announced length or as they come, and
-    those that take longer than `seconds`."""
+    """Refuses a body of more than `limit` bytes, by its announced length or while it comes, and one
+    that takes longer than `seconds`."""
 
     def __init__(
         self, app: ASGIApp, limit: int, seconds: float, told: Callable[[str, Refused], None]
@@ -51,7 +54,7 @@ class BodyLimit:
 
         async def counted() -> Message:
             nonlocal seen, more
-            if not more:  # what comes now is that the client leaves
+            if not more:  # the next message says that the client left
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), until - time.monotonic())
@@ -61,7 +64,7 @@ class BodyLimit:
                 ) from None
             seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
             if seen > self._limit:
-                # The one exception that FastAPI hands on while it reads a body.
+                # FastAPI passes on no other exception while it reads a body.
                 raise HTTPException(413, self._message(f"{seen} bytes or more"))
             return message
 
@@ -72,7 +75,7 @@ class BodyLimit:
 
 
 def check_counts(obj: Any, prompts: int, options: ServeOptions, max_queued: int | None) -> None:
-    """Bound what one body can ask for."""
+    """Limit the prompts and samples of one body."""
     if not prompts:
         raise InvalidRequest("there is no prompt")
     if prompts > options.max_prompts:
@@ -94,7 +97,7 @@ def check_counts(obj: Any, prompts: int, options: ServeOptions, max_queued: int 
 
 
 def check_values(call: Call) -> None:
-    """Bound what a reply says of its prompts, which every sample repeats."""
+    """Limit the log-probabilities of prompts in a reply; every sample repeats its prompt's."""
     values = sum(
         (len(request.input_ids) - scoring.start)
         * (1 + scoring.top_logprobs_num + len(scoring.named_ids))

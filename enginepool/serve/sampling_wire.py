@@ -12,14 +12,15 @@ from enginepool.serve.unasked import says_nothing, without_unasked
 from enginepool.values import described, is_int, shown
 
 _INT32, _INT64 = 1 << 31, 1 << 63
-# Strings that end an output are looked for in every row after every step, in as much of the output
-# as the longest of them takes.
+# After every step each row's text is searched for its stop strings.
 _STOPS, _STOP_CHARACTERS = 256, 4096
 
 
 def as_taken(params: Any) -> Any:
-    """The same for one prompt, or a list of them: `top_k` of 0 is all, as vLLM's and Hugging Face's
-    are, and a seed of up to 64 bits is folded into the 32 that an engine's has.
+    """Sampling parameters as a pool takes them, for one prompt or a list.
+
+    `top_k` of 0 means all, as in vLLM and Hugging Face. A seed of up to 64 bits is folded into the
+    32 bits of an engine's.
 
     Raises:
         InvalidRequest: A wider seed, more `stop` than can be looked for, or `custom_params` of
@@ -45,7 +46,7 @@ def has_grammar(params: Any) -> bool:
 
 
 def _with_custom(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Those in sglang's `custom_params` (slime sends it) go beside the others."""
+    """Parameters in sglang's `custom_params`, which slime sends, go beside the others."""
     taken = dict(params)
     custom = taken.pop("custom_params", None)
     if not isinstance(custom, Mapping):

@@ -1,5 +1,5 @@
-"""Sockets, signals and the end of a server: it stops taking requests, lets those that run finish,
-and returns."""
+"""Sockets and signals of a server, and its drain: it takes no new requests, lets running ones
+finish, and returns."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
     from enginepool.serve.service import Service
 
-# How long what was ended by the drain may take to hand over what it has.
+# For requests that the drain has ended, to return what they have.
 _GRACE_SECONDS = 10.0
-# And how long clients that read slowly, or whose request has not come, may hold up the end of a
-# server on which nothing is generated any more.
+# After the drain, for clients that read slowly or have not sent their request.
 _CLOSE_SECONDS = 0.3
 
 
@@ -64,7 +63,7 @@ class Server:
         self._hurry: asyncio.Event | None = None
 
     def close(self) -> None:
-        """Give the ports back; for a server that does not run."""
+        """Free the ports of a server that does not run."""
         for one in self._sockets:
             one.close()
 
@@ -108,7 +107,7 @@ class Server:
                 server_header=False,
                 http=patient_for(self._options.header_timeout, descriptors.look),
                 timeout_keep_alive=self._options.keep_alive_timeout,
-                # asyncio's to wait for, who takes any number.
+                # uvicorn declares an int. asyncio waits for it, and takes a float.
                 timeout_graceful_shutdown=_CLOSE_SECONDS,  # pyright: ignore[reportArgumentType]
             )
         )
@@ -150,7 +149,7 @@ class Server:
             yield
             return
         loop = asyncio.get_running_loop()
-        # A terminal that is closed asks as well, unless `nohup` said that it does not.
+        # A closed terminal sends SIGHUP, which stops the server too, except under `nohup`.
         hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangup else [])]
         for number in numbers:
@@ -163,7 +162,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are ours: uvicorn would close the ports at once, and raise them again at the end."""
+    """Without uvicorn's signal handlers: those close the ports at once, and raise signals again."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -208,14 +207,14 @@ def _in_background(*endless: Coroutine[Any, Any, None]) -> Iterator[None]:
 
 
 def _url(host: str, port: int) -> str:
-    """Where this machine reaches it."""
+    """The URL of the server on this machine."""
     if host in ("0.0.0.0", "::"):
         host = "localhost"
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _check_count(ports: Sequence[int], pool: EnginePool) -> None:
-    """Before engines are built, which takes minutes."""
+    """Called before engines are built, because that takes minutes."""
     engines = len(resolve_devices(pool.config.devices, pool.config.tp_size))
     if len(ports) != engines:
         raise InvalidConfig(f"{len(ports)} ports for {engines} engines: give each one port")

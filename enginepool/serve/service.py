@@ -1,4 +1,4 @@
-"""What one server knows: the pool, its front ends by port, who is being served, how it went."""
+"""The state of one server: its pool, front ends by port, running requests, metrics, history."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SHOWN_RECOVERIES = 5
 
 
 class Service:
-    """Lives on the server's event loop.
+    """Used on the server's event loop only.
 
     Attributes:
         front: Of the whole pool.
         exchanges: Requests that are being served.
-        draining: No new requests; those that run finish.
+        draining: New requests are refused, and running ones finish.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Service:
         self._note(record)
 
     def refused(self, path: str, why: Refused) -> None:
-        """Told of a request that was answered before it was an exchange."""
+        """Record a request that was refused before it became an exchange."""
         self._note(ExchangeRecord(path, why.status, "refused", error=str(why)))
 
     def _note(self, record: ExchangeRecord) -> None:
@@ -144,7 +144,7 @@ class Service:
         }
 
     def cut(self) -> None:
-        """End what has not ended when the server must."""
+        """End all requests that the drain has not seen end."""
         dispatch = self.runtime.dispatch
         limit = f"--drain-timeout {self.options.drain_timeout:g}"
         message = f"the server ended before this was finished ({limit})"

@@ -1,4 +1,4 @@
-"""Messages of a conversation as OpenAI's clients may write them, as templates take them."""
+"""Brings messages as OpenAI's clients write them into the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def as_turns(messages: list[Any]) -> list[Any]:
-    """Developers' messages as those of the system, whose newer name that is; refusals in an
-    assistant's turn as its text; the arguments of calls as JSON in a string."""
+    """The role `developer` becomes `system`, an assistant's refusal becomes its text, and the
+    arguments of a call become a string of JSON."""
     return [_turn(one) if isinstance(one, Mapping) else one for one in messages]
 
 

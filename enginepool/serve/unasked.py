@@ -1,12 +1,14 @@
-"""What clients of OpenAI's, vLLM's and sglang's servers may say that asks for no more than what
-happens: it is taken, where any other value under these names is refused."""
+"""Fields of OpenAI's, vLLM's and sglang's servers that are taken with their default value only.
+
+The default asks for nothing. Any other value under these names is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# Beside null.
+# By name; null is taken, too.
 _DEFAULTS: Mapping[str, Collection[Any]] = {
     # OpenAI's
     "function_call": ("none",),
@@ -31,8 +33,8 @@ _DEFAULTS: Mapping[str, Collection[Any]] = {
     "log_metrics": (True,),
     "token_step": (0,),
 }
-# Names that nothing is known by here, whose empty values ask for nothing; under others, which may
-# be misspelt, they are refused as well.
+# Names that this server does not know and whose empty values are taken. Under any other name, which
+# may be misspelt, an empty value is refused.
 _NAMES = frozenset(
     (
         *("audio", "background", "functions", "max_tool_calls", "prediction", "reasoning"),
@@ -59,7 +61,7 @@ def asks_for_nothing(name: str, value: Any) -> bool:
 
 
 def says_nothing(value: Any) -> bool:
-    """Null, false, what is empty, and what has nothing else in it."""
+    """Null, false, an empty text or list, and an object of such values."""
     if isinstance(value, Mapping):
         return all(map(says_nothing, value.values()))
     return value is None or value is False or value in ("", [])

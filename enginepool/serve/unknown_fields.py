@@ -1,4 +1,4 @@
-"""Names that nobody reads, at any depth of a body and in a query: errors instead of silence."""
+"""Refuses unknown names, at any depth of a body and in a query."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from enginepool.serve.openapi_schema import INTERNAL
 from enginepool.serve.unasked import asks_for_nothing, says_nothing
 from enginepool.values import described, did_you_mean
 
-# Names for a client's own books.
+# Taken and ignored: they are for a client's own use.
 _BOOKS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
-# LiteLLM's, in a message that it gives back: what it was told with it.
+# LiteLLM's, in a message that it sends back.
 _INNER_BOOKS = frozenset(("provider_specific_fields",))
 
 
 class NothingUnread(BaseModel):
-    """A body whose inner objects, too, hold only names that its models know.
+    """A body whose inner objects may only have names that its models know.
 
     Raises:
-        Refused: Another name, unless its value says nothing: null, false, empty. So a client may
-            send a message back as it came.
+        Refused: An unknown name. Null, false and empty values are taken, so that a client may send
+            a message back as it came.
     """
 
     @model_validator(mode="wrap")
@@ -55,7 +55,7 @@ def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
 
 
 def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool) -> None:
-    """A body's own names. Takes out of it what asks for nothing."""
+    """Check a body's own names, and remove those that ask for nothing."""
     for name in sorted(body.keys() - known):
         value = body[name]
         if asks_for_nothing(name, value) or (generates and name in _BOOKS):
