@@ -1,4 +1,4 @@
-"""Administrators' routes: the reference's, and sglang's own names for the same things."""
+"""Administrators' routes: the reference's, and sglang's names for the same operations."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Perturbed(Done):
 
 
 class Reload(BaseModel):
-    """`mode` is what becomes of running requests; see `EnginePool.update_weights`. Left out, they
-    finish first; in a pause, what it keeps goes on under the new weights."""
+    """`mode` says what becomes of running requests, as in `EnginePool.update_weights`. Without it
+    they finish first; paused ones go on with the new weights."""
 
     model_path: str = Field(min_length=1)
     mode: SwapMode | None = None
@@ -79,8 +79,8 @@ class MemoryReport(Done):
 
 
 class FromDisk(BaseModel):
-    """sglang's, and `mode` as `/admin/reload_weights` has it. The last five may say what is so in a
-    pool, and nothing else."""
+    """sglang's fields, and `mode` as in `/admin/reload_weights`. The last five take only what a
+    pool does anyway."""
 
     model_path: str = Field(min_length=1)
     weight_version: int | str | None = None
@@ -142,13 +142,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/perturb_weights")
     async def perturb_weights(body: Perturb | None = None) -> Perturbed:
-        """Noise on the first leaves, the same on every engine."""
+        """Add the same noise to the first leaves of every engine."""
         body = body or Perturb()
         return Perturbed(**await admin.perturb(body.seed, body.scale, body.num_leaves))
 
     @routes.post("/reload_weights")
     async def reload_weights(body: Reload) -> Reloaded:
-        """Load a checkpoint on every engine; if anything is wrong with it, on none."""
+        """Load a checkpoint on every engine, or on none if anything is wrong with it."""
         started = time.perf_counter()
         report = await admin.reload(body.model_path, body.mode, body.weight_version)
         return Reloaded(

@@ -1,4 +1,4 @@
-"""What the administrators' routes do: one thing at a time, on all engines, and how it went."""
+"""The operations of the administrators' routes. They run one at a time, on all engines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class AdminOperations:
-    """Changes of weights and the like.
+    """Changes of weights, pauses and releases of memory, and how the latest reload went.
 
     Args:
         on_update: Called with each report of new weights.
-        desired: What is so of the pool.
+        desired: The pool's weights and pauses.
 
     Attributes:
         model_path: Where the weights that are served were read from.
@@ -43,7 +43,7 @@ class AdminOperations:
         self._pool, self._on_update, self._desired = pool, on_update, desired
         self._root = None if model_root is None else model_root.resolve()
         self._lock = asyncio.Lock()
-        self._read = desired.update  # what brought the weights that lie at `model_path`
+        self._read = desired.update  # the update that loaded `model_path`
         self.model_path = pool.config.model
         self.reloading = False
         self.last_ok: bool | None = None
@@ -62,8 +62,8 @@ class AdminOperations:
         """Load a checkpoint on every engine, or leave every engine as it was.
 
         Args:
-            mode: Left out, running requests finish first; in a pause, those that it keeps stay
-                where they are and go on under the new weights.
+            mode: Without it, running requests finish first. Paused requests stay on their engines
+                and go on with the new weights.
         """
         async with self._lock:
             report = await self._reload(model_path, mode, weight_version)
@@ -95,7 +95,7 @@ class AdminOperations:
             return await self._pool.async_quick_checksum()
 
     async def perturb(self, seed: int, scale: float, num_leaves: int) -> dict[str, Any]:
-        """Add noise to the first leaves; the checksum before and after."""
+        """Add noise to the first leaves; returns the checksum before and after."""
         started = time.perf_counter()
         async with self._lock:
             before = await self._pool.async_quick_checksum()
@@ -111,8 +111,8 @@ class AdminOperations:
         }
 
     async def pause_as_vllm(self, mode: str, *, clear_cache: bool) -> None:
-        """`abort` ends what runs, `wait` lets it finish, `keep` has it go on later: from its KV
-        cache, or with `clear_cache` computed anew."""
+        """`abort` ends running requests, `wait` lets them finish. `keep` lets them go on later,
+        from their KV cache or, with `clear_cache`, computed anew."""
         modes: dict[str, PoolPauseMode] = {
             "abort": "abort", "wait": "drain", "keep": "retract" if clear_cache else "in_place",
         }  # fmt: skip
@@ -122,7 +122,7 @@ class AdminOperations:
                 await self._pool.async_flush_cache()
 
     async def sleep(self, mode: str, *, weights: bool) -> None:
-        """Give the KV cache's memory back and, if wanted, the weights'."""
+        """Release the KV cache's memory and, if asked for, the weights'."""
         paused = "paused" in self._desired.pause_reasons
         if mode != "keep":
             await self.pause_as_vllm(mode, clear_cache=False)
@@ -133,7 +133,7 @@ class AdminOperations:
                 await self.resume()
 
     async def release_memory(self, tags: Sequence[str] | None) -> None:
-        """Give back what is named; all, if nothing is."""
+        """Release the memory of these tags, or of all without tags."""
         async with self._lock:
             if _meant("kv_cache", tags):
                 await self._pool.async_release_memory_occupation()
@@ -141,8 +141,8 @@ class AdminOperations:
                 await self._pool.async_release_weights()
 
     async def resume_memory(self, tags: Sequence[str] | None) -> None:
-        """Take back what is named and was given back. Weights are read from where those that were
-        served came from, under the version that they had.
+        """Take the memory of these tags back. Weights are read again from where the served ones
+        came from, under their version.
 
         Raises:
             InvalidRequest: They came from no checkpoint.
@@ -174,7 +174,7 @@ class AdminOperations:
             await work()
 
     def _allowed(self, model_path: str) -> str:
-        """The path to read, links followed, if a reload may read it."""
+        """The resolved path, if a reload may read it."""
         own = self._pool.config.model
         if model_path in (own, self.model_path):
             return model_path

@@ -29,7 +29,7 @@ _COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's; exactly one of them."""
+    """vLLM's field. Exactly one of its names is given."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -63,7 +63,7 @@ class StructuredOutputs(BaseModel):
 
 
 def form_of(body: Any, server_args: Any, special_tokens: Collection[str]) -> dict[str, Any]:
-    """At most one of the pool's grammars.
+    """The grammar that a body asks for, if any, as sampling parameters of a pool.
 
     Raises:
         Refused: Two fields ask for different forms, or what one says cannot be had.
@@ -125,7 +125,7 @@ def _of_tools(
     json_options: Mapping[str, Any],
     text: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Calls; by a `text` schema what the model says where it need not call."""
+    """The grammar of tool calls. `text` is the schema of an answer without a call."""
     parser: Any = FunctionCallParser(body.tools, parser_name)
     own_form = parser.detector.supports_structural_tag()
     if body.tool_choice == "auto":
@@ -155,7 +155,7 @@ def _of_tools(
 def _of_free_choice(
     body: Any, parser_name: str, parser: Any, own_form: bool, json_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Any text; in it calls, of any form or `strict`."""
+    """The grammar of an answer of text and calls. Only `strict` calls are constrained."""
     if not body.parallel_tool_calls:
         raise Refused(
             400, "parallel_tool_calls=false: a model that chooses may call as often as it likes; "
@@ -177,7 +177,7 @@ def _of_free_choice(
 
 
 def _chosen(body: Any) -> Sequence[Any]:
-    """The tools of which the answer calls one, or several."""
+    """The tools that the answer may call."""
     if not isinstance(body.tool_choice, ToolChoice):
         return body.tools
     chosen = [tool for tool in body.tools if tool.function.name == body.tool_choice.function.name]
@@ -197,8 +197,8 @@ def _calls(
     json_options: Mapping[str, Any],
     text: Mapping[str, Any] | None,
 ) -> str:
-    """A grammar of calls as the model writes them: one of a named tool, else one or more; or of
-    `text` instead."""
+    """A grammar of calls in the model's own form: one call of a named tool, or one and more. With
+    `text`, text by that schema instead."""
     describe = parser.detector.structure_info()
     rules = []
     for index, tool in enumerate(_chosen(body)):
@@ -223,7 +223,7 @@ def _arguments(tool: Any) -> Mapping[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """In llguidance's grammars; nothing stands for the empty one."""
+    """A literal of llguidance's grammars."""
     return json.dumps(text) if text else ""
 
 

@@ -1,4 +1,4 @@
-"""Who may do what: an API key for requests, a token (or this machine alone) for administrators."""
+"""Who may do what: an API key for requests; for administrators a token, or this machine alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from enginepool.serve.error_replies import Refused, error_reply
 from enginepool.serve.options import ServeOptions, is_loopback
 from enginepool.serve.pages import PAGES
 
-# Probes, the scraper, and the pages (which hold no data) come without a key, as upstream's do.
+# Probes, metrics and the pages, which hold no data, need no key. So it is in upstream.
 OPEN = frozenset({*PAGES, "/health", "/ready", "/metrics"})
 
-# What a browser sends along for another site's page, and what a proxy adds.
+# Headers that a browser sends for a page of another site, or that a proxy adds.
 _FOREIGN = (
     "origin",
     "forwarded",
@@ -28,7 +28,7 @@ _FOREIGN = (
 
 
 class Guard:
-    """Stands in front of everything, so that who may not ask is not read either."""
+    """Middleware before all routes: a request that is not allowed is not read."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class Guard:
     def _refusal(self, headers: Headers, admin: str | None) -> Refused | None:
         """
         Args:
-            admin: Where a request to administer comes from.
+            admin: The client's address, if the request is to administer.
         """
         options = self._options
         secret, name = options.api_key, "API key"
         if admin is not None:
             reason = _passed_on(headers) or _elsewhere(headers, options, admin)
             if options.admin_token is not None:
-                # Who names a network has its clients come without; a token helps all others.
+                # Clients of trusted networks need no token. All others do.
                 if reason is not None or not options.trusts(admin):
                     secret, name = options.admin_token, "admin token"
             elif reason is not None:
@@ -84,14 +84,14 @@ class Guard:
 
 
 def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | None:
-    """Why a request may come from another machine that is not trusted."""
+    """Why a request may come from an untrusted machine; None if it does not."""
     if options.trusts(address):
-        # A browser there may show another site's page, and its host's name resolve to this machine.
+        # A browser there may show a page of another site, whose host name resolves to this machine.
         browser = "accept-language" in headers
         return "requests of a browser may not administer this server" if browser else None
     if not is_loopback(address):
         return f"requests from {address} may not administer this server"
-    # Another site's page may have a name that resolves to this machine.
+    # The host name of another site's page may resolve to this machine.
     host = headers.get("host", "")
     name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
     if not is_loopback(name.strip("[]")):
@@ -100,7 +100,7 @@ def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | N
 
 
 def _passed_on(headers: Headers) -> str | None:
-    """What shows that a request was passed on by a browser or a proxy, as far as one can see."""
+    """What shows that a browser or a proxy passed a request on; None if nothing does."""
     for name in _FOREIGN:
         if name in headers:
             return f"requests with the header {name!r} may not administer this server"
@@ -110,7 +110,7 @@ def _passed_on(headers: Headers) -> str | None:
 
 
 def sent_by_a_page(headers: Headers) -> bool:
-    """Whether a browser says that it sends for a page, which may be another site's."""
+    """Whether a page in a browser has sent this. It may be a page of another site."""
     return "origin" in headers or _of_another_site(headers)
 
 

@@ -1,4 +1,4 @@
-"""The chunks of a chat's stream, from what its outputs have so far.
+"""Makes the chunks of a chat's stream from its outputs so far.
 
 Reaches into upstream's serving class: they are made here and not there.
 
@@ -27,7 +27,7 @@ from enginepool.serve.stream_parsers import Calls, Reasoning
 
 
 class _Answer:
-    """What was sent of one answer.
+    """What has been sent of one answer.
 
     Attributes:
         logprobs: For the next chunk.
@@ -52,7 +52,7 @@ class _Answer:
         yield from self._said("", last=last)
 
     def take(self, output: dict[str, Any], logprobs: Any) -> None:
-        """The log-probabilities of what is new."""
+        """Keep the log-probabilities of new tokens for the next chunk."""
         since, self._tokens = self._tokens, len(output["output_ids"])
         if since < self._tokens:
             self.logprobs += logprobs(output, since).content

@@ -1,4 +1,4 @@
-"""How a failure is answered: a status, OpenAI's error object, and when to try again."""
+"""Replies to failures: a status, OpenAI's error object, and when to try again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from enginepool.logs import logger
 from enginepool.values import described
 
 _WORD = re.compile(r"[\w.-]{1,40}", re.ASCII)
-_LONGEST = 2000  # characters of a message: values that it quotes may be of any length
+_LONGEST = 2000  # characters of a message; values in it may have any length
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -56,7 +56,7 @@ class Refused(EnginePoolError):
 
 
 def as_refused(error: Exception) -> Refused:
-    """What a failure means to the client."""
+    """The error that a client gets for a failure."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, InvalidRequest | InvalidWeights | InvalidConfig):
@@ -111,13 +111,13 @@ def error_reply(error: Exception, *, admin: bool = False) -> Response:
 
 
 def json_reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    # ASCII: a quoted value may hold what UTF-8 cannot (half a surrogate pair).
+    # ASCII, because a quoted value may have half a surrogate pair, which UTF-8 cannot encode.
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
 def _invalid_body(errors: Sequence[Any]) -> Refused:
-    """The first few things that are wrong. What was sent is not quoted: of a field that is missing
-    it is all that is beside it."""
+    """The first few problems of a body. What was sent is not quoted: for a missing field, pydantic
+    gives all the fields beside it."""
     told, params = [], []
     for error in errors[:5]:
         if error["type"] == "json_invalid":
@@ -129,7 +129,7 @@ def _invalid_body(errors: Sequence[Any]) -> Refused:
 
 
 def _given(error: Any) -> str:
-    """What was sent there: of a word where one of a few is expected, the word."""
+    """Describe the value that was sent. A word is quoted where one of a few was expected."""
     value = error.get("input")
     if error["type"] == "missing":
         return ""

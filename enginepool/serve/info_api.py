@@ -1,4 +1,4 @@
-"""What may be read without being an administrator: what is served, by whom, and whether it works.
+"""Routes that only read: what is served, by which engines, and whether they work.
 
 sglang's and vLLM's names and forms.
 """
@@ -48,7 +48,7 @@ class Version(BaseModel):
 
 
 class Load(BaseModel):
-    """Of one engine. Those that wait do so for all engines together: each is told its share."""
+    """The load of one engine. Waiting requests wait for all engines, so each is shown its share."""
 
     dp_rank: int
     num_running_reqs: int
@@ -161,6 +161,6 @@ def _loads(service: Service, raw: Request) -> Loads:
 
 
 def _told(args: dict[str, Any]) -> dict[str, Any]:
-    """What everybody may know, as JSON can say it."""
+    """ServerArgs without secrets, as JSON."""
     told = {k: v for k, v in args.items() if not any(part in k for part in _SECRET)}
     return json.loads(json.dumps(told, default=str))

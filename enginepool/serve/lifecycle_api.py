@@ -1,5 +1,5 @@
-"""Administrators' routes under vLLM's names, and sglang's for memory: what RL stacks call between
-rollouts."""
+"""Administrators' routes that RL stacks call between rollouts: vLLM's names, and sglang's for
+memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tags = list[Tag] | None
 
 
 def _one[T: BaseModel](raw: Request, query: T, body: T | None) -> T:
-    """What is asked for: vLLM has it in the query, its clients in either.
+    """The options of a request. vLLM has them in the query, its clients in the query or the body.
 
     Raises:
         InvalidRequest: One name is in both.
@@ -35,14 +35,15 @@ def _one[T: BaseModel](raw: Request, query: T, body: T | None) -> T:
 
 
 class PauseQuery(BaseModel, extra="forbid"):
-    """`keep` has running requests go on later; with `clear_cache` they are computed anew then."""
+    """`keep` lets running requests go on after `/resume`; with `clear_cache` they are computed
+    anew."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
 
 
 class SleepQuery(BaseModel, extra="forbid"):
-    """`level` 1 gives the KV cache back, 2 the weights as well. `mode` as `/pause` has it."""
+    """`level` 1 releases the KV cache, 2 the weights as well. `mode` is that of `/pause`."""
 
     level: int = Field(default=1, ge=1, le=2)
     mode: Literal["abort", "wait", "keep"] = "keep"
@@ -53,7 +54,7 @@ class WakeQuery(BaseModel, extra="forbid"):
 
 
 class ResetQuery(BaseModel, extra="forbid"):
-    """Running requests are computed anew in any case; there is no cache elsewhere."""
+    """Running requests are always computed anew. There is no external cache."""
 
     reset_running_requests: bool = False
     reset_external: bool = False
@@ -68,7 +69,7 @@ class WeightDir(BaseModel):
 
 
 class MemoryTags(BaseModel):
-    """`cuda_graph` is for what a pool does not have. All, if left out or empty."""
+    """`cuda_graph` is taken, and does nothing. All memory, if left out or empty."""
 
     tags: Tags = None
 
@@ -97,8 +98,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/update_weights")
     async def update_weights(body: WeightDir) -> Status:
-        """Load a checkpoint on every engine. In a pause, what it keeps goes on under the new
-        weights."""
+        """Load a checkpoint on every engine. Paused requests go on with the new weights."""
         await admin.reload(body.weight_dir, body.mode, body.weight_version)
         return Status()
 
@@ -116,7 +116,7 @@ def router(service: Service) -> APIRouter:
     async def sleep(
         raw: Request, query: Annotated[SleepQuery, Query()], body: SleepQuery | None = None
     ) -> Status:
-        """Give memory back until `/wake_up`; requests wait."""
+        """Release memory until `/wake_up`. Requests wait."""
         query = _one(raw, query, body)
         await admin.sleep(query.mode, weights=query.level == 2)
         return Status(status="asleep")
@@ -125,7 +125,7 @@ def router(service: Service) -> APIRouter:
     async def wake_up(
         raw: Request, query: Annotated[WakeQuery, Query()], body: WakeQuery | None = None
     ) -> Status:
-        """Weights are read again from where those that were served came from."""
+        """Weights are read again from where the served ones came from."""
         await admin.resume_memory(_one(raw, query, body).tags)
         return Status(status="awake")
 

@@ -1,6 +1,6 @@
 """The server's log: the line of each request, and the thread that writes lines to standard error.
 
-A full disk, a reader that went away, or one that does not read costs lines and nothing else.
+A full disk, a closed pipe or a reader that stands still loses lines, and stops nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from enginepool.logs import logger
 from enginepool.serve import request_id
 from enginepool.serve.record import ExchangeRecord
 
-KEPT = 10_000  # lines that wait to be written; further ones are lost, and counted
+KEPT = 10_000  # lines that wait to be written; further lines are lost and counted
 _END_SECONDS = 2.0
-# What a client sends may be of any length; a line is not.
+# Limits of a line, for what clients send.
 _LONGEST = 500  # characters of an error, or a path
 _LONGEST_RID = 100
 _LONGEST_PROMPT = {str: 2000, list: 100}  # characters, and token ids
@@ -26,7 +26,7 @@ _MOST = 10  # prompts, and requests' ids
 
 
 def log_exchange(record: ExchangeRecord, *, prompts: bool) -> None:
-    """One line, with the prompts themselves only if they are asked for."""
+    """Log one request. Prompts are included only if `prompts` says so."""
     about: dict[str, Any] = {
         "path": record.path[:_LONGEST],
         "status": record.status,
@@ -54,7 +54,7 @@ def log_exchange(record: ExchangeRecord, *, prompts: bool) -> None:
 
 
 def _some(values: Iterable[str | list[int]], longest: Mapping[type, int]) -> list[Any]:
-    """The first of them, none longer than the longest of its type, and how much is left out."""
+    """The first values, each cut to the longest of its type, and how many are left out."""
     every = list(values)
     some: list[Any] = []
     for value in every[:_MOST]:
@@ -69,7 +69,7 @@ class LogLines:
     """A file to structlog's WriteLogger. `write` never waits and never raises.
 
     Args:
-        descriptor: Where to; duplicated here. None for nowhere.
+        descriptor: Of the file to write to; it is duplicated. None discards all lines.
     """
 
     def __init__(self, descriptor: int | None) -> None:
@@ -77,7 +77,7 @@ class LogLines:
         self._lines: queue.Queue[str | None] = queue.Queue(KEPT)
         self._lost = 0
         self._lock = threading.Lock()
-        # Nothing ends a write that waits for a reader: the process must not wait for it.
+        # A daemon: a write that waits for a reader may never end, and must not hold up the process.
         self._thread = threading.Thread(target=self._run, name="enginepool-log", daemon=True)
         self._thread.start()
 
@@ -88,10 +88,10 @@ class LogLines:
             self._lose(1)
 
     def flush(self) -> None:
-        """Nothing: lines are written as they come."""
+        """Do nothing: lines are written as they come."""
 
     def close(self, timeout: float = _END_SECONDS) -> None:
-        """Wait so long for what is not written yet."""
+        """Wait at most so long for lines that are not written yet."""
         try:
             self._lines.put(None, timeout=timeout)
         except queue.Full:

@@ -1,6 +1,6 @@
-"""What the lines of the server's log look like: for people on a terminal, else JSON, all of them.
+"""The format of the server's log lines: for people on a terminal, JSON elsewhere.
 
-Those of the standard `logging` (upstream's, uvicorn's, JAX's) and Python's warnings, too.
+It is also that of the standard `logging` (upstream's, uvicorn's, JAX's) and of Python's warnings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def log_to(lines: LogLines, *, terminal: bool, upstream_level: str | None = None
     """Configure structlog and `logging` of this process.
 
     Args:
-        upstream_level: What upstream logs from; warnings, if nothing is said.
+        upstream_level: The level from which upstream logs; by default warnings.
     """
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -29,7 +29,7 @@ def log_to(lines: LogLines, *, terminal: bool, upstream_level: str | None = None
         *([_printable] if terminal else []),
     ]
     renderer: Any = (
-        # A traceback is text by now: it has no values of locals, of which one is a prompt.
+        # Tracebacks are plain text, without the values of local variables: one may be a prompt.
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if terminal
         else structlog.processors.JSONRenderer(default=str)
@@ -53,7 +53,8 @@ def log_to(lines: LogLines, *, terminal: bool, upstream_level: str | None = None
 
 
 def _printable(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:
-    """A terminal obeys what a client may have sent: what does not print is written as an escape."""
+    """Escape what does not print: a terminal obeys control characters, which a client may have
+    sent."""
     for name, value in event.items():
         if isinstance(value, str) and not value.isprintable():
             lines = value.split("\n") if name in _OF_SEVERAL_LINES else [value]

@@ -82,7 +82,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def ended(self, record: ExchangeRecord) -> None:
-        """Count a reply, if it was to generate, and its outputs."""
+        """Count a request that was to generate, and its outputs."""
         if record.path in GENERATING:
             self._replies.labels(record.path, record.outcome).inc()
         for output in record.outputs:
@@ -125,7 +125,7 @@ class Metrics:
 
 
 class _Pool(Collector):
-    """What the pool is doing at the moment of a scrape."""
+    """Gauges of the pool, read at each scrape."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -151,7 +151,7 @@ class _Pool(Collector):
         yield from (running, waiting, used, states, version, self._recovered())
 
     def _recovered(self) -> CounterMetricFamily:
-        """Events are the latest thousand: what is new since the last look is added up."""
+        """Only the latest thousand events are kept, so new recoveries are added up at each look."""
         for event in self._runtime.events.latest():
             if event["event"] == "engine_recovered" and event["time"] > self._seen:
                 self._recoveries[str(event["engine"]), event["by"]] += 1

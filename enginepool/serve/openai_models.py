@@ -1,4 +1,4 @@
-"""OpenAI's bodies and replies as upstream has them, with the fields that vLLM's clients add."""
+"""OpenAI's bodies and replies: upstream's models, with the fields that vLLM's clients add."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from enginepool.serve.unknown_fields import NothingUnread
 
 
 class WireFields(NothingUnread):
-    """vLLM's fields for what goes over the wire.
+    """Fields that vLLM's clients add.
 
     Attributes:
         return_token_ids: Give the ids of prompt and output.
         return_tokens_as_token_ids: In log-probabilities, `token_id:N` in the place of texts.
-        prompt_logprobs: Log-probabilities of the prompt, with so many of the most probable tokens.
-        cache_salt: Prompts of another salt share no prefix cache with this.
-        priority: There is no other.
+        prompt_logprobs: Give log-probabilities of the prompt, with so many most probable tokens.
+        cache_salt: Prompts with different salts share no prefix cache.
+        priority: Takes its default only.
         structured_outputs: What the answer must be.
     """
 
@@ -48,7 +48,7 @@ class WireFields(NothingUnread):
     custom_params: dict[str, Any] | None = None
 
     def as_parameters(self) -> dict[str, Any]:
-        """Those of these fields that are about sampling."""
+        """The sampling parameters among these fields."""
         made: dict[str, Any] = {"custom_params": self.custom_params}
         if self.include_stop_str_in_output:
             made["no_stop_trim"] = True
@@ -58,14 +58,14 @@ class WireFields(NothingUnread):
 
 
 class StreamOptionsBody(StreamOptions):
-    """`continuous_usage_stats`: usage so far in every chunk of an answer, vLLM's."""
+    """With vLLM's `continuous_usage_stats`: the usage so far in every chunk."""
 
     continuous_usage_stats: bool | None = False
 
 
 class CompletionBody(WireFields, CompletionRequest):
-    """`max_tokens` of 0 is for who only wants the prompt's log-probabilities; `model` may be left
-    out. `add_special_tokens` has no other value."""
+    """`max_tokens` may be 0, for the prompt's log-probabilities alone. `model` may be left out.
+    `add_special_tokens` takes its default only."""
 
     model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
     stream_options: StreamOptionsBody | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,7 +80,7 @@ class CompletionBody(WireFields, CompletionRequest):
 
 
 class UserTurn(ChatCompletionMessageUserParam):
-    """OpenAI's has a name, which is the template's to use."""
+    """OpenAI's message, with a name, which templates may use."""
 
     name: str | None = None
 
@@ -111,7 +111,7 @@ class ToolBody(Tool):
 
 
 class ChatBody(WireFields, ChatCompletionRequest):
-    """`add_special_tokens` has no other value: the template says which there are."""
+    """`add_special_tokens` takes its default only: the template says which there are."""
 
     model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
     messages: list[Turn]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -123,7 +123,7 @@ class ChatBody(WireFields, ChatCompletionRequest):
     @model_validator(mode="before")
     @classmethod
     def calls_need_no_content(cls, values: Any) -> Any:
-        """OpenAI's clients leave it out of an assistant's turn that is calls alone."""
+        """OpenAI's clients leave `content` out of an assistant's turn with calls alone."""
         messages = values.get("messages") if isinstance(values, dict) else None
         if not isinstance(messages, list):
             return values
@@ -144,7 +144,7 @@ def _with_content(message: Any) -> Any:
 
 
 class PromptLogprob(BaseModel):
-    """vLLM's; `rank` is known of the most probable tokens that were asked for."""
+    """vLLM's. `rank` is null of a token that is not among the most probable ones asked for."""
 
     logprob: float
     rank: int | None

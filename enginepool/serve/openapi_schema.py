@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of replies that are not a route's own model."""
+"""Parts of the OpenAPI document that are no route's own model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Error(BaseModel):
 
 
 class AdminError(BaseModel):
-    """What the reference's client reads, and sglang's."""
+    """The error fields of the reference's client and of sglang's."""
 
     ok: bool
     error: str
@@ -64,7 +64,7 @@ _EVENT = {
 
 
 def events(model: type[BaseModel] | None = None) -> dict[str, Any]:
-    """A 200 that is JSON, or with `"stream": true` server-sent events."""
+    """The reply with status 200: JSON or, with `"stream": true`, server-sent events."""
     said: dict[str, Any] = {
         "description": 'JSON, or with "stream": true server-sent events up to `[DONE]`.',
         "content": {"text/event-stream": {"schema": _EVENT}},
@@ -75,8 +75,8 @@ def events(model: type[BaseModel] | None = None) -> dict[str, Any]:
 
 
 def as_served(document: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI announces 422 for every body; here a body that does not fit is answered with 400. And
-    it does not know that other names than these are refused."""
+    """Correct FastAPI's document: a body that does not fit is answered with 400, not 422, and
+    unknown names are refused."""
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
@@ -89,7 +89,7 @@ def as_served(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(schema: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
-    """The object that a body is, or may be."""
+    """The object of a body's schema, which may be optional."""
     for one in (schema, *schema.get("anyOf", ())):
         if "$ref" in one:
             return models[one["$ref"].rpartition("/")[2]]

@@ -14,7 +14,7 @@ TOKEN_VARIABLE = "ENGINEPOOL_ADMIN_TOKEN"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Options of one server; those of the pool are the pool's.
+    """Options of one server. Those of its pool are in PoolConfig.
 
     Attributes:
         port: Of the whole pool; 0 for any that is free.

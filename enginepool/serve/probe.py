@@ -1,4 +1,4 @@
-"""Whether engines really generate."""
+"""Checks that engines generate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def check_engines(runtime: Runtime, only: int | None = None) -> None:
     """Have every engine, or one, generate a token.
 
     Raises:
-        Refused: 503; one does not, and which.
+        Refused: 503, with the engines that do not.
     """
     workers = runtime.workers if only is None else [runtime.workers[only]]
     said = await asyncio.gather(*(_trouble(runtime, worker) for worker in workers))
@@ -36,14 +36,14 @@ async def _trouble(runtime: Runtime, worker: EngineWorker) -> str | None:
         return f"engine {worker.index} is {state.value}"
     steps = worker.channel.steps
     why = await _failure(runtime, worker.index)
-    # One that has more to do than it has room for is at work all the same.
+    # A full engine does not come to the request, but takes steps.
     if why is None or worker.channel.steps > steps:
         return None
     return f"engine {worker.index}: {why}"
 
 
 async def _failure(runtime: Runtime, index: int) -> str | None:
-    """Of a request for a token of this engine."""
+    """Ask this engine for one token; why it failed, or None."""
     call = runtime.input_processor.make_call(
         None, {"max_new_tokens": 1, "temperature": 0}, {"input_ids": [0]}, pinned_to=index
     )
@@ -53,7 +53,7 @@ async def _failure(runtime: Runtime, index: int) -> str | None:
     except QueueFull as error:
         await asyncio.sleep(_FULL_SECONDS)
         return str(error)
-    except EnginePoolError as error:  # it, or the pool, ended since
+    except EnginePoolError as error:  # the engine or the pool has ended meanwhile
         return str(error)
     (request,) = call.requests
     reason = request.finish_reason or {}

@@ -1,6 +1,6 @@
-"""`/v1/responses`, for clients that send the whole conversation each time: a chat in other words.
+"""`/v1/responses`: each request has the whole conversation, and is answered as a chat.
 
-And `/v1/embeddings`, which says why it is none.
+`/v1/embeddings` says why it is not served.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/responses", responses={**GENERATION_ERRORS, 200: said})
     async def responses(body: ResponsesBody, raw: Request) -> Response:
-        """OpenAI's responses, none of which is kept: the whole conversation is the input."""
+        """OpenAI's responses. None is kept, so the whole conversation is the input."""
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _reply(service, exchange, body, raw))
 
@@ -45,7 +45,7 @@ def router(service: Service) -> APIRouter:
 
 
 def refusals() -> APIRouter:
-    """Of what clients look for, and a pool has not."""
+    """Routes that clients look for and a pool does not have."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.post("/v1/embeddings")

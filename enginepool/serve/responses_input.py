@@ -1,4 +1,4 @@
-"""A body of `/v1/responses` as the chat that it asks for."""
+"""Turns a body of `/v1/responses` into a chat's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def _check(body: ResponsesBody) -> None:
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """One message a turn: an assistant's reasoning, text and calls are items of their own."""
+    """Messages of the chat. An assistant's reasoning, text and calls are separate items of one
+    turn."""
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
@@ -108,7 +109,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _follows(turn: dict[str, Any], item: MessageItem | FunctionCallItem | ReasoningItem) -> bool:
-    """Whether it begins a turn of its own: there is one text in each, and reasoning comes first."""
+    """Whether an item begins a new turn. A turn has one text, and its reasoning comes first."""
     if isinstance(item, MessageItem):
         return bool(turn["content"])
     return isinstance(item, ReasoningItem) and bool(turn["content"] or "tool_calls" in turn)

@@ -1,4 +1,4 @@
-"""Bodies and replies of `/v1/responses`: of OpenAI's, what a server that keeps nothing can do."""
+"""Bodies and replies of `/v1/responses`, as far as a server that keeps nothing can answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Included = Literal[
 
 
 class TextPart(BaseModel):
-    """`logprobs` are those of an earlier reply; nothing is done with them."""
+    """`logprobs` are those of an earlier reply, and ignored."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -31,7 +31,7 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """Of another model's turn."""
+    """A refusal in an earlier turn."""
 
     type: Literal["refusal"]
     refusal: str
@@ -42,7 +42,7 @@ class RefusalPart(BaseModel):
 
 
 class EarlierItem(BaseModel):
-    """Of an earlier reply, perhaps, which is not looked up."""
+    """An item with the id of an earlier reply. It is not looked up."""
 
     id: str | None = None
     status: str | None = None
@@ -75,7 +75,7 @@ class ReasoningPart(BaseModel):
 
 
 class ReasoningItem(EarlierItem):
-    """Of an earlier reply; a template may use it, as Qwen3's does."""
+    """Reasoning of an earlier reply. Some templates use it, as Qwen3's does."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
@@ -140,9 +140,9 @@ class StreamOptions(BaseModel):
 
 
 class ResponsesBody(NothingUnread, BaseModel):
-    """Nothing is truncated: what is too long is an error, with `truncation` "auto" as well. What
-    `include` names of tools and images is in no response here. Those from `seed` on are sglang's
-    and vLLM's. The last five are for servers that keep conversations: errors here, unless they ask
+    """Input that is too long is an error, with `truncation` "auto" as well. `include` may name
+    results of tools and images, which no response has. The fields from `seed` on are sglang's and
+    vLLM's. The last five are for servers that keep conversations, and are refused unless they ask
     for nothing."""
 
     model: str = ""
@@ -176,8 +176,8 @@ class ResponsesBody(NothingUnread, BaseModel):
 
 
 class Item(BaseModel):
-    """Of what its type is: a message has `role` and `content`; a function_call `call_id`, `name`
-    and `arguments`; reasoning `summary` and `content`."""
+    """An item by its type: a message has `role` and `content`, a function_call `call_id`, `name`
+    and `arguments`, reasoning `summary` and `content`."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""The reply of `/v1/responses`, made of a chat's: whole, or as the events of a stream."""
+"""Makes the reply of `/v1/responses` from a chat's: whole, or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PREFIXES = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}
 
 
 class Answer:
-    """What is said of one request in every event, and at the end.
+    """The response to one request, as every event and the reply show it.
 
     Args:
-        tokens: How many a text is.
+        tokens: Counts the tokens of a text.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Answer:
         }
 
     def begin(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """A new item of the output."""
+        """Add an item to the output."""
         one = f"{_PREFIXES[kind]}{uuid.uuid4().hex}"
         self.items.append({"id": one, "type": kind, "status": "in_progress", **fields})
         return self.items[-1]
@@ -80,7 +80,7 @@ class Answer:
         item["status"] = "incomplete" if cut else "completed"
 
     def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Of the chat's reply."""
+        """The response to a chat's whole reply."""
         (choice,) = reply["choices"]
         message: dict[str, Any] = defaultdict(lambda: None, choice["message"])
         if message["reasoning_content"]:
@@ -163,13 +163,13 @@ class Events:
                 yield self._of_item("response.function_call_arguments.delta", delta=arguments)
 
     def _says_nothing_else(self, delta: Mapping[str, Any]) -> bool:
-        """Whether log-probabilities without a text are those of one."""
+        """Whether log-probabilities without text belong to the message."""
         if delta["reasoning_content"] or delta["tool_calls"]:
             return False
         return not self._answer.items or (self._item or {}).get("type") == "message"
 
     def _begun(self, kind: str, **fields: Any) -> Iterator[str]:
-        """Have an item of that kind to write to."""
+        """Begin an item of this kind, unless one is being written."""
         if self._item is not None and self._item["type"] == kind:
             return
         yield from self._ended()

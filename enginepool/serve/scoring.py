@@ -18,7 +18,7 @@ from enginepool.values import described
 
 
 class ScoreExchange(Exchange):
-    """Upstream's class for scores takes it for its TokenizerManager."""
+    """In the place of the TokenizerManager of upstream's class for scores."""
 
     async def score_request(
         self,

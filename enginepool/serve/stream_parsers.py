@@ -35,7 +35,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Markers:
-    """Cuts a text that grows where one of these words begins and ends."""
+    """Cuts a growing text at these words."""
 
     def __init__(self, words: Collection[str | None]) -> None:
         self.words = {stripped for word in words if word and (stripped := word.strip())}
@@ -43,7 +43,7 @@ class Markers:
         self._held = ""
 
     def pieces(self, more: str, *, last: bool) -> list[str]:
-        """What there is, without an end that may become a word."""
+        """The pieces so far. An end that may become a word is kept for later."""
         text = self._held + more
         if not self.words:
             return [text] if text else []
@@ -59,7 +59,7 @@ class Markers:
 
 
 class Calls:
-    """Text and calls of one answer."""
+    """Separates the text and the calls of one answer."""
 
     def __init__(self, tools: Any, parser: str) -> None:
         self._make = lambda: FunctionCallParser(tools, parser)
@@ -90,7 +90,7 @@ class Calls:
             yield from self._rest()
 
     def _feed(self) -> Iterator[DeltaMessage]:
-        """The parser gives one thing at a time, of a character at least."""
+        """Feed the parser what waits. It returns one thing at a time."""
         text, self._waiting = self._waiting, ""
         self._fed += len(text)
         for _ in range(2 + len(self._whole)):
@@ -119,7 +119,7 @@ class Calls:
             yield _call(place, None, arguments)
 
     def _rest(self) -> Iterator[DeltaMessage]:
-        """What is only found when the whole is looked at."""
+        """Text and calls that the parser finds only in the whole answer."""
         parser = self._make()
         if not parser.has_tool_call(self._whole):
             if self._whole.startswith(self._text) and (left := self._whole[len(self._text) :]):
@@ -143,7 +143,7 @@ class Calls:
 
 
 def cut_calls(text: str, tools: Any, parser: str) -> tuple[list[ToolCall], str]:
-    """The calls in a text that ends too early, and what else it says."""
+    """The calls and the text of an answer that was cut."""
     detector: Any = FunctionCallParser(tools, parser).detector
     if not detector.supports_structural_tag():
         listed = _LISTED.match(text)
@@ -166,7 +166,7 @@ def cut_calls(text: str, tools: Any, parser: str) -> tuple[list[ToolCall], str]:
 
 
 def _cut_list(text: str, place: int) -> list[ToolCall]:
-    """Of a list of calls in JSON, as those are held to that have no form of their own."""
+    """The calls of a JSON list that was cut, as models without a form of their own write it."""
     calls: list[ToolCall] = []
     while (begun := _CALL.match(text, place)) is not None:
         name, start = json.loads(begun[1]), begun.end()
@@ -179,13 +179,13 @@ def _cut_list(text: str, place: int) -> list[ToolCall]:
 
 
 def marks(parser: str) -> tuple[str, str]:
-    """What stands before a model's thinking, and behind it."""
+    """The marks before and after a model's thinking."""
     detector = ReasoningParser(parser).detector
     return detector.think_start_token.strip(), detector.think_end_token.strip()
 
 
 def thinking_of(parser: str, tokenizer: Rendering, prompt_end: str) -> Thinking:
-    """That of an answer to this prompt."""
+    """How an answer to this prompt begins and ends its thinking."""
     begin, end = marks(parser)
     begun = ReasoningParser(parser).detector._in_reasoning or prompt_end.endswith(begin)
     ids = tokenizer.encode(begin, add_special_tokens=False)
@@ -193,7 +193,7 @@ def thinking_of(parser: str, tokenizer: Rendering, prompt_end: str) -> Thinking:
 
 
 class Reasoning:
-    """Reasoning of one answer, and what comes after it."""
+    """Separates the reasoning and the text of one answer."""
 
     def __init__(self, parser: str, *, stream: bool) -> None:
         self._parser = ReasoningParser(parser, stream)
@@ -202,7 +202,7 @@ class Reasoning:
         self._markers = Markers(words)
 
     def of(self, more: str, *, last: bool) -> Iterator[tuple[str, str]]:
-        """Reasoning and text, of which one is empty."""
+        """Pairs of reasoning and text. One of the two is empty."""
         for piece in self._markers.pieces(more, last=last):
             thought, said = self._parser.parse_stream_chunk(piece)
             yield self._without_begin(thought), said
@@ -215,12 +215,12 @@ class Reasoning:
 
 
 def _call(place: int, name: str | None, arguments: str) -> DeltaMessage:
-    """The first of a call has its name, and a new id."""
+    """A piece of a call. The first piece has its name and a new id."""
     one = None if name is None else f"call_{uuid.uuid4().hex[:24]}"
     function = FunctionResponse(name=name, arguments=arguments)
     return DeltaMessage(tool_calls=[ToolCall(id=one, index=place, function=function)])
 
 
 def _forms(arguments: str) -> list[str]:
-    """As parsers write them in a stream: JSON in ASCII, or as in a reply."""
+    """The arguments as parsers write them: JSON in ASCII in a stream, unchanged in a reply."""
     return [json.dumps(json.loads(arguments)), arguments]

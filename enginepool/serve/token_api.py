@@ -1,4 +1,4 @@
-"""vLLM's routes for who keeps the tokens himself: ids in and out, text to ids and back."""
+"""vLLM's routes for clients that keep token ids: ids in and out, text to ids and back."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _flat(name: str, body: BaseModel, raw: Request) -> list[int]:
-    """The ids of one prompt, as they were sent."""
+    """The ids of one prompt."""
     with_ids(body, raw)
     ids = getattr(body, name)
     if ids and isinstance(ids[0], list):
@@ -98,7 +98,7 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     if (width := sampling.prompt_logprobs) is not None:
         assert exchange.call is not None
         request, text = exchange.call.requests[0], exchange.tokenizer.token_text
-        # By themselves: pydantic would look at every place anew.
+        # Beside the model: pydantic would look at every place again.
         rows = await run_sync(prompt_logprobs_of, request, width, text)
         return _json(reply.model_dump() | {"prompt_logprobs": rows})
     return _json(reply.model_dump())
@@ -160,7 +160,7 @@ def _id(result: dict[str, Any]) -> str:
 
 
 def _tokenized(service: Service, exchange: Exchange, body: Tokenize) -> bytes:
-    """The reply; pydantic would look at every id anew."""
+    """The reply in JSON. pydantic would look at every id again."""
     tokens, lone = _tokens(service, exchange, body)
     text = exchange.tokenizer.convert_ids_to_tokens
     strings = [text(ids) for ids in tokens] if body.return_token_strs else None
@@ -176,7 +176,7 @@ def _tokenized(service: Service, exchange: Exchange, body: Tokenize) -> bytes:
 
 
 def _tokens(service: Service, exchange: Exchange, body: Tokenize) -> tuple[list[list[int]], bool]:
-    """Ids of each prompt, and whether it was one and not a list."""
+    """The ids of each prompt, and whether a single prompt was sent."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages, and not both")
     _check_form(body)
@@ -203,7 +203,7 @@ def _tokens(service: Service, exchange: Exchange, body: Tokenize) -> tuple[list[
 
 
 def _check_form(body: Tokenize) -> None:
-    """Options of the other form would be ignored."""
+    """Refuse options of the other form, which would be ignored."""
     if body.messages is not None:
         if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
             raise InvalidRequest(

@@ -14,9 +14,9 @@ from enginepool.serve.unknown_fields import NothingUnread
 
 
 class TokenSampling(BaseModel):
-    """vLLM's SamplingParams, as far as a pool has them. Those from `detokenize` to `output_kind`
-    say what is so anyway, and `routed_experts_prompt_start`, which `verifiers` sends with every
-    turn but the first, from where experts would be told if any were."""
+    """vLLM's SamplingParams, as far as a pool has them. The fields from `detokenize` to
+    `output_kind` take only what a pool does anyway. `verifiers` sends `routed_experts_prompt_start`
+    with every turn but the first; it is ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -104,7 +104,7 @@ class TokenUsage(BaseModel):
 
 
 class TokensOut(BaseModel):
-    """In a stream without usage, and `token_ids` are those that are new."""
+    """A reply, or a chunk of a stream: that has no usage, and only new `token_ids`."""
 
     request_id: str
     choices: list[TokenChoice]
@@ -113,7 +113,7 @@ class TokensOut(BaseModel):
 
 
 class Tokenize(NothingUnread):
-    """A prompt, or a conversation as it would be answered."""
+    """A prompt, or a conversation, which is rendered as for an answer."""
 
     model: str | None = None
     prompt: str | list[str] | None = None
@@ -127,7 +127,7 @@ class Tokenize(NothingUnread):
 
 
 class Tokenized(BaseModel):
-    """One entry a prompt where a list of them was sent."""
+    """Lists with one entry a prompt, if a list of prompts was sent."""
 
     count: int | list[int]
     max_model_len: int

@@ -1,4 +1,4 @@
-"""What vLLM's clients ask for beside OpenAI's replies: token ids, prompts' log-probabilities."""
+"""Adds what vLLM's clients ask for to OpenAI's replies: token ids, prompts' log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def name_tokens(
     own: bool,
     since: int = 0,
 ) -> None:
-    """Log-probabilities as upstream's classes read them: with each token's name, if any, and with
-    lists of the most probable ones, and of those that were asked for by their ids.
+    """Put token names into log-probabilities, as upstream's classes expect them: in those of the
+    sampled tokens, of the most probable ones, and of ids that were asked for.
 
     Args:
         kind: "input" or "output".
-        own: Where the most probable ones were not asked for, each place lists its own.
-        since: The first place that anybody looks at.
+        own: Without top log-probabilities, the sampled token is listed in their place.
+        since: The first place that is read.
     """
     each, top = f"{kind}_token_logprobs", f"{kind}_top_logprobs"
     meta.setdefault(top, [])
@@ -52,7 +52,7 @@ def name_tokens(
 def prompt_logprobs_of(
     request: Request, width: int, text: Callable[[int], str]
 ) -> list[dict[str, Any] | None] | None:
-    """vLLM's form: in each place the prompt's own token first, then the most probable."""
+    """vLLM's form: in each place the prompt's own token first, then the most probable ones."""
     scored = request.scored
     if scored is None:
         return None
@@ -81,8 +81,8 @@ def prompt_logprobs_of(
 def add_to_reply(
     made: dict[str, Any], call: Call, asked: WireFields, text: Callable[[int], str], *, chat: bool
 ) -> dict[str, Any]:
-    """Put what is asked for into OpenAI's reply: to its choices, or what belongs to the one prompt
-    of a conversation to the reply itself."""
+    """Add the fields that were asked for. Those of a chat's one prompt go into the reply, all
+    others into its choices."""
     width = asked.prompt_logprobs
     for choice, request in zip(made["choices"], call.requests, strict=True):
         place = made if chat else choice
@@ -95,9 +95,9 @@ def add_to_reply(
 
 
 class EchoedPrompts:
-    """The prompt before each text of a stream. Upstream's class puts it before the first alone and
-    so loses as many characters of those that follow; and while there is no text, it adds the
-    prompt's log-probabilities to every chunk.
+    """Puts the prompt before each text of a stream. Upstream's class puts it before the first chunk
+    only, and cuts as many characters from the others. Without text yet, it repeats the prompt's
+    log-probabilities in every chunk.
 
     Args:
         text: The prompt of an output.
@@ -117,8 +117,8 @@ class EchoedPrompts:
 
 
 class StreamedIds:
-    """Token ids in the chunks of a stream: each id once, in the chunk of its output that is sent
-    when it is there, or in the next."""
+    """Puts token ids into the chunks of a stream. Each id comes once, in the next chunk of its
+    output."""
 
     def __init__(self, call: Call, *, chat: bool) -> None:
         self._call, self._chat = call, chat
@@ -127,7 +127,7 @@ class StreamedIds:
         self._last: dict[str, Any] = {}
 
     def saw(self, output: dict[str, Any]) -> None:
-        """Told of every output before upstream's class makes chunks of it."""
+        """Called with every output before upstream's class makes chunks of it."""
         self._ids[output["index"]] = output["output_ids"]
 
     async def dressed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
@@ -159,7 +159,7 @@ class StreamedIds:
         return new
 
     def _unsent(self) -> list[str]:
-        """Of outputs whose last ids came with no chunk."""
+        """Chunks for ids that no chunk of their output has carried."""
         chunks = []
         for index, ids in self._ids.items():
             if self._sent.get(index, 0) < len(ids):
@@ -170,8 +170,7 @@ class StreamedIds:
 
 
 class UsageSoFar:
-    """In every chunk of a stream the tokens of its answer so far, as vLLM's
-    `continuous_usage_stats` has them."""
+    """Puts the usage so far into every chunk of a stream: vLLM's `continuous_usage_stats`."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
