@@ -74,7 +74,7 @@ class _NoDuplicates(yaml.SafeLoader):
 
 
 def _as_given(path: Path, option: Any, value: Any) -> Any:
-    """As the command line would have it: a list as `0,2`, and nothing that is truth as a number."""
+    """The value as on the command line: a list as `0,2`. True and false are no numbers."""
     if isinstance(value, bool) != bool(option.is_flag):
         expected = "true or false" if option.is_flag else "its value"
         raise InvalidConfig(f"--config {path}: {option.name}={shown(value)}: expected {expected}")

@@ -1,4 +1,4 @@
-"""Prompts from a file or standard input: one a line, as plain text or as JSON objects."""
+"""Reads prompts from a file or standard input: one a line, as plain text or as JSON objects."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _OTHERS = "Other options"
 
 @dataclass(frozen=True)
 class FromFile:
-    """What a file says that the command itself has no option for.
+    """Options of a file that the command itself does not have.
 
     Attributes:
         own: The options that it has.
@@ -136,7 +136,7 @@ def _parse(args: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
 
 
 def _as_flags(file: FromFile) -> list[str]:
-    """What a command line with these values would be, so that they are checked like one."""
+    """The command line with these values, so that they are checked like one."""
     from enginepool.config import server_args_class
 
     parser = _Parser()
@@ -168,8 +168,8 @@ def _as_flag(name: str, action: argparse.Action, value: Any) -> list[str]:
 
 
 def _headings(add_cli_args: Any) -> dict[str, str]:
-    """Upstream writes them into its source as comments between the options, and nowhere else.
-    Where they are not found, there is one for all."""
+    """The heading of each flag. Upstream has them only as comments in its source; where they are
+    not found, all flags have one heading."""
     try:
         source = inspect.getsource(add_cli_args)
     except OSError:

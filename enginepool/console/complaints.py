@@ -1,4 +1,4 @@
-"""How the command line says that something is wrong: one line on standard error, an exit code."""
+"""Errors of the command line: one line on standard error, and an exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from enginepool.errors import EnginePoolError, InvalidConfig, InvalidRequest
 
 @contextlib.contextmanager
 def clear_errors() -> Iterator[None]:
-    """What enginepool raises becomes one line; 2 for input that must be changed, else 1.
+    """Print an error of ours as one line, and exit: with 2 for input that must be changed, else 1.
 
     After Ctrl-C the code is 130, and where nobody reads the output any more 141, without a line:
     what a shell sees of a program that the signal ended.
@@ -38,8 +38,8 @@ def clear_errors() -> Iterator[None]:
 
 
 class Commands(TyperGroup):
-    """All commands, with clear errors: of each, before typer makes something of Ctrl-C, and of
-    what typer prints itself."""
+    """All commands, with clear errors. typer's own handling of Ctrl-C and its own output are
+    inside."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         with clear_errors():

@@ -1,4 +1,4 @@
-"""Standard output of the command line: nothing that cannot be written there is lost in silence."""
+"""Standard output of the command line. Output that cannot be written is an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OutputLost(Exception):
 
 
 class _Output(io.FileIO):
-    """Standard output, whose failures are told from those of other files."""
+    """Standard output, whose errors are told from those of other files."""
 
     _lost = False
 

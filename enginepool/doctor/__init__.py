@@ -1,1 +1,1 @@
-"""What a host has and what a step costs, for people."""
+"""Looks at a host for people: what it has, what a step costs, what fits."""

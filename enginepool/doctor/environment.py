@@ -1,7 +1,7 @@
-"""What `enginepool doctor` looks at: devices and who holds them, versions, patches, environment.
+"""What `enginepool doctor` reports: devices and who holds them, versions, patches, environment.
 
-JAX is started in a process of its own with a time limit: where another process holds the TPU,
-starting it may hang for ever.
+JAX is started in a process of its own, with a time limit. It may hang forever while another process
+holds the TPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ print(json.dumps({
 
 
 def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str, Any]:
-    """Look at everything; never raises for what it finds.
+    """Make the report. Problems are in it, and never raised.
 
     Args:
         timeout: Seconds that JAX may take to start.
@@ -64,7 +64,7 @@ def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str
         The findings; under `problems` what stands in the way of a pool, and under `warnings` what
         a TPU makes of its settings and what else will not work: lists of `{"problem", "remedy"}`.
     """
-    # First, so that the process which starts JAX here is not among those that hold the TPU.
+    # First: the process below, which starts JAX, would hold the TPU itself.
     holders, hidden = device_holders()
     lock = lock_file(LOCK_FILE, holders, hidden)
     report: dict[str, Any] = {
@@ -120,7 +120,7 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
         except PermissionError:
             hidden += 1
             continue
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended
             continue
         files = sorted({link for link in links if _is_tpu(link)})
         if files:
@@ -163,7 +163,7 @@ def needed_patches() -> list[dict[str, Any]]:
 
 
 def modules() -> list[dict[str, str]]:
-    """What is wrong with modules that a pool does without."""
+    """Problems of modules that a pool does not need."""
     from patches.overwritten_msgpack import find_overwritten
 
     found = find_overwritten()
@@ -171,7 +171,7 @@ def modules() -> list[dict[str, str]]:
 
 
 def problems(report: dict[str, Any]) -> list[dict[str, str]]:
-    """What stands in the way of a pool, each with what to do."""
+    """What keeps a pool from running, each with its remedy."""
     found = []
     jax, holders, lock = report["jax"], report["tpu"]["holders"], report["tpu"]["lock_file"]
     for holder in holders:

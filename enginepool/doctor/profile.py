@@ -60,7 +60,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
 
 
 def idle_cpu_percent(seconds: float) -> float:
-    """What this process takes of one core while nothing is asked of it."""
+    """The share of one core that this process takes while nothing is asked of it."""
     process = psutil.Process()
     process.cpu_percent()
     time.sleep(seconds)

@@ -1,7 +1,7 @@
-"""Where an engine's step spends its time, section by section, on the engine's own thread.
+"""The time of an engine's step by section, measured on the engine's own thread.
 
-Wraps methods of upstream's scheduler, worker and model runner, of one engine and for as long as it
-looks; names that an upstream does not have are left out.
+Methods of one engine's scheduler, worker and model runner are wrapped meanwhile. Names that an
+upstream does not have are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from enginepool.engine.worker import EngineWorker
 
-# What the methods of a step are for; what a method calls counts for the inner one.
+# The section of each method. A method that another one calls counts for its own section.
 _SCHEDULER = {
     "admit": "admission",
     "get_next_batch_to_run": "scheduling",
@@ -38,13 +38,13 @@ SECTIONS = (
 
 @dataclass
 class StepProfile:
-    """What an engine did while it was looked at. Seconds are sums over all steps.
+    """An engine's steps while they were measured.
 
     Attributes:
         steps: How many it took.
         tokens: How many its requests gained.
-        wall: By section, without what other sections within it took.
-        cpu: The same, of the thread's processor time: nearly all of it holds the GIL.
+        wall: By section, without the time of other sections inside it.
+        cpu: The same in processor time of the thread, which holds the GIL nearly all of it.
     """
 
     steps: int = 0
@@ -63,7 +63,7 @@ class StepProfile:
 
 @contextmanager
 def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
-    """Look at an engine's steps for as long as the block lasts, which must keep it busy.
+    """Measure an engine's steps while the block lasts; the block must keep it busy.
 
     Raises:
         EngineStopped: The engine left meanwhile.
@@ -107,7 +107,7 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
 class _Clock:
     def __init__(self, profile: StepProfile) -> None:
         self.profile = profile
-        # Of sections that are open: what inner ones took so far, wall and processor.
+        # Wall and processor time of inner sections, for each open section.
         self._inner: list[list[float]] = []
 
     def beginning(self, scheduler: Any, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a live TPU host makes of a pool's settings, before an engine is built."""
+"""Warnings about a pool's settings on a TPU host, before an engine is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from enginepool.sizing.shape import read_shape
 
 
 def warnings(jax: Mapping[str, Any], config: PoolConfig | None) -> list[dict[str, str]]:
-    """`{"problem", "remedy"}` of each; none where the host's devices are no TPUs.
+    """A `{"problem", "remedy"}` for each warning; none on other platforms.
 
     Args:
         jax: Backend and devices, as `environment.start_jax` finds them.
@@ -32,8 +32,8 @@ def warnings(jax: Mapping[str, Any], config: PoolConfig | None) -> list[dict[str
 
 
 def free_bytes(devices: Sequence[Mapping[str, Any]]) -> int | None:
-    """HBM that an engine finds on the device that has least: by its own count, else by its kind;
-    None for a kind that nothing is known of."""
+    """Free HBM of the device that has least, by its own count or else by its kind; None for an
+    unknown kind."""
     free = []
     for device in devices:
         memory, chip = device.get("memory") or {}, chip_of(device["kind"])

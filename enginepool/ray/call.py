@@ -1,4 +1,4 @@
-"""What a caller has asked for: its outputs, and how it hears of them."""
+"""A caller's outputs, and how the caller hears of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Output:
         return Attempt(key, self.input_ids, params, options)
 
     def gain(self, chunk: dict[str, Any]) -> None:
-        """What it has by now."""
+        """Take its newest tokens."""
         before, self.latest = self.tokens, chunk
         if self.tokens > before:
             self.lost_on = None

@@ -130,7 +130,7 @@ class Fleet:
                 host.state, host.reason = "serving", None
 
     async def _keep(self, host: HostLink) -> None:
-        """Hear what a host has to say; start it again when it is lost."""
+        """Listen to a host; start it again when it is lost."""
         attempts = 0
         while True:
             try:

@@ -1,4 +1,4 @@
-"""One host's actor: an unchanged `EnginePool`, and who asks it for results."""
+"""The actor of one host: an unchanged `EnginePool`, and its answers to the driver."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATIENCE = 1.0
 
 
 def _answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Errors of ours come back as they are, with their data."""
+    """Return our own errors as they are, with their data."""
 
     @functools.wraps(method)
     async def wrapper(self: Host, *args: Any) -> Any:
@@ -122,14 +122,14 @@ class Host:
         return True
 
     async def cancel(self, keys: Sequence[int]) -> None:
-        """End these, and say nothing more of them."""
+        """End these attempts. Nothing more is told of them."""
         for key in keys:
             if (task := self._tasks.get(key)) is not None:
                 task.cancel()
 
     @_answering
     async def poll(self, seen: int) -> News:
-        """What has happened since; nothing, if nothing does for a while.
+        """What has happened since the last answer. Waits a while for something to happen.
 
         Args:
             seen: The number of the news that were heard last; later ones are told again.

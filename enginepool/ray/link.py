@@ -1,4 +1,4 @@
-"""One host as its driver sees it, and asking it."""
+"""The driver's side of one host."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
 
 
 async def _stage(fleet: Fleet, weights: Weights, hosts: list[HostLink]) -> list[HostLink]:
-    """Those that have them staged; if one refuses, none does."""
+    """The hosts that have staged the weights. If one refuses, none keeps them."""
     pids = {host.index: host.pid for host in hosts}
     said = await fleet.on_all(
         "stage",

@@ -1,4 +1,4 @@
-"""What goes between the driver and its hosts; nothing here needs Ray."""
+"""Messages between the driver and its hosts. Nothing here needs Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ErrorReply:
 
 @dataclass
 class News:
-    """What a host has to say since it was asked last.
+    """What has happened on a host since it was asked last.
 
     Attributes:
         number: Of this news; the next question says which it has seen.

@@ -1,4 +1,4 @@
-"""The one printer of phases: a JSON line each, with memory, and the checks between them."""
+"""Prints phases as JSON lines, with memory, and checks what must hold between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Printer:
         self.failed: list[str] = []
 
     def phase(self, name: str, /, **fields: Any) -> int:
-        """Print what the run has come to; returns the bytes in use on all devices.
+        """Print a phase; returns the bytes in use on all devices.
 
         Drop what should no longer count before the call; garbage is collected here.
         """
@@ -51,15 +51,14 @@ class Printer:
         )
 
     def check(self, holds: bool, message: str) -> None:
-        """Remember and say that something is not as it must be. The run goes on, for the phases
-        that follow may tell why."""
+        """Remember and print a check that failed. The run goes on: later phases may tell why."""
         if not holds:
             self.failed.append(message)
             complain(f"check failed: {message}")
 
     def check_bytes(self, got: int, expected: int, what: str) -> None:
-        """Exact on CPU. Elsewhere programs that are compiled meanwhile lie in device memory too,
-        so a hundredth may differ."""
+        """Bytes must be equal on CPU. Elsewhere compiled programs lie in device memory too, so a
+        hundredth may differ."""
         slack = 0 if self._devices[0].platform == "cpu" else expected // 100
         self.check(
             abs(got - expected) <= slack,

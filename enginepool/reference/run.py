@@ -45,7 +45,7 @@ class Run:
 
     @contextmanager
     def swapping(self) -> Iterator[None]:
-        """Whatever is wrong with weights, from finding them on, is a phase too."""
+        """Print a phase for an error of the weights, from finding them on."""
         try:
             yield
         except EnginePoolError as error:
@@ -53,8 +53,8 @@ class Run:
             raise
 
     def swapped(self, phase: str, report: SwapReport, **fields: Any) -> None:
-        """The phase of an update, after which engines must hold as many leaves and bytes as
-        when they were ready."""
+        """Print the phase of an update. After it engines must hold as many leaves and bytes as when
+        they were ready."""
         counts = self.leaf_counts()
         engines = [
             {
@@ -91,7 +91,7 @@ class Run:
         may_be_empty: bool = False,
         **fields: Any,
     ) -> int:
-        """The phase of a generation, in which every engine must have said something."""
+        """Print the phase of a generation. Every engine must have answered."""
         texts = [result["text"] for result in results]
         used = self.printer.phase(
             phase,

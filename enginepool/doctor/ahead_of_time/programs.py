@@ -1,4 +1,4 @@
-"""The programs of an engine: built and warmed up as in a pool, for a chip that is not here."""
+"""Compiles the programs of an engine, built and warmed up as in a pool, for an absent chip."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def compile_programs(
 def pool_config(
     config: dict[str, Any], tp_size: int, server_args: Mapping[str, Any]
 ) -> Iterator[PoolConfig]:
-    """A pool of the model in a folder, which has nothing else, while it lasts."""
+    """The configuration of a pool whose model is a folder with this config.json alone."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         yield PoolConfig(folder, tp_size=tp_size, server_args=server_args)

@@ -1,4 +1,4 @@
-"""Compiling one program for a chip, and what that shows."""
+"""Compiles one program for a chip, and records what the compiler reports."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Compiled:
         return math.inf
 
     def line(self) -> str:
-        """For who waits."""
+        """A line of progress."""
         return f"{self.kind} {self.size}: {self.seconds:.1f} s, {self.problem or 'compiles'}"
 
     def as_dict(self) -> dict[str, Any]:

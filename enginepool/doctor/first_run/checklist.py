@@ -1,4 +1,4 @@
-"""One check after the other, within a time: what each saw, what was wrong, which did not fit."""
+"""Runs one check after the other within a time limit, and reports each outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRAMES = 10
 
 @dataclass
 class Finding:
-    """What a check fills in while it runs; what is there stays if it raises.
+    """What a check has found so far. It stays if the check raises.
 
     Attributes:
         seen: Figures, for whoever reads the report.

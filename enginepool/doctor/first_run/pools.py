@@ -80,7 +80,7 @@ def check_pool(devices: DeviceSpec, checklist: Checklist, say: Callable[[str], N
 
 
 def check_open_pool(pool: EnginePool, checklist: Checklist) -> None:
-    """Every check that an open pool allows."""
+    """Run every check that needs an open pool."""
     for name, (check, needs) in CHECKS.items():
         checklist.run(name, partial(check, pool), needs)
     checklist.run("engines", partial(engines, pool))

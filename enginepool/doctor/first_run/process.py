@@ -1,4 +1,4 @@
-"""One stage in a process of its own, and what it had to say when it ended, however it ended."""
+"""Runs one stage in a process of its own, and reports its outcomes however it ends."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _run(
     report: Report,
     say: Callable[[str], None],
 ) -> tuple[list[str], str] | None:
-    """What was left of the plan and why, if the process did not end as it should."""
+    """The checks that were not done and the reason, if the process failed."""
     planned: list[str] | None = None
     limit = job["seconds"] + GRACE
     too_long = threading.Event()
@@ -108,7 +108,7 @@ def _run(
 
 
 def _report_rest(planned: Sequence[str], why: str, about: dict[str, Any], report: Report) -> None:
-    """The first of what is left is what it was at."""
+    """The first check that is left was running when the process ended."""
     at, *others = planned
     report({"check": at, "status": "error", "problems": [why], **about})
     for name in others:
@@ -116,7 +116,7 @@ def _report_rest(planned: Sequence[str], why: str, about: dict[str, Any], report
 
 
 def _remove_stale_lock() -> None:
-    """A process that was killed leaves libtpu's lock file, which would keep the next one out."""
+    """Remove libtpu's lock file of a killed process, which would keep the next one out."""
     lock = lock_file(LOCK_FILE, *device_holders())
     if lock is not None and lock["state"] == "stale":
         LOCK_FILE.unlink(missing_ok=True)

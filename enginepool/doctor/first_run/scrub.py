@@ -1,4 +1,4 @@
-"""Nothing of a person or a host in what is sent in: no paths, names, values of environment."""
+"""Removes paths, names and values of the environment from what is sent in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_VALUE, _LEAST_NAME = 8, 4
 
 
 def scrub(value: Any) -> Any:
-    """The same, of dicts, lists and texts, with what should stay on the host taken out."""
+    """The value, of dicts, lists and texts, without what must stay on the host."""
     if isinstance(value, dict):
         return {key: scrub(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

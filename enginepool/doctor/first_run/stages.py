@@ -1,4 +1,4 @@
-"""What runs in a process of its own: `python -m enginepool.doctor.first_run.stages JOB`.
+"""The process of one stage: `python -m enginepool.doctor.first_run.stages JOB`.
 
 JOB is a JSON object with the stage and its arguments. Each line on standard output is one too: the
 names of the checks to come (`plan`), progress (`say`), or an outcome.
@@ -42,7 +42,7 @@ def main(job: dict[str, Any], line: Line) -> None:
 
 
 def _standard_output() -> Line:
-    """What anybody else prints goes to standard error from now on."""
+    """Keep standard output for these lines: all other output goes to standard error."""
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

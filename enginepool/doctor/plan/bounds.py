@@ -8,11 +8,10 @@ from functools import cached_property
 from enginepool.sizing.chips import Chip
 from enginepool.sizing.memory import Memory
 
-# What an all-reduce of a decode step is taken to cost, so that layouts can be compared. No part of
-# the bound.
+# The assumed time of an all-reduce, by which layouts are compared. It is no part of the bound.
 ALL_REDUCE_MS = 0.010
-# A layout of smaller engines is preferred until another promises so many times the tokens: a bound
-# is not a measurement, and smaller engines fail, swap and wait alone.
+# Smaller engines are preferred until another layout promises so many times the tokens. A bound is
+# no measurement, and smaller engines fail, swap and wait alone.
 CLEARLY_FASTER = 1.5
 
 LEFT_OUT = (
@@ -99,7 +98,7 @@ class Layout:
 
 
 def choose(layouts: list[Layout]) -> Layout | None:
-    """The layout with the smallest engines that none is clearly faster than."""
+    """The layout with the smallest engines, unless another one is clearly faster."""
     able = [layout for layout in layouts if layout.running]
     best = max((layout.tokens_per_second for layout in able), default=0.0)
     enough = (one for one in able if one.tokens_per_second * CLEARLY_FASTER >= best)

@@ -1,4 +1,4 @@
-"""What the compiler says of a plan: an engine's programs, compiled for the chip that is planned."""
+"""Compiles an engine's programs for the chip of a plan, and reports what they need."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from enginepool.sizing.memory import Memory, StepPrograms
 def compile_steps(
     model: str, where: Topology, layout: Layout, server_args: Mapping[str, Any]
 ) -> list[Compiled]:
-    """Every program of a step of one engine of this layout; nothing is run. A line of progress for
-    each goes to standard error.
+    """Compile every program of a step of one engine of this layout; nothing is run. A line of
+    progress for each goes to standard error.
 
     Raises:
         InvalidConfig: libtpu is not installed, or upstream refuses the sizes.
@@ -68,7 +68,7 @@ def step_programs(programs: Sequence[Compiled]) -> StepPrograms:
 def by_the_compiler(
     programs: Sequence[Compiled], arithmetic: Memory, memory: Memory, engines: int
 ) -> dict[str, Any]:
-    """What a plan says of it, beside the arithmetic's."""
+    """The compiler's figures, beside those of the arithmetic."""
     forward = [program for program in programs if program.kind in FORWARD]
     arguments = _most("arguments", forward)
     counted = arithmetic.weights + arithmetic.kv

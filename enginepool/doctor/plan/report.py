@@ -1,4 +1,4 @@
-"""A plan for people: its inputs, then every figure with the terms that it is made of."""
+"""Prints a plan for people: its inputs, then every figure with its terms."""
 
 from __future__ import annotations
 
