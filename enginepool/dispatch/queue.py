@@ -117,9 +117,10 @@ class RequestQueue:
             self._arrival.wait_for(lambda: not self._moving)
 
     def has_retracted(self) -> bool:
-        """Whether a request that was retracted from an engine waits here."""
+        """Whether a retracted request waits here for an engine that could take it."""
         with self._lock:
-            groups = [self._resumed, *self._pinned.values()]
+            pinned = [group for index, group in self._pinned.items() if index in self._engines]
+            groups = [self._resumed, *pinned]
             return any(r.retracted for group in groups for r in group.values())
 
     def wake_all(self) -> None:

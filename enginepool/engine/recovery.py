@@ -1,18 +1,14 @@
-"""An engine that failed: its requests move on, and it comes back as the pool is by then.
+"""Recovers from an engine's failure: its requests move on, and the engine comes back.
 
-What is to become of each is decided in `recovery_policy.py` and done here, on the engine's own
-thread; an engine never comes back in the middle of a swap. `watchdog.py` finds a step that does
-not return.
+`recovery_policy.py` decides, this does it, on the engine's own thread. An engine never comes back
+in the middle of a swap. `watchdog.py` finds a step that does not return.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
-
-import jax
+from collections.abc import Sequence
+from typing import Literal
 
 from enginepool.dispatch.condition import DesiredState, EngineState
 from enginepool.dispatch.dispatch import Dispatch
@@ -29,24 +25,19 @@ from enginepool.dispatch.recovery_policy import (
 )
 from enginepool.dispatch.request import Request, aborted, not_finite
 from enginepool.dispatch.steering_lock import SteeringLock
+from enginepool.engine.current_weights import CurrentWeights
 from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
-from enginepool.weights.arrays import lost
-from enginepool.weights.placement import place
-
-if TYPE_CHECKING:
-    from enginepool.weights.leaves import EngineLeaves
-
-# In which an engine that failed has the leaves that it had; while it is rebuilt it may have others,
-# and those that it had in `kept`.
-_KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)
 
 
 class Recovery:
-    """What the threads of a pool's engines call when one fails.
+    """What an engine's thread calls when its engine fails.
 
     Args:
         engines: The pool's, in order; filled when it opens.
+
+    Attributes:
+        weights: What an engine that comes back is to have.
     """
 
     def __init__(
@@ -64,6 +55,7 @@ class Recovery:
         self._steering = steering
         self._events = events
         self._engines = engines
+        self.weights = CurrentWeights(desired, engines)
         self._times: dict[int, list[float]] = {}  # of failures, by engine
         # By engine: whose numbers were not finite there, alone; the update and when that was.
         self._not_finite: dict[int, list[tuple[FaultHistory, int, float]]] = {}
@@ -204,37 +196,6 @@ class Recovery:
         self._times[engine.index] = [at for at in times if at > since] + [now]
         return len(self._times[engine.index])
 
-    def weights_for(self, engine: PinnedEngine) -> Literal["sibling", "checkpoint", "nowhere"]:
-        if self._siblings(engine):
-            return "sibling"
-        return "checkpoint" if self._desired.update == 0 else "nowhere"
-
-    def _siblings(self, engine: PinnedEngine) -> list[PinnedEngine]:
-        """Serving engines that have the current weights."""
-        return [
-            other
-            for other in self._engines
-            if other is not engine
-            and other.condition.serving
-            and other.condition.weights.update == self._desired.update
-        ]
-
-    def _weights_of_siblings(self, engine: PinnedEngine) -> Iterator[Mapping[str, jax.Array]]:
-        """What may be copied, best first: also of those that have failed and keep their weights."""
-        for sibling in self._siblings(engine):
-            yield sibling.leaves
-        for other in self._engines:
-            condition = other.condition
-            weights = condition.weights
-            current = weights.update == self._desired.update and not weights.being_replaced
-            if other is engine or not current or weights.missing is not None:
-                continue
-            if not condition.returns or condition.kv_not_finite:
-                continue  # its device may be what is wrong
-            held = _held(other)
-            if held and not lost(held):
-                yield held
-
     def readmit(self, engine: PinnedEngine, decision: Decision, seconds: float) -> bool:
         made = time.perf_counter()
         with self._steering.turn("recovery"):
@@ -242,6 +203,8 @@ class Recovery:
                 return False
             engine.kept = {}  # they are in place, and nobody else looks during this turn
             self._bring_up_to_date(engine)
+            if engine.condition.weights.missing is None:
+                self.weights.bring_from(engine)
             engine.enter()
         if engine.condition.weights.missing is not None:
             self._dispatch.fail_unserved()  # it was waited for
@@ -267,35 +230,5 @@ class Recovery:
         kv_cache = engine.scheduler.kv_cache
         if "kv_cache" in desired.pause_reasons and not kv_cache.dropped:
             kv_cache.drop()
-        if desired.no_weights is not None:
-            return
-        weights = condition.weights
-        current = weights.update == desired.update and not weights.being_replaced
-        if current and not engine.leaves.lost():
-            return
-        for theirs in self._weights_of_siblings(engine):
-            _copy_weights(engine.leaves, theirs)
-            weights.replaced(desired.weight_version, desired.update)
-            return
-        # What lies there is of no version, and must not stay under an update of a part.
-        engine.leaves.drop(list(engine.leaves))
-        weights.missing = "its weights are gone, and no other engine has them; update_weights"
-
-
-def _held(engine: PinnedEngine) -> Mapping[str, jax.Array]:
-    """The weights of an engine that has failed, as far as others may read them."""
-    with suppress(LookupError):  # it is taken apart
-        leaves = dict(engine.leaves)
-        # In this order: an engine that is rebuilt keeps them, says so, and then has other leaves.
-        if engine.condition.state in _KEEPING:
-            return leaves
-    return engine.kept
-
-
-def _copy_weights(mine: EngineLeaves, theirs: Mapping[str, jax.Array]) -> None:
-    """Leaf by leaf: never more than one set and a leaf."""
-    for path, spec in mine.specs.items():
-        mine.drop([path])
-        array = place(theirs[path], spec.sharding, spec.dtype)
-        array.block_until_ready()
-        mine.replace({path: array})
+        if desired.no_weights is None:
+            self.weights.bring_to(engine)

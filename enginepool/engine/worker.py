@@ -194,7 +194,7 @@ class EngineWorker(PinnedEngine):
             self.condition.change(EngineState.RESETTING, reason, returns=True)
             self.assembly.reset()
             return
-        source = self._recovery.weights_for(self)
+        source = self._recovery.weights.source_for(self)
         if source == "sibling":
             self.kept = {}
         elif not self.kept:  # else it is not the first attempt, and nothing else has them
@@ -208,8 +208,11 @@ class EngineWorker(PinnedEngine):
             self.condition.weights.update = -1  # `readmit` brings weights
 
     def _intact(self) -> dict[str, Any]:
-        """The engine's own weights, for when no other engine has them."""
+        """The engine's own weights, if they are the pool's current ones. What an earlier rebuild
+        put in place is not."""
         if self.assembly.scheduler is None or self.leaves.lost():
+            return {}
+        if not self._recovery.weights.labels(self):
             return {}
         return dict(self.leaves)
 

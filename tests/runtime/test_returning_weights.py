@@ -11,6 +11,7 @@ import pytest
 
 from enginepool import EnginePool, EnginePoolError, InvalidWeights, NoWeights
 from enginepool.engine.build import Assembly
+from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.recovery import Recovery
 from enginepool.engine.worker import EngineWorker
 from enginepool.toy.files import read_checkpoint
@@ -46,6 +47,14 @@ def pool(opened: EnginePool, model_dir: Callable[[str], Path]) -> EnginePool:
 def alone(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
     """One engine."""
     options = {"devices": 1, "warmup": "none", "max_restarts": 1000}
+    with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
+        yield pool
+
+
+@pytest.fixture
+def two(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
+    """Two engines."""
+    options = {"devices": 2, "warmup": "none", "max_restarts": 1000}
     with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
         yield pool
 
@@ -108,6 +117,93 @@ def test_weights_are_donated_while_a_step_hangs(pool: EnginePool, target: Path) 
     let_go.set()
     until(lambda: states(pool) == ["serving"] * 3)
     serves(pool, target)
+
+
+def test_weights_come_with_the_sibling_that_has_them(pool: EnginePool, target: Path) -> None:
+    """An engine has lost its weights while the steps of all others hang: it has none when it comes
+    back, and gets them when one of the others does."""
+    pool.update_weights(target)
+    hanging = [faults.hang_in_step(pool, index) for index in (1, 2)]
+    try:
+        with callers(3) as executor:
+            for index in (1, 2):
+                executor.submit(pool.engines[index].generate, input_ids=PROMPTS[0])
+            until(lambda: states(pool)[1:] == ["abandoned"] * 2)
+            faults.delete_leaf(pool, 0)
+            call = executor.submit(pool.engines[0].generate, input_ids=PROMPTS[0])
+            with pytest.raises(NoWeights, match="weights are gone"):
+                call.result(SECONDS)
+        assert states(pool) == ["unloaded", "abandoned", "abandoned"]
+        hanging[0].set()
+        until(lambda: states(pool) == ["serving", "serving", "abandoned"])
+        results = pool.engines[0].generate(input_ids=PROMPTS, sampling_params=GREEDY)
+        assert results == pool.engines[1].generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    finally:
+        for hang in hanging:
+            hang.set()
+    until(lambda: states(pool) == ["serving"] * 3)
+    serves(pool, target)
+
+
+@pytest.mark.parametrize("change", ["update", "release"])
+def test_what_only_a_failed_engine_may_run_is_not_waited_for(
+    pool: EnginePool, target: Path, change: str
+) -> None:
+    """Its request is taken back there when it returns, which it does after the change."""
+    hanging = faults.hang_in_reset(pool, 1)
+    faults.raise_in_step(pool, 1)
+    with callers(2) as executor:
+        try:
+            call = executor.submit(
+                pool.engines[1].generate, input_ids=PROMPTS[0], sampling_params=GREEDY
+            )
+            until(lambda: states(pool)[1] == "resetting")
+            if change == "update":
+                executor.submit(pool.update_weights, target, mode="retract").result(SECONDS)
+            else:
+                executor.submit(pool.release_memory_occupation).result(SECONDS)
+                pool.resume_memory_occupation()
+        finally:
+            hanging.set()
+        assert len(call.result(SECONDS)["output_ids"]) == GREEDY["max_new_tokens"]
+    until(lambda: states(pool) == ["serving"] * 3)
+    pool.checksum()
+
+
+def test_what_a_rebuild_puts_in_place_is_nobodys_weights(
+    two: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is rebuilt to copy a sibling's weights; before it has any of them its return fails,
+    and the sibling leaves. It is rebuilt with the checkpoint's weights."""
+    reset, begun, go_on = Assembly.reset, threading.Event(), threading.Event()
+    drop, sibling = KVCache.drop, two._runtime().workers[0]
+
+    def failing_reset(self: Assembly) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        raise faults.Fault("no memory")
+
+    def failing_drop(self: KVCache) -> int:
+        monkeypatch.setattr(KVCache, "drop", drop)
+        sibling.stop()
+        assert sibling.join(SECONDS)
+        raise faults.Fault("no memory")
+
+    expected = two.engines[1].generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    monkeypatch.setattr(Assembly, "reset", failing_reset)
+    faults.raise_in_step(two, 1)
+    with callers(1) as executor:
+        executor.submit(two.engines[1].generate, input_ids=PROMPTS[0])
+        assert begun.wait(SECONDS)
+        two.release_memory_occupation()
+        monkeypatch.setattr(KVCache, "drop", failing_drop)
+        monkeypatch.setattr(Assembly, "reset", reset)
+        go_on.set()
+        until(lambda: states(two)[1] in ("paused", "unloaded"))
+        assert states(two) == ["closed", "paused"]
+        two.resume_memory_occupation()
+    results = two.engines[1].generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    assert [one["output_ids"] for one in results] == [one["output_ids"] for one in expected]
 
 
 def test_an_engine_that_fails_while_an_update_rolls(pool: EnginePool, target: Path) -> None:

@@ -1,0 +1,131 @@
+"""The pool's current weights, copied to engines that come back without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+import jax
+
+from enginepool.dispatch.desired import DesiredState
+from enginepool.dispatch.states import EngineState
+from enginepool.engine.jobs import EngineStopped
+from enginepool.engine.pinned_engine import PinnedEngine
+from enginepool.logs import logger
+from enginepool.weights.arrays import lost
+from enginepool.weights.placement import place
+
+if TYPE_CHECKING:
+    from enginepool.weights.leaves import EngineLeaves
+
+# In these states a failed engine still has its leaves. A rebuild may replace them; those worth
+# keeping are in `kept` then.
+_KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)
+
+_NOWHERE = "its weights are gone, and no other engine has them; update_weights"
+
+
+class CurrentWeights:
+    """Where the weights of the pool's last update are. No swap may begin while this is used.
+
+    Args:
+        engines: The pool's, in order; filled when it opens.
+    """
+
+    def __init__(self, desired: DesiredState, engines: Sequence[PinnedEngine]) -> None:
+        self._desired, self._engines = desired, engines
+
+    def source_for(self, engine: PinnedEngine) -> Literal["sibling", "checkpoint", "nowhere"]:
+        """Where a rebuilt engine can get them, if it does not have them itself."""
+        if self._serving(engine):
+            return "sibling"
+        return "checkpoint" if self._desired.update == 0 else "nowhere"
+
+    def labels(self, engine: PinnedEngine) -> bool:
+        """Whether what the engine has, if it is not lost, is of the last update."""
+        weights = engine.condition.weights
+        return weights.update == self._desired.update and not weights.being_replaced
+
+    def bring_to(self, engine: PinnedEngine) -> None:
+        """Copy them to an engine that lacks them, on its thread. If no other engine has them, the
+        engine is left without weights, and its condition says so."""
+        weights = engine.condition.weights
+        if self.labels(engine) and not engine.leaves.lost():
+            return
+        for theirs in self._copies(engine):
+            self._copy(engine, theirs)
+            return
+        # What is there is of no version. It must not stay under an update of a part.
+        engine.leaves.drop(list(engine.leaves))
+        weights.missing = _NOWHERE
+
+    def bring_from(self, engine: PinnedEngine) -> None:
+        """Copy them to engines that came back without, from this one, on its thread."""
+        for other in self._engines:
+            condition = other.condition
+            if not condition.reachable or condition.weights.missing != _NOWHERE:
+                continue
+
+            def load(other: PinnedEngine = other) -> None:
+                self._copy(other, engine.leaves)
+                other.load()
+
+            try:
+                other.channel.run(load).result()
+            except EngineStopped:
+                continue  # it has left
+            except Exception as error:
+                # It stays without: the next update brings it weights.
+                condition.weights.missing = f"its weights are gone; copying them failed: {error}"
+                logger().warning(
+                    "enginepool.weights_not_copied", engine=other.index, why=str(error)
+                )
+
+    def _copy(self, engine: PinnedEngine, theirs: Mapping[str, jax.Array]) -> None:
+        _copy_leaves(engine.leaves, theirs)
+        desired = self._desired
+        engine.condition.weights.replaced(desired.weight_version, desired.update)
+
+    def _serving(self, engine: PinnedEngine) -> list[PinnedEngine]:
+        """Other engines that serve with them."""
+        return [
+            other
+            for other in self._engines
+            if other is not engine
+            and other.condition.serving
+            and other.condition.weights.update == self._desired.update
+        ]
+
+    def _copies(self, engine: PinnedEngine) -> Iterator[Mapping[str, jax.Array]]:
+        """Sets that may be copied, best first. A failed engine that will return may have one."""
+        for sibling in self._serving(engine):
+            yield sibling.leaves
+        for other in self._engines:
+            condition = other.condition
+            if other is engine or not self.labels(other) or condition.weights.missing is not None:
+                continue
+            if not condition.returns or condition.kv_not_finite:
+                continue  # its device may be at fault, or hang
+            held = _held(other)
+            if held and not lost(held):
+                yield held
+
+
+def _held(engine: PinnedEngine) -> Mapping[str, jax.Array]:
+    """The weights of a failed engine that other engines may read."""
+    with suppress(LookupError):  # it is taken apart
+        leaves = dict(engine.leaves)
+        # In this order: a rebuild first sets `kept`, then changes the state, then has new leaves.
+        if engine.condition.state in _KEEPING:
+            return leaves
+    return engine.kept
+
+
+def _copy_leaves(mine: EngineLeaves, theirs: Mapping[str, jax.Array]) -> None:
+    """Copy leaf by leaf: there is never more than one set and one leaf."""
+    for path, spec in mine.specs.items():
+        mine.drop([path])
+        array = place(theirs[path], spec.sharding, spec.dtype)
+        array.block_until_ready()
+        mine.replace({path: array})
