@@ -5,26 +5,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import jax
 
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.logs import logger
-from enginepool.runtime.quiesce import Standstill
+from enginepool.runtime.quiesce import StoppedEngines
 from enginepool.runtime.staging import Staged, naming
 from enginepool.weights.placement import place
 from enginepool.weights.plan import Plan
 
+# An engine's leaves before they were replaced, and which of them were shared.
+Before = tuple[dict[str, jax.Array], set[str]]
 
-def commit(stand: Standstill, staged: dict[int, Staged]) -> dict[int, Any]:
-    """Put what was staged in place on every standing engine or, if one fails, on none.
+
+def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Before]:
+    """Put what was staged in place on every engine or, if one fails, on none.
 
     Returns:
-        What each had before, by engine index. Freeing it takes time: for when the engines go on.
+        What each engine had before, by its index. Freeing that takes time, so it should wait until
+        the engines go on.
     """
-    before: dict[int, Any] = {}
+    before: dict[int, Before] = {}
 
     def put(worker: EngineWorker) -> None:
         new, shared = staged[worker.index], worker.leaves.shared.copy()
@@ -35,15 +38,17 @@ def commit(stand: Standstill, staged: dict[int, Staged]) -> dict[int, Any]:
         worker.restore_weights(*before.get(worker.index, ({}, ())))
 
     try:
-        stand.run(put)
+        engines.run(put)
     except BaseException:  # Control-C too: what was put in place so far goes back
-        stand.run(put_back)
+        engines.run(put_back)
         raise
     return before
 
 
-def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged], dict[int, str]]:
-    """Replace the leaves of standing engines one by one: never more than a set and a leaf.
+def stream(
+    plan: Plan, engines: StoppedEngines, copy: bool
+) -> tuple[dict[int, Staged], dict[int, str]]:
+    """Replace the leaves of stopped engines one by one: there is never more than a set and a leaf.
 
     The first engine gets them from the source, the others from the first, but for what lies on
     their own devices. Until the first is whole, a failure puts its old weights back from a
@@ -52,8 +57,8 @@ def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged]
     Returns:
         What each engine got, and why others got nothing.
     """
-    lead, *others = stand.workers
-    counts = {worker.index: Staged() for worker in stand.workers}
+    lead, *others = engines.workers
+    counts = {worker.index: Staged() for worker in engines.workers}
     usable = not lead.leaves.lost()
     touched: list[str] = []
     try:
@@ -80,13 +85,13 @@ def stream(plan: Plan, stand: Standstill, copy: bool) -> tuple[dict[int, Staged]
             logger().warning(
                 "enginepool.weights_not_updated", engine=worker.index, error=str(error)
             )
-    for worker in stand.workers:
+    for worker in engines.workers:
         counts[worker.index].arrays = {p: worker.leaves[p] for p in plan.paths}
     return counts, failed
 
 
 def _exchange(
-    worker: EngineWorker, path: str, make: Callable[[Any], tuple[jax.Array, bool]]
+    worker: EngineWorker, path: str, make: Callable[[jax.ShapeDtypeStruct], tuple[jax.Array, bool]]
 ) -> bool:
     """Drop one leaf, then make it anew; both by the engine's own thread at its step boundary."""
     leaves = worker.leaves

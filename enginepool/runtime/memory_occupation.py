@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest
-from enginepool.runtime.quiesce import standstill
+from enginepool.runtime.quiesce import quiesced
 from enginepool.runtime.runtime import Runtime
 
 
@@ -24,10 +24,10 @@ def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
 
     with (
         runtime.steering.turn("release_memory_occupation()"),
-        standstill(runtime, runtime.reachable(), "retract") as stand,
+        quiesced(runtime, runtime.reachable(), "retract") as engines,
     ):
         runtime.desired.pause_reasons.add("kv_cache")
-        return sum(stand.run(drop).values())
+        return sum(engines.run(drop).values())
 
 
 def resume_kv_cache(runtime: Runtime) -> int:
@@ -40,10 +40,10 @@ def resume_kv_cache(runtime: Runtime) -> int:
 
     with (
         runtime.steering.turn("resume_memory_occupation()"),
-        standstill(runtime, runtime.reachable(), "in_place") as stand,
+        quiesced(runtime, runtime.reachable(), "in_place") as engines,
     ):
         runtime.desired.pause_reasons.discard("kv_cache")
-        return sum(stand.run(rebuild).values())
+        return sum(engines.run(rebuild).values())
 
 
 def release_weights(runtime: Runtime) -> int:
@@ -59,7 +59,7 @@ def release_weights(runtime: Runtime) -> int:
 
     with (
         runtime.steering.turn("release_weights()"),
-        standstill(runtime, runtime.reachable(), "retract") as stand,
+        quiesced(runtime, runtime.reachable(), "retract") as engines,
     ):
         runtime.desired.no_weights = reason
-        return sum(stand.run(drop).values())
+        return sum(engines.run(drop).values())

@@ -1,7 +1,7 @@
-"""Bringing engines to a standstill at a step boundary, and letting them go on.
+"""Stops engines at a step boundary, and lets them go on.
 
-Upstream's own pause loses requests after a prefill, its flush refuses after a retract and its
-abort may loop for ever; none of them is used.
+None of upstream's own means is used: its pause loses requests after a prefill, its flush refuses
+after a retract, and its abort may loop for ever.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from enginepool.dispatch.request import Request, aborted
 from enginepool.engine.jobs import EngineStopped
@@ -22,13 +22,15 @@ from enginepool.runtime.runtime import Runtime
 SwapMode = Literal["drain", "retract", "abort", "in_place"]
 SWAP_MODES = get_args(SwapMode)
 
+T = TypeVar("T")
 
-class Standstill:
-    """Engines that stand.
+
+class StoppedEngines:
+    """Engines that are stopped at a step boundary, or on their way there.
 
     Attributes:
-        workers: Those that are left, in order.
-        pauses: Seconds each stood, by engine index; complete once they go on.
+        workers: Those that have not failed since, in order.
+        pauses: How many seconds each was stopped, by engine index; complete once they go on.
     """
 
     def __init__(self, runtime: Runtime, workers: Sequence[EngineWorker]) -> None:
@@ -36,16 +38,16 @@ class Standstill:
         self.workers = list(workers)
         self.pauses: dict[int, float] = {}
 
-    def run(self, job: Callable[[EngineWorker], Any]) -> dict[int, Any]:
+    def run(self, job: Callable[[EngineWorker], T]) -> dict[int, T]:
         """Run `job(worker)` on every engine's thread, all at once; results by engine index.
 
-        An engine that has stopped for good drops out; what it had is in the queue. The first
-        exception is raised when all have answered.
+        An engine that has left drops out; its requests are in the queue. The first exception is
+        raised when all have answered.
         """
         futures = [(w, w.channel.run(lambda w=w: job(w))) for w in self.workers]
         return self.collect(futures)
 
-    def collect(self, futures: Sequence[tuple[EngineWorker, Future[Any]]]) -> dict[int, Any]:
+    def collect(self, futures: Sequence[tuple[EngineWorker, Future[T]]]) -> dict[int, T]:
         results, failures, before = {}, [], len(self.workers)
         for worker, future in futures:
             try:
@@ -72,13 +74,13 @@ class Standstill:
 
 
 @contextmanager
-def standstill(
+def quiesced(
     runtime: Runtime, workers: Sequence[EngineWorker], mode: SwapMode
-) -> Iterator[Standstill]:
-    """Stop engines, whatever runs on them; on the way out, also by an error, they go on.
+) -> Iterator[StoppedEngines]:
+    """Stop engines, whatever they run. When the block ends, even by an error, they go on.
 
     Args:
-        mode: What becomes of running requests. "drain": they finish first. "retract": they go
+        mode: What happens to running requests. "drain": they finish first. "retract": they go
             back to the queue with the tokens that they have, each at least one more than when it
             was last retracted. "abort": they end with what they have. "in_place": they stay.
 
@@ -86,115 +88,131 @@ def standstill(
         PoolClosed: The pool was closed meanwhile.
         PoolFailed: No engine is left.
     """
-    stand, queue = Standstill(runtime, workers), runtime.dispatch.queue
-    stopped: dict[int, float] = {}
-    taken: list[Request] = []
-    waits: list[Future[Any]] = []
-
-    def stop(worker: EngineWorker) -> None:
-        worker.pause("swap")
-        stopped[worker.index] = time.perf_counter()
-        if mode != "in_place":
-            taken.extend(worker.channel.retract())
-
-    def due(worker: EngineWorker) -> bool:
-        if not worker.condition.may_step:
-            return True
-        if mode == "drain":
-            return not (worker.channel.has_work() or queue.begun())
-        return mode != "retract" or (worker.channel.progressed() and not queue.has_retracted())
-
-    def wait_until_due() -> None:
-        futures = []
-        # One engine has nobody to wait for, and a drain ends with nothing on its way.
-        several = mode != "drain" and len(workers) > 1
-        with one_step_at_a_time([w.channel.single_stepping for w in stand.workers if several]):
-            for worker in stand.workers:
-                # Drained engines wait for their siblings with nothing to do, so they stop last.
-                job = _nothing if mode == "drain" else (lambda worker=worker: stop(worker))
-                future = worker.channel.run_when(lambda worker=worker: due(worker), job)
-                waits.append(future)
-                futures.append((worker, future))
-            stand.collect(futures)
-
+    engines = StoppedEngines(runtime, workers)
+    stop = _Stop(engines, mode)
     try:
-        if mode == "drain":
-            _drain(runtime, stand)
-        wait_until_due()
-        if mode == "drain":
-            # Of an engine that failed when its siblings were due, one of which may have taken it.
-            while _unfinished(stand):
-                wait_until_due()
-            stand.run(stop)
-        if mode == "abort":
-            # Those of an engine that failed are in the queue.
-            for request in (*taken, *queue.take_begun()):
-                request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
-        yield stand
+        stop.run()
+        yield engines
     finally:
-        for future in waits:
-            future.cancel()
-        _go_on(runtime, stand, stopped, taken if mode != "abort" else [])
+        stop.undo()
 
 
 def pause_drained(runtime: Runtime) -> None:
     """Pause all engines once running requests have finished; those that wait go on waiting."""
     with (
         runtime.steering.turn("pause_generation()"),
-        standstill(runtime, runtime.reachable(), "drain") as stand,
+        quiesced(runtime, runtime.reachable(), "drain") as engines,
     ):
         runtime.desired.pause_reasons.add("paused")
-        stand.run(lambda worker: worker.pause("paused"))
+        engines.run(lambda worker: worker.pause("paused"))
 
 
-def _go_on(
-    runtime: Runtime, stand: Standstill, stopped: dict[int, float], taken: list[Request]
-) -> None:
-    def go(worker: EngineWorker) -> None:
+class _Stop:
+    """Stops engines in one of the modes, and undoes that."""
+
+    def __init__(self, engines: StoppedEngines, mode: SwapMode) -> None:
+        self._engines, self._mode = engines, mode
+        self._queue = engines.runtime.dispatch.queue
+        # A single engine waits for no other, and after a drain nothing is in flight.
+        self._single_stepping = mode != "drain" and len(engines.workers) > 1
+        self._stopped_at: dict[int, float] = {}
+        self._taken: list[Request] = []
+        self._waits: list[Future[None]] = []
+
+    def run(self) -> None:
+        if self._mode == "drain":
+            _begin_drain(self._engines)
+        self._wait_until_due()
+        if self._mode == "drain":
+            # A sibling may have taken what a failed engine had begun, after it was due itself.
+            while _unfinished(self._engines):
+                self._wait_until_due()
+            self._engines.run(self._stop)
+        if self._mode == "abort":
+            # What a failed engine had begun is in the queue.
+            for request in (*self._taken, *self._queue.take_begun()):
+                request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
+
+    def undo(self) -> None:
+        for future in self._waits:
+            future.cancel()
+        engines = self._engines
+        # Before the engines go on: what they had comes first.
+        engines.runtime.dispatch.resume(self._taken if self._mode != "abort" else [])
+        futures = [w.channel.run(lambda w=w: self._go_on(w)) for w in engines.workers]
+        for future in futures:
+            try:
+                future.result()
+            except EngineStopped:
+                continue  # it has left; its requests went to its siblings
+
+    def _wait_until_due(self) -> None:
+        workers = self._engines.workers
+        futures = []
+        stepping = [w.channel.single_stepping for w in workers if self._single_stepping]
+        with one_step_at_a_time(stepping):
+            for worker in workers:
+                # A drained engine idles until all are drained, so they stop together, last of all.
+                job = _nothing if self._mode == "drain" else (lambda w=worker: self._stop(w))
+                future = worker.channel.run_when(lambda w=worker: self._due(w), job)
+                self._waits.append(future)
+                futures.append((worker, future))
+            self._engines.collect(futures)
+
+    def _due(self, worker: EngineWorker) -> bool:
+        """Whether the engine may stop at this step boundary. On its thread."""
+        if not worker.condition.may_step:
+            return True
+        if self._mode == "drain":
+            return not (worker.channel.has_work() or self._queue.begun())
+        if self._mode == "retract":
+            return worker.channel.progressed() and not self._queue.has_retracted()
+        return True
+
+    def _stop(self, worker: EngineWorker) -> None:
+        """On the engine's thread, as the next one."""
+        worker.pause("swap")
+        self._stopped_at[worker.index] = time.perf_counter()
+        if self._mode != "in_place":
+            self._taken.extend(worker.channel.retract())
+
+    def _go_on(self, worker: EngineWorker) -> None:
         worker.go_on("swap")
         worker.drain(False)
-        if (since := stopped.get(worker.index)) is not None:
-            stand.pauses[worker.index] = time.perf_counter() - since
-
-    # Before the engines go on: what they had comes first.
-    runtime.dispatch.resume(taken)
-    futures = [(w, w.channel.run(lambda w=w: go(w))) for w in stand.workers]
-    for _, future in futures:
-        try:
-            future.result()
-        except EngineStopped:
-            continue  # it has left; its requests went to its siblings
+        if (since := self._stopped_at.get(worker.index)) is not None:
+            self._engines.pauses[worker.index] = time.perf_counter() - since
 
 
-def _drain(runtime: Runtime, stand: Standstill) -> None:
-    """From here on engines only finish what they have begun; refused if some of it cannot finish.
+def _begin_drain(engines: StoppedEngines) -> None:
+    """Let engines only finish what they have begun. Nothing is paused meanwhile: a pause takes
+    `runtime.steering` too.
 
-    Nothing is paused meanwhile: that takes `runtime.steering` too.
+    Raises:
+        InvalidRequest: Some of it cannot finish, on an engine that is paused.
     """
 
     def begin(worker: EngineWorker) -> tuple[bool, bool]:
         worker.drain(True)
         return worker.condition.paused, worker.channel.load() > 0
 
-    found = stand.run(begin)
-    stopped = {index for index, (paused, _) in found.items() if paused}
-    holding = any(paused and held for paused, held in found.values())
-    if holding or runtime.dispatch.queue.waits_for(
-        stopped, all_there_are=len(stopped) == len(found)
-    ):
+    found = engines.run(begin)
+    paused = {index for index, (is_paused, _) in found.items() if is_paused}
+    holding = any(is_paused and held for is_paused, held in found.values())
+    queue = engines.runtime.dispatch.queue
+    if holding or queue.waits_for(paused, all_there_are=len(paused) == len(found)):
         raise InvalidRequest(
-            f"mode='drain' waits for running outputs, but engine {min(stopped)} is paused or "
+            f"mode='drain' waits for running outputs, but engine {min(paused)} is paused or "
             "without its KV cache; continue_generation() or resume_memory_occupation() first, or "
             "use another mode"
         )
 
 
-def _unfinished(stand: Standstill) -> bool:
-    """Whether these engines have something begun, or could take it."""
-    able = [worker for worker in stand.workers if worker.condition.may_step]
-    begun = stand.runtime.dispatch.queue.begun()
+def _unfinished(engines: StoppedEngines) -> bool:
+    """Whether these engines have begun requests, or could take some."""
+    able = [worker for worker in engines.workers if worker.condition.may_step]
+    begun = engines.runtime.dispatch.queue.begun()
     return any(begun or worker.channel.load() for worker in able)
 
 
 def _nothing() -> None:
-    """Only the moment counts."""
+    """A job of which only the moment counts."""

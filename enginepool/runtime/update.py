@@ -16,7 +16,7 @@ from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
 from enginepool.runtime.commit import commit, leave_without_weights, stream
-from enginepool.runtime.quiesce import Standstill, standstill
+from enginepool.runtime.quiesce import StoppedEngines, quiesced
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.served_config import check_config
 from enginepool.runtime.staging import Staged, choose_staging, stage
@@ -126,14 +126,14 @@ class Update:
     # Atomic
 
     def _all_at_once(self) -> None:
-        with self._standing(self.workers) as stand, self._without_kv(stand):
+        with self._quiesced(self.workers) as engines, self._without_kv(engines):
             if not self.staged and self._choose() == "double":
-                self._stage(stand.workers)
+                self._stage(engines.workers)
             elif not self.staged:
                 with self._timed("stage"):
-                    self.staged, self.failed = stream(self.plan, stand, self.options.copy)
+                    self.staged, self.failed = stream(self.plan, engines, self.options.copy)
             with self._timed("commit"):
-                self._commit(stand)
+                self._commit(engines)
         self.before.clear()
 
     def _choose(self) -> str:
@@ -145,16 +145,16 @@ class Update:
         with self._timed("stage"):
             self.staged = stage(self.plan, workers, self.options.copy)
 
-    def _commit(self, stand: Standstill) -> None:
+    def _commit(self, engines: StoppedEngines) -> None:
         """On every engine or on none."""
         if self.staging == "double":  # else they lie there already
-            self.before = commit(stand, self.staged)
+            self.before = commit(engines, self.staged)
         desired = self.runtime.desired
         desired.weight_version, desired.update = self.version, self.number
-        stand.run(self._label)
+        engines.run(self._label)
         # Those that missed it come after the others serve, and `no_weights` goes last: what waits
         # must never find that no engine is left.
-        stand.run(self._leave_if_failed)
+        engines.run(self._leave_if_failed)
         if desired.no_weights is not None:
             desired.no_weights = None
             self.runtime.dispatch.fail_unserved()
@@ -200,37 +200,37 @@ class Update:
         if self.staging == "double":
             with self._timed("stage"):
                 staged = stage(plan, [worker], self.options.copy)
-        with self._standing([worker]) as stand, self._without_kv(stand):
+        with self._quiesced([worker]) as engines, self._without_kv(engines):
             if staged is None:
                 with self._timed("stage"):
-                    staged, _ = stream(plan, stand, self.options.copy)
+                    staged, _ = stream(plan, engines, self.options.copy)
             self.staged.update(staged)
             with self._timed("commit"):
-                self._commit(stand)
+                self._commit(engines)
         self.before.clear()
 
     # Around both
 
     @contextmanager
-    def _standing(self, workers: Sequence[EngineWorker]) -> Iterator[Standstill]:
+    def _quiesced(self, workers: Sequence[EngineWorker]) -> Iterator[StoppedEngines]:
         asked = time.perf_counter()
-        with standstill(self.runtime, workers, self.options.mode) as stand:
+        with quiesced(self.runtime, workers, self.options.mode) as engines:
             self._add("quiesce", time.perf_counter() - asked)
-            yield stand
-        self.pauses.update(stand.pauses)
+            yield engines
+        self.pauses.update(engines.pauses)
 
     @contextmanager
-    def _without_kv(self, stand: Standstill) -> Iterator[None]:
+    def _without_kv(self, engines: StoppedEngines) -> Iterator[None]:
         if not self.options.free_kv:
             yield
             return
-        dropped = stand.run(lambda worker: worker.scheduler.kv_cache.drop())
+        dropped = engines.run(lambda worker: worker.scheduler.kv_cache.drop())
         self.kv_bytes += sum(dropped.values())
         try:
             yield
         finally:
             # What was dropped before this update stays so: `resume_memory_occupation` brings it.
-            stand.run(lambda w: w.scheduler.kv_cache.rebuild() if dropped.get(w.index) else 0)
+            engines.run(lambda w: w.scheduler.kv_cache.rebuild() if dropped.get(w.index) else 0)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

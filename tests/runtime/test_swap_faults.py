@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
-from enginepool.runtime.quiesce import Standstill
+from enginepool.runtime.quiesce import StoppedEngines
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.faults import (
     Fault,
@@ -120,22 +120,22 @@ def test_commit(four: EnginePool, target: Callable[[str], Path], strategy: Any) 
 
 def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> None:
     """Control-C when engines have put new weights in place: they have the old ones again."""
-    replace, collect = EngineLeaves.replace, Standstill.collect
+    replace, collect = EngineLeaves.replace, StoppedEngines.collect
     replaced: list[bool] = []
 
     def noting(leaves: EngineLeaves, *arrays: Any) -> Any:
         replaced.append(True)
         return replace(leaves, *arrays)
 
-    def interrupted(stand: Standstill, futures: Any) -> dict[int, Any]:
-        results = collect(stand, futures)
+    def interrupted(engines: StoppedEngines, futures: Any) -> dict[int, Any]:
+        results = collect(engines, futures)
         if len(replaced) == 4:
             raise KeyboardInterrupt
         return results
 
     with unchanged(four), pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineLeaves, "replace", noting)
-        patch.setattr(Standstill, "collect", interrupted)
+        patch.setattr(StoppedEngines, "collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
             four.update_weights(target("qwen3"))
         assert len(replaced) == 8
