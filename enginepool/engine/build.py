@@ -36,7 +36,9 @@ from enginepool.process.single_process import as_single_process
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
+    from sgl_jax.srt.server_args import ServerArgs
 
+    from enginepool.engine.scheduler import PinnedScheduler
     from enginepool.weights.leaves import EngineLeaves
 
 
@@ -61,7 +63,7 @@ class Assembly:
         self._compile_programs = False
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> PinnedScheduler | None:
         """Upstream's scheduler, also while the engine gets no jobs; None if there is none."""
         return self.engine.scheduler_info.get("scheduler") if self.engine is not None else None
 
@@ -76,7 +78,7 @@ class Assembly:
         self._compile_programs = compile_programs
         started = time.perf_counter()
         if compile_programs:
-            warm_up(self.scheduler)
+            warm_up(self._built())
         self.warmup_seconds = time.perf_counter() - started
 
     def reset(self) -> None:
@@ -84,8 +86,9 @@ class Assembly:
 
         For an engine whose requests were taken over.
         """
-        self.scheduler.reset()
-        self._channel.attach(self.scheduler)
+        scheduler = self._built()
+        scheduler.reset()
+        self._channel.attach(scheduler)
 
     def rebuild(self, *, dummy_weights: bool) -> None:
         """Make everything anew, with the checkpoint's weights or with some that do not count."""
@@ -97,6 +100,11 @@ class Assembly:
         new.tokenizer_manager, new.loop = old.tokenizer_manager, old.loop
         self.warm_up(compile_programs=self._compile_programs)
 
+    def _built(self) -> PinnedScheduler:
+        scheduler = self.scheduler
+        assert scheduler is not None, "there is no engine"
+        return scheduler
+
     def take_apart(self) -> None:
         if self.engine is not None:
             dismantle(self.engine)
@@ -104,12 +112,12 @@ class Assembly:
     def _build(self, server_args: dict[str, Any], source: EngineLeaves | None = None) -> None:
         started = time.perf_counter()
         self.engine = build_engine(server_args, self._devices, self._channel, source)
-        self.leaves = self.scheduler.leaves
+        scheduler = self._built()
+        self.leaves = scheduler.leaves
         if source is None and server_args.get("load_format") != "dummy":  # the others are alike
-            scheduler = self.scheduler
             runner = scheduler.tp_worker.worker.model_runner
             check_model(runner, self.engine.server_args, scheduler.config_reads)
-        self._channel.attach(self.scheduler)
+        self._channel.attach(scheduler)
         self.build_seconds = time.perf_counter() - started
 
 
@@ -159,14 +167,17 @@ def build_engine(
     return engine
 
 
-def _build_scheduler(args: Any, mesh: Mesh, channel: Channel, source: EngineLeaves | None) -> Any:
+def _build_scheduler(
+    args: ServerArgs, mesh: Mesh, channel: Channel, source: EngineLeaves | None
+) -> PinnedScheduler:
     from enginepool.engine.scheduler import PinnedScheduler
     from enginepool.weights.loader import loader_for
 
     load_format = args.load_format
     if load_format != "dummy":
         check = functools.partial(check_made, args)
-        args.load_format = loader_for(mesh, source, check) or load_format
+        loader: Any = loader_for(mesh, source, check) or load_format  # upstream takes a class, too
+        args.load_format = loader
     scheduler = PinnedScheduler.__new__(PinnedScheduler)
     try:
         scheduler.__init__(args, mesh, channel)
@@ -177,7 +188,7 @@ def _build_scheduler(args: Any, mesh: Mesh, channel: Channel, source: EngineLeav
     return scheduler
 
 
-def _check_pages(args: Any) -> None:
+def _check_pages(args: ServerArgs) -> None:
     """Refuse pages where native attention does not know them.
 
     What breaks: With pages of several tokens 0.0.3rc99 answers wrongly.

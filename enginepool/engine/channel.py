@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from enginepool.dispatch.condition import EngineCondition, EngineState
 from enginepool.dispatch.queue import RequestQueue
@@ -22,6 +22,11 @@ from enginepool.engine.running import RunningRequests
 from enginepool.engine.scheduler_protocol import StepScheduler
 from enginepool.engine.single_stepping import SingleStepping
 from enginepool.errors import StepTimeout
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req
+
+T = TypeVar("T")
 
 
 class Channel:
@@ -68,11 +73,11 @@ class Channel:
     def wake(self) -> None:
         self._wake.set()
 
-    def run(self, job: Callable[[], Any]) -> Future[Any]:
+    def run(self, job: Callable[[], T]) -> Future[T]:
         """See `Jobs.add`."""
         return self._jobs.add(job)
 
-    def run_when(self, condition: Callable[[], bool], job: Callable[[], Any]) -> Future[Any]:
+    def run_when(self, condition: Callable[[], bool], job: Callable[[], T]) -> Future[T]:
         """See `Jobs.add_when`."""
         return self._jobs.add_when(condition, job)
 
@@ -128,7 +133,7 @@ class Channel:
         """From here on this is the scheduler behind the door."""
         self._scheduler = scheduler
 
-    def recv_requests(self) -> list[Any]:
+    def recv_requests(self) -> list[Req]:
         """The step boundary. Always returns an empty list: requests are admitted right here,
         because only here can a resumed one get its outputs put in place."""
         self._end_step()
@@ -174,7 +179,7 @@ class Channel:
 
     # In flight, between two steps that have no boundary between them: see `steady/decode.py`
 
-    def between_steps(self, take_over: Callable[[], Any]) -> Any:
+    def between_steps(self, take_over: Callable[[], T]) -> T:
         """A step has come back: call this for what it brought, and the next one runs.
 
         Raises:
@@ -205,7 +210,7 @@ class Channel:
         if condition.abandoned:
             raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
 
-    def send_pyobj(self, message: Any) -> None:
+    def send_pyobj(self, message: object) -> None:
         """Upstream's notice that it dropped a request which was not running (abort, or no KV)."""
         reason = aborted("the engine's KV cache cannot hold this request", "out_of_memory")
         self.running.end(getattr(message, "rid", None) or "", reason)

@@ -22,11 +22,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+    from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 
 class CommonPrograms:
@@ -60,7 +65,7 @@ class CommonPrograms:
         return self.common(definition, lambda: definition), state
 
 
-def share(runner: Any, programs: CommonPrograms) -> None:
+def share(runner: ModelRunner, programs: CommonPrograms) -> None:
     """Let upstream's own functions be the ones that engines have in common."""
     model, sampler = runner.jitted_run_model, runner.jitted_sampler
     captured = inspect.getclosurevars(model).nonlocals if isinstance(model, FunctionType) else {}
@@ -71,8 +76,9 @@ def share(runner: Any, programs: CommonPrograms) -> None:
     structure = captured["model_state_def"]
     definition, _ = programs.split(runner.model)
 
-    def run(forward_batch: Any, logits_metadata: Any) -> Any:
-        forward_batch.attn_backend = WithoutDevices(forward_batch.attn_backend)
+    def run(forward_batch: ForwardBatch, logits_metadata: LogitsMetadata) -> Any:
+        backend: Any = WithoutDevices(forward_batch.attn_backend)
+        forward_batch.attn_backend = backend
         return run_model(
             definition,
             structure,
@@ -93,7 +99,7 @@ def share(runner: Any, programs: CommonPrograms) -> None:
     )
 
 
-def _common_function(programs: CommonPrograms, jitted: Any) -> Callable[..., Any]:
+def _common_function(programs: CommonPrograms, jitted: Any) -> OnAnyDevice:
     return programs.common(jitted.__wrapped__, lambda: OnAnyDevice(jitted))
 
 
@@ -176,7 +182,7 @@ def _without_devices(module: Any) -> Iterator[None]:
             attributes[name] = value
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(one: object, other: object) -> bool:
     """Whether two things would be traced alike: equal, or of one type and made of what is alike."""
     return _alike(one, other, {})
 
@@ -202,14 +208,14 @@ def _alike(one: Any, other: Any, begun: dict[tuple[int, int], Any]) -> bool:
     return all(_alike(*both, begun) for both in zip(parts, others, strict=True))
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     try:
         return bool(one == other)
     except ValueError:  # there are arrays in them
         return False
 
 
-def _parts(whole: Any) -> list[Any] | None:
+def _parts(whole: object) -> list[Any] | None:
     """What a thing is made of; None if that cannot be told."""
     if isinstance(whole, (list, tuple)):
         return list(whole)

@@ -108,7 +108,7 @@ def check_model(runner: ModelRunner, server_args: ServerArgs, reads: Collection[
     check_reads(config, reads, caps=_caps(runner))
 
 
-def _caps(runner: Any) -> bool:
+def _caps(runner: ModelRunner) -> bool:
     """Whether the attention knows a cap on its logits; the native one does not yet."""
     from sgl_jax.srt.layers.attention import native_backend
 

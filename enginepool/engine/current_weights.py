@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import jax
 
-from enginepool.dispatch.desired import DesiredState
-from enginepool.dispatch.states import EngineState
+from enginepool.dispatch.condition import DesiredState, EngineState
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.logs import logger

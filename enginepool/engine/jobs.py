@@ -1,4 +1,4 @@
-"""What other threads ask an engine to do at a step boundary."""
+"""Jobs: what other threads ask an engine to do at its next step boundary."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class StopEngine(BaseException):
-    """Ends an engine's loop. No `Exception`: upstream catches those."""
+    """Ends an engine's loop. Not an `Exception`: upstream catches those."""
 
 
 class EngineStopped(Exception):
@@ -19,26 +21,26 @@ class EngineStopped(Exception):
 
 
 class EngineBroken(EngineStopped):
-    """Raised by a job that leaves the engine unusable: it ends the engine's loop as well."""
+    """A job has left the engine unusable. It ends the engine's loop as well."""
 
 
 class Jobs:
-    """Handed in from any thread, run by the engine's own with `run_due`."""
+    """Added by any thread, run by the engine's own thread in `run_due`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._waiting: list[tuple[Callable[[], bool], Callable[[], Any], Future[Any]]] = []
-        self._running: Future[Any] | None = None
+        self._jobs: deque[tuple[Callable[[], object], Future]] = deque()
+        self._waiting: list[tuple[Callable[[], bool], Callable[[], object], Future]] = []
+        self._running: Future | None = None
         self._closed: str | None = None
         self._lock = threading.Lock()
 
-    def add(self, job: Callable[[], Any]) -> Future[Any]:
+    def add(self, job: Callable[[], T]) -> Future[T]:
         """Run `job` at the next step boundary.
 
         The future fails with `EngineStopped` when the engine has stopped or stops before.
         """
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         with self._lock:
             if self._closed is None:
                 self._jobs.append((job, future))
@@ -47,12 +49,12 @@ class Jobs:
         self._wake()
         return future
 
-    def add_when(self, condition: Callable[[], bool], job: Callable[[], Any]) -> Future[Any]:
+    def add_when(self, condition: Callable[[], bool], job: Callable[[], T]) -> Future[T]:
         """Run `job` at the first step boundary at which `condition` holds; see `add`.
 
-        An engine with nothing to do looks again when it is woken.
+        An idle engine checks the condition again when it is woken.
         """
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         self.add(lambda: self._waiting.append((condition, job, future))).add_done_callback(
             lambda listed: (error := listed.exception()) and future.set_exception(error)
         )
@@ -63,9 +65,9 @@ class Jobs:
         with self._lock:
             self._closed = None
 
-    def close(self, why: str, *, last: Callable[[], Any] | None = None) -> None:
-        """No job will run any more, but for `last`; those that wait fail, and so does one that
-        another thread is in."""
+    def close(self, why: str, *, last: Callable[[], object] | None = None) -> None:
+        """Take no more jobs, except `last`. Jobs that wait fail, and so does a job that another
+        thread is running."""
         with self._lock:
             self._closed = why
             jobs, self._jobs = self._jobs, deque()
@@ -81,13 +83,13 @@ class Jobs:
     # The engine's thread
 
     def due(self) -> bool:
-        """Whether `run_due` would run something."""
+        """Whether `run_due` would run a job."""
         return bool(self._jobs) or any(
             future.cancelled() or condition() for condition, _, future in self._waiting
         )
 
     def run_due(self) -> None:
-        """Run everything that is due, also what becomes due by it.
+        """Run every job that is due, and every job that becomes due by that.
 
         Raises:
             StopEngine, EngineBroken: A job ended the loop.
@@ -108,7 +110,7 @@ class Jobs:
                 return True
         return False
 
-    def _run(self, job: Callable[[], Any], future: Future[Any]) -> None:
+    def _run(self, job: Callable[[], object], future: Future) -> None:
         if not future.set_running_or_notify_cancel():
             return
         self._running = future
@@ -126,8 +128,8 @@ class Jobs:
             self._running = None
 
 
-def _answer(future: Future[Any], answer: Any) -> None:
-    with contextlib.suppress(InvalidStateError):  # `close` has answered for the job
+def _answer(future: Future, answer: object) -> None:
+    with contextlib.suppress(InvalidStateError):  # `close` has already answered
         if isinstance(answer, Exception):
             future.set_exception(answer)
         else:

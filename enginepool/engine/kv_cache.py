@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,21 @@ import jax.numpy as jnp
 from enginepool.errors import EnginePoolError
 from enginepool.process.upstream import expect
 
+if TYPE_CHECKING:
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
 _POOLS = "sgl_jax.srt.mem_cache"
 
 
 class KVCache:
     """The KV buffers of one engine. On its thread, with no request running."""
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: ModelRunner) -> None:
         expect(model_runner, "memory_pools", "token_to_kv_pool")
         expect(model_runner.memory_pools, "_pools")
         self._runner = model_runner
         self._dropped: list[tuple[Any, Any, jax.ShapeDtypeStruct]] = []
-        self._zeros: dict[Any, Any] = {}
+        self._zeros: dict[Any, jax.stages.Compiled] = {}
         self._count = len(list(self._buffers()))
         if not self._count:
             raise EnginePoolError("this sglang-jax keeps its KV cache elsewhere: found no buffers")
@@ -84,7 +87,7 @@ class KVCache:
         self._dropped = []
         return sum(buffer.nbytes for *_, buffer in made)
 
-    def _program(self, spec: jax.ShapeDtypeStruct) -> Any:
+    def _program(self, spec: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
         kind = (spec.shape, spec.dtype, spec.sharding)
         if kind not in self._zeros:
             make = jax.jit(partial(jnp.zeros, *kind[:2]), out_shardings=spec.sharding)

@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -34,6 +34,12 @@ from enginepool.engine.common_programs import OnAnyDevice, WithoutDevices
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.score_head import ScoreHead
 from enginepool.process.upstream import expect
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
+    from sgl_jax.srt.managers.tp_worker import ModelWorker
+    from sgl_jax.srt.model_executor.compilation_manager import CompilationManager
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,10 @@ class PrefillProgram:
         tokens, sequences, slots: The most that one run can take; slots count whole pages.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: ModelWorker) -> None:
         expect(worker, "model_runner", "compilation_manager")
-        runner, manager = worker.model_runner, worker.compilation_manager
+        runner: Any = worker.model_runner  # its function is replaced
+        manager = worker.compilation_manager
         expect(manager, "token_buckets", "cache_loc_buckets", "page_size")
         expect(runner, "jitted_run_model", "attn_backend", "forward", "model_state_leaves")
         self.page_size: int = manager.page_size
@@ -84,8 +91,9 @@ class PrefillProgram:
         self.sequences: int = manager.max_padded_batch_size
         self.slots: int = manager.cache_loc_buckets[-1]
         self.refusal = _refusal(runner, manager)
-        self._runner, self._manager = runner, manager
-        self._templates: dict[int, Any] = {}
+        self._runner: Any = runner
+        self._manager = manager
+        self._templates: dict[int, ModelWorkerBatch] = {}
         programs = common_programs()
         self._definition, state = programs.split(runner.model)
         self._structure = jax.tree.structure(state)
@@ -142,7 +150,7 @@ class PrefillProgram:
             runner.jitted_run_model = self._prefill
         return scores
 
-    def _prefill(self, forward_batch: Any, metadata: Any) -> Any:
+    def _prefill(self, forward_batch: ForwardBatch, metadata: LogitsMetadata) -> Any:
         """Called by `ModelRunner.forward` instead of upstream's program. Upstream's still runs
         what is no prefill."""
         if forward_batch.forward_mode != ForwardMode.EXTEND:
@@ -151,9 +159,10 @@ class PrefillProgram:
         (output, _), *others = self._instead(nothing, forward_batch, metadata)
         return output, *others
 
-    def _instead(self, wanted: Any, forward_batch: Any, metadata: Any) -> Any:
+    def _instead(self, wanted: Any, forward_batch: ForwardBatch, metadata: LogitsMetadata) -> Any:
         runner = self._runner
-        forward_batch.attn_backend = WithoutDevices(forward_batch.attn_backend)
+        backend: Any = WithoutDevices(forward_batch.attn_backend)
+        forward_batch.attn_backend = backend
         return self._program(
             self._definition,
             self._structure,
@@ -164,7 +173,7 @@ class PrefillProgram:
             wanted,
         )
 
-    def _batch(self, bucket: int, pieces: Sequence[PrefillPiece]) -> Any:
+    def _batch(self, bucket: int, pieces: Sequence[PrefillPiece]) -> ModelWorkerBatch:
         """An extend batch of upstream's, padded as upstream pads."""
         if bucket not in self._templates:
             self._templates[bucket] = self._manager._make_dummy_batch(
@@ -216,7 +225,7 @@ class PrefillProgram:
         return jax.device_put(whole, NamedSharding(self._runner.mesh, PartitionSpec()))
 
 
-def _program(vocab_size: int, batch: int) -> Any:
+def _program(vocab_size: int, batch: int) -> OnAnyDevice:
     head = partial(ScoreHead, vocab_size=vocab_size, batch=batch)
 
     # Without the runner: in a cycle its arrays would outlive a closed engine.
@@ -225,9 +234,9 @@ def _program(vocab_size: int, batch: int) -> Any:
         definition: Any,
         structure: Any,
         leaves: Any,
-        forward_batch: Any,
+        forward_batch: ForwardBatch,
         memory_pools: Any,
-        logits_metadata: Any,
+        logits_metadata: LogitsMetadata,
         wanted: Any,
     ) -> Any:
         model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
@@ -248,7 +257,7 @@ def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
     return array
 
 
-def _refusal(runner: Any, manager: Any) -> str | None:
+def _refusal(runner: ModelRunner, manager: CompilationManager) -> str | None:
     name = type(runner.model).__name__
     if not hasattr(manager, "_make_dummy_batch"):
         return "this sglang-jax has no CompilationManager._make_dummy_batch, which it is made of"

@@ -12,7 +12,7 @@ itself is tried, so one that takes it passes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from enginepool.errors import InvalidConfig
 from enginepool.values import shown
 
+if TYPE_CHECKING:
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+    from sgl_jax.srt.server_args import ServerArgs
 
-def check_quantized(runner: Any, server_args: Any) -> None:
+
+def check_quantized(runner: ModelRunner, server_args: ServerArgs) -> None:
     """Trace the first layer's output projection of an engine with native attention.
 
     Raises:
@@ -33,7 +37,8 @@ def check_quantized(runner: Any, server_args: Any) -> None:
 
     quantized = getattr(linear, "QuantizedLinear", ())
     try:
-        matrix = runner.model.model.layers[0].self_attn.o_proj
+        model: Any = runner.model
+        matrix = model.model.layers[0].self_attn.o_proj
     except (AttributeError, IndexError):  # a model of other parts
         return
     if not isinstance(runner.attn_backend, NativeAttention) or not isinstance(matrix, quantized):

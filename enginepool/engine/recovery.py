@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from enginepool.dispatch.condition import DesiredState, EngineState
+from enginepool.dispatch.condition import DesiredState
 from enginepool.dispatch.dispatch import Dispatch
 from enginepool.dispatch.events import EngineEvents
 from enginepool.dispatch.fault_history import FaultHistory

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginepool.dispatch.condition import WeightsCondition
 from enginepool.dispatch.request import Request, aborted, not_finite
 from enginepool.engine.grammar import RequestGrammar
 from enginepool.errors import NotFinite
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req
 
 
 class RunningRequests:
@@ -67,7 +71,7 @@ class RunningRequests:
         if version not in request.prompt_weight_versions:
             request.prompt_weight_versions.append(version)
 
-    def sampled_first(self, request: Request, req: Any) -> None:
+    def sampled_first(self, request: Request, req: Req) -> None:
         """The first token is there; later admissions would count the outputs as cached, too."""
         request.first_token_at = time.perf_counter()
         if request.cached_tokens is None:
@@ -92,16 +96,48 @@ class RunningRequests:
             if request.faults.starts_alone:
                 self._starting = request
 
+    def not_finite(self, reqs: list[Req]) -> list[Request]:
+        """The requests whose newest log-probability is not a finite number."""
+        broken = [
+            req.rid
+            for req in reqs
+            if (values := req.output_token_logprobs_val) and not math.isfinite(values[-1])
+        ]
+        return [self.held[rid] for rid in broken if rid in self.held]
+
+    def book(self, reqs: list[Req], stream_interval: int) -> None:
+        """A step has come back: publish and deliver what it brought. Under `lock`.
+
+        Args:
+            stream_interval: How many tokens a chunk has, where a request does not say.
+        """
+        for req in reqs:
+            request = self.held.get(req.rid)
+            if request is None:
+                continue
+            if not request.first_token_at and len(req.output_ids) > request.given:
+                self.sampled_first(request, req)
+            if request.faults.starts_alone and len(req.output_ids) > request.retracted_at:
+                self.proved(request)
+            if req.finished():
+                self.deliver(request, req)
+            elif req.stream:
+                interval = req.sampling_params.stream_interval or stream_interval
+                # Several may have come at once; `request` has what was published.
+                if len(req.output_ids) // interval > len(request.output_ids) // interval:
+                    self.publish(request)
+
     # Requests leave
 
-    def deliver(self, request: Request, req: Any) -> None:
+    def deliver(self, request: Request, req: Req) -> None:
         """Hand a finished upstream request to its caller."""
         self.last_output = time.perf_counter()
         if len(req.output_ids) > max(request.given, request.retracted_at):
             self._weights.are_finite()
         self.held.pop(request.internal_rid, None)
         self.take_over(request)
-        reason = finish_reason(req, req.finished_reason.to_json())
+        finished: Any = req.finished_reason
+        reason = finish_reason(req, finished.to_json())
         if reason.get("type") == "abort" and request.abort_reason is not None:
             reason = request.abort_reason
         request.call.finish(request, reason)
@@ -182,7 +218,7 @@ class RunningRequests:
             request.req = None
 
 
-def finish_reason(req: Any, reason: dict[str, Any]) -> dict[str, Any]:
+def finish_reason(req: Req, reason: dict[str, Any]) -> dict[str, Any]:
     """Upstream's reason why a request ended, unless its grammar could not go on: then it was
     aborted."""
     grammar: RequestGrammar | None = req.grammar

@@ -13,13 +13,13 @@ Imports sgl_jax: import it only after the patches are applied.
 
 from __future__ import annotations
 
-import copy
-import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.sharding import Mesh
-from sgl_jax.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.scheduler import Scheduler
 from sgl_jax.srt.mem_cache.radix_cache import RadixKey
 
@@ -30,22 +30,26 @@ except ImportError:
 
 from enginepool.dispatch.request import aborted
 from enginepool.dispatch.scoring import Scored
+from enginepool.engine.admission import message, resume
 from enginepool.engine.common_programs import share
 from enginepool.engine.config_reads import noted_reads
 from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.executable_cache import common_programs
-from enginepool.engine.grammar import RequestGrammar, check_upstream
+from enginepool.engine.grammar import check_upstream
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.prefill_program import PrefillProgram
 from enginepool.engine.scoring import Scorer, running_count
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.top_logprobs import TopLogprobs
-from enginepool.model_config.generation import end_ids
 from enginepool.process.upstream import expect
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping
 
 if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sgl_jax.srt.managers.scheduler import GenerationBatchResult
+    from sgl_jax.srt.server_args import ServerArgs
+
     from enginepool.dispatch.request import Request
     from enginepool.engine.channel import Channel
 
@@ -68,7 +72,7 @@ _PROCESSED: Any = object()
 class PinnedScheduler(Scheduler):
     """A real upstream Scheduler on an explicit mesh, stepped by the thread that built it."""
 
-    def __init__(self, server_args: Any, mesh: Mesh, channel: Channel) -> None:
+    def __init__(self, server_args: ServerArgs, mesh: Mesh, channel: Channel) -> None:
         self.running, self.condition = channel.running, channel.condition
         expect(Scheduler, *_OVERRIDDEN)
         check_upstream()
@@ -105,19 +109,21 @@ class PinnedScheduler(Scheduler):
         Remove when: It can be switched off. The pool has one of its own.
         """
 
-    def run_batch(self, batch: Any) -> Any:
+    def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run a step. Decode steps run until something needs a step boundary."""
         if self.steady.run(batch):
             return _PROCESSED
         self._top_logprobs.begin(batch, self.running.held)
         return super().run_batch(batch)
 
-    def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> None:
+    def process_batch_result(
+        self, batch: ScheduleBatch, result: GenerationBatchResult, *args: Any, **kwargs: Any
+    ) -> None:
         """Process a step's result. Steady decode has processed its own."""
         if result is not _PROCESSED:
             super().process_batch_result(batch, result, *args, **kwargs)
 
-    def stream_output(self, reqs: list[Any], *_: Any, **__: Any) -> None:
+    def stream_output(self, reqs: list[Req], *_: object, **__: object) -> None:
         """Take the outputs from the requests themselves, after every step.
 
         Upstream's message to its detokenizer repeats log-probabilities past 50 tokens and is
@@ -125,30 +131,15 @@ class PinnedScheduler(Scheduler):
         """
         running = self.running
         with running.lock:
-            held = running.held
-            self._top_logprobs.collect(held)
-            if broken := _not_finite(reqs, held):
+            self._top_logprobs.collect(running.held)
+            if broken := running.not_finite(reqs):
                 running.end_not_finite(broken, alone=len(reqs) == 1)
                 self.condition.kv_not_finite = True
                 for request in broken:
                     self.abort(request.internal_rid)
-            for req in reqs:
-                request = held.get(req.rid)
-                if request is None:
-                    continue
-                if not request.first_token_at and len(req.output_ids) > request.given:
-                    running.sampled_first(request, req)
-                if request.faults.starts_alone and len(req.output_ids) > request.retracted_at:
-                    running.proved(request)
-                if req.finished():
-                    running.deliver(request, req)
-                elif req.stream:
-                    interval = req.sampling_params.stream_interval or self.stream_interval
-                    # Several may have come at once; `request` has what was published.
-                    if len(req.output_ids) // interval > len(request.output_ids) // interval:
-                        running.publish(request)
+            running.book(reqs, self.stream_interval)
 
-    def get_new_batch_prefill(self) -> Any:
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
         """Admit requests.
 
         Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
@@ -171,7 +162,9 @@ class PinnedScheduler(Scheduler):
         if not self.scorer.holds_kv:
             super().check_memory()
 
-    def _note_prefilled(self, batch: Any, waiting: list[Any], in_chunks: list[Any]) -> None:
+    def _note_prefilled(
+        self, batch: ScheduleBatch, waiting: list[Req], in_chunks: Sequence[Req]
+    ) -> None:
         running = self.running
         for req in [req for info in batch.reqs_info for req in info.reqs or ()]:
             goes_on = req in in_chunks
@@ -221,45 +214,21 @@ class PinnedScheduler(Scheduler):
         total = self.max_total_num_tokens
         return total - free - self.tree_cache.evictable_size(dp_rank=0), total
 
-    def admit(self, request: Request) -> Any:
-        """Create upstream's request, with the outputs that it already has in place.
+    def admit(self, request: Request) -> Req | None:
+        """Create upstream's request, with the outputs that it already has.
 
-        Every request asks for output-only log-probabilities, wanted or not: it is one program,
-        and a batch that mixes both forms ends upstream's loop. None for a request whose prompt is
-        scored first, which `_scored` admits again, and for one of which that is all, or whose
-        output was whole when it was given: it ends.
+        Returns:
+            None for a request whose prompt is scored first, which `_scored` admits again; and for
+            one that ends here, as it was only to be scored or its given output is complete.
         """
         if self.scorer.takes(request):
             return None
         if request.scoring is not None and request.scoring.alone:
             self.running.deliver_scored(request)
             return None
-        self.handle_generate_request(
-            TokenizedGenerateReqInput(
-                rid=request.internal_rid,
-                text=request.text,
-                input_ids=request.input_ids,
-                sampling_params=copy.copy(request.sampling),
-                return_logprob=False,
-                return_output_logprob_only=True,
-                logprob_start_len=-1,
-                top_logprobs_num=0,
-                token_ids_logprob=None,
-                stream=request.stream,
-                extra_key=self.running.cache_key(request),
-                dp_rank=0,
-            )
-        )
-        req: Any = self.waiting_queue[-1]
-        if request.output_ids:
-            req.output_ids = list(request.output_ids)
-            req.output_token_logprobs_val = list(request.logprobs)
-            req.output_token_logprobs_idx = list(request.output_ids)
-        if request.grammar is not None:
-            ends = end_ids(req.eos_token_ids, req.tokenizer)
-            req.grammar = RequestGrammar(
-                request.grammar, ends, request.output_ids, request.thinking
-            )
+        self.handle_generate_request(message(request, self.running.cache_key(request)))
+        req = self.waiting_queue[-1]
+        resume(req, request)
         if request.given and not request.begun:
             req.check_finished()
             if req.finished():
@@ -351,13 +320,3 @@ class PinnedScheduler(Scheduler):
             parts += [worker, worker.model_runner]
         for part in parts:
             vars(part).clear()
-
-
-def _not_finite(reqs: list[Any], held: dict[str, Request]) -> list[Request]:
-    """Requests whose newest log-probability is not a finite number."""
-    broken = [
-        req.rid
-        for req in reqs
-        if (values := req.output_token_logprobs_val) and not math.isfinite(values[-1])
-    ]
-    return [held[rid] for rid in broken if rid in held]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from enginepool.dispatch.request import Request
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req
 
 
 class StepScheduler(Protocol):
@@ -29,7 +32,7 @@ class StepScheduler(Protocol):
         """How many tokens of the prompt the engine's prefix cache has."""
         ...
 
-    def admit(self, request: Request) -> Any:
+    def admit(self, request: Request) -> Req | None:
         """Make upstream's request of it, with the outputs that it has in place; None if its prompt
         is scored first."""
 

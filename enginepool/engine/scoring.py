@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 from sgl_jax.srt.mem_cache.common import evict_from_tree_cache
 
@@ -160,7 +161,9 @@ class Scorer:
                     self._cannot_hold(request)
         return bool(self._begun)
 
-    def step(self, wait: Callable[[Any], None]) -> tuple[list[_Complete], list[Request], bool]:
+    def step(
+        self, wait: Callable[[jax.Array], None]
+    ) -> tuple[list[_Complete], list[Request], bool]:
         """Compute as much as one run of the program can take.
 
         Args:

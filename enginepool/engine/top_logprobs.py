@@ -24,6 +24,9 @@ from enginepool.engine.executable_cache import common_programs
 from enginepool.process.upstream import expect_parameters
 
 if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
     from enginepool.dispatch.request import Request
 
 
@@ -35,24 +38,25 @@ class TopLogprobs:
     """The most probable tokens of a step, and those that requests name, in one program of fixed
     widths for every batch."""
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: ModelRunner) -> None:
         expect_parameters(model_runner.compute_logprobs, "logits", "token_ids")
         self._original = model_runner.compute_logprobs
         width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
-        self._asking: list[tuple[int, Any, Request]] = []
+        self._asking: list[tuple[int, Req, Request]] = []
         self._latest: tuple[jax.Array, ...] | None = None
         self._warming = False
         self._replicated = NamedSharding(model_runner.mesh, PartitionSpec())
         mesh = model_runner.mesh.abstract_mesh
         self._top = common_programs().common(["top", mesh, width], lambda: _program(mesh, width))
-        model_runner.compute_logprobs = self._compute
+        replaced: Any = model_runner
+        replaced.compute_logprobs = self._compute
 
     def warm(self, warming: bool) -> None:
         """From here on the program runs in every step, whatever the batch; or no more."""
         self._warming = warming
         self._latest = None  # nobody collects it
 
-    def begin(self, batch: Any, held: dict[str, Request]) -> None:
+    def begin(self, batch: ScheduleBatch, held: dict[str, Request]) -> None:
         """The next step is of this batch."""
         reqs = [req for info in batch.reqs_info for req in info.reqs or ()]
         self._asking = [

@@ -207,7 +207,7 @@ class EngineWorker(PinnedEngine):
         elif not from_checkpoint:
             self.condition.weights.update = -1  # `readmit` brings weights
 
-    def _intact(self) -> dict[str, Any]:
+    def _intact(self) -> dict[str, jax.Array]:
         """The engine's own weights, if they are the pool's current ones. What an earlier rebuild
         put in place is not."""
         if self.assembly.scheduler is None or self.leaves.lost():

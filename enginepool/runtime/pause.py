@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 from enginepool.dispatch.condition import PauseMode
-from enginepool.dispatch.request import aborted
+from enginepool.dispatch.request import Request, aborted
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest
 from enginepool.runtime.runtime import Runtime
@@ -23,7 +23,7 @@ def pause(runtime: Runtime, mode: str, engine_index: int | None = None) -> None:
         if engine_index is None:
             runtime.desired.pause_reasons.add("paused")
 
-        def stop(worker: EngineWorker) -> list[Any]:
+        def stop(worker: EngineWorker) -> list[Request]:
             worker.pause("paused")
             return [] if mode == "in_place" else worker.channel.retract()
 

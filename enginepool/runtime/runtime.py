@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TypeVar
 
 import jax
 
@@ -37,6 +37,8 @@ from enginepool.runtime.startup import (
 )
 from enginepool.runtime.watchdog import watching
 from enginepool.weights.placement import least_free_bytes
+
+T = TypeVar("T")
 
 
 class Runtime:
@@ -194,8 +196,8 @@ class Runtime:
         return [worker for worker in self.workers if worker.condition.reachable]
 
     def on_engines(
-        self, job: Callable[[EngineWorker], Any], engine_index: int | None = None
-    ) -> list[Any]:
+        self, job: Callable[[EngineWorker], T], engine_index: int | None = None
+    ) -> list[T]:
         """Run `job(worker)` on every engine's thread, or on one, at a step boundary, and wait."""
         workers = [w for w in self.reachable() if engine_index in (None, w.index)]
         futures = [worker.channel.run(lambda worker=worker: job(worker)) for worker in workers]

@@ -1,0 +1,56 @@
+"""A request in the form that upstream's scheduler takes, with the outputs that it already has.
+
+Imports sgl_jax: import it only after the patches are applied.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
+
+from enginepool.engine.grammar import RequestGrammar
+from enginepool.model_config.generation import end_ids
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req
+
+    from enginepool.dispatch.request import Request
+
+
+def message(request: Request, extra_key: str | None) -> TokenizedGenerateReqInput:
+    """Make upstream's message of a request.
+
+    Every request asks for output-only log-probabilities, wanted or not: that is one program. A
+    batch that mixes both forms ends upstream's loop.
+
+    Args:
+        extra_key: The prefix cache's namespace.
+    """
+    return TokenizedGenerateReqInput(
+        rid=request.internal_rid,
+        text=request.text,
+        input_ids=request.input_ids,
+        sampling_params=copy.copy(request.sampling),
+        return_logprob=False,
+        return_output_logprob_only=True,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=request.stream,
+        extra_key=extra_key,
+        dp_rank=0,
+    )
+
+
+def resume(req: Req, request: Request) -> None:
+    """Put the outputs that a request already has, and its grammar, into upstream's request."""
+    if request.output_ids:
+        req.output_ids = list(request.output_ids)
+        req.output_token_logprobs_val = list(request.logprobs)
+        req.output_token_logprobs_idx = list(request.output_ids)
+    if request.grammar is not None:
+        ends = end_ids(req.eos_token_ids, req.tokenizer)
+        held: Any = req
+        held.grammar = RequestGrammar(request.grammar, ends, request.output_ids, request.thinking)
