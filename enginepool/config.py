@@ -16,6 +16,7 @@ from enginepool.model_config.generation import check_ends
 from enginepool.model_config.reading import fields as read_fields
 from enginepool.model_config.reading import overrides, written
 from enginepool.sizing import rules
+from enginepool.sizing.kv_size import default_fraction
 from enginepool.sizing.memory import Memory, Settings
 from enginepool.sizing.shape import Shape, read_shape
 from enginepool.values import did_you_mean, is_int, plain, seconds, shown
@@ -246,7 +247,7 @@ class PoolConfig:
             "tp_size": self.tp_size,
         }
         if shape is not None and free_bytes and args.get("mem_fraction_static") is None:
-            args["mem_fraction_static"] = rules.default_fraction(shape, args, free_bytes)
+            args["mem_fraction_static"] = default_fraction(shape, args, free_bytes)
         return args
 
     def tpu_memory(self, args: Mapping[str, Any], free_bytes: int | None) -> Memory | None:

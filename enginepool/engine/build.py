@@ -1,19 +1,20 @@
-"""Making an engine on its thread, making parts of it or all of it anew, taking it apart.
+"""Builds an engine on its thread, resets or rebuilds it, and takes it apart.
 
 Reaches into upstream's Engine and its caches.
 
 What breaks: `Engine.__init__` makes temp files, binds a zmq socket, registers an `atexit` hook
-that kills the host's children and starts threads that nothing stops. And upstream's cache of zero
+that kills the host's children, and starts threads that nothing stops. Upstream's cache of zero
 penalties keeps device memory of engines that are gone.
-Why: An Engine means to be a process's only one, beside a scheduler in another process, or on a
-thread that lives as long as the process.
+Why: An Engine expects to be the only one of its process, beside a scheduler in another process, or
+on a thread that lives as long as the process.
 Remove when: An Engine takes a scheduler that its caller runs, and gives back what it holds.
 
-None of it is needed when the scheduler runs on a thread of ours, so the object is made without
-`__init__` and given the attributes that its methods read; a test compares them with those that
-upstream sets. The cache is cleared where upstream has it; elsewhere there is nothing to clear.
+None of that is needed when the scheduler runs on a thread of ours. So the object is made without
+`__init__`, and gets the attributes that its methods read; a test compares these with what upstream
+sets. The cache is cleared if this upstream has it.
 
-Functions import sgl_jax when they are called: that has side effects which the patches must precede.
+Functions import sgl_jax when they are called: its import has side effects, and the patches must
+come first.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
 
 
 class Assembly:
-    """One engine as an object. Everything on the engine's thread.
+    """Makes upstream's Engine and its parts. Used on the engine's thread only.
 
     Attributes:
-        engine: Upstream's Engine, from the moment it is built; an empty shell once it is taken
-            apart, another object after `rebuild`.
+        engine: Upstream's Engine, once it is built. It is an empty shell after `take_apart`, and
+            another object after `rebuild`.
         leaves: Its weights.
     """
 
@@ -64,15 +65,15 @@ class Assembly:
 
     @property
     def scheduler(self) -> PinnedScheduler | None:
-        """Upstream's scheduler, also while the engine gets no jobs; None if there is none."""
+        """Upstream's scheduler, even while the engine takes no jobs; None if it is taken apart."""
         return self.engine.scheduler_info.get("scheduler") if self.engine is not None else None
 
     def build(self, source: EngineLeaves | None = None) -> None:
-        """Make the engine, with the weights of another one, if given, instead of reading them."""
+        """Build the engine. If `source` is given, copy its weights instead of reading them."""
         self._build(self._server_args, source)
 
     def warm_up(self, *, compile_programs: bool) -> None:
-        """Compile every program, unless they are to be compiled while serving."""
+        """Compile every program, unless `compile_programs` leaves that to the first requests."""
         from enginepool.engine.warmup import warm_up
 
         self._compile_programs = compile_programs
@@ -82,16 +83,16 @@ class Assembly:
         self.warmup_seconds = time.perf_counter() - started
 
     def reset(self) -> None:
-        """Make the scheduler's state and the KV cache anew; weights and programs stay.
+        """Renew the scheduler's state and the KV cache. Weights and programs stay.
 
-        For an engine whose requests were taken over.
+        The engine's requests must have been taken out before.
         """
         scheduler = self._built()
         scheduler.reset()
         self._channel.attach(scheduler)
 
     def rebuild(self, *, dummy_weights: bool) -> None:
-        """Make everything anew, with the checkpoint's weights or with some that do not count."""
+        """Renew everything, with the checkpoint's weights or with placeholders."""
         old: Any = self.engine
         self.take_apart()
         changed = {"load_format": "dummy"} if dummy_weights else {}
@@ -114,7 +115,7 @@ class Assembly:
         self.engine = build_engine(server_args, self._devices, self._channel, source)
         scheduler = self._built()
         self.leaves = scheduler.leaves
-        if source is None and server_args.get("load_format") != "dummy":  # the others are alike
+        if source is None and server_args.get("load_format") != "dummy":  # else one was checked
             runner = scheduler.tp_worker.worker.model_runner
             check_model(runner, self.engine.server_args, scheduler.config_reads)
         self._channel.attach(scheduler)
@@ -129,9 +130,9 @@ def build_engine(
 ) -> Engine:
     """Build an Engine whose scheduler the calling thread must run.
 
-    Its weights are copied from `source`, if given, instead of read (`weights/loader.py`).
-    The caller gives it a `tokenizer_manager` and a `loop` before handing it to users. A failure
-    leaves nothing behind: no thread, no file, no process-wide state.
+    If `source` is given, its weights are copied instead of read (`weights/loader.py`). The caller
+    sets `tokenizer_manager` and `loop` before users get the Engine. A failure leaves nothing
+    behind: no thread, no file, no process-wide state.
     """
     from sgl_jax.srt.entrypoints.engine import Engine
     from sgl_jax.srt.managers.template_manager import TemplateManager
@@ -189,7 +190,7 @@ def _build_scheduler(
 
 
 def _check_pages(args: ServerArgs) -> None:
-    """Refuse pages where native attention does not know them.
+    """Refuse pages of several tokens if native attention does not know pages.
 
     What breaks: With pages of several tokens 0.0.3rc99 answers wrongly.
     Why: Its native attention takes the tail of one request's last page for the next request of
@@ -213,11 +214,10 @@ def _refuse_shutdown() -> NoReturn:
 
 
 def dismantle(engine: Engine) -> None:
-    """Give back what an engine holds outside itself, and drop its insides.
+    """Free everything that an engine holds. On the engine's thread, after its loop has ended.
 
-    Its front end stays and says why the engine cannot be used any more. On the engine's thread,
-    after its loop has ended. Device memory is free once this returned and nobody else holds the
-    arrays.
+    Its front end stays, and says why the engine cannot be used any more. Device memory is free once
+    this has returned, unless other code holds the arrays.
     """
     from sgl_jax.srt.sampling import sampling_batch_info
 

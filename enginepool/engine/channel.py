@@ -1,8 +1,8 @@
-"""The channel: the only door into an engine (upstream's communication backend).
+"""The channel is the only way into an engine. For upstream it is the communication backend.
 
-Upstream's loop calls `recv_requests` at the top of every iteration on the engine's own thread,
-so that call is the step boundary: control jobs run there, new requests enter there, and it
-blocks there when there is nothing to do. Nothing else touches an engine from another thread.
+Upstream's loop calls `recv_requests` at the top of every iteration, on the engine's own thread.
+That call is the step boundary: jobs run there, new requests enter there, and the thread sleeps
+there when there is nothing to do. No other thread touches an engine in any other way.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ T = TypeVar("T")
 
 
 class Channel:
-    """One engine's door, used from any thread; what runs inside runs on the engine's thread.
+    """The way into one engine, from any thread. Jobs run on the engine's thread.
 
     Attributes:
-        condition: What the engine may do; it is asked before every step.
+        condition: What the engine may do. It is read before every step.
         running: The requests that the engine has.
-        max_decode_steps: How many may be launched at once.
+        max_decode_steps: How many decode steps one launch may have.
         single_stepping: Whether it launches one step at a time, as it is to stop with others.
-        limiter: Shared with other engines; this one has a slot from a step's begin to its end,
-            but for the wait for its device.
-        steps: How many began.
+        limiter: Shared with other engines. An engine holds a slot during a step, except while it
+            waits for its device.
+        steps: How many steps began.
         steady_steps: How many of them were decode steps that stayed on the device (`steady/`).
-        steady_dispatches: How many launches these steps took.
-        fallback_steps: How many were decode steps that were upstream's own.
-        busy_since: When the first step after the last idling began, in `time.perf_counter`.
+        steady_dispatches: How many launches those steps took.
+        fallback_steps: How many were decode steps by upstream's own programs.
+        busy_since: When the first step after the last idle time began, in `time.perf_counter`.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Channel:
         self.run(_leave)
 
     def stop_unheard(self, why: str) -> None:
-        """`stop`, for an engine that nobody waits for any longer: all other jobs fail now."""
+        """`stop` for a stuck engine: all other jobs fail now."""
         self._jobs.close(why, last=_leave)
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End exactly these requests, if the engine has them, keeping what they have."""
+        """End these requests, if the engine has them. They keep the tokens that they have."""
         internal_rids = [request.internal_rid for request in requests]
         self.run(lambda: self._abort(internal_rids))
 
@@ -107,7 +107,8 @@ class Channel:
         return self.running.last_output
 
     def kv_usage(self) -> tuple[int, int]:
-        """Tokens of KV cache in use (what the prefix cache may evict is free) and in all."""
+        """Tokens of KV cache: how many are in use, and how many there are. What the prefix cache
+        may evict counts as free."""
         scheduler = self._scheduler
         try:
             return (0, 0) if scheduler is None else scheduler.kv_usage()
@@ -115,9 +116,15 @@ class Channel:
             return (0, 0)
 
     def abandon(self, since: float, reason: str) -> list[Request] | None:
-        """Take the requests of the step that began then and does not return; None if it has.
+        """Take the requests away from a step that does not return.
 
-        When it returns after all, what it has done reaches nobody, and the engine is reset.
+        If the step returns later, its results are dropped and the engine is reset.
+
+        Args:
+            since: When the step began.
+
+        Returns:
+            None if that step has returned.
         """
         with self.running.lock:  # it may return just now
             if self.condition.stepping_since != since:
@@ -130,12 +137,12 @@ class Channel:
     # The engine's thread
 
     def attach(self, scheduler: StepScheduler) -> None:
-        """From here on this is the scheduler behind the door."""
+        """Set the scheduler that steps and takes requests."""
         self._scheduler = scheduler
 
     def recv_requests(self) -> list[Req]:
-        """The step boundary. Always returns an empty list: requests are admitted right here,
-        because only here can a resumed one get its outputs put in place."""
+        """The step boundary. Returns an empty list: requests are admitted here, because only here
+        can a resumed request get its outputs."""
         self._end_step()
         condition = self.condition
         scheduler = self._attached()
@@ -177,13 +184,13 @@ class Channel:
             self.busy_since = now
         self.steps += 1
 
-    # In flight, between two steps that have no boundary between them: see `steady/decode.py`
+    # Between two steps without a boundary between them: see `steady/decode.py`
 
     def between_steps(self, take_over: Callable[[], T]) -> T:
-        """A step has come back: call this for what it brought, and the next one runs.
+        """A step has come back and the next one runs: call `take_over` to take its results.
 
         Raises:
-            StepTimeout: The requests were taken away.
+            StepTimeout: The requests were taken away meanwhile.
         """
         with self.running.lock:
             self._look_whether_abandoned()
@@ -192,7 +199,7 @@ class Channel:
         return taken
 
     def queued(self) -> int:
-        """How many requests wait in the pool's queue that this engine has room for."""
+        """How many requests wait in the pool's queue; 0 if this engine has no room."""
         running = self.running
         room = self._attached().room(len(running)) > 0 and not running.has_one_alone
         return len(self.queue) if room else 0
@@ -211,7 +218,7 @@ class Channel:
             raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
 
     def send_pyobj(self, message: object) -> None:
-        """Upstream's notice that it dropped a request which was not running (abort, or no KV)."""
+        """Upstream says that it dropped a request that was not running (abort, or no KV cache)."""
         reason = aborted("the engine's KV cache cannot hold this request", "out_of_memory")
         self.running.end(getattr(message, "rid", None) or "", reason)
 
@@ -219,11 +226,11 @@ class Channel:
         """Upstream's pause of its polling loop; `recv_requests` blocks instead."""
 
     def open(self) -> None:
-        """Jobs run again, in an engine that came back."""
+        """Run jobs again: the engine has come back."""
         self._jobs.open()
 
     def close(self, why: str) -> list[Request]:
-        """No job will run any more; returns the requests that were held, progress taken over."""
+        """Run no more jobs. Returns the engine's requests, with the tokens that they have."""
         self.condition.stepping_since = None
         self._jobs.close(why)
         requests = self.running.retract()
@@ -231,11 +238,11 @@ class Channel:
         return requests
 
     def retract(self) -> list[Request]:
-        """Take all requests out of the engine, with the tokens that they have; its KV cache is
-        free and empty.
+        """Take all requests out of the engine, with the tokens that they have. Its KV cache is free
+        and empty afterwards.
 
         Raises:
-            EngineBroken: The scheduler's state is beyond that; the engine leaves its loop.
+            EngineBroken: The scheduler's state does not allow that. The engine leaves its loop.
         """
         scheduler = self._attached()
         requests = self.running.retract()
@@ -252,11 +259,11 @@ class Channel:
         self.running.set_weights(version, update)
 
     def end_step(self) -> None:
-        """For a step that failed, and so does not come to its boundary."""
+        """End a step that failed, and so does not reach its boundary."""
         self.limiter.release()
 
     def has_work(self) -> bool:
-        """Whether a step would do something, here or in the scheduler alone."""
+        """Whether the engine has requests, or its scheduler has work."""
         scheduler = self._scheduler
         return bool(self.running) or (scheduler is not None and scheduler.has_work())
 
@@ -287,7 +294,7 @@ class Channel:
             if request.abort_reason is not None:  # aborted on its way from the queue to here
                 self._abort([request.internal_rid])
         if any(request.finish_reason is not None for request in taken):
-            self.wake()  # there is room again, and perhaps no step before the next look
+            self.wake()  # there is room again, and perhaps no step would look
 
     def _abort(self, internal_rids: list[str]) -> None:
         scheduler = self._attached()
@@ -296,7 +303,7 @@ class Channel:
             if request is None:
                 continue
             if self.condition.paused and request.abort_reason is not None:
-                # No step will end it before the pool goes on; its caller need not wait for that.
+                # No step would end it before the pool goes on, and its caller should not wait.
                 self.running.take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)
             scheduler.abort(internal_rid)

@@ -1,11 +1,13 @@
-"""An engine's KV cache as device memory: dropped for those who need the memory, and made anew.
+"""An engine's KV cache as device memory: its buffers are freed, and allocated again.
 
-Reaches into upstream's memory pools: the buffers hang in those of `model_runner.memory_pools`,
-which every other part refers to, so pools stay and only their buffers change.
+How large it is, `sizing/kv_size.py` decides on a TPU, and upstream or the user elsewhere.
 
-What breaks: A KV cache can be neither given back and had again, nor replaced after a failed step
-that had taken its buffers along.
-Why: Upstream makes the buffers in the constructors of its pools, once.
+Reaches into upstream's memory pools, which hold the buffers (`model_runner.memory_pools`). Every
+other part refers to these pools, so the pools stay and only their buffers change.
+
+What breaks: A KV cache can neither be freed and allocated again, nor be replaced after a failed
+step that consumed its buffers.
+Why: Upstream makes the buffers once, in the constructors of its pools.
 Remove when: Upstream's pools release and resume their memory. Pools without buffers are refused.
 """
 
@@ -28,7 +30,7 @@ _POOLS = "sgl_jax.srt.mem_cache"
 
 
 class KVCache:
-    """The KV buffers of one engine. On its thread, with no request running."""
+    """The KV buffers of one engine. Used on its thread, while no request runs."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         expect(model_runner, "memory_pools", "token_to_kv_pool")
@@ -45,7 +47,7 @@ class KVCache:
         return bool(self._dropped)
 
     def describe(self) -> dict[str, Any]:
-        """What the buffers are, or were while they are dropped. With no request running."""
+        """Describe the buffers; if they are dropped, as they were."""
         specs = [spec for *_, spec in self._dropped] or [spec_of(b) for *_, b in self._buffers()]
         return {
             "kv_pool_type": type(self._runner.token_to_kv_pool).__name__,
@@ -57,12 +59,12 @@ class KVCache:
         }
 
     def compile(self) -> None:
-        """Compile what `rebuild` runs, so that serving compiles nothing."""
+        """Compile what `rebuild` runs, so that nothing is compiled while serving."""
         for _, _, buffer in self._buffers():
             self._program(spec_of(buffer))
 
     def drop(self) -> int:
-        """Free the buffers; returns their bytes. The cached prefixes must be forgotten before."""
+        """Free the buffers; returns their bytes. The prefix cache must be empty."""
         buffers = list(self._buffers())
         if len(buffers) != self._count:
             raise RuntimeError(f"{len(buffers)} of {self._count} KV buffers are left")
@@ -73,13 +75,13 @@ class KVCache:
         return sum(_bytes(spec) for _, _, spec in self._dropped)
 
     def renew(self) -> None:
-        """Zeros in every buffer, also where a failed step took the old one along."""
+        """Fill every buffer with zeros, even if a failed step has consumed the old one."""
         if not self.dropped:
             self.drop()
             self.rebuild()
 
     def rebuild(self) -> int:
-        """Make the buffers again, of zeros; returns their bytes."""
+        """Allocate the buffers again, filled with zeros; returns their bytes."""
         made = [(container, key, self._program(spec)()) for container, key, spec in self._dropped]
         jax.block_until_ready([buffer for *_, buffer in made])
         for container, key, buffer in made:
@@ -95,7 +97,7 @@ class KVCache:
         return self._zeros[kind]
 
     def _buffers(self) -> Iterator[tuple[Any, Any, jax.Array]]:
-        """Every device array of the pools, with where it hangs."""
+        """Yield each device array of the pools, after its container and key."""
         seen: set[int] = set()
         todo: list[Any] = list(self._runner.memory_pools._pools.values())
         while todo:
@@ -122,7 +124,7 @@ def _put(container: Any, key: Any, value: Any) -> None:
 
 
 def spec_of(buffer: jax.Array) -> jax.ShapeDtypeStruct:
-    """What a buffer is, or was while it is given away."""
+    """The shape, dtype and sharding of a buffer."""
     return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=buffer.sharding)
 
 

@@ -1,4 +1,4 @@
-"""The requests that an engine has, and what they have so far."""
+"""The requests that an engine holds, and their outputs so far."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class RunningRequests:
-    """Kept by the engine's thread. `retract` may also be called by another one, when a step does
-    not return; `lock` is held wherever requests leave, because that step may return just then.
+    """An engine's requests. Used on the engine's thread.
+
+    Another thread may call `retract` when a step does not return. `lock` is held wherever requests
+    leave, because that step may return at that moment.
 
     Attributes:
         held: The requests, by internal id.
@@ -38,7 +40,7 @@ class RunningRequests:
 
     @property
     def has_one_alone(self) -> bool:
-        """Whether the engine has a request that runs alone, or is still to start alone."""
+        """Whether the engine has a request that runs alone, or has still to start alone."""
         starting = self._starting
         if starting is not None:
             if starting.faults.starts_alone and starting.internal_rid in self.held:
@@ -51,20 +53,24 @@ class RunningRequests:
         return all(map(_has_progressed, self.held.values()))
 
     def cache_key(self, request: Request) -> str | None:
-        """The prefix cache's namespace: entries of other weights are never found.
+        """The namespace of the prefix cache, for the weights that the engine has now. So entries of
+        other weights are never found.
 
-        Of the weights that the engine has now. A request that has KV cache when weights are
-        replaced keeps the key it was prefilled under, so what it adds stays out of the new
-        namespace; see `PinnedScheduler.get_new_batch_prefill`.
+        A request that has KV cache when weights are replaced keeps its key, so what it adds stays
+        out of the new namespace. See `PinnedScheduler.get_new_batch_prefill`.
         """
         if not self._weights.update and request.extra_key is None:
             return None
         return f"{self._weights.update}/{request.extra_key or ''}"
 
     def prefilled(self, request: Request, *, goes_on: bool) -> None:
-        """A step computes KV cache of the prompt, in whole or, for a chunk, in part."""
+        """A step computes KV cache of the prompt: all of it, or a chunk.
+
+        Args:
+            goes_on: An earlier step has computed a chunk.
+        """
         if request.output_ids or (request.req is not None and request.req.output_ids):
-            return  # it resumes; what its first token was sampled from is known
+            return  # it resumes, and the versions of its prompt are known
         if not goes_on:
             request.prompt_weight_versions = []
         version = self._weights.version
@@ -72,25 +78,25 @@ class RunningRequests:
             request.prompt_weight_versions.append(version)
 
     def sampled_first(self, request: Request, req: Req) -> None:
-        """The first token is there; later admissions would count the outputs as cached, too."""
+        """The first token is there. Later admissions would count outputs as cached, too."""
         request.first_token_at = time.perf_counter()
         if request.cached_tokens is None:
-            # Of what it was given, some may be there as another's prompt.
+            # Outputs that it was given may be cached, as the prompt of another request.
             request.cached_tokens = min(req.cached_tokens, len(request.input_ids))
 
     def proved(self, request: Request) -> None:
-        """One that started alone has got finite numbers."""
+        """A request that started alone has got finite numbers."""
         self._weights.are_finite()
         request.faults.proved(self._weights.update)
 
     def set_weights(self, version: int | str, update: int) -> None:
-        """Tokens from here on come from other weights; those so far are booked on the old."""
+        """The next tokens come from other weights. Those so far are booked on the old ones."""
         for request in self.held.values():
             self.take_over(request, keep=True)
         self._weights.replaced(version, update)
 
     def hold(self, requests: Iterable[Request]) -> None:
-        """From here on the engine has these."""
+        """Add requests that the engine holds from now on."""
         for request in requests:
             self.held[request.internal_rid] = request
             if request.faults.starts_alone:
@@ -156,7 +162,7 @@ class RunningRequests:
             request.call.finish(request, reason)
 
     def end(self, internal_rid: str, reason: dict[str, Any]) -> None:
-        """End a request with what it has, if it is here; its own reason to abort comes first."""
+        """End a request with what it has, if it is here. Its own reason to abort has precedence."""
         with self.lock:
             request = self.held.pop(internal_rid, None)
             if request is not None:
@@ -170,8 +176,8 @@ class RunningRequests:
             alone: Nobody shared the step with them.
 
         Raises:
-            NotFinite: Another request or this engine may be at fault, or others are here whose KV
-                cache lies beside theirs; nothing is ended.
+            NotFinite: Another request or this engine may be at fault, or the KV cache of other
+                requests is here too. Nothing is ended.
         """
         known = self._weights.nonfinite_under == self._weights.update
         if not (known and alone and len(requests) == len(self.held)):
@@ -182,15 +188,15 @@ class RunningRequests:
     def retract(self) -> list[Request]:
         """Take every unfinished request out, with the tokens that it has.
 
-        The scheduler's own state is not touched: for an engine that stays, the caller has the
-        scheduler release everything next.
+        The scheduler's own state is not changed. If the engine stays, the caller calls the
+        scheduler's `release_all` next.
         """
         with self.lock:
             for request in list(self.held.values()):
                 req = request.req
                 finished = req is not None and req.finished()
                 self.take_over(request)
-                # Unless the step that finished it failed half way.
+                # Not if the step that finished it failed half way.
                 if req is not None and finished and len(request.output_ids) == len(req.output_ids):
                     self.deliver(request, req)
             requests, self.held = list(self.held.values()), {}
@@ -202,12 +208,12 @@ class RunningRequests:
     # Requests stay
 
     def publish(self, request: Request) -> None:
-        """Offer what a streamed request has so far to its caller."""
+        """Offer the tokens of a streamed request so far to its caller."""
         self.take_over(request, keep=True)
         request.call.publish(request, request.output_ids, request.logprobs)
 
     def take_over(self, request: Request, *, keep: bool = False) -> None:
-        """Copy what upstream's request has; it is let go unless the engine goes on with it."""
+        """Copy the outputs of upstream's request. Drop that request, unless `keep`."""
         req = request.req
         if req is None:
             return

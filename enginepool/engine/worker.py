@@ -1,7 +1,7 @@
-"""One engine's thread: builds the engine, warms it up, runs its loop, takes it apart.
+"""An engine's thread: builds the engine, warms it up, runs its loop, takes it apart.
 
-When a step fails the thread hands over what the engine held, asks `recovery.py` what to do, does
-it, and runs the loop again.
+When a step fails, the thread gives the engine's requests back, does what `recovery.py` decides, and
+runs the loop again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class EngineWorker(PinnedEngine):
     """A thread pinned to one engine's devices. The thread starts with `start()`.
 
     Attributes:
-        built, warm: Resolve when the engine is built, then warm; fail with what stopped it.
-        stopping: Set when the thread is to end.
+        built, warm: Resolve when the engine is built, then warm. They fail with what stopped it.
+        stopping: Set when the thread should end.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class EngineWorker(PinnedEngine):
         )
 
     def start(self, source: EngineLeaves | None = None) -> None:
-        """Start the thread, which builds the engine; its weights are copied from `source`."""
+        """Start the thread, which builds the engine. Weights are copied from `source`, if given."""
         self._source = source
         self._thread.start()
 
     def warm_up(self, *, compile_programs: bool) -> None:
-        """Let a built engine go on to warm-up and then to serving; `warm` tells when."""
+        """Let a built engine warm up and serve. `warm` resolves when it does."""
         self._warmup = compile_programs
         self._may_warm_up.set()
 
@@ -133,7 +133,7 @@ class EngineWorker(PinnedEngine):
         self._leave(None)
 
     def _loop(self) -> BaseException | None:
-        """Run upstream's loop; returns what ended it, None for a stop."""
+        """Run upstream's loop. Returns the error that ended it; None for a stop."""
         while True:
             scheduler = self.scheduler
             try:
@@ -143,7 +143,7 @@ class EngineWorker(PinnedEngine):
             except BaseException as error:
                 self.channel.end_step()
                 if self.condition.abandoned:
-                    return error  # its requests and its jobs are gone: nothing is left to unload
+                    return error  # its requests were taken away: there is nothing to unload
                 lost = scheduler.leaves.lost_by_owner()
                 if not lost:
                     return error
@@ -156,8 +156,8 @@ class EngineWorker(PinnedEngine):
                 return error
 
     def _recover(self, error: BaseException) -> bool:
-        """Do what becomes of an engine whose step failed, until it serves again; False if it
-        stays out, and the condition says why."""
+        """Recover from a failed step, until the engine serves again. Returns False if it stays out;
+        the condition says why."""
         self._quarantine(error, take_traceback(error))
         decision = self._recovery.decide(self, error)
         while decision.action != "stay out":
@@ -178,7 +178,7 @@ class EngineWorker(PinnedEngine):
         return False
 
     def _quarantine(self, error: BaseException, trace: str) -> None:
-        """A step has failed: no request may stay here, no job will run."""
+        """After a failed step: take the requests out, and run no more jobs."""
         reason = f"{type(error).__name__}: {error}"
         self.condition.change(EngineState.QUARANTINED, reason, returns=True)
         if isinstance(error, StepTimeout):
@@ -197,7 +197,7 @@ class EngineWorker(PinnedEngine):
         source = self._recovery.weights.source_for(self)
         if source == "sibling":
             self.kept = {}
-        elif not self.kept:  # else it is not the first attempt, and nothing else has them
+        elif not self.kept:  # an earlier attempt may have kept them
             self.kept = self._intact()
         self.condition.change(EngineState.REBUILDING, reason, returns=True)
         from_checkpoint = source == "checkpoint" and not self.kept
@@ -217,7 +217,7 @@ class EngineWorker(PinnedEngine):
         return dict(self.leaves)
 
     def _leave(self, error: BaseException | None) -> None:
-        """The thread ends."""
+        """End the thread."""
         condition = self.condition
         if condition.state is EngineState.QUARANTINED:
             condition.change(EngineState.QUARANTINED, condition.reason)
@@ -233,7 +233,7 @@ class EngineWorker(PinnedEngine):
     # On the thread, as a job
 
     def unload(self, reason: str) -> None:
-        """The engine has no weights: it takes no step until `load`, its requests move on."""
+        """The engine has no weights: it takes no step until `load`, and its requests move on."""
         self.condition.weights.missing = reason
         self.condition.change(EngineState.SERVING)  # from now on
         requests = self.channel.retract()

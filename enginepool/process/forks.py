@@ -1,4 +1,4 @@
-"""The process that a pool lives in: forks of it have the pool's objects and none of its threads."""
+"""Detects forks of a pool's process. They have the pool's objects, but none of its threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enginepool.errors import ForkedProcess
 
 
 class PoolProcess:
-    """The process in which it was made."""
+    """The process that this object was made in."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -20,7 +20,8 @@ class PoolProcess:
         return os.getpid() == self.pid
 
     def check(self) -> None:
-        """Before anything that could wait: whoever held a lock at the fork never gives it back."""
+        """Raise ForkedProcess in a fork. Call this before any wait: a lock that was held at the
+        fork is never released."""
         if not self.here:
             raise ForkedProcess(
                 f"pool {self._name!r} was opened in process {self.pid}, and this is process "
@@ -33,14 +34,15 @@ _python_ends = threading.Event()
 
 
 def python_ends() -> None:
-    """Say so, from a hook that runs at exit."""
+    """Called by a hook at exit: Python ends."""
     _python_ends.set()
 
 
 def rest_if_python_ends() -> None:
-    """Never return to a daemon thread whose call ends because Python does.
+    """Block a daemon thread for good, if Python ends.
 
-    Python is about to stop that thread without a word; with an error it would print a traceback.
+    Python is about to stop that thread silently. If its call raised first, a traceback would be
+    printed.
     """
     if _python_ends.is_set() and threading.current_thread().daemon:
         threading.Event().wait()

@@ -6,8 +6,8 @@ Why: Upstream's constructors seed `random` and NumPy, set environment variables 
 and show what they load; they take the process for their own.
 Remove when: Building an Engine leaves the process alone; a test compares it before and after.
 
-Everything here is process-wide, so builds hold `BUILD_LOCK`: two at once would each restore what
-the other had changed. Nothing private of upstream's is touched.
+Everything here is process-wide. So builds hold `BUILD_LOCK`: two at once would each restore what
+the other had changed. No private part of upstream is used.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _JAX_CONFIG = (
 def preserved() -> Iterator[None]:
     """Restore on exit what upstream changes process-wide while it builds.
 
-    Holds `BUILD_LOCK`. Of the environment only upstream's own variables are put back. What the
-    host's other threads draw meanwhile from the global `random` and NumPy generators is drawn
-    again afterwards: upstream seeds both, and that is undone.
+    Holds `BUILD_LOCK`. Only upstream's own environment variables are restored. The global `random`
+    and NumPy generators return to their state at entry, because upstream seeds both; numbers that
+    other threads drew meanwhile will be drawn again.
     """
     with BUILD_LOCK:
         environ = dict(os.environ)
@@ -72,13 +72,13 @@ def preserved() -> Iterator[None]:
 
 
 def _protects(name: str) -> bool:
-    """Whether upstream has switched the persistent cache off, as it only does where the patch is
-    not applied: on TPU a cached program crashes on a device above 0."""
+    """Whether upstream has switched the persistent cache off. It does so only without our patch,
+    because on TPU a cached program crashes on a device above 0."""
     return name == "jax_compilation_cache_dir" and not getattr(jax.config, name)
 
 
 def restore_environ(before: dict[str, str]) -> None:
-    """Undo what upstream's import and constructors did to its variables since `before`."""
+    """Undo what upstream's import and constructors changed in its variables since `before`."""
     for name in _ENVIRONMENT:
         if os.environ.get(name) != before.get(name):
             if name in before:
@@ -89,7 +89,7 @@ def restore_environ(before: dict[str, str]) -> None:
 
 def _hide_progress_bars() -> Callable[[], None]:
     original = tqdm.__init__, tqdm.monitor_interval
-    # The first bar of a process starts tqdm's monitor thread, which never ends: none meanwhile.
+    # The first bar of a process starts tqdm's monitor thread, which never ends. 0 starts none.
     tqdm.__init__, tqdm.monitor_interval = _silenced(tqdm.__init__), 0
 
     def restore() -> None:

@@ -3,11 +3,11 @@
 Reaches into JAX: the function that it registers for the exit.
 
 What breaks: Without this the process of a server with four engines stays for one or two seconds
-after its last answer: JAX frees every executable, then the interpreter all that is left.
-Why: Both clean up as if their memory did not go with the process.
+after its last answer. JAX frees every executable, then the interpreter frees all that is left.
+Why: Both free memory that ends with the process anyway.
 Remove when: That takes no time.
 
-Where JAX's function is elsewhere, it runs.
+If this JAX has its function elsewhere, the function runs.
 """
 
 from __future__ import annotations

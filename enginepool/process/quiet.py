@@ -1,4 +1,4 @@
-"""What other libraries print through `logging` is kept back."""
+"""Keeps other libraries from printing through `logging`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_generation_warnings() -> Iterator[None]:
-    """transformers prints, whatever the host's logging is, what it thinks of a checkpoint's
-    generation_config.json whenever that is read; not on this thread."""
+    """Silence transformers' warnings about a generation_config.json, on this thread.
+
+    It prints them each time one is read, however the host has configured logging.
+    """
     thread = threading.get_ident()
 
     def elsewhere(record: logging.LogRecord) -> bool:
@@ -27,9 +29,10 @@ def no_generation_warnings() -> Iterator[None]:
 
 @contextmanager
 def quiet_logger(name: str) -> Iterator[None]:
-    """Keep a library's warnings from being printed where the host has not configured logging.
+    """Keep a library's warnings from being printed by a host that has not configured logging.
 
-    Python prints what no handler takes. Handlers that the host has, or adds, get everything.
+    Python prints warnings for which there is no handler. The host's own handlers, present or later,
+    get everything.
     """
     handler = logging.NullHandler()
     logger = logging.getLogger(name)

@@ -1,4 +1,4 @@
-"""What is process-wide and makes engines cheaper: while a pool opens, and with `tune_host=True`."""
+"""Process-wide settings that make engines faster: while a pool opens, and with `tune_host=True`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Seconds after which a thread that wants the GIL gets it from one that computes. Python's own 5 ms
-# are half a step: an engine whose step is done waits for them whenever the host's code runs.
+# Seconds after which a thread that waits for the GIL gets it from one that computes. Python's own
+# 5 ms are half a step: an engine whose step is done waits that long whenever the host's code runs.
 _SWITCH_SECONDS = 0.0005
 
 # Python 3.12 keeps some hundred objects frozen by itself; a host's `gc.freeze` has many more.
@@ -24,11 +24,11 @@ _may_unfreeze = False
 
 @contextmanager
 def tuned() -> Iterator[None]:
-    """While the block lasts threads hand over the GIL sooner, and garbage collections pass over
-    what exists now.
+    """Inside the block, threads hand over the GIL sooner, and garbage collections skip the objects
+    that exist now.
 
-    Process-wide. Blocks may overlap; the last puts back what the first found, unless someone has
-    changed it meanwhile.
+    Process-wide. Blocks may overlap: the last one restores what the first one found, unless other
+    code has changed it since.
     """
     global _tuned, _found_interval
     with _lock:
@@ -49,11 +49,11 @@ def tuned() -> Iterator[None]:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """While the block lasts garbage collections pass over what exists now: a full one stops every
-    thread, for as long as the host has objects.
+    """Inside the block, garbage collections skip the objects that exist now. A full collection
+    stops every thread, for longer the more objects there are.
 
-    Process-wide. Blocks may overlap, each adds what is new; after the last, collections see it
-    all again. Objects that the host itself has frozen stay frozen, and then only those are.
+    Process-wide. Blocks may overlap: each one adds the objects that are new. After the last one,
+    collections look at all objects again. If the host itself has frozen objects, this does nothing.
     """
     global _freezes, _may_unfreeze
     with _lock:

@@ -1,4 +1,4 @@
-"""Parts of upstream that it does not promise to keep: there, or missed by name."""
+"""Checks for parts of upstream that it does not promise to keep. A missing one is named."""
 
 from __future__ import annotations
 

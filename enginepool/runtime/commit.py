@@ -1,4 +1,4 @@
-"""New weights put in place: staged sets on all engines or on none, or leaf by leaf."""
+"""Puts new weights in place: staged sets on all engines or on none, or leaf by leaf."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def stream(
 ) -> tuple[dict[int, Staged], dict[int, str]]:
     """Replace the leaves of stopped engines one by one: there is never more than a set and a leaf.
 
-    The first engine gets them from the source, the others from the first, but for what lies on
-    their own devices. Until the first is whole, a failure puts its old weights back from a
-    sibling; from then on an engine that fails is left without weights.
+    The first engine gets them from the source. The others copy the first one's, except leaves of
+    the source that lie on their own devices. If the first engine's set fails half way, its old
+    weights are put back from a sibling. If another engine's set fails, that engine is left without
+    weights.
 
     Returns:
-        What each engine got, and why others got nothing.
+        What each engine got, and for each engine that got nothing the reason.
     """
     lead, *others = engines.workers
     counts = {worker.index: Staged() for worker in engines.workers}
@@ -93,7 +94,7 @@ def stream(
 def _exchange(
     worker: EngineWorker, path: str, make: Callable[[jax.ShapeDtypeStruct], tuple[jax.Array, bool]]
 ) -> bool:
-    """Drop one leaf, then make it anew; both by the engine's own thread at its step boundary."""
+    """Drop one leaf, then put the new one in place; both as jobs of the engine."""
     leaves = worker.leaves
     with naming(worker, path):
         worker.channel.run(lambda: leaves.drop([path]) and None).result()
@@ -107,7 +108,7 @@ def _exchange(
 def _restore(
     lead: EngineWorker, others: Sequence[EngineWorker], paths: Sequence[str], error: BaseException
 ) -> None:
-    """Give the first engine the old weights back; where that fails too, it is left without."""
+    """Give the first engine its old weights back. If that fails too, it is left without weights."""
     reason = f"an update of weights failed half way, with no sibling to restore from: {error!r}"
     for sibling in others:
         have = sibling.leaves
@@ -127,8 +128,8 @@ def _restore(
 
 
 def leave_without_weights(worker: EngineWorker, reason: str) -> None:
-    """Leave an engine without weights, on its thread. What it has is of no version, or of an old
-    one, and must not stay under an update of a part."""
+    """Drop all of an engine's weights, on its thread. They are of no version, or of an old one:
+    a later update of a part must not add to them."""
     leaves = worker.leaves
     leaves.drop(list(leaves))
     worker.unload(reason)

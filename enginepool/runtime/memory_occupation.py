@@ -1,4 +1,4 @@
-"""Device memory given back for a while: the KV cache, or the weights."""
+"""Releases device memory for a while: that of the KV cache, or of the weights."""
 
 from __future__ import annotations
 

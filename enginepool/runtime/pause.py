@@ -1,4 +1,4 @@
-"""Pause, continue and flush, at the engines' step boundaries; never in the middle of a swap."""
+"""Pauses, continues and flushes engines at their step boundaries, never in the middle of a swap."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def resume(runtime: Runtime, engine_index: int | None = None) -> None:
 def flush_cache(runtime: Runtime, engine_index: int | None = None) -> None:
     """Empty the prefix cache of every engine, or of one.
 
-    Upstream refuses while anything runs; here what runs is retracted with the tokens that it has
-    and goes on afterwards.
+    Upstream refuses this while a request runs. Here running requests are retracted with the tokens
+    that they have, and resume afterwards.
     """
     with runtime.steering.turn("flush_cache()"):
         taken = runtime.on_engines(lambda worker: worker.channel.retract(), engine_index)

@@ -1,6 +1,6 @@
-"""What a pool is while it is open: workers, dispatch, tokenizer. Knows nothing of `EnginePool`.
+"""An open pool: its workers, its dispatch, its tokenizer. Knows nothing of `EnginePool`.
 
-The threads refer to this object and not to the pool, so a pool that is dropped can close itself.
+Threads refer to this object and not to the pool. So a pool that is dropped can close itself.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Runtime:
     """An open pool. Methods are thread-safe unless they say otherwise.
 
     Attributes:
-        desired: What every engine is to be like.
-        steering: Whoever changes engines has a turn.
-        dispatch: Where requests go.
-        workers: One an engine, in order.
-        input_processor: What checks and tokenizes callers' input.
-        guards: What is undone when the pool closes.
+        desired: The state that every engine should have.
+        steering: The lock that whoever changes engines holds.
+        dispatch: Takes requests.
+        workers: One for each engine, in order.
+        input_processor: Checks and tokenizes callers' input.
+        guards: Undone when the pool closes.
     """
 
     def __init__(self, config: PoolConfig, name: str, cache: ExecutableCache | None = None) -> None:
@@ -76,15 +76,15 @@ class Runtime:
         )
         self.guards = ExitStack()
         self._discard_staged: Callable[[str], None] | None = None
-        self._closing = threading.Lock()  # whoever closes second waits for the first
+        self._closing = threading.Lock()  # a second `close` waits for the first
 
     # Opening and closing
 
     def open(self, on_engine: Callable[[EngineWorker], None] | None = None) -> None:
-        """Build and warm up every engine; on failure nothing is left.
+        """Build and warm up every engine. A failure leaves nothing behind.
 
         Args:
-            on_engine: Called when an engine serves, for those who show progress.
+            on_engine: Called each time an engine begins to serve, to show progress.
         """
         groups = resolve_devices(self.config.devices, self.config.tp_size)
         try:
@@ -107,7 +107,7 @@ class Runtime:
         logger().info("enginepool.opened", pool=self.name, engines=len(self.workers))
 
     def add_engines(self, workers: Sequence[EngineWorker]) -> None:
-        """From here on these are the pool's engines."""
+        """Add engines to the pool."""
         self.workers += workers
         self.dispatch.engines += [
             EngineRecord(w.index, w.condition, w.channel.abort) for w in workers
@@ -117,7 +117,9 @@ class Runtime:
         first = min(device.id for device in jax.local_devices())
         platform, free = devices[0].platform, least_free_bytes(devices)
         args = self.config.for_engine(platform, [d.id - first for d in devices], free)
-        if index == 0 and platform == "tpu":  # the others differ in what something else takes
+        if (
+            index == 0 and platform == "tpu"
+        ):  # the others differ only in memory that is not the pool's
             advise(self.config, args, free)
         return EngineWorker(
             index,
@@ -133,8 +135,10 @@ class Runtime:
     def close(self, timeout: float | None) -> bool:
         """Stop every engine and give everything back. Idempotent.
 
-        Waiting callers get `PoolClosed`. Returns whether all threads ended within `timeout`
-        seconds.
+        Waiting callers get `PoolClosed`.
+
+        Returns:
+            Whether all threads ended within `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.dispatch.lock:
@@ -159,7 +163,7 @@ class Runtime:
             if not worker.join(0.0 if worker.condition.abandoned else left):
                 stuck.append(worker.index)
                 worker.channel.stop_unheard(str(error))
-        # A stuck engine's callers do not wait for it.
+        # Callers do not wait for a stuck engine.
         dispatch.fail(dispatch.unfinished(), error)
         dispatch.fail(dispatch.take_waiting(), error)
         if stuck:
@@ -172,13 +176,13 @@ class Runtime:
     def closed(self) -> bool:
         return self.dispatch.closed
 
-    # Staged weights: one set at a time, held in a turn of `steering`
+    # Staged weights: one set at a time, changed under `steering`
 
     def hold_staged(self, discard: Callable[[str], None]) -> None:
-        """Weights lie on the devices and wait for their commit, until the next set at the most.
+        """Remember a staged set, which the next set replaces.
 
         Args:
-            discard: Gives their memory back; its argument says why they cannot be committed.
+            discard: Frees the set. Its argument says why the set cannot be committed any more.
         """
         self._discard_staged = discard
         if self.closed:
@@ -192,13 +196,13 @@ class Runtime:
     # The engines
 
     def reachable(self) -> list[EngineWorker]:
-        """Engines whose loops run, those without weights among them."""
+        """Engines whose loops run, including those without weights."""
         return [worker for worker in self.workers if worker.condition.reachable]
 
     def on_engines(
         self, job: Callable[[EngineWorker], T], engine_index: int | None = None
     ) -> list[T]:
-        """Run `job(worker)` on every engine's thread, or on one, at a step boundary, and wait."""
+        """Run `job(worker)` at a step boundary of every engine, or of one, and wait."""
         workers = [w for w in self.reachable() if engine_index in (None, w.index)]
         futures = [worker.channel.run(lambda worker=worker: job(worker)) for worker in workers]
         results = []

@@ -1,7 +1,7 @@
-"""Whether the config.json beside new weights says that they are of the model that is served.
+"""Checks that the config.json beside new weights describes the model that is served.
 
-Weights of the same shapes may mean another model: another base of its rotary embedding, another
-epsilon, another end token. The engines were built from the first config and keep to it.
+Weights of the same shapes may belong to another model: with another rotary base, another epsilon or
+another end token. The engines keep the configuration that they were built from.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _MOST = 5
 def check_config(directory: Path, config: PoolConfig) -> None:
     """Compare with what the engines were built from; a directory without config.json passes.
 
-    Both are compared as engines read them: in the fields of the installed transformers, under the
-    pool's own overrides.
+    Both are compared as engines read them: with the fields of the installed transformers, and with
+    the pool's own overrides.
 
     Raises:
-        InvalidWeights: They differ, with the names and both values, or it cannot be read.
+        InvalidWeights: They differ (the message has the names and both values), or the new one
+            cannot be read.
     """
     if not (directory / "config.json").exists():
         return

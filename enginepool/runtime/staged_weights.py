@@ -24,8 +24,8 @@ class StagedWeights:
     """What `EnginePool.stage_weights` returns. Thread-safe.
 
     Attributes:
-        weight_version: What results carry once these are committed.
-        nbytes: Of what was staged, on one engine.
+        weight_version: The version that results carry once these are committed.
+        nbytes: Bytes that were staged on one engine.
     """
 
     def __init__(self, runtime: Runtime, update: Update, expires_after: float | None) -> None:
@@ -48,17 +48,18 @@ class StagedWeights:
         return f"<StagedWeights {self.weight_version!r} [{state}]>"
 
     def commit(self, mode: SwapMode = "drain") -> SwapReport:
-        """Put them in place on every engine or, if anything is wrong, on none: then they stay
-        staged, and it can be tried again.
+        """Put them in place on every engine or, if anything is wrong, on none. Then they stay
+        staged, and you can try again.
 
-        Engines that have come back in between get them from a sibling.
+        An engine that came back since they were staged gets them from a sibling.
 
         Args:
-            mode: What becomes of running requests; see `EnginePool.update_weights`.
+            mode: What happens to running requests; see `EnginePool.update_weights`.
 
         Raises:
-            StaleWeights: They were committed or discarded, have expired, or other weights came.
-            InvalidWeights: A shared leaf was deleted or donated in between.
+            StaleWeights: They were committed or discarded, have expired, or were replaced by other
+                weights.
+            InvalidWeights: A shared leaf was deleted or donated since.
             WeightUpdateFailed, InvalidRequest, PoolClosed, PoolFailed: As `update_weights`.
         """
         Options(mode=mode).check()
@@ -75,7 +76,7 @@ class StagedWeights:
         return report
 
     def discard(self) -> None:
-        """Give their memory back. Does nothing to those that are committed, or stale."""
+        """Free them. Does nothing if they are committed or stale."""
         self.let_go("they were discarded")
 
     async def async_commit(self, mode: SwapMode = "drain") -> SwapReport:
@@ -87,7 +88,7 @@ class StagedWeights:
         await anyio.to_thread.run_sync(self.discard)
 
     def let_go(self, why: str) -> None:
-        """From now on they are stale, for this reason; a commit that has begun goes on."""
+        """Make them stale, for this reason. A commit that has begun goes on."""
         with self._lock:
             if self._update is None:
                 return
@@ -114,18 +115,18 @@ def stage_weights(
 
 
 def _forget_source(update: Update) -> None:
-    """What was staged is all that is needed from here on; the caller's arrays may go."""
+    """Drop the caller's arrays: the commit needs only what was staged."""
     lead = update.workers[0]
     update.plan = update.plan.again(update.staged[lead.index].arrays, lead.leaves.specs)
     update.source = None
 
 
 def _look_again(update: Update, workers: list[EngineWorker]) -> None:
-    """Whether what was staged is still there and suffices; it is staged, from a sibling, for
-    engines that have come back since.
+    """Check that the staged leaves are still there and complete. Stage them, from a sibling, for
+    engines that came back since.
 
     Raises:
-        InvalidWeights: With the leaves.
+        InvalidWeights: Some are gone; the error names them.
     """
     update.workers = workers
     for staged in update.staged.values():

@@ -1,4 +1,4 @@
-"""Getting a plan's leaves onto engines' devices, beside those that the engines have."""
+"""Puts a plan's leaves on engines' devices, beside the leaves that the engines use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Staged:
     """New leaves of one engine, on its device.
 
     Attributes:
-        shared: Those that are the source's own buffers.
+        shared: The paths whose arrays are the source's own buffers.
     """
 
     arrays: dict[str, jax.Array] = field(default_factory=dict)
@@ -39,11 +39,11 @@ def choose_staging(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> s
 
 
 def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, Staged]:
-    """Put every new leaf on every engine's device; no engine is touched.
+    """Put every new leaf on every engine's device. The engines do not use them yet.
 
     Raises:
-        WeightUpdateFailed: With the engine and the leaf.
-        InvalidWeights: From a stream.
+        WeightUpdateFailed: Placing a leaf failed; the error names the engine and the leaf.
+        InvalidWeights: A streamed source is wrong.
     """
     staged = {worker.index: Staged() for worker in workers}
     for piece in plan.pieces():
@@ -52,7 +52,7 @@ def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, 
             mine.arrays[piece.path] = array
             if shared:
                 mine.shared.add(piece.path)
-        del piece  # or it would live on while the next tensor is read
+        del piece  # else it is kept while the next tensor is read
     for worker in workers:
         for path, array in staged[worker.index].arrays.items():
             with naming(worker, path):
@@ -82,7 +82,7 @@ def _everywhere(
 
 @contextmanager
 def naming(worker: EngineWorker, path: str | None = None) -> Iterator[None]:
-    """What fails in here fails as ours, with the device and the leaf, if it is about one."""
+    """Turn an error inside the block into `WeightUpdateFailed`, with the engine and the leaf."""
     try:
         yield
     except (EnginePoolError, EngineStopped):

@@ -1,4 +1,4 @@
-"""Opening a pool: patches, engines one after the other, and what callers' input is checked by."""
+"""Opens a pool: applies patches, starts engines one after the other, makes the input processor."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _applied: list[Any] = []
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """An opening pool applies the patches that are needed; the last that closes reverts them.
+    """Apply the patches that are needed while any pool is open. The last block reverts them.
 
     Raises:
-        PatchFailed: One of them does not fit, or somebody patched the same place again.
+        PatchFailed: A patch does not fit upstream, or other code has patched the same place since.
     """
     global _open_pools
     with _lock:
@@ -43,7 +43,7 @@ def patched() -> Iterator[None]:
             for patch in applied:
                 logger().debug("enginepool.patch_applied", name=patch.name, issue=patch.issue)
             _applied.extend(applied)  # to those that an earlier pool could not revert
-        _open_pools += 1  # last: where a patch cannot be applied there is nothing to revert
+        _open_pools += 1  # last: if a patch cannot be applied, there is nothing to revert
     try:
         yield
     finally:
@@ -57,7 +57,7 @@ def patched() -> Iterator[None]:
 
 @contextmanager
 def _as_ours() -> Iterator[None]:
-    """`patches` works without enginepool, and has an error of its own."""
+    """Raise `PatchFailed` for the error that `patches` raises, which knows no enginepool."""
     try:
         yield
     except patches.PatchError as error:
@@ -65,8 +65,8 @@ def _as_ours() -> Iterator[None]:
 
 
 def advise(config: PoolConfig, args: Mapping[str, Any], free_bytes: int | None) -> None:
-    """Log what is wrong with engines of these `ServerArgs` on a TPU, and what their memory means
-    for `update_weights`, before any is built."""
+    """Before engines are built, log what is wrong with these `ServerArgs` on a TPU, and how their
+    memory lets `update_weights` work."""
     for entry in config.tpu_advice(args, free_bytes):
         logger().warning("enginepool.tpu_advice", problem=entry.problem, remedy=entry.remedy)
     memory = config.tpu_memory(args, free_bytes)
@@ -87,17 +87,17 @@ def start_workers(
 ) -> None:
     """Start the engines' threads and wait until all serve.
 
-    Builds never overlap: they change process-wide state and put it back. Warm-ups do, if asked,
-    with each other and with builds. The first engine reads the weights; the others copy its.
-    Tracing makes objects enough for full garbage collections, which would look through all that
-    the host has; until the end they pass over what an engine's build finds.
+    Builds never overlap, because they change process-wide state and restore it. Warm-ups overlap
+    with each other and with builds, if asked for. The first engine reads the weights; the others
+    copy them. Tracing makes so many objects that full garbage collections run; until all engines
+    serve, these skip the objects that existed before.
 
     Args:
-        on_engine: Called when an engine serves, for those who show progress.
+        on_engine: Called each time an engine begins to serve, to show progress.
 
     Raises:
-        EngineStartFailed: For the first engine that did not start; the caller closes the others.
-        InvalidConfig: An engine does not compute what the model's configuration says.
+        EngineStartFailed: An engine did not start. The caller closes the others.
+        InvalidConfig: An engine would not compute what the model's configuration says.
         InvalidWeights: The checkpoint's files do not fit that configuration.
     """
     batches = [workers] if warmup == "parallel" else [[worker] for worker in workers]
@@ -119,17 +119,19 @@ def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None
     try:
         _wait(worker, worker.built)
     except (EngineStartFailed, InvalidConfig, InvalidWeights):
-        for earlier in batch:  # one whose warm-up failed has no weights to copy any more
+        for (
+            earlier
+        ) in batch:  # an earlier one whose warm-up failed is the cause: its weights are gone
             if earlier.warm.done():
                 _wait(earlier, earlier.warm)
         raise
 
 
 def read_defaults(config: PoolConfig) -> GenerationDefaults:
-    """What calls without sampling parameters get, before any engine is built.
+    """Read the defaults of calls without sampling parameters, before any engine is built.
 
     Raises:
-        InvalidConfig: That is not to be read, or the tokenizer is none that can be loaded.
+        InvalidConfig: They cannot be read, or the tokenizer cannot be loaded.
     """
     args = config.server_args
     revision, trusted = args.get("revision"), bool(args.get("trust_remote_code"))
@@ -140,8 +142,8 @@ def read_defaults(config: PoolConfig) -> GenerationDefaults:
 def make_input_processor(
     workers: Sequence[EngineWorker], defaults: GenerationDefaults, name: str
 ) -> InputProcessor:
-    """What checks and tokenizes prompts, with the limits of the smallest engine: devices that
-    something else uses too have room for less KV cache."""
+    """Make what checks and tokenizes prompts. Its limits are those of the smallest engine: a device
+    that is also used by something else has room for less KV cache."""
     engines: list[Any] = [worker.engine for worker in workers]
     args = engines[0].server_args
     scheduler = min(

@@ -1,7 +1,7 @@
-"""What `stats()` and `get_load()` say. Plain dicts of numbers and words, for logs and W&B.
+"""The figures of `stats()` and `get_load()`: plain dicts of numbers and words, for logs and W&B.
 
-Reads counters from outside the engines' threads: each figure is exact, together they are a
-snapshot as good as a moving thing allows.
+Counters are read from outside the engines' threads, one after the other. Each is exact; together
+they may be of slightly different moments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from enginepool.engine.worker import EngineWorker
     from enginepool.runtime.runtime import Runtime
 
-# An engine's thread lets go of its last step's arrays a moment after the caller has its output.
+# An engine's thread drops the arrays of its last step a moment after the caller has its output.
 _SETTLE_SECONDS = 2.0
 _MEMORY = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit", "largest_free_block_bytes")
 
@@ -94,8 +94,8 @@ def memory(devices: list[jax.Device]) -> dict[str, Any]:
 
 
 def settled_memory(devices: list[jax.Device]) -> dict[str, Any]:
-    """`memory` once two looks in a row agree, so that what is in flight is not counted, and
-    without arrays that only a reference cycle keeps."""
+    """`memory`, once it no longer changes. So arrays that a step is about to drop are not counted,
+    nor are those that only a reference cycle keeps."""
     end = time.monotonic() + _SETTLE_SECONDS
     before, now = None, _collected(devices)
     while before != now["devices"] and time.monotonic() < end:

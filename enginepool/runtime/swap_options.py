@@ -1,4 +1,4 @@
-"""How weights are to be replaced, and what does not go together."""
+"""The options of `update_weights`, and which of them exclude each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Options:
         object.__setattr__(self, "weight_version", plain(self.weight_version))
 
     def check(self) -> None:
-        """Raises InvalidRequest for what does not exist or does not go together."""
+        """Raise InvalidRequest for an unknown value, or for options that exclude each other."""
         for name, allowed in (
             ("mode", SWAP_MODES),
             ("strategy", get_args(Strategy)),

@@ -1,4 +1,4 @@
-"""What `update_weights` says it did."""
+"""The report that `update_weights` returns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class EngineSwap:
     """One engine's part of an update.
 
     Attributes:
-        pause_sec: From its last step on the old weights to where it may take the next. With
-            mode="drain" counted from when the last engine had finished its outputs.
+        pause_sec: Seconds from its last step on the old weights until it may take the next step.
+            With mode="drain" they count from when the last engine had finished its outputs.
         shared: Leaves whose buffers are the source's own.
         copied: Leaves whose bytes are new.
         fingerprint: Of all its weights afterwards; see `EnginePool.checksum`.
@@ -27,7 +27,7 @@ class EngineSwap:
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What an update of weights did.
+    """The result of an update of weights.
 
     Attributes:
         weight_version: What results carry from now on.

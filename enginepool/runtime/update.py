@@ -1,6 +1,6 @@
-"""New weights: stage on every device, stop every engine, put in place on all or on none.
+"""Replaces the weights of all engines: stage, stop the engines, put in place on all or on none.
 
-`update_weights` does one right after the other; `stage_weights` leaves the second for later.
+`update_weights` does all of it. `stage_weights` only stages, and leaves the rest for later.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Update:
     """One set of new weights on its way into the engines.
 
     Attributes:
-        version: What results will carry.
-        plan: What is to change, once `prepare` has read the source.
-        staged: What lies on the devices, by engine.
+        version: The version that results will carry.
+        plan: Which leaves change; there once `prepare` has read the source.
+        staged: What was put on the devices, by engine.
     """
 
     runtime: Runtime
@@ -55,12 +55,12 @@ class Update:
     staged: dict[int, Staged] = field(default_factory=dict)
     pauses: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
-    # By engine, what it had. Freeing it takes time: when the engines go on, and not before.
+    # What each engine had before. Freeing it takes time, so it waits until the engines go on.
     before: dict[int, Any] = field(default_factory=dict)
     kv_bytes: int = 0
 
     def prepare(self) -> None:
-        """Check the source and, where two sets fit, stage it; no engine is touched."""
+        """Check the source and stage it, if two sets fit. No engine is stopped."""
         started = time.perf_counter()
         self.number = self.runtime.desired.update + 1
         label = self.options.weight_version
@@ -152,15 +152,15 @@ class Update:
         desired = self.runtime.desired
         desired.weight_version, desired.update = self.version, self.number
         engines.run(self._label)
-        # Those that missed it come after the others serve, and `no_weights` goes last: what waits
-        # must never find that no engine is left.
+        # The order matters: waiting requests must never find that no engine is left. First the
+        # others serve, then engines that missed the update leave. `no_weights` goes last.
         engines.run(self._leave_if_failed)
         if desired.no_weights is not None:
             desired.no_weights = None
             self.runtime.dispatch.fail_unserved()
 
     def _label(self, worker: EngineWorker) -> None:
-        """On the engine's thread: its next tokens come from the new weights."""
+        """On the engine's thread: label its next tokens with the new version."""
         if worker.index not in self.failed:
             worker.channel.set_weights(self.version, self.number)
             worker.load()
@@ -182,7 +182,7 @@ class Update:
             except Exception as error:
                 if worker is self.workers[0] or self.runtime.closed:
                     raise
-                # Others have the new weights already: it only goes forward.
+                # Others have the new weights already, so there is no way back.
                 reason = f"it missed an update of weights: {error}"
                 self.failed[worker.index] = reason
                 job = partial(leave_without_weights, worker, reason)
@@ -192,8 +192,8 @@ class Update:
     def _roll_one(self, worker: EngineWorker) -> None:
         plan = self.plan
         if worker is not self.workers[0]:
-            # The first engine got them in the model's layout; a source is read only once. Not its
-            # leaves: should it have failed since, those may be made anew just now.
+            # A source is read only once, and the first engine's set is in the model's layout. Its
+            # leaves are not used: if it has failed since, a rebuild may replace them just now.
             first = self.staged[self.workers[0].index]
             plan = self.plan.again(first.arrays, worker.leaves.specs)
         staged = None
@@ -263,7 +263,7 @@ class Update:
         )
 
     def _fingerprints(self) -> tuple[str, list[EngineSwap]]:
-        """Of what was staged, and of every engine that has it."""
+        """Compute the fingerprint of what was staged, and of every engine that has it."""
         done = [w for w in self.workers if w.index in self.pauses and w.index not in self.failed]
         while done:
             lead = done[0]
@@ -276,7 +276,7 @@ class Update:
                 )
                 return staged, list(map(self._engine, done, have))
             except (LookupError, RuntimeError):
-                # An engine has failed since; it comes back with the new weights.
+                # An engine has failed since. It comes back with the new weights.
                 readable = [worker for worker in done if not worker.leaves.lost()]
                 if readable == done:
                     raise

@@ -1,4 +1,4 @@
-"""Finds a step that does not return; what becomes of its engine is `recovery.py`'s."""
+"""Finds a step that does not return. `recovery.py` decides what happens to its engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from enginepool.engine.worker import EngineWorker
 def watching(
     name: str, workers: Sequence[EngineWorker], step_timeout: float, recovery: Recovery
 ) -> Iterator[None]:
-    """Abandon engines whose step takes longer. Ends with the block.
+    """Inside the block, abandon each engine whose step takes longer than `step_timeout` seconds.
 
-    Looks ten times in `step_timeout`, so a step is found stuck up to a tenth of it late.
+    It looks ten times in `step_timeout`, so it finds a stuck step up to a tenth of that late.
     """
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Looking at engines' weights: checksums, one tensor, and a small change to see it arrive."""
+"""Looks at engines' weights: checksums, one tensor, and noise to see an update arrive."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def noise(runtime: Runtime, seed: int, scale: float, num_leaves: int) -> dict[st
     changed = {}
     for index, path in enumerate(list(leaves)[:num_leaves]):
         leaf = leaves[path]
-        # On the host: one answer for every device and sharding.
+        # On the host, so that the result is the same for every device and sharding.
         drawn = np.asarray(jax.random.normal(jax.random.fold_in(key, index), leaf.shape))
         host = np.asarray(leaf)
         changed[path] = (host.astype(np.float32) + drawn * scale).astype(leaf.dtype)

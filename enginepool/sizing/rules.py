@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from enginepool.sizing.memory import FRACTION, Memory, Settings, running_requests_cap
-from enginepool.sizing.shape import Shape
+from enginepool.sizing.memory import Memory, running_requests_cap
 from enginepool.values import is_int
 
 # Upstream's own 1 cannot be used: the attention kernel unrolls a copy for every page of a block.
@@ -18,8 +16,6 @@ SHARING_PAGE_SIZE = 32
 # Without a limit upstream compiles for every request that it may ever run, thousands, and the
 # sampler needs several times the logits of all of them. This is its own largest bucket.
 MAX_RUNNING_REQUESTS = 256
-# A fraction that keeps a second weight set possible must leave KV for so many full requests.
-KV_FOR_REQUESTS = 16
 
 TPU_DEFAULTS: Mapping[str, Any] = {
     "page_size": PAGE_SIZE,
@@ -32,29 +28,6 @@ class Advice(NamedTuple):
 
     problem: str
     remedy: str
-
-
-def default_fraction(shape: Shape, args: Mapping[str, Any], free: int) -> float:
-    """`mem_fraction_static` where nobody gave one.
-
-    The largest at which a second weight set fits beside the KV cache, temporaries and programs, if
-    that leaves KV for 16 requests of the context; otherwise the largest that leaves temporaries
-    and programs their room. Never more than upstream's: nobody has seen more of a chip used.
-
-    Args:
-        args: `ServerArgs` as the pool passes them, page size and all.
-        free: Bytes of HBM that the engine finds on each of its chips.
-    """
-    settings = replace(Settings.of(args, shape), fraction=FRACTION)
-    memory = Memory(shape, settings, free)
-    alone, live = memory.largest_fraction(sets=1), memory.live_swap_fraction
-    most = min(FRACTION, FRACTION if alone is None else alone)
-    wanted = KV_FOR_REQUESTS * settings.tokens_per_request
-    if settings.max_total_tokens is not None:
-        wanted = min(wanted, memory.tokens_at(most))
-    if live is not None and memory.tokens_at(live) >= wanted:
-        return min(live, FRACTION)
-    return most
 
 
 def page_advice(args: Mapping[str, Any]) -> list[Advice]:

@@ -16,6 +16,7 @@ from enginepool.errors import InvalidConfig
 from enginepool.sizing import memory as sizes
 from enginepool.sizing import rules
 from enginepool.sizing.chips import GIB, TOPOLOGIES, V4, V5E, V6E, topology
+from enginepool.sizing.kv_size import default_fraction
 from enginepool.sizing.memory import Memory, Settings, running_requests_cap
 from enginepool.sizing.shape import FAMILIES, read_shape, shape_of
 from tests.support.pools import SMALL
@@ -243,7 +244,7 @@ def test_default_fraction_leaves_temporaries_their_room() -> None:
     """Gemma2's vocabulary makes logits of 262 MB for 256 requests, and 0.88 leaves too little."""
     shape = shape_of(AutoConfig.for_model("gemma2"), "bfloat16")
     args = {**rules.TPU_DEFAULTS, "context_length": 8192}
-    args["mem_fraction_static"] = rules.default_fraction(shape, args, V5E.hbm_bytes)
+    args["mem_fraction_static"] = default_fraction(shape, args, V5E.hbm_bytes)
     assert args["mem_fraction_static"] == 0.87
     memory = Memory(shape, Settings.of(args, shape), V5E.hbm_bytes)
     assert memory.serves

@@ -1,0 +1,40 @@
+"""How large an engine's KV cache is on a TPU: its share of the chip's memory.
+
+On other platforms it is `max_total_tokens`, of the user or of `config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from enginepool.sizing.memory import FRACTION, Memory, Settings
+from enginepool.sizing.shape import Shape
+
+# A fraction that keeps a second weight set possible must leave KV cache for this many requests of
+# the whole context.
+KV_FOR_REQUESTS = 16
+
+
+def default_fraction(shape: Shape, args: Mapping[str, Any], free: int) -> float:
+    """`mem_fraction_static` for a user who gave none.
+
+    It is the largest at which a second weight set fits beside the KV cache, temporaries and
+    programs, if that leaves KV cache for 16 requests of the context. Otherwise it is the largest
+    that leaves room for temporaries and programs. It is never more than upstream's.
+
+    Args:
+        args: `ServerArgs` as the pool passes them, page size and all.
+        free: Bytes of HBM that the engine finds on each of its chips.
+    """
+    settings = replace(Settings.of(args, shape), fraction=FRACTION)
+    memory = Memory(shape, settings, free)
+    alone, live = memory.largest_fraction(sets=1), memory.live_swap_fraction
+    most = min(FRACTION, FRACTION if alone is None else alone)
+    wanted = KV_FOR_REQUESTS * settings.tokens_per_request
+    if settings.max_total_tokens is not None:
+        wanted = min(wanted, memory.tokens_at(most))
+    if live is not None and memory.tokens_at(live) >= wanted:
+        return min(live, FRACTION)
+    return most
