@@ -204,8 +204,8 @@ class EngineWorker(PinnedEngine):
         self.assembly.rebuild(dummy_weights=not from_checkpoint)
         if self.kept:
             self.leaves.replace(self.kept)
-        elif not from_checkpoint:
-            self.condition.weights.update = -1  # `readmit` brings weights
+        else:  # -1: `readmit` brings weights. An earlier attempt may have set it, too.
+            self.condition.weights.update = 0 if from_checkpoint else -1
 
     def _intact(self) -> dict[str, jax.Array]:
         """The engine's own weights, if they are the pool's current ones. What an earlier rebuild

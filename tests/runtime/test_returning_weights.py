@@ -136,8 +136,7 @@ def test_weights_come_with_the_sibling_that_has_them(pool: EnginePool, target: P
         assert states(pool) == ["unloaded", "abandoned", "abandoned"]
         hanging[0].set()
         until(lambda: states(pool) == ["serving", "serving", "abandoned"])
-        results = pool.engines[0].generate(input_ids=PROMPTS, sampling_params=GREEDY)
-        assert results == pool.engines[1].generate(input_ids=PROMPTS, sampling_params=GREEDY)
+        serves(pool, target)
     finally:
         for hang in hanging:
             hang.set()
