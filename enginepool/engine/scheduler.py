@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax.sharding import Mesh
 from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.scheduler import Scheduler

@@ -175,7 +175,7 @@ def test_what_a_rebuild_puts_in_place_is_nobodys_weights(
     """An engine is rebuilt to copy a sibling's weights; before it has any of them its return fails,
     and the sibling leaves. It is rebuilt with the checkpoint's weights."""
     reset, begun, go_on = Assembly.reset, threading.Event(), threading.Event()
-    drop, sibling = KVCache.drop, two.runtime().workers[0]
+    drop, sibling = KVCache.drop, two.runtime.workers[0]
 
     def failing_reset(self: Assembly) -> None:
         begun.set()
