@@ -1,17 +1,16 @@
-"""One trace and one lowering of every program, for all engines of a pool.
+"""Traces and lowers each program once for all engines of a pool.
 
-Reaches into upstream's model runner: its jitted functions; and into those of its objects that a
-program is given.
+Reaches into upstream's model runner: its jitted functions, and the objects that these get.
 
-What breaks: Without this every engine traces and lowers each program for itself, and all of that is
-Python, one engine after the other: with eight engines eight times the seconds of one.
-Why: Upstream makes its functions anew for every model runner, and models, attention backends and
-memory pools bring the mesh of their own devices into a trace. JAX gives a trace and what it lowered
-to another device by itself, where the function is the same and no mesh in it names a device.
+What breaks: Without this every engine traces and lowers each program for itself. That is Python, so
+engines do it one after the other: eight engines take eight times as long.
+Why: Upstream makes new functions for every model runner, and models, attention backends and memory
+pools bring the mesh of their own devices into a trace. JAX reuses a trace and its lowering for
+another device if the function is the same and no mesh in it names a device.
 Remove when: Upstream's functions belong to modules, and its models have abstract meshes.
 
-A program that is not alike in two engines, in anything but the devices, is each engine's own; so is
-everything on an upstream that keeps its functions elsewhere.
+If a program differs between two engines in more than the devices, each engine has its own. So it is
+if this upstream keeps its functions elsewhere.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ if TYPE_CHECKING:
 
 
 class CommonPrograms:
-    """What engines have in common. Thread-safe."""
+    """The programs that engines share. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: list[tuple[Any, Any]] = []
 
     def common(self, likeness: Any, make: Callable[[], Any]) -> Any:
-        """What was made first for something alike; made now, if nothing was.
+        """Return what was made for something alike; call `make` if nothing was.
 
         Args:
-            likeness: All that the thing is made of, see `alike`.
+            likeness: Everything that the result depends on; compared by `alike`.
         """
         with self._lock:
             for known, made in self._known:
@@ -56,8 +55,8 @@ class CommonPrograms:
             return made
 
     def split(self, module: Any) -> tuple[Any, Any]:
-        """`nnx.split`, into a definition that names no device and is the engines' common one, and
-        the module's own state."""
+        """`nnx.split` into a definition that names no device, shared by engines, and the module's
+        own state."""
         from flax import nnx  # not with the package: it takes a second
 
         with _without_devices(module):
@@ -66,7 +65,7 @@ class CommonPrograms:
 
 
 def share(runner: ModelRunner, programs: CommonPrograms) -> None:
-    """Let upstream's own functions be the ones that engines have in common."""
+    """Replace upstream's functions by those that engines share."""
     model, sampler = runner.jitted_run_model, runner.jitted_sampler
     captured = inspect.getclosurevars(model).nonlocals if isinstance(model, FunctionType) else {}
     known = {"jitted_run_model", "model_def", "model_state_def", "self"}
@@ -104,8 +103,8 @@ def _common_function(programs: CommonPrograms, jitted: Any) -> OnAnyDevice:
 
 
 class OnAnyDevice:
-    """A jitted function, called as it would be without the default device of an engine's thread:
-    JAX takes that for a part of the trace, and all arguments that matter are on their devices."""
+    """A jitted function that is called without the default device of an engine's thread. JAX would
+    make that device a part of the trace. All arguments that matter are on their devices."""
 
     def __init__(self, jitted: Any) -> None:
         self._jitted = jitted
@@ -115,14 +114,14 @@ class OnAnyDevice:
             return self._jitted(*args)
 
     def compile(self, *args: Any) -> None:
-        """Compile what such a call runs; an array may be given as its shape and sharding."""
+        """Compile what such a call runs. For an array, its shape and sharding suffice."""
         with jax.default_device(None):
             self._jitted.lower(*args).compile()
 
 
 @jax.tree_util.register_pytree_node_class
 class WithoutDevices:
-    """In the place of an object that is given to a program: inside, it is the object again, on an
+    """Wraps an object that a program gets. Inside the program it is that object again, on an
     abstract mesh."""
 
     def __init__(self, whole: Any) -> None:
@@ -138,7 +137,7 @@ class WithoutDevices:
 
 
 def structure_without_devices(structure: Any) -> Any:
-    """The same structure, of objects on an abstract mesh."""
+    """The same structure, with abstract meshes."""
     data = structure.node_data()
     if data is None:  # a leaf, or None
         return structure
@@ -150,7 +149,7 @@ def structure_without_devices(structure: Any) -> Any:
 
 
 def without_devices(value: Any) -> Any:
-    """The value with abstract meshes: itself, if it has no mesh."""
+    """The value with abstract meshes; the value itself if it has no mesh."""
     if isinstance(value, Mesh):
         return value.abstract_mesh
     # Abstract meshes have one kind of memory: whoever asks for another keeps the devices.
@@ -165,7 +164,7 @@ def without_devices(value: Any) -> Any:
 
 @contextmanager
 def _without_devices(module: Any) -> Iterator[None]:
-    """Abstract meshes in a module, meanwhile: upstream's host code needs the others."""
+    """Inside the block the module has abstract meshes. Upstream's host code needs the others."""
     from flax import nnx
 
     replaced = []
@@ -183,7 +182,8 @@ def _without_devices(module: Any) -> Iterator[None]:
 
 
 def alike(one: object, other: object) -> bool:
-    """Whether two things would be traced alike: equal, or of one type and made of what is alike."""
+    """Whether two objects give the same trace: they are equal, or of one type with parts that are
+    alike."""
     return _alike(one, other, {})
 
 
@@ -216,7 +216,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _parts(whole: object) -> list[Any] | None:
-    """What a thing is made of; None if that cannot be told."""
+    """The parts of an object; None if they are unknown."""
     if isinstance(whole, (list, tuple)):
         return list(whole)
     if isinstance(whole, FunctionType):

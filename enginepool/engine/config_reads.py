@@ -1,13 +1,13 @@
-"""Which fields of a model's configuration upstream reads while it builds an engine.
+"""Records which fields of a model's configuration upstream reads while it builds an engine.
 
 Reaches into upstream's ModelConfig: what is assigned to its `hf_config`.
 
-What breaks: What a configuration asks for and upstream does not compute is ignored without a word.
-Why: A model takes the fields that it knows, and nobody asks for the others.
+What breaks: A setting that upstream does not compute is ignored silently.
+Why: A model reads the fields that it knows, and nobody looks at the others.
 Remove when: Upstream refuses what it does not compute.
 
-A list of what each family takes would be out of date with the next version, so the configuration
-keeps it: while the engine is built, its class is one that notes what is asked for.
+A list of what each family reads would be out of date with the next version. So while an engine is
+built, the configuration's class is replaced by one that records each field that is read.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def noted_reads() -> Iterator[set[str]]:
-    """The names of fields that are read meanwhile of the `hf_config` of every ModelConfig that this
-    thread makes meanwhile."""
+    """Inside the block, record the fields that are read of the `hf_config` of each ModelConfig that
+    this thread makes there."""
     notes = _Notes(set(), [])
     token = _notes.set(notes)
     try:
@@ -57,7 +57,7 @@ _notes: ContextVar[_Notes | None] = ContextVar("notes", default=None)
 def _install() -> Callable[[], None]:
     from sgl_jax.srt.configs import model_config
 
-    # A property goes before what the object has under that name; both are the same.
+    # A property has precedence over the attribute of that name, which keeps the value.
     kind: Any = model_config.ModelConfig
     kind.hf_config = property(lambda self: vars(self)["hf_config"], _assign)
 
@@ -97,10 +97,10 @@ def _fields(server_args: ServerArgs) -> dict[str, Any]:
 
 
 def check_model(runner: ModelRunner, server_args: ServerArgs, reads: Collection[str]) -> None:
-    """Whether an engine that was built computes what its model's configuration says.
+    """Check that a built engine computes what its model's configuration says.
 
     Raises:
-        InvalidConfig: It does not; names the field.
+        InvalidConfig: It does not; the error names the field.
     """
     check_quantized(runner, server_args)
     config = _fields(server_args)
@@ -109,7 +109,7 @@ def check_model(runner: ModelRunner, server_args: ServerArgs, reads: Collection[
 
 
 def _caps(runner: ModelRunner) -> bool:
-    """Whether the attention knows a cap on its logits; the native one does not yet."""
+    """Whether the attention can cap its logits; the native one cannot yet."""
     from sgl_jax.srt.layers.attention import native_backend
 
     native = isinstance(runner.attn_backend, native_backend.NativeAttention)

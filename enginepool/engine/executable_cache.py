@@ -1,17 +1,17 @@
-"""One compilation for all engines of a pool, where the platform allows it.
+"""Compiles each program once for all engines of a pool, if the platform allows it.
 
-Every engine compiles the same programs for another device. On CPU an executable is serialized
-once it is compiled, and loaded for the other devices instead of being compiled again. The key is
-JAX's own persistent cache key without the device assignment (which JAX leaves out on GPU only).
+Every engine needs the same programs for another device. On CPU a compiled executable is serialized,
+and loaded for the other devices instead of being compiled again. The key is that of JAX's
+persistent cache without the device assignment (JAX itself leaves that out on GPU only).
 On TPU executables are not moved between devices (jax issue 38004, sglang-jax issue 1216).
 
-Reaches into private parts of JAX, in effect only on the threads that ask for it.
+Reaches into private parts of JAX. Only threads inside `sharing` are affected.
 
-What breaks: Without this every engine compiles for itself, four times what one engine takes.
+What breaks: Without this every engine compiles for itself. Four engines take four times as long.
 Why: JAX's own persistent cache has the device in its key on CPU, and belongs to the host.
 Remove when: JAX loads what it has compiled for one device onto another of its kind.
 
-Where JAX's parts are others than these, engines compile for themselves, and the log says so.
+If this JAX has other parts, engines compile for themselves, and the log says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _users = 0
 _original: Any = None
 
 
-# Seconds for which a warm-up may trace and lower without compiling; then it does not, it hangs.
+# A warm-up that traces and lowers for so many seconds without compiling hangs.
 _PATIENCE = 60.0
 
 
@@ -54,7 +54,7 @@ _COMPILE = ("backend", "module", "executable_devices", "options", "host_callback
 
 @functools.cache
 def _jax() -> _Jax | None:
-    """None if this JAX has them otherwise."""
+    """The parts; None if this JAX has others."""
     try:
         from jax._src import cache_key, compilation_cache, compiler
 
@@ -142,8 +142,8 @@ class ExecutableCache:
 
 @contextmanager
 def compiling_ahead(compile_ahead: Callable[[], None]) -> Iterator[None]:
-    """Have another thread compile what this one needs after the block, while it is in it; what XLA
-    does alone then has several cores. Nothing is done ahead on a thread that shares no cache.
+    """While the block runs, let another thread compile what this thread needs after it. So XLA uses
+    several cores. A thread that shares no cache compiles nothing ahead.
 
     Raises:
         Exception: What `compile_ahead` raised, at the end of the block.
@@ -168,7 +168,7 @@ def compiling_ahead(compile_ahead: Callable[[], None]) -> Iterator[None]:
 
 
 def common_programs() -> CommonPrograms:
-    """Of the cache that this thread shares, or of nobody else."""
+    """Those of the cache that this thread shares. Without a cache, they are the caller's alone."""
     cache = getattr(_thread, "cache", None)
     return CommonPrograms() if cache is None else cache.programs
 
@@ -198,10 +198,10 @@ def _compile_and_load(
 
 
 def _host_caches(backend: Any) -> bool:
-    """Whether JAX would write what it is given to the host's persistent cache: an executable that
-    was loaded serializes to one without its functions, and whoever reads that cannot run it.
+    """Whether JAX would write the executable to the host's persistent cache. A loaded executable is
+    serialized without its functions, so one that was read from there could not run.
 
-    JAX goes on with the cache that it first used, whatever its configuration says later.
+    JAX keeps the cache that it first used, whatever its configuration says later.
     """
     parts = _jax()
     assert parts is not None

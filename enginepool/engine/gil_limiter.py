@@ -1,4 +1,4 @@
-"""A limit on engines that run Python at once: the host's part of a step, and of a compilation.
+"""Limits how many engines run Python at once: the host's part of a step, or of a compilation.
 
 The GIL lets one engine's Python run at a time anyway. But a step lets go of it some twenty times,
 at every transfer and launch, and whenever several engines want it each of these costs a switch
@@ -16,15 +16,15 @@ from collections.abc import Iterator
 
 import patches
 
-# Seconds after which an engine that others wait for has lost its slot: its step compiles, or hangs.
+# Seconds after which an engine loses its slot, if others wait: its step compiles or hangs.
 STEP_PATIENCE = 0.05
 
 
 class Limiter:
-    """So many threads at a time. Thread-safe; a slot belongs to the thread that acquired it.
+    """A limited number of slots. Thread-safe; a slot belongs to the thread that acquired it.
 
-    Waiting threads get theirs in the order in which they came. Nobody waits for a thread that
-    keeps its slot for longer than `patience`, in seconds; it goes on, without one.
+    Waiting threads get slots in the order in which they came. A thread that keeps its slot for
+    longer than `patience` seconds loses it to a waiting thread, and goes on without one.
     """
 
     def __init__(self, at_once: int, patience: float) -> None:
@@ -49,7 +49,7 @@ class Limiter:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """For work as a whole; the thread must not have a slot."""
+        """Hold a slot inside the block. The thread must not have one."""
         self.acquire()
         try:
             yield
@@ -58,8 +58,8 @@ class Limiter:
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """For a wait: others may have the slot until the block ends. It is not acquired again after
-        an error, or for a thread that had none."""
+        """Give the slot to others inside the block, which waits for something. It is not acquired
+        again after an error, or if the thread had none."""
         had = threading.get_ident() in self._since
         self.release()
         yield
@@ -78,9 +78,9 @@ class Limiter:
 
 @functools.cache
 def process_limiter() -> Limiter:
-    """For steps of all pools of the process, which share one GIL.
+    """The limiter of all pools of the process, which share one GIL.
 
-    Two at a time, so that one can be in JAX's native code while the other has the GIL.
+    It has two slots, so that one engine can be in JAX's native code while another has the GIL.
     """
     if not patches.optimising():
         return Limiter(sys.maxsize, STEP_PATIENCE)

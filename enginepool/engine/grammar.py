@@ -1,16 +1,15 @@
-"""A request's grammar, as upstream's scheduler and worker ask for it.
+"""A request's grammar, in the form that upstream's scheduler and worker call.
 
 Reaches into upstream's requests: their attribute `grammar` gets an object of ours.
 
-What breaks: Upstream gives one grammar's state to all requests that have that grammar, and ends the
-engine on one that does not parse. In a batch with a grammar, a request that has none may sample
-nothing at all.
-Why: It puts a copy into its cache, once, and shares that; a grammar is parsed there; its mask
-begins as zeros, and only rows with a grammar are filled.
-Remove when: A request has a state of its own there, and rows without a grammar are not masked.
+What breaks: All requests with the same grammar share one state, and a grammar that does not parse
+ends the engine. In a batch with a grammar, a request without one may sample no token at all.
+Why: Upstream caches one copy of a grammar's state and shares it, and it parses grammars in the
+engine. Its mask begins as zeros, and only rows with a grammar are filled.
+Remove when: Each request has a state of its own, and rows without a grammar are not masked.
 
-The mask is an argument of upstream's sampler at every step, so there is no program of its own.
-It is computed while the device runs the model.
+The mask is an argument of upstream's sampler at every step, so it needs no program of its own. It
+is computed while the device runs the model.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from enginepool.process.upstream import expect
 
 _ALL = np.uint32((1 << 32) - 1)
 
-# What a request's masks may take of the thread that all requests of an engine wait for: so much a
-# token, and so much more in all. Most take a tenth of a millisecond.
+# Seconds that a request's masks may take, for each token and in addition. All requests of an engine
+# wait meanwhile. Most masks take a tenth of a millisecond.
 _A_TOKEN = 0.003
 _IN_ADVANCE = 0.5
 
 
 class RequestGrammar:
-    """What may follow, of one request on one engine: a function of its output ids.
+    """Which tokens may come next in one request: a function of its output ids.
 
     Attributes:
-        finished: Upstream's: whether the request has ended.
-        failure: Why nothing can follow, if so; the end token is sampled then.
+        finished: Set by upstream: whether the request has ended.
+        failure: Why no token can come next, if none can. Then the end token is sampled.
     """
 
     def __init__(
@@ -51,18 +50,18 @@ class RequestGrammar:
     ) -> None:
         """
         Args:
-            ends: What ends the request's model, wherever the grammar lets it.
-            output_ids: Those that it has already, as it resumes.
-            thinking: What comes before the grammar, if anything does.
+            ends: The model's end tokens. They may come wherever the grammar allows an end.
+            output_ids: The outputs that a resumed request already has.
+            thinking: Describes the thinking before the answer, if there is any.
         """
         self._grammar = grammar
         self._matcher = grammar.matcher()
-        # Where the tokenizer names no end, llguidance takes some id for it: none of the model's.
+        # If the tokenizer names no end token, llguidance uses an id that is none of the model's.
         self._complete = grammar.eos_token_id
         self._ends = sorted({*ends} or {self._complete})
         self.finished = False
         self.failure: str | None = None
-        self._owed = 0.0  # seconds beyond what its tokens give
+        self._owed = 0.0  # seconds taken beyond the allowance of its tokens
         self._thought = None if thinking is None else Thought(thinking)
         going = [token for token in output_ids if token not in self._ends]
         if answer := list(itertools.dropwhile(self._is_thought, going)):
@@ -70,13 +69,13 @@ class RequestGrammar:
                 self._matcher.consume_tokens(answer)
 
     def accept_token(self, token: int) -> None:
-        """Go on behind a token of the output."""
+        """Advance by a token of the output."""
         if self.failure is None and token not in self._ends and not self._is_thought(token):
             with self._taking(tokens=0):
                 self._matcher.consume_token(token)
 
     def _is_thought(self, token: int) -> bool:
-        """Whether a token of the output comes before what the grammar describes."""
+        """Whether an output token comes before the part that the grammar describes."""
         if self._thought is None:
             return False
         with self._taking(tokens=0):
@@ -89,16 +88,17 @@ class RequestGrammar:
         return said is not None
 
     def is_terminated(self) -> bool:
-        """Never by itself: a complete output is followed by the end token."""
+        """Never: after a complete output the end token is sampled."""
         return False
 
     def allocate_vocab_mask(self, vocab_size: int, batch_size: int) -> np.ndarray:
-        """Of the whole batch: upstream asks the first grammar in it. A new one for every step, as
-        the last one may still be on its way to the device."""
+        """Make the mask of the whole batch; upstream asks the first grammar in it. Each step gets a
+        new one, because the last one may still be on its way to the device."""
         return open_mask(vocab_size, batch_size)
 
     def fill_vocab_mask(self, vocab_mask: np.ndarray, idx: int) -> None:
-        """Put in what may come next. There is always something: of no finite logits, no law."""
+        """Fill in which tokens may come next. There is always one: without any, sampling is
+        undefined."""
         row = vocab_mask[idx].view(np.uint32)
         if self._thought is not None and self._thought.state == "goes on" and not self.failure:
             row[:] = _ALL
@@ -126,7 +126,8 @@ class RequestGrammar:
 
     @contextlib.contextmanager
     def _taking(self, tokens: int) -> Iterator[None]:
-        """Around what the matcher does for so many tokens."""
+        """Charge the time that the matcher takes inside the block, less the allowance for
+        `tokens`."""
         began = time.thread_time()
         yield
         taken = time.thread_time() - began
@@ -143,7 +144,7 @@ class RequestGrammar:
 
 
 def open_mask(vocab_size: int, batch_size: int) -> np.ndarray:
-    """By row a bit for each id, of a batch in which every id may come next."""
+    """A mask that allows every id in every row. It has one bit for each id."""
     return np.full((batch_size, -(-vocab_size // 32)), -1, np.int32)
 
 

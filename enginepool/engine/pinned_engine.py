@@ -1,4 +1,4 @@
-"""One engine on its devices, with everything that belongs to it."""
+"""One engine on its devices, and everything that belongs to it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class PinnedEngine:
-    """What is known of an engine, whatever its thread does.
+    """An engine as other threads see it.
 
     Attributes:
         index: Which of the pool's engines it is.
-        condition: What the engine is doing and what it may do.
-        channel: The door to it.
-        assembly: The engine as an object, and how it is made.
+        condition: What the engine does, and what it may do.
+        channel: The way into it.
+        assembly: Makes the engine, and has it as an object.
         queue: The pool's.
         kept: Its weights while it is rebuilt with them, and until it serves again.
     """

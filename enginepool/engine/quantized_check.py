@@ -1,13 +1,13 @@
-"""Whether the quantized matrices of a model take what its attention gives them.
+"""Checks that a model's quantized matrices take what its attention gives them.
 
 Reaches into upstream's models: the layers' `self_attn.o_proj`, and its `QuantizedLinear`.
 
 What breaks: A pool of a quantized model on CPU or GPU opens without warm-up, and every request is
 aborted.
-Why: A quantized matrix wants its input cut over the devices of an engine, even if that is one;
-native attention gives its output uncut.
-Remove when: Native attention cuts its output, or a quantized matrix takes what comes. The matrix
-itself is tried, so one that takes it passes.
+Why: A quantized matrix wants its input sharded over the devices of an engine, even over one. Native
+attention does not shard its output.
+Remove when: Native attention shards its output, or a quantized matrix takes any sharding. The check
+tries the matrix itself, so one that works passes.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class Recovery:
         self._lost("engine_quarantined", engine, error, requests, exception=trace)
 
     def engine_stuck(self, engine: PinnedEngine, since: float, reason: str) -> None:
-        """A step that began then does not return. On another thread than the engine's."""
+        """A step that began at `since` does not return. Called on another thread than the
+        engine's."""
         with self._dispatch.queue.moving():
             requests = engine.channel.abandon(since, reason)
             if requests is not None:
@@ -107,7 +108,7 @@ class Recovery:
         )
 
     def _sort_out(self, engine: PinnedEngine, requests: Sequence[Request]) -> list[Request]:
-        """Of the requests of a failed engine, end those that cannot go on; returns the others."""
+        """End the requests of a failed engine that cannot go on; returns the others."""
         movable = []
         for request in requests:
             faults = request.faults
@@ -124,7 +125,7 @@ class Recovery:
     def _sort_out_not_finite(
         self, engine: PinnedEngine, error: NotFinite, requests: Sequence[Request]
     ) -> list[Request]:
-        """What was alone may be at fault; what was not is tried alone first."""
+        """A request that was alone may be at fault. One that was not is first tried alone."""
         weights = engine.condition.weights
         movable = []
         for request in requests:
@@ -145,7 +146,7 @@ class Recovery:
     def _look_at(
         self, engine: PinnedEngine, request: Request
     ) -> Literal["resume", "request", "weights"]:
-        """What is at fault where a request that was alone had no finite numbers."""
+        """What is at fault if a request that was alone had numbers that are not finite."""
         weights, faults = engine.condition.weights, request.faults
         again = faults.add_not_finite(engine.index, str(engine.condition.reason), weights.update)
         seen = self._not_finite.get(engine.index, [])
@@ -165,8 +166,8 @@ class Recovery:
         return decide_not_finite(faults, again=again, finite_on=finite_on)
 
     def _weights_are_broken(self, engine: PinnedEngine) -> bool:
-        """Whether what had no finite numbers here, alone, has had some elsewhere since, while
-        nothing had any here."""
+        """Whether a request that was alone here without finite numbers has had some elsewhere
+        since, while no request had any here."""
         weights = engine.condition.weights
         return any(
             update == weights.update == faults.finite_under and when > weights.finite_at
@@ -189,7 +190,7 @@ class Recovery:
         return decide(error, EngineHistory(self._count(engine), not_made_anew=True), self._policy)
 
     def _count(self, engine: PinnedEngine) -> int:
-        """Count a failure of this engine; returns how many there are in a row."""
+        """Count a failure of this engine. Returns how many there are in a row."""
         now = time.perf_counter()
         since = max(engine.channel.last_output, now - WINDOW_SECONDS)
         times = self._times.get(engine.index, [])
@@ -201,13 +202,13 @@ class Recovery:
         with self._steering.turn("recovery"):
             if self._dispatch.closed:
                 return False
-            engine.kept = {}  # they are in place, and nobody else looks during this turn
+            engine.kept = {}  # they are in place, and no other thread reads them during this turn
             self._bring_up_to_date(engine)
             if engine.condition.weights.missing is None:
                 self.weights.bring_from(engine)
             engine.enter()
         if engine.condition.weights.missing is not None:
-            self._dispatch.fail_unserved()  # it was waited for
+            self._dispatch.fail_unserved()  # requests waited for this engine
             if self._desired.no_weights is None:
                 self._warn("engine_unloaded", engine, requests=0)
         seconds += time.perf_counter() - made
@@ -222,7 +223,8 @@ class Recovery:
         return True
 
     def _bring_up_to_date(self, engine: PinnedEngine) -> None:
-        """Current weights, and the pool's pause reasons. While no swap can begin."""
+        """Give the engine the current weights and the pool's pause reasons. No swap can begin
+        now."""
         condition, desired = engine.condition, self._desired
         condition.draining = False
         condition.pause_reasons = set(desired.pause_reasons)

@@ -1,13 +1,12 @@
-"""Whether a model turns queries and keys by the frequencies that its configuration says.
+"""Checks that a model rotates queries and keys by the frequencies of its configuration.
 
 Reaches into upstream's models: the layers' `self_attn.rotary_emb`.
 
-What breaks: Frequencies that are not the configuration's are not seen: outputs stay plausible, and
-a trainer's policy is another one.
-Why: Upstream drops what a configuration asks for where it does not know it, or reads it and uses
-something else. What is known of that is repaired in `patches/`; this is for the next one.
-Remove when: Never; where upstream's models have other parts, the log says that they are not
-checked.
+What breaks: Wrong frequencies go unnoticed: outputs stay plausible, but the trainer's policy is
+another one.
+Why: Upstream ignores a setting that it does not know, or reads it and uses another. Known cases are
+repaired in `patches/`; this finds the next one.
+Remove when: Never. If upstream's models have other parts, the log says that they are not checked.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from enginepool.logs import logger
 from enginepool.model_config import FAMILIES
 from enginepool.model_config.rotary import Rotation, rotation
 
-# Each entry is looked at where it has turned by about so many radians: the first shows a wrong
-# scale or kind, the second what is rounded. float32 is exact to 1e-5 there.
+# Each entry is compared at about these angles, in radians. The first shows a wrong scale or kind,
+# the second shows rounding. float32 is exact to 1e-5 there.
 _RADIANS = (1.0, 64.0)
 _TOLERANCE = 1e-3
 
 
 def check_rotary(model: Any, fields: Mapping[str, Any]) -> None:
-    """Turn a vector by each layer's own embedding, and compare with the published formula.
+    """Rotate a vector by each layer's own embedding, and compare with the published formula.
 
     Args:
         fields: The configuration's. Not those of the object that upstream has built the model
@@ -84,7 +83,7 @@ def _check(embedding: Any, expected: Rotation, layer: int, fields: Mapping[str, 
 
 
 def _turned(embedding: Any, positions: np.ndarray, entries: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of each entry at its own position: what becomes of (1, 0)."""
+    """Cosine and sine of each entry at its own position: (1, 0) rotated."""
     head = np.zeros((len(positions), embedding.head_size), np.float32)
     head[:, :entries] = 1.0
     turned, _ = jax.jit(embedding)(positions, head, head)

@@ -2,12 +2,12 @@
 
 Reaches into upstream's Scheduler, by overriding its methods and by its queues and batches.
 
-What breaks: Its requests and results can be had through sockets alone, and those results are wrong:
-past 50 tokens log-probabilities repeat, and in a mixed batch they are misaligned.
-Why: It means to be a process of its own, whose other half is a detokenizer in a third one.
-Remove when: A step hands over its requests and results as objects, to whoever runs the loop.
+What breaks: Requests and results go through sockets only, and those results are wrong: past 50
+tokens log-probabilities repeat, and in a mixed batch they are misaligned.
+Why: Upstream's scheduler expects a process of its own, and a detokenizer in another one.
+Remove when: A step hands its requests and results, as objects, to whoever runs the loop.
 
-The constructor looks for what is overridden and read here, and names what it misses.
+The constructor checks that what is overridden and used here exists, and names what is missing.
 Imports sgl_jax: import it only after the patches are applied.
 """
 
@@ -141,8 +141,8 @@ class PinnedScheduler(Scheduler):
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         """Admit requests.
 
-        Who waits has no KV cache yet, or none any more, and looks for its prefix among what the
-        weights of this moment have computed, whichever they were when it came here.
+        A waiting request has no KV cache. Its prefix is looked up among entries of the current
+        weights, even if the request came when the weights were others.
         """
         self.scorer.make_way(running_count(self))
         held = self.running.held
@@ -157,7 +157,7 @@ class PinnedScheduler(Scheduler):
         return batch
 
     def check_memory(self) -> None:
-        """Upstream's look for lost pages; it knows nothing of those of scored prompts."""
+        """Upstream's check for lost pages. It does not know the pages of scored prompts."""
         if not self.scorer.holds_kv:
             super().check_memory()
 
@@ -181,8 +181,8 @@ class PinnedScheduler(Scheduler):
         )
 
     def look_at_weights(self) -> None:
-        """After idling, when a trainer has had time to donate what it shares: the step would fail,
-        with requests that another engine could have had.
+        """Check shared weights after idling: a trainer may have donated them meanwhile. The step
+        would fail, with requests that another engine can run.
 
         Raises:
             LookupError: Weights are gone.
@@ -191,12 +191,12 @@ class PinnedScheduler(Scheduler):
             raise LookupError(f"{lost[0]} was deleted or donated")
 
     def room(self, load: int) -> int:
-        """How many more requests can start. None while one still waits for KV space."""
+        """How many more requests can start; 0 while one waits for KV cache."""
         waits = self.waiting_queue or self.scorer.waits_for_room
         return 0 if waits else self.max_running_requests - load
 
     def prefilling(self) -> bool:
-        """Whether prompts wait here to be computed, or to be scored, or are so in part."""
+        """Whether prompts wait to be prefilled or scored, or are partly so."""
         in_chunks = any(req is not None for req in self.chunked_reqs)
         return bool(self.waiting_queue) or in_chunks or self.scorer.has_prompts
 
@@ -207,7 +207,8 @@ class PinnedScheduler(Scheduler):
         return len(self.tree_cache.match_prefix(params).device_indices)
 
     def kv_usage(self) -> tuple[int, int]:
-        """Tokens of KV cache in use, without what the prefix cache may evict, and in all."""
+        """Tokens of KV cache: how many are in use, and how many there are. What the prefix cache
+        may evict counts as free."""
         allocator: Any = self.token_to_kv_pool_allocator
         free = allocator.available_size(0)
         total = self.max_total_num_tokens
@@ -237,7 +238,7 @@ class PinnedScheduler(Scheduler):
         return req
 
     def abort(self, internal_rid: str) -> None:
-        """End one request; the channel hears of it at once or after one more step."""
+        """End one request, at once or after one more step."""
         if self.scorer.drop(internal_rid):
             self.running.end(internal_rid, aborted("it was aborted", "cancelled"))
         else:
@@ -246,14 +247,14 @@ class PinnedScheduler(Scheduler):
     # Scoring, between steps
 
     def has_scores(self) -> bool:
-        """Whether `score` would compute something; prompts take KV cache here."""
+        """Whether `score` would compute something. Takes KV cache for prompts."""
         return self.scorer.ready()
 
     def score(self) -> None:
-        """Compute a piece of the prompts that are to be scored."""
+        """Score a piece of the waiting prompts."""
         complete, broken, alone = self.scorer.step(self.device_wait.until_ready)
         running = self.running
-        with running.lock:  # the step may have been abandoned: then it holds nothing any more
+        with running.lock:  # if the step was abandoned, `held` is empty
             for requests, scored in complete:
                 for request in requests:
                     if request.internal_rid in running.held:
@@ -282,11 +283,11 @@ class PinnedScheduler(Scheduler):
         self._top_logprobs.warm(warming)
 
     def release_all(self) -> None:
-        """Forget every request and give back all KV pages and slots; the prefix cache is empty.
+        """Drop every request and free all KV pages and slots. The prefix cache is empty afterwards.
 
-        For a caller that took the requests over (`Channel.retract`), in whatever state a step
-        left things. Upstream's own pause loses what was prefilled but has not joined the running
-        batch; here nothing depends on that.
+        The caller has taken the requests out before (`Channel.retract`). A failed step may have
+        left any state. Upstream's own pause would lose requests that were prefilled but have not
+        joined the running batch.
         """
         self.scorer.forget()
         self.waiting_queue = []
@@ -301,15 +302,15 @@ class PinnedScheduler(Scheduler):
             raise RuntimeError(why)
 
     def reset(self) -> None:
-        """`release_all`, and new KV buffers: a failed step may have taken the old ones along."""
+        """`release_all`, and new KV buffers: a failed step may have consumed the old ones."""
         self.release_all()
         self.kv_cache.renew()
 
     def dispose(self) -> None:
-        """Drop everything; also what a constructor that failed half way has made.
+        """Drop everything, even what a constructor made before it failed.
 
-        Scheduler, worker and model runner refer to each other and to compiled programs: an
-        explicit cut frees the arrays now. A garbage collection would stop the other engines.
+        Scheduler, worker and model runner refer to each other. Clearing them frees the arrays at
+        once; a garbage collection would stop the other engines.
         """
         worker = getattr(self, "tp_worker", None)
         if (leaves := getattr(self, "leaves", None)) is not None:

@@ -1,4 +1,4 @@
-"""What a channel needs of the scheduler behind it: the engine's, or the tests' scripted one."""
+"""What a channel needs of its scheduler: the engine's, or a scripted one of the tests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class StepScheduler(Protocol):
-    """All on the engine's thread, but for `kv_usage`."""
+    """Called on the engine's thread, except `kv_usage`."""
 
     def has_work(self) -> bool:
         """Whether a step would do something."""
         ...
 
     def look_at_weights(self) -> None:
-        """After idling: raise LookupError where weights are gone."""
+        """After idling: raise LookupError if weights are gone."""
 
     def room(self, load: int) -> int:
-        """How many more requests can start beside so many."""
+        """How many more requests can start beside `load` others."""
         ...
 
     def prefilling(self) -> bool:
@@ -33,21 +33,21 @@ class StepScheduler(Protocol):
         ...
 
     def admit(self, request: Request) -> Req | None:
-        """Make upstream's request of it, with the outputs that it has in place; None if its prompt
-        is scored first."""
+        """Make upstream's request of it, with the outputs that it has. None if its prompt is scored
+        first, or if it ends here."""
 
     def has_scores(self) -> bool:
         """Whether `score` would do something."""
         ...
 
     def score(self) -> None:
-        """Compute log-probabilities of prompts, for about as long as a prefill takes."""
+        """Score prompts, for about as long as a prefill takes."""
 
     def abort(self, internal_rid: str) -> None:
-        """End one request; the channel hears of it at once or after one more step."""
+        """End one request, at once or after one more step."""
 
     def release_all(self) -> None:
-        """Forget every request, and give back their KV pages."""
+        """Drop every request, and free their KV pages."""
 
     def reset(self) -> None:
         """`release_all`, and new KV buffers."""

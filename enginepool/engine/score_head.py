@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities of given tokens, with bounded memory."""
+"""Computes log-probabilities of given tokens from hidden states, with bounded memory."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from jax.sharding import PartitionSpec
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
-# Logits (float32, of the whole vocabulary) are made for a slice of positions at a time: no more of
-# them than this, nor than a full sampling batch has, for which there is room; 8 positions at least.
+# Logits (float32, of the whole vocabulary) are computed for a slice of positions at a time. A slice
+# has at most this many bytes, and at most the rows of a full sampling batch; at least 8 positions.
 LOGITS_BYTES = 128 * 2**20
 _LEAST_ROWS = 8
 
 
 class ScoreHead:
-    """Around a model's logits processor: beside what that makes of the hidden states, takes the
-    log-probabilities of given tokens from them, a slice of positions at a time.
+    """Wraps a model's logits processor. It returns what the processor returns, and
+    log-probabilities of given tokens, which it computes for a slice of positions at a time.
 
     Args:
         wanted: `rows` of the hidden states, of which the first `count` count, the ids after them
             as `targets`, and whether `top` is wanted: the most probable ids; whether `named` ones
             are, which are rows of `names`, and for each row `whose`.
-        batch: Of the largest sampling batch.
+        batch: How many rows the largest sampling batch has.
     """
 
     def __init__(self, processor: Any, wanted: Any, *, vocab_size: int, batch: int) -> None:
@@ -103,5 +103,5 @@ class ScoreHead:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest that is no larger."""
+    """The largest power of two up to a number; 0 for 0."""
     return 1 << max(0, number.bit_length() - 1) if number else 0

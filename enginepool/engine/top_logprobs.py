@@ -1,10 +1,10 @@
-"""The most probable tokens of upstream's own steps, and tokens that are named, where they are asked
-for. Those of a steady step are in `steady/sample.py`.
+"""Log-probabilities of the most probable tokens, and of named tokens, in upstream's own steps.
+Steady steps compute them in `steady/sample.py`.
 
 Reaches into upstream's model runner: its `compute_logprobs` is replaced.
 
-What breaks: Upstream's own way compiles a program for every arrangement of widths in a batch, while
-it serves, and its results are misaligned where only some requests ask.
+What breaks: Upstream compiles a program for every arrangement of widths in a batch, while it
+serves. Its results are misaligned if only some requests ask for them.
 Why: The widths of a batch's requests are part of the program's shape.
 Remove when: Upstream computes one width for all. Another signature is refused, by name.
 """
@@ -35,8 +35,8 @@ _NEVER = -1e30
 
 
 class TopLogprobs:
-    """The most probable tokens of a step, and those that requests name, in one program of fixed
-    widths for every batch."""
+    """Computes the most probable tokens of a step, and those that requests name. One program of
+    fixed widths serves every batch."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         expect_parameters(model_runner.compute_logprobs, "logits", "token_ids")
@@ -52,7 +52,7 @@ class TopLogprobs:
         replaced.compute_logprobs = self._compute
 
     def warm(self, warming: bool) -> None:
-        """From here on the program runs in every step, whatever the batch; or no more."""
+        """Run the program in every step, whatever the batch; or stop that."""
         self._warming = warming
         self._latest = None  # nobody collects it
 
@@ -95,14 +95,14 @@ class TopLogprobs:
 
 
 def top_values(values: np.ndarray, ids: np.ndarray, k: int) -> tuple[list[float], list[int]]:
-    """The `k` most probable ids of one token and before them their log-probabilities; fewer where
-    a grammar allows fewer: the others have float32's lowest."""
+    """The log-probabilities of the `k` most probable ids of one token, and these ids. They are
+    fewer if a grammar allows fewer: the others have float32's lowest value."""
     k = min(k, int((values > _NEVER).sum()))
     return values[:k].tolist(), ids[:k].tolist()
 
 
 def named_values(values: np.ndarray, count: int) -> list[float]:
-    """The log-probabilities of so many ids that a request names, of one token."""
+    """The log-probabilities of the `count` ids that a request names, for one token."""
     own = values[:count]
     return np.where(own > _NEVER, own, -np.inf).tolist()
 

@@ -1,14 +1,14 @@
-"""Warm-up: every program that serving needs is compiled before the first request.
+"""Warm-up: compiles every program that serving needs, before the first request.
 
 Upstream's own precompile over the buckets that `max_running_requests` and `max_prefill_tokens`
 allow, in the form that the pool's requests have.
 
-Reaches into upstream's compilation manager: `_make_dummy_batch` is replaced meanwhile, and where
-decode is steady `_precompile_decode`.
+Reaches into upstream's compilation manager: `_make_dummy_batch` is replaced during the warm-up, and
+so is `_precompile_decode` if decode is steady.
 
-What breaks: Without this the first request of every shape compiles its programs while it is served.
-Why: Upstream's dummy batches have no seeds, a batch with seeds is another program, and every
-request of a pool has one.
+What breaks: Without this the first request of every shape waits for compilations.
+Why: Upstream's dummy batches have no seeds. A batch with seeds is another program, and every
+request of a pool has a seed.
 Remove when: The dummy batches can be given seeds. A manager without the method is missed by name.
 """
 
