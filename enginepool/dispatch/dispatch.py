@@ -105,7 +105,7 @@ class Dispatch:
             if (why := self._desired.no_weights) is not None:
                 raise NoWeights(f"pool {self.name!r} has no weights: {why}")
             for pinned_to in {request.pinned_to for request in call.requests}:
-                if not self._will_be_served(pinned_to):
+                if not self.will_be_served(pinned_to):
                     raise self.failure(pinned_to)
             if call.requests:
                 self._calls.add(call)
@@ -217,7 +217,7 @@ class Dispatch:
             with self.lock:
                 self._calls.discard(request.call)
 
-    def _will_be_served(self, pinned_to: int | None) -> bool:
+    def will_be_served(self, pinned_to: int | None) -> bool:
         """Whether an engine serves, or will serve, that may run such a request."""
         engines = self.engines if pinned_to is None else [self.engines[pinned_to]]
         return any(engine.condition.will_serve for engine in engines)
@@ -229,10 +229,10 @@ class Dispatch:
         """
         if self.closed or self._desired.no_weights is not None:
             return  # `close` ends all requests; `update_weights` will let them continue
-        if not self._will_be_served(None):
+        if not self.will_be_served(None):
             self.fail(self.take_waiting(), self.failure(None))
         for engine in self.engines:
-            if not self._will_be_served(engine.index):
+            if not self.will_be_served(engine.index):
                 outside = self.queue_limit.take_pinned_to(engine.index)
                 inside = self.queue.take_pinned_to(engine.index)
                 self.fail(outside + inside, self.failure(engine.index))

@@ -102,7 +102,7 @@ class LogLines:
         while (text := self._lines.get()) is not None:
             if not self._write(text):
                 self._lose(1)
-            elif lost := self._take_lost():
+            elif lost := self.take_lost():
                 about = {"event": "enginepool.log_lines_lost", "level": "warning", "lines": lost}
                 if not self._write(json.dumps(about) + "\n"):
                     self._lose(lost)
@@ -124,7 +124,8 @@ class LogLines:
         with self._lock:
             self._lost += count
 
-    def _take_lost(self) -> int:
+    def take_lost(self) -> int:
+        """How many lines could not be written since this was last asked."""
         with self._lock:
             lost, self._lost = self._lost, 0
         return lost

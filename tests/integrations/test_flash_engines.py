@@ -113,7 +113,7 @@ def test_a_kernel_that_fails_midway(pool: EnginePool, versions: list[Path]):
     def wrong(*_: Any, **__: Any) -> Any:
         raise faults.Fault("a copy failed")
 
-    faults._once([(SharedMemory, "store_buffer_content")], 200, wrong)
+    faults.once([(SharedMemory, "store_buffer_content")], 200, wrong)
     results = ask(pool)
     until(lambda: [engine["state"] for engine in pool.stats()["engines"]] == ["serving"] * 2)
     failed = [e for e in pool.events()[before:] if e["event"] == "engine_quarantined"]

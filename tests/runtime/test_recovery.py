@@ -147,7 +147,7 @@ def test_a_call_finds_an_engine_that_just_came_back(model_dir: Callable[[str], P
         def look() -> int:
             refused = 0
             while not over.is_set():
-                refused += not dispatch._will_be_served(None)
+                refused += not dispatch.will_be_served(None)
             return refused
 
         interval = sys.getswitchinterval()

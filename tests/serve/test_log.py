@@ -134,7 +134,7 @@ def test_lines_that_cannot_be_written(kind: str) -> None:
         for number in range(REQUESTS):
             lines.write(json.dumps({"number": number}) + "\n")
         lines.close(SECONDS)
-    assert lines._take_lost() == REQUESTS
+    assert lines.take_lost() == REQUESTS
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def _everywhere(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> 
     return undo
 
 
-def _once(places: list[tuple[Any, str]], at: int, wrong: Callable[..., Any]) -> None:
+def once(places: list[tuple[Any, str]], at: int, wrong: Callable[..., Any]) -> None:
     """Let the so-manieth call of one of these methods from now be `wrong(original, *args)`."""
     calls = 0
 
@@ -91,7 +91,7 @@ def raise_in_step(
     def wrong(*_: Any, **__: Any) -> Any:
         raise error or Fault(f"device {engine_index} is gone")
 
-    _once(_steps(scheduler_of(pool, engine_index)), at, wrong)
+    once(_steps(scheduler_of(pool, engine_index)), at, wrong)
 
 
 def raise_after_step(pool: EnginePool, engine_index: int, at: int = 1) -> None:
@@ -101,7 +101,7 @@ def raise_after_step(pool: EnginePool, engine_index: int, at: int = 1) -> None:
         original(*args, **kwargs)
         raise Fault(f"the result of device {engine_index} is lost")
 
-    _once(_steps(scheduler_of(pool, engine_index)), at, wrong)
+    once(_steps(scheduler_of(pool, engine_index)), at, wrong)
 
 
 def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) -> None:
@@ -113,7 +113,7 @@ def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) ->
 
     scheduler = scheduler_of(pool, engine_index)
     places = [(scheduler, "process_batch_result"), (scheduler.steady, "append")]
-    _once(places, at, wrong)
+    once(places, at, wrong)
 
 
 def delete_kv_cache(pool: EnginePool, engine_index: int) -> None:
@@ -147,7 +147,7 @@ def raise_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> None:
         original(*args, **kwargs)
         raise Fault(f"the scores of device {engine_index} are lost")
 
-    _once([(scheduler_of(pool, engine_index).scorer.program, "run")], at, wrong)
+    once([(scheduler_of(pool, engine_index).scorer.program, "run")], at, wrong)
 
 
 def hang_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
@@ -173,7 +173,7 @@ def _hang(places: list[tuple[Any, str]], at: int = 1) -> Hang:
         let_go.wait()
         return original(*args, **kwargs)
 
-    _once(places, at, wrong)
+    once(places, at, wrong)
     return let_go
 
 
@@ -183,7 +183,7 @@ def raise_in_reset(pool: EnginePool, engine_index: int) -> None:
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault(f"device {engine_index} gives no memory")
 
-    _once([(scheduler_of(pool, engine_index).kv_cache, "renew")], 1, wrong)
+    once([(scheduler_of(pool, engine_index).kv_cache, "renew")], 1, wrong)
 
 
 def raise_in_commit(pool: EnginePool, engine_index: int) -> None:
@@ -192,7 +192,7 @@ def raise_in_commit(pool: EnginePool, engine_index: int) -> None:
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault(f"device {engine_index} does not take weights")
 
-    _once([(scheduler_of(pool, engine_index).leaves, "replace")], 1, wrong)
+    once([(scheduler_of(pool, engine_index).leaves, "replace")], 1, wrong)
 
 
 def raise_in_decode(pool: EnginePool) -> None:
@@ -201,7 +201,7 @@ def raise_in_decode(pool: EnginePool) -> None:
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault("the tokenizer is broken")
 
-    _once([(pool.engines[0].tokenizer_manager.tokenizer, "decode")], 1, wrong)
+    once([(pool.engines[0].tokenizer_manager.tokenizer, "decode")], 1, wrong)
 
 
 @contextmanager
