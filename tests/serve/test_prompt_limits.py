@@ -51,7 +51,7 @@ def test_a_template_beside_the_messages(plain: Running) -> None:
 FIRST, *OTHERS = CONNECTIONS
 USUAL = (
     "template", "messages", "prompt", "many ids", "131,072 requests", "schema",
-    "chain of rules", "grammar without end",
+    "grammar without end",
 )  # fmt: skip
 
 
