@@ -111,6 +111,7 @@ class FrontEnd:
         prompt_logprobs: int | None = None,
         clamp: bool = False,
         thinking: Thinking | None = None,
+        special_tokens: bool | None = None,
     ) -> Call:
         """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet.
 
@@ -118,6 +119,7 @@ class FrontEnd:
             prompt_logprobs: Log-probabilities of all of the prompt, and so many of the most
                 probable tokens in each place.
             clamp, thinking: See `InputProcessor.make_call`.
+            special_tokens: `add_special_tokens` of `CallOptions`.
         """
         self.runtime.dispatch.process.check()
         for name in UNSUPPORTED:
@@ -138,6 +140,7 @@ class FrontEnd:
             obj.sampling_params,
             {
                 "input_ids": obj.input_ids,
+                "add_special_tokens": special_tokens,
                 "return_logprob": return_logprob,
                 "top_logprobs_num": _one_for_all("top_logprobs_num", obj.top_logprobs_num),
                 "token_ids_logprob": obj.token_ids_logprob,

@@ -127,6 +127,8 @@ class Exchange:
         id_prefix: str | None = None,
         prompt_logprobs: int | None = None,
         thinking: Thinking | None = None,
+        *,
+        special_tokens: bool | None = None,
     ) -> None:
         """Submit upstream's GenerateReqInput and wait for its first output.
 
@@ -135,7 +137,7 @@ class Exchange:
         Args:
             id_prefix: All outputs share one id with this prefix, as OpenAI's do. With None, each
                 has an id of its own.
-            prompt_logprobs, thinking: See `FrontEnd.make_call`.
+            prompt_logprobs, thinking, special_tokens: See `FrontEnd.make_call`.
         """
         self._host.check_open()
         obj.sampling_params = as_taken(obj.sampling_params)
@@ -150,7 +152,7 @@ class Exchange:
         if limiter is None and has_grammar(obj.sampling_params):
             limiter = self.tokenizer.grammars
         self.call = await in_thread(
-            self._make_call, obj, prompt_logprobs, thinking, limiter=limiter
+            self._make_call, obj, prompt_logprobs, thinking, special_tokens, limiter=limiter
         )
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
@@ -158,7 +160,13 @@ class Exchange:
             self._first_output_seconds = time.perf_counter() - self._started
         raise_if_lost(self._first, nothing_yet=bool(obj.stream))
 
-    def _make_call(self, obj: Any, prompt_logprobs: int | None, thinking: Thinking | None) -> Call:
+    def _make_call(
+        self,
+        obj: Any,
+        prompt_logprobs: int | None,
+        thinking: Thinking | None,
+        special_tokens: bool | None,
+    ) -> Call:
         for text in [obj.text] if isinstance(obj.text, str) else obj.text or ():
             self.tokenizer.check_text(text)
         call = self._front.make_call(
@@ -166,6 +174,7 @@ class Exchange:
             prompt_logprobs=prompt_logprobs,
             clamp=self._options.clamp_max_new_tokens,
             thinking=thinking,
+            special_tokens=special_tokens,
         )
         check_values(call)
         return call

@@ -65,11 +65,11 @@ class StreamOptionsBody(StreamOptions):
 
 class CompletionBody(WireFields, CompletionRequest):
     """`max_tokens` may be 0, for the prompt's log-probabilities alone. `model` may be left out.
-    `add_special_tokens` takes its default only."""
+    `add_special_tokens` is vLLM's: False for text that has its special tokens already."""
 
     model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
     stream_options: StreamOptionsBody | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    add_special_tokens: Literal[True] = True
+    add_special_tokens: bool = True
 
     @field_validator("max_tokens")
     @classmethod

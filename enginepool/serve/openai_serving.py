@@ -58,6 +58,15 @@ def check_upstream() -> None:
     expect(OpenAIServingScore, "_handle_non_streaming_request")
 
 
+def _special_tokens(body: CompletionBody) -> bool | None:
+    """Whether the tokenizer adds its own to a text; nothing is added to token ids."""
+    return False if not body.add_special_tokens and _is_text(body.prompt) else None
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) or isinstance(prompt[0], str)
+
+
 class _Serving:
     """What both serving classes do differently from upstream. An error is raised and becomes the
     reply's status; upstream answers 500, or 200 with an error in the stream."""
@@ -74,7 +83,13 @@ class _Serving:
             exchange.token_names, exchange.names_own = token_name, not chat
         adapted = await run_sync(self._adapt, body, limiter=exchange.tokenizer.limiter)
         thinking = self._thinking(body) if chat else None
-        await exchange.begin(adapted, self._request_id_prefix(), body.prompt_logprobs, thinking)
+        await exchange.begin(
+            adapted,
+            self._request_id_prefix(),
+            body.prompt_logprobs,
+            thinking,
+            special_tokens=None if chat else _special_tokens(body),
+        )
         call, text = exchange.call, exchange.tokenizer.token_text
         assert call is not None
         if body.stream:

@@ -271,7 +271,6 @@ def test_what_asks_for_nothing(plain: Running, path: str, field: dict[str, Any])
         (CHAT, {"custom_params": {"weight": 1}}, "custom_params.weight=1"),
         (CHAT, {"custom_params": {"temperature": 1}}, "custom_params.temperature=1"),
         (COMPLETIONS, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens=5"),
-        (COMPLETIONS, {"add_special_tokens": False}, "add_special_tokens=False"),
         (GENERATE, {"sampling_params": {"stop_regex": "1"}}, "stop_regex"),
         (TOKENS, {"sampling_params": {"logit_bias": {"1": 2}}}, "logit_bias"),
         (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "reasoning.encrypted_content"),

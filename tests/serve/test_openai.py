@@ -7,8 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from enginepool import EnginePool
+from enginepool.toy.files import START_ID, START_TOKEN
 from tests.support.liveness import callers, paused, until, waiting
 from tests.support.servers import Running, serving
 from tests.support.templates import TEMPLATES, rendered
@@ -339,3 +341,28 @@ def test_other_parts(plain: Running) -> None:
         plain.openai().chat.completions.create(
             model="toy", messages=[{"role": "user", "content": [image]}]
         )
+
+
+def test_a_rendered_prompt_begins_once(sums: EnginePool, plain: Running) -> None:
+    """Text whose special tokens are written out is completed without those that the tokenizer adds;
+    to token ids nothing is added."""
+    hf: Any = sums.engines[0].tokenizer_manager.tokenizer
+    backend = hf.backend_tokenizer
+    before = backend.post_processor
+    backend.post_processor = TemplateProcessing(
+        single=f"{START_TOKEN} $A", special_tokens=[(START_TOKEN, START_ID)]
+    )
+    try:
+        for prompt, special, ids in (
+            ("1", True, [START_ID, ord("1")]),
+            (f"{START_TOKEN}1", False, [START_ID, ord("1")]),
+            (["1", "2"], False, [ord("1")]),
+            ([ord("1")], False, [ord("1")]),
+        ):
+            body = {"prompt": prompt, "add_special_tokens": special, "return_token_ids": True}
+            with plain.http() as client:
+                reply = client.post("/v1/completions", json=body | {"max_tokens": 1})
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["prompt_token_ids"] == ids
+    finally:
+        backend.post_processor = before
