@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-# structlog imports rich, which draws a number from `random`: now, and not when the pool is first
-# asked for.
+# structlog imports rich, which draws a number from `random`. It does so now, and not later in the
+# middle of a user's program.
 import enginepool.logs as _logs  # noqa: F401
 from enginepool.errors import (
     EnginePoolError,
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """What needs JAX is imported when it is asked for: `enginepool --help` answers without."""
+    """Import what needs JAX on first use, so that `enginepool --help` does not import JAX."""
     if name == "EnginePool":
         from enginepool.pool.pool import EnginePool as found
     elif name == "StagedWeights":

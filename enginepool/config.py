@@ -1,4 +1,4 @@
-"""What a pool is made of: its own options and upstream's `ServerArgs`, checked by name."""
+"""The options of a pool: its own, and upstream's `ServerArgs`, checked by name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from enginepool.sizing.shape import Shape, read_shape
 from enginepool.values import did_you_mean, is_int, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
-# Of a launch: more of them cost callers time, and save the host next to nothing.
+# The most decode steps of one launch. More would delay callers and save the host almost nothing.
 MAX_DECODE_STEPS = 8
-# What becomes of a call that finds no room in a bounded queue.
+# What a call does if the queue is full.
 WhenFull = Literal["block", "raise"]
 
 _NOT_IN_A_POOL = "it is not supported in a pool"
@@ -76,14 +76,14 @@ REFUSED_PREFIXES: Mapping[str, str] = {
     "max_loaded_loras": "LoRA is not supported in a pool yet",
 }
 
-# Environment variables of upstream that cannot hold in a pool, with the reason.
+# Environment variables of upstream that are not possible in a pool, with the reason.
 REFUSED_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_JAX_AOT_DISPATCH": "it keeps old weights alive and in use after they were replaced",
     "SGLANG_PD_WEIGHT_CACHE": "it shares weights between engines on different devices",
 }
 
-# What the CPU platform needs: upstream's native attention copies the whole KV pool in every layer
-# and step, and a sliding-window pool of its own ends Gemma's first forward.
+# Needed on CPU. Upstream's native attention copies the whole KV pool in every layer and step, so
+# the pool is small. A separate pool for sliding windows makes Gemma's first forward fail.
 CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "native",
     "disable_hybrid_swa_memory": True,
@@ -103,7 +103,7 @@ _PLATFORM_DEFAULTS = {
 }
 
 
-# What vLLM calls an option that sglang has under another name.
+# vLLM's names of options that have another name here.
 _VLLM_NAMES = {
     "enforce_eager": 'warmup="none"',
     "gpu_memory_utilization": "mem_fraction_static",
@@ -118,7 +118,7 @@ _VLLM_NAMES = {
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """The arguments of `EnginePool`, checked as far as that goes without a device."""
+    """The arguments of `EnginePool`, checked as far as that is possible without a device."""
 
     model: str
     devices: int | Sequence[Any] | None = None
@@ -134,7 +134,7 @@ class PoolConfig:
     server_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for own in dataclasses.fields(self):  # NumPy's and JAX's values as Python's
+        for own in dataclasses.fields(self):  # NumPy and JAX values become plain Python
             object.__setattr__(self, own.name, plain(getattr(self, own.name)))
         given = {name: plain(value) for name, value in self.server_args.items()}
         object.__setattr__(self, "server_args", given)
@@ -183,9 +183,9 @@ class PoolConfig:
         """`ServerArgs` of one engine.
 
         Args:
-            device_indexes: The engine's devices as offsets from the host's smallest device id;
-                upstream uses them to ask those devices for free memory.
-            free_bytes: Memory that the engine finds on each of its devices, where that is known.
+            device_indexes: The engine's devices as offsets from the host's smallest device id.
+                Upstream asks these devices for free memory.
+            free_bytes: The free memory of each of the engine's devices. None if it is not known.
         """
         shape = self.shape if platform == "tpu" and free_bytes else None
         return {
@@ -195,13 +195,13 @@ class PoolConfig:
             "device_indexes": device_indexes,
             "enable_single_process": True,
             "disable_overlap_schedule": True,  # it runs the forward on a second thread
-            "disable_precompile": True,  # the pool warms up, in the form that its requests have
+            "disable_precompile": True,  # the pool does its own warm-up
             **self._model_overrides,
         }
 
     @cached_property
     def written(self) -> dict[str, Any]:
-        """The model's config.json, found where upstream's engines look for it.
+        """The model's config.json, read from where upstream's engines read it.
 
         Raises:
             InvalidConfig: There is none.
@@ -209,20 +209,20 @@ class PoolConfig:
         return written(self.model, self.server_args.get("revision"))
 
     def check_model(self) -> None:
-        """Refuse a model whose configuration asks for what no engine computes.
+        """Refuse a model if its configuration needs something that no engine computes.
 
         Raises:
-            InvalidConfig: With the field and its value; or there is no configuration.
+            InvalidConfig: With the field and its value. Or there is no configuration.
         """
         refuse(read_fields(self.written, self.server_args.get("json_model_override_args")))
 
     @cached_property
     def _model_overrides(self) -> dict[str, str]:
-        """What upstream needs to read this config.json as it means."""
+        """The overrides with which upstream reads this config.json correctly."""
         args = self.server_args
         try:
             config = self.written
-        except InvalidConfig as error:  # who opens a pool asks before
+        except InvalidConfig as error:  # `open()` has reported it by then
             logger().info("enginepool.model_not_read", reason=str(error))
             return {}
         check_ends(config, f"{self.model}: config.json")
@@ -232,10 +232,10 @@ class PoolConfig:
     def engine_args(
         self, platform: str, free_bytes: int | None, shape: Shape | None
     ) -> dict[str, Any]:
-        """The part of them that is a choice: the user's before the platform's defaults.
+        """The `ServerArgs` that are a choice: the user's, then the platform's defaults.
 
         Args:
-            shape: The model's, if the platform is TPU and it is known.
+            shape: The model's shape, if the platform is TPU and the shape is known.
         """
         fields = _server_args_fields()
         defaults = _PLATFORM_DEFAULTS.get(platform, {})
@@ -251,13 +251,13 @@ class PoolConfig:
         return args
 
     def tpu_memory(self, args: Mapping[str, Any], free_bytes: int | None) -> Memory | None:
-        """What an engine of these `ServerArgs` takes of a chip; None where that is not known."""
+        """The memory that such an engine takes of a chip. None if it is not known."""
         if not free_bytes or self.shape is None:
             return None
         return Memory(self.shape, Settings.of(args, self.shape), free_bytes)
 
     def tpu_advice(self, args: Mapping[str, Any], free_bytes: int | None) -> list[rules.Advice]:
-        """What is wrong with an engine of these `ServerArgs` on a TPU, before it is built."""
+        """Problems of an engine with these `ServerArgs` on a TPU, before it is built."""
         memory = self.tpu_memory(args, free_bytes)
         if memory is None:
             return rules.page_advice(self.server_args)
@@ -265,7 +265,7 @@ class PoolConfig:
 
     @cached_property
     def shape(self) -> Shape | None:
-        """The model as far as memory goes; None where that is not to be known, which is logged."""
+        """The sizes of the model. None if they cannot be read, which is logged."""
         try:
             return read_shape(self.model, self.server_args)
         except InvalidConfig as error:
@@ -274,7 +274,7 @@ class PoolConfig:
 
 
 def server_args_class() -> Any:
-    """Upstream's `ServerArgs`; its import leaves the environment as it was."""
+    """Upstream's `ServerArgs`. Its import is kept from changing the environment."""
     from enginepool.process.guest import restore_environ
 
     environ = dict(os.environ)

@@ -19,15 +19,15 @@ DeviceSpec = int | Sequence[int] | Sequence[jax.Device] | None
 def resolve_devices(devices: DeviceSpec, tp_size: int) -> list[list[jax.Device]]:
     """The devices of each engine, `tp_size` neighbours each, in the order asked for.
 
-    On the CPU platform with a backend that is not initialised yet, a count of N engines asks JAX
-    for N × `tp_size` virtual devices first.
+    On the CPU platform, a count of N engines asks JAX for N × `tp_size` virtual devices, if JAX has
+    not started yet.
 
     Args:
         devices: A count of engines, device ids, `jax.Device`s, or None for all local devices.
 
     Raises:
-        InvalidConfig: Too few devices (with how to get more), a duplicate or unknown id, one of
-            another process, or a list that `tp_size` does not divide.
+        InvalidConfig: There are too few devices (the message says how to get more), an id is named
+            twice, unknown or of another process, or `tp_size` does not divide the list.
     """
     devices = plain(devices)
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
@@ -38,7 +38,7 @@ def resolve_devices(devices: DeviceSpec, tp_size: int) -> list[list[jax.Device]]
         raise InvalidConfig(f"devices={shown(devices)}: expected a count, or a list of device ids")
     if isinstance(devices, int):
         _ask_for_virtual_devices(devices * tp_size)
-    local = jax.local_devices()  # in a program of several processes, this one's
+    local = jax.local_devices()  # only those of this process, if the program has several
     if isinstance(devices, int):
         chosen = _first(local, devices * tp_size)
     elif devices is None:
@@ -91,15 +91,15 @@ def _unknown(device_id: Any) -> str:
 
 
 def _ask_for_virtual_devices(count: int) -> None:
-    """N virtual CPU devices, where the platform is CPU and JAX has not started yet."""
+    """Ask JAX for virtual CPU devices, if the platform is CPU and JAX has not started."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    config: Any = jax.config  # its attributes are made at run time
+    config: Any = jax.config  # pyright does not see its attributes
     platforms = config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")
     if platforms:
         on_cpu = platforms.split(",")[0] == "cpu"
     else:
         on_cpu = not any(importlib.util.find_spec(plugin) for plugin in ("libtpu", "jax_plugins"))
     if on_cpu and config.jax_num_cpu_devices < count:
-        with contextlib.suppress(RuntimeError):  # JAX has started, with the devices that it has
+        with contextlib.suppress(RuntimeError):  # JAX has started already
             jax.config.update("jax_num_cpu_devices", count)

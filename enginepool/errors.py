@@ -1,22 +1,22 @@
 """What enginepool raises.
 
 EnginePoolError
-├── InvalidConfig (ValueError)      a constructor argument that cannot hold in a pool
-├── InvalidRequest (ValueError)     bad input of a call; nothing of the call has started
+├── InvalidConfig (ValueError)      a constructor argument that is not possible in a pool
+├── InvalidRequest (ValueError)     bad input of a call; the call has not started
 │   └── InvalidGrammar              a grammar that does not compile
-├── InvalidWeights (ValueError)     weights that do not fit the model; nothing was touched
-├── WeightUpdateFailed              a device failed while new weights were put there
-├── StaleWeights                    staged weights that may not be committed any more
-├── EnginesDiffer                   engines that should have the same weights do not
-├── QueueFull                       more requests wait than max_queued; nothing has started
+├── InvalidWeights (ValueError)     weights that do not fit the model; no engine has changed
+├── WeightUpdateFailed              a device failed during an update of weights
+├── StaleWeights                    staged weights that can no longer be committed
+├── EnginesDiffer                   engines do not have the same weights
+├── QueueFull                       more requests wait than max_queued; the call has not started
 ├── PoolClosed                      the pool is closed; a closed pool cannot be opened again
-├── PatchFailed                     a repair of upstream does not fit the installed sglang-jax
-├── ForkedProcess               the pool was opened in the process that this one was forked from
+├── PatchFailed                     a patch does not fit the installed sglang-jax
+├── ForkedProcess                   the pool was opened in the parent process of this fork
 ├── EngineStartFailed               an engine could not be built or warmed up
 ├── StepTimeout                     a step of an engine does not return
-├── NotFinite                       an engine's log-probabilities are not finite numbers
+├── NotFinite                       log-probabilities of an engine are not finite numbers
 ├── PoolFailed                      no engine is left to serve
-│   └── NoWeights                   weights were released, or deleted by who shared them
+│   └── NoWeights                   weights were released, or their owner deleted them
 └── RequestFailed                   one prompt ended early (only inside RequestsFailed)
 RequestsFailed (ExceptionGroup)     what `raise_on_error=True` raises
 """
@@ -28,9 +28,9 @@ from typing import Any
 
 
 class EnginePoolError(Exception):
-    """Base of everything that enginepool raises on its own account.
+    """Base of all errors that enginepool defines.
 
-    All of them pickle with their data; `__cause__` stays behind, as Python leaves it.
+    They pickle with their data, but without `__cause__`, as all Python exceptions do.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -39,19 +39,19 @@ class EnginePoolError(Exception):
 
 
 def _made_again(kind: type[EnginePoolError], args: tuple[Any, ...]) -> EnginePoolError:
-    """An exception without its constructor, which may want more than `args`."""
+    """Make an exception without calling its constructor, which may need more than `args`."""
     return kind.__new__(kind, *args)
 
 
 class InvalidConfig(EnginePoolError, ValueError):
-    """Raised by the constructor or by `open()` for an argument that cannot hold in a pool."""
+    """Raised by the constructor or by `open()` for an argument that is not possible in a pool."""
 
 
 class InvalidRequest(EnginePoolError, ValueError):
-    """Raised for bad input of a call, before anything of that call has started.
+    """Raised for bad input of a call, before anything of the call has started.
 
     Attributes:
-        prompt_index: Which prompt of the call is meant, or None when it is the call itself.
+        prompt_index: The index of the bad prompt. None if the error is not in one prompt.
     """
 
     def __init__(self, message: str, *, prompt_index: int | None = None) -> None:
@@ -66,11 +66,11 @@ class InvalidGrammar(InvalidRequest):
 
 
 class InvalidWeights(EnginePoolError, ValueError):
-    """Raised by `update_weights` for a source that does not fit, with every engine as before; by
-    `open()` for a checkpoint that does not fit its own configuration.
+    """Raised by `update_weights` for a source that does not fit, and by `open()` for a checkpoint
+    that does not fit its configuration. No engine has changed.
 
     Attributes:
-        names: The tensors that are missing, unknown, misshapen or of a wrong dtype.
+        names: The tensors that are missing or unknown, or have a wrong shape or dtype.
     """
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
@@ -79,11 +79,11 @@ class InvalidWeights(EnginePoolError, ValueError):
 
 
 class WeightUpdateFailed(EnginePoolError):
-    """Raised by `update_weights` when putting weights on a device failed; says what serves now.
+    """Raised by `update_weights` if a device failed. The message says which weights serve now.
 
     Attributes:
-        engine_index: Whose device it was.
-        name: The leaf that could not be put there, by the model's path; None if unknown.
+        engine_index: The engine of that device.
+        name: The leaf that failed, by the model's path. None if it is not known.
     """
 
     def __init__(self, message: str, *, engine_index: int, name: str | None = None) -> None:
@@ -93,15 +93,15 @@ class WeightUpdateFailed(EnginePoolError):
 
 
 class StaleWeights(EnginePoolError):
-    """Raised by `commit()` of staged weights that were committed or discarded, have expired, or
-    were overtaken by another update; no engine was touched. Stage them again."""
+    """Raised by `commit()` if the staged weights were committed or discarded before, have expired,
+    or another update came first. No engine has changed. Stage them again."""
 
 
 class EnginesDiffer(EnginePoolError):
-    """Raised by checksums when engines do not have the same weights.
+    """Raised by checksums if engines do not have the same weights.
 
     Attributes:
-        checksums: By engine index.
+        checksums: The checksum of each engine, by engine index.
     """
 
     def __init__(self, message: str, *, checksums: dict[int, Any]) -> None:
@@ -110,15 +110,14 @@ class EnginesDiffer(EnginePoolError):
 
 
 class QueueFull(EnginePoolError):
-    """Raised with `when_full="raise"` for a call that finds no room; nothing of it has started."""
+    """Raised with `when_full="raise"` if the queue has no room for a call. It has not started."""
 
 
 class PoolClosed(EnginePoolError):
-    """Raised when a closed pool is used, and by calls that were waiting when it closed.
+    """Raised by calls on a closed pool, and by calls that wait when the pool closes.
 
     Attributes:
-        results: Of a call that was waiting: one entry a sample, in order, with what each has, as
-            `PoolFailed` has them. Else empty.
+        results: The results of a call that waited, as in `PoolFailed`. Empty for other calls.
     """
 
     def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
@@ -127,20 +126,23 @@ class PoolClosed(EnginePoolError):
 
 
 class ForkedProcess(EnginePoolError):
-    """Raised in a forked child by every use of a pool that its parent has opened. Closing it there
-    does nothing."""
+    """Raised in a forked child by every call on a pool that its parent has opened, except `close`,
+    which does nothing."""
 
 
 class PatchFailed(EnginePoolError):
-    """Raised by `open()` when a patch does not fit the installed sglang-jax, and by `close()` when
-    somebody replaced the same place since; `__cause__` is the `patches.PatchError`, which names
-    the place. `python -m patches` shows which patches are needed."""
+    """Raised by `open()` if a patch does not fit the installed sglang-jax, and by `close()` if
+    other code has replaced the patched attribute since.
+
+    `__cause__` is the `patches.PatchError`, which names the attribute. `python -m patches` shows
+    which patches are needed.
+    """
 
 
 class EngineStartFailed(EnginePoolError):
-    """Raised by `open()` when an engine could not be built; `__cause__` is the reason.
+    """Raised by `open()` if an engine could not be built. `__cause__` is the reason.
 
-    The engines that had started are closed again, so nothing of the pool is left.
+    All engines that had started are closed again.
     """
 
     def __init__(self, message: str, *, engine_index: int, device_ids: Sequence[int]) -> None:
@@ -150,15 +152,15 @@ class EngineStartFailed(EnginePoolError):
 
 
 class StepTimeout(EnginePoolError):
-    """Why an engine was given up: a step took longer than `step_timeout`. Seen in `stats()`."""
+    """The reason, in `stats()`, of an engine whose step took longer than `step_timeout`."""
 
 
 class NotFinite(EnginePoolError):
-    """Why an engine was reset: log-probabilities that are not finite numbers. Seen in `stats()`.
+    """The reason, in `stats()`, of an engine with log-probabilities that are not finite numbers.
 
     Attributes:
-        requests: Those that got them, by the ids that engines know them by.
-        alone: Nobody shared the step with them.
+        requests: The requests that got them, by the ids that engines use.
+        alone: No other request shared the step.
     """
 
     def __init__(self, requests: Sequence[str], *, alone: bool = False) -> None:
@@ -169,10 +171,10 @@ class NotFinite(EnginePoolError):
 
 
 class PoolFailed(EnginePoolError):
-    """Raised when no engine is left to serve.
+    """Raised if no engine is left to serve.
 
     Attributes:
-        results: One entry a sample, in order, with what each has; a prompt that was not
+        results: One result a sample, in order, with the tokens that it has. A sample that was not
             finished has `finish_reason {"type": "abort", ...}`.
     """
 
@@ -182,12 +184,12 @@ class PoolFailed(EnginePoolError):
 
 
 class NoWeights(PoolFailed):
-    """Raised when no engine has weights: released, or deleted by who shared them. The next
-    `update_weights` recovers."""
+    """Raised if no engine has weights, because they were released or their owner deleted them. The
+    next `update_weights` brings new ones."""
 
 
 class RequestFailed(EnginePoolError):
-    """One prompt that ended early: timeout, cancelled, poisoned."""
+    """An output that ended early, such as by timeout. Part of `RequestsFailed`."""
 
     def __init__(self, message: str, *, prompt_index: int, err_type: str | None) -> None:
         super().__init__(f"prompt {prompt_index}: {message}")
@@ -196,15 +198,15 @@ class RequestFailed(EnginePoolError):
 
 
 class RequestsFailed(ExceptionGroup[RequestFailed]):
-    """What `raise_on_error=True` raises: one `RequestFailed` a prompt that ended early.
+    """Raised with `raise_on_error=True`: one `RequestFailed` for each output that ended early.
 
     Attributes:
-        results: The whole list that the call would have returned.
+        results: The list that the call would have returned.
     """
 
     results: list[dict[str, Any]]
 
-    def derive(self, excs: Sequence[Any]) -> Any:  # of `RequestFailed`: a part of this group
+    def derive(self, excs: Sequence[Any]) -> Any:  # a part of this group
         group = RequestsFailed(self.message, excs)
         group.results = self.results
         return group

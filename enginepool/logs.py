@@ -1,8 +1,8 @@
-"""The library's logger: structlog's where the host configured it, silent otherwise.
+"""The library's logger: structlog if the host has configured it, `logging` otherwise.
 
-Unconfigured structlog prints to standard output, and a library prints nothing. Then events go to
-the standard `logging` logger "enginepool", whose handlers are the host's. They go there, too, where
-the host's structlog fails: an event that cannot be logged ends no request and no engine.
+Structlog prints to standard output unless it is configured, and a library must not print. So events
+go to the `logging` logger "enginepool", to which the host may add handlers. If the host's structlog
+raises, a warning goes there too. A failure of logging ends no request and no engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _fallback = structlog.wrap_logger(
 
 
 class _Logger:
-    """A bound logger whose calls do not raise."""
+    """A bound logger that never raises."""
 
     def __init__(self, bound: Any) -> None:
         self._bound = bound
@@ -32,20 +32,20 @@ class _Logger:
         def log(event: str, **fields: Any) -> None:
             try:
                 getattr(self._bound, level)(event, **fields)
-            except Exception as error:  # a full disk, a closed stream, a processor of the host's
+            except Exception as error:  # a full disk, a closed stream, a processor of the host
                 _stdlib.warning("enginepool.event_not_logged: %s: %r", event, error)
 
         return log
 
 
 def logger(**bound: Any) -> Any:
-    """A bound logger, looked up anew each time: the host may configure structlog at any time."""
+    """A bound logger. Made for each event, since the host may configure structlog at any time."""
     base = structlog.get_logger("enginepool") if structlog.is_configured() else _fallback
     return _Logger(base.bind(**bound))
 
 
 def take_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it. The error keeps none: its frames hold buffers."""
+    """The traceback as text. It is removed from the error, because its frames hold buffers."""
     trace = "".join(traceback.format_exception(error))
     seen: list[BaseException] = []
     link: BaseException | None = error

@@ -1,4 +1,4 @@
-"""A caller's values at the door: made plain Python, checked, and shown in errors."""
+"""The values of callers: converted to plain Python, checked, and shown in errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _quoting = ContextVar("enginepool_quoting", default=True)
 
 
 class Unreadable:
-    """Stands for an array that was deleted, donated or is traced: fits nowhere, and says why."""
+    """Stands for an array that was deleted or donated, or is traced. Its repr says why."""
 
     def __init__(self, array: Any, error: Exception) -> None:
         self._text = f"<{type(array).__name__}: {' '.join(str(error).split())}>"
@@ -27,7 +27,7 @@ class Unreadable:
 
 
 def plain(value: Any, depth: int = 4) -> Any:
-    """NumPy's and JAX's scalars and arrays as Python's own, in lists, tuples and sets too."""
+    """Convert NumPy and JAX values to plain Python, also inside lists, tuples and sets."""
     if hasattr(value, "tolist") and hasattr(value, "dtype") and not isinstance(value, type):
         try:
             value = value.tolist()
@@ -41,17 +41,17 @@ def plain(value: Any, depth: int = 4) -> Any:
 
 
 def shown(value: Any) -> str:
-    """`repr`, as far as there is one, and not longer than an error message can bear."""
+    """The `repr` for an error message, shortened."""
     try:
         text = repr(value)
-    except Exception as error:  # an integer of 5,000 digits has none
+    except Exception as error:  # an integer of 5,000 digits has no repr
         text = f"<{type(value).__name__}: {error}>"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
 
 
 @contextmanager
 def nothing_quoted() -> Iterator[None]:
-    """Have errors of this context describe what may hold a prompt. A server's go into its log."""
+    """Errors raised inside quote no prompts. A server needs it, because it logs errors."""
     before = _quoting.set(False)
     try:
         yield
@@ -60,8 +60,7 @@ def nothing_quoted() -> Iterator[None]:
 
 
 def described(value: Any) -> str:
-    """For errors over what may hold a prompt: as `shown`, or where nothing is to be quoted its kind
-    and size; numbers and the like are told themselves."""
+    """`shown`, for values that may contain a prompt. Inside `nothing_quoted`, the type and size."""
     if _quoting.get() or value is None or isinstance(value, int | float):
         return shown(value)
     kind = type(value).__name__
@@ -78,11 +77,11 @@ def did_you_mean(
     form: Callable[[str], str] = str,
     elsewhere: Mapping[str, str] | None = None,
 ) -> str:
-    """The end of an error over an unknown name: the nearest of those known, or nothing.
+    """The end of an error about an unknown name: the nearest known name, or an empty string.
 
     Args:
-        form: How that name is to be written.
-        elsewhere: What is meant by a name that it has in other libraries, where that is not near.
+        form: Formats the suggested name.
+        elsewhere: The names of other libraries, and what to use here.
     """
     known = list(known)
     if not isinstance(name, str):
@@ -102,7 +101,7 @@ def is_number(value: Any) -> bool:
 
 
 def flag(name: str, value: Any, default: bool = False) -> bool:
-    """True or False; None is the default, nothing else is either."""
+    """True or False. None is the default. Anything else is an error."""
     value = plain(value)
     if value is None:
         return default
@@ -114,7 +113,7 @@ def flag(name: str, value: Any, default: bool = False) -> bool:
 def seconds(
     name: str, value: Any, *, zero: bool = False, error: type[Exception] = InvalidRequest
 ) -> float | None:
-    """A time that a thread can wait for, or None for no limit."""
+    """Check a time in seconds. None means no limit."""
     value = plain(value)
     if value is None:
         return None

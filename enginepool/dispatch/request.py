@@ -13,13 +13,17 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.dispatch.grammar import Grammar
 from enginepool.dispatch.routing import MIN_SHARED_PREFIX, Candidate
 from enginepool.dispatch.scoring import Scored, Scoring
 from enginepool.dispatch.thinking import Thinking
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req
+    from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
 # The largest `top_logprobs_num`, which is OpenAI's limit. Engines compute this many for all.
 MAX_TOP_LOGPROBS = 20
@@ -63,7 +67,7 @@ class Request:
 
     call: Call
     input_ids: list[int]
-    sampling: Any  # upstream's SamplingParams, normalized; copied for each admission
+    sampling: SamplingParams | None  # normalized; copied for each admission; None: only scored
     text: str | None = None
     prompt_index: int = 0
     sample_index: int = 0
@@ -90,7 +94,7 @@ class Request:
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
     scored: Scored | None = None  # the result of `scoring`
-    req: Any = None  # upstream's request, while an engine has it
+    req: Req | None = None  # upstream's request, while an engine has it
     engine_index: int | None = None
     faults: FaultHistory = field(default_factory=FaultHistory)
     retracted: bool = False  # taken from an engine, to continue later

@@ -217,9 +217,8 @@ class RunningRequests:
         req = request.req
         if req is None:
             return
-        request.absorb(
-            list(req.output_ids), list(req.output_token_logprobs_val), self._weights.version
-        )
+        logprobs = req.output_token_logprobs_val or ()
+        request.absorb(list(req.output_ids), list(logprobs), self._weights.version)
         if not keep:
             request.req = None
 

@@ -1,7 +1,7 @@
-"""Conversations as a checkpoint's chat template takes them: content as a string, or as text parts.
+"""The content of chat messages, as a string or as text parts, whichever the chat template takes.
 
-Clients send either; most templates take strings only, and some of those print a list's repr for
-parts, or drop them. Which it is, is seen by rendering, not by reading the template.
+Clients send either. Most templates take strings only; given parts, some of them print the list or
+drop it. `ChatTemplate` renders a probe to find out which form a template takes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MARK = "enginepool-probe"
 
 
 def check_messages(messages: Any, index: int | None = None) -> list[Mapping[str, Any]]:
-    """The messages of one conversation, if they are messages of text.
+    """Check that these are the text messages of one conversation, and return them as a list.
 
     Args:
-        index: Of the conversation in its call.
+        index: The conversation's index in its call.
     """
     if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__iter__"):
         raise InvalidRequest(
@@ -51,7 +51,9 @@ def check_messages(messages: Any, index: int | None = None) -> list[Mapping[str,
 
 
 class ChatTemplate:
-    """What the template of one tokenizer takes. Thread-safe: what is found out twice is the same.
+    """The content form that one tokenizer's template takes. Thread-safe.
+
+    Two threads may probe at once. They find the same.
 
     Args:
         hf: The Hugging Face tokenizer.
@@ -64,13 +66,12 @@ class ChatTemplate:
     def fit(
         self, messages: Sequence[Mapping[str, Any]], template: str | None = None
     ) -> list[dict[str, Any]]:
-        """The messages, their content in the form that the template takes for their role.
+        """The messages with their content in the form that the template takes for their role.
 
-        Parts become one string with spaces between, as upstream joins them; a template that takes
-        parts as well gets them as they are.
+        Where it takes strings only, parts are joined by spaces, as upstream joins them.
 
         Args:
-            template: The one to be rendered; None for the tokenizer's own.
+            template: The template to render. None: the tokenizer's own.
         """
         fitted = []
         for message in messages:
@@ -93,7 +94,7 @@ class ChatTemplate:
         return self._forms[key]
 
     def _probe(self, role: str, content: Any, template: str | None) -> str:
-        """A conversation with this content; empty if the template does not take it."""
+        """A conversation with this content, rendered. Empty if the template does not take it."""
         turns = [{"role": role, "content": content}]
         if role != "user":
             other = {"role": "user", "content": _as_form("1", self._form("user", template))}
@@ -101,7 +102,7 @@ class ChatTemplate:
         options = {} if template is None else {"chat_template": template}
         try:
             return self._hf.apply_chat_template(turns, tokenize=False, **options)
-        except Exception:  # a template is a program of the checkpoint's and fails in its own ways
+        except Exception:  # a template is the checkpoint's own program and may raise anything
             return ""
 
 

@@ -1,18 +1,21 @@
-"""Ids of an output to its text, once, off the engine threads; and where its stop cuts it.
+"""From an output's ids to its text, on the caller's thread. A stop at its end is cut here.
 
-That an output has come to a stop id or string is upstream's finding (`finish_reason`); what of it
-is shown is decided here.
+Upstream finds that an output has reached a stop id or string (`finish_reason`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from enginepool.dispatch.request import Request
 from enginepool.frontend.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from sgl_jax.srt.sampling.sampling_params import SamplingParams
+
 _REPLACEMENT = "\ufffd"
-_MOST_BYTES = 4  # of a character
+_MOST_BYTES = 4  # in a character
 
 
 def detokenize(
@@ -20,14 +23,14 @@ def detokenize(
 ) -> str:
     """The text of an output so far.
 
-    The stop token or string at its end is cut, as upstream does, unless `no_stop_trim`. While
-    the request runs, a character whose bytes are not complete yet is held back, and so is what
-    may become a stop string, so each text of a stream continues the one before.
+    A stop token or string at its end is cut, as upstream does, unless `no_stop_trim` is set. While
+    the request runs, the end of the text is held back if it may become a stop string or is an
+    incomplete character. So each text of a stream continues the one before.
     """
-    sampling, reason = request.sampling, request.finish_reason or {}
+    sampling, reason = _sampling(request), request.finish_reason or {}
     if not final:
         text = _decode_whole(request, output_ids, tokenizer)
-        return _hold_back_stop(text, [] if sampling.no_stop_trim else sampling.stop_strs)
+        return _hold_back_stop(text, () if sampling.no_stop_trim else sampling.stop_strs or ())
     matched = None if sampling.no_stop_trim else reason.get("matched")
     if isinstance(matched, int) and output_ids and output_ids[-1] == matched:
         output_ids = output_ids[:-1]
@@ -39,21 +42,24 @@ def detokenize(
 
 
 def _cut_stop(text: str, stop: str, before: int, tokenizer: Tokenizer) -> str:
-    """Cut a text in which a stop string is complete behind so many characters. Earlier ones were
-    given, and have ended nothing."""
+    """Cut a text at the stop string that its last token completed.
+
+    Args:
+        before: The length of the text before that token. An earlier stop string did not end it.
+    """
     if (start := text.find(stop, max(0, before - len(stop) + 1))) >= 0:
         return text[:start]
     for token in tokenizer.hf.added_tokens_decoder.values():
-        if token.special:  # the text does not show it
+        if token.special:  # the text does not show special tokens
             stop = stop.replace(token.content, "")
     return text.removesuffix(stop)
 
 
 def _decode_whole(request: Request, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text without a character at its end whose bytes are not complete.
+    """The text without an incomplete character at its end.
 
-    Where bytes are tokens beside the tokenizer's own (byte fallback), one that is not complete
-    takes the whole ones before it from the text, so ids are left out until it is gone.
+    With byte fallback, an incomplete character also hides complete characters before it. So ids
+    are left out until it is gone.
     """
     text = _decode(request, output_ids, tokenizer)
     if tokenizer.decode_context:
@@ -65,7 +71,7 @@ def _decode_whole(request: Request, output_ids: Sequence[int], tokenizer: Tokeni
 
 
 def _decode(request: Request, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    sampling, hf = request.sampling, tokenizer.hf
+    sampling, hf = _sampling(request), tokenizer.hf
     options = {
         "skip_special_tokens": sampling.skip_special_tokens,
         "spaces_between_special_tokens": sampling.spaces_between_special_tokens,
@@ -73,7 +79,7 @@ def _decode(request: Request, output_ids: Sequence[int], tokenizer: Tokenizer) -
     for more in range(_MOST_BYTES if tokenizer.decode_context else 0):
         context = request.input_ids[-tokenizer.decode_context - more :]
         before = hf.decode(context, **options)
-        if not before.startswith(_REPLACEMENT):  # else it begins within a character's bytes
+        if not before.startswith(_REPLACEMENT):  # else the context begins inside a character
             text = hf.decode([*context, *output_ids], **options)
             if text.startswith(before):
                 return text[len(before) :]
@@ -81,8 +87,13 @@ def _decode(request: Request, output_ids: Sequence[int], tokenizer: Tokenizer) -
     return hf.decode(list(output_ids), **options)
 
 
+def _sampling(request: Request) -> SamplingParams:
+    assert request.sampling is not None, "a request that is only scored has no text"
+    return request.sampling
+
+
 def _hold_back_stop(text: str, stops: Sequence[str]) -> str:
-    """Cut a tail that is the beginning of a stop string."""
+    """Cut the end of a text if a stop string begins with it."""
     longest = 0
     for stop in stops:
         for length in range(min(len(stop), len(text)), longest, -1):

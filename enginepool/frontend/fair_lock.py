@@ -1,4 +1,4 @@
-"""A lock that goes to whoever has waited longest."""
+"""A lock that threads get in the order in which they asked for it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import deque
 
 
 class FairLock:
-    """Python's own goes to whoever is awake, which is who has just let go of it: a thread that
-    takes it again and again would keep it from all others.
+    """With Python's own lock, a thread that releases it and takes it again comes before those that
+    wait. A thread that does so in a loop would keep all others out.
 
     Attributes:
         waiting: One lock for each thread that waits, in order.
@@ -29,7 +29,7 @@ class FairLock:
             self.waiting.append(turn)
         try:
             turn.acquire()
-        except BaseException:  # KeyboardInterrupt: perhaps it is this one's turn by now
+        except BaseException:  # KeyboardInterrupt: the lock may be this thread's by now
             with self._lock:
                 mine = turn not in self.waiting
                 if not mine:

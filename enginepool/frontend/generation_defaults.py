@@ -1,8 +1,8 @@
-"""What a call without sampling parameters does: the checkpoint's generation_config.json, applied.
+"""The sampling parameters of a call that gives none: those of generation_config.json.
 
-The fields are those that upstream's `Engine.get_default_sampling_params` takes, and those besides
-that a pool has under another name. What would change the output and is not computed is refused by
-the first call that would need it.
+The pool takes the fields of upstream's `Engine.get_default_sampling_params`, and those that it has
+under another name. A field that would change the output and is not computed is refused by the
+first call that needs it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from enginepool.model_config.generation import NAME, written_generation
 from enginepool.values import shown
 
 _OPTION = "preferred_sampling_params"
-# By name, what sampling parameter a field is.
+# The sampling parameter of each field.
 _TAKEN = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
     **{name: name for name in ("max_new_tokens", "min_new_tokens")},
     "stop_strings": "stop",
 }
-# Fields with which transformers would give another output, and the values with which it would not.
+# Fields that change the output of transformers, with the values that do not.
 _NOT_COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
@@ -42,17 +42,17 @@ _NOT_COMPUTED: Mapping[str, tuple[Any, ...]] = {
 
 
 class GenerationDefaults:
-    """Of one pool.
+    """The default sampling parameters of one pool.
 
     Attributes:
-        params: Sampling parameters by name, unchecked.
+        params: Sampling parameters by name, not checked yet.
     """
 
     def __init__(self, params: Mapping[str, Any], refused: Mapping[str, Any], origin: str) -> None:
         """
         Args:
-            refused: Fields of generation_config.json that the pool does not compute.
-            origin: Where all of them come from, in words.
+            refused: The fields of generation_config.json that the pool does not compute.
+            origin: Where the parameters come from, for errors.
         """
         self.params = dict(params)
         self._refused = dict(refused)
@@ -64,7 +64,7 @@ class GenerationDefaults:
     ) -> GenerationDefaults:
         """
         Args:
-            preferred: Upstream's `preferred_sampling_params`, which come before the file's.
+            preferred: Upstream's `preferred_sampling_params`, which override the file's.
 
         Raises:
             InvalidConfig: One of them cannot be read.
@@ -73,7 +73,7 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], preferred: Mapping[str, Any]) -> GenerationDefaults:
-        """Of a generation_config.json as it is written. `do_sample` that is false is greedy."""
+        """From the fields of a generation_config.json. `do_sample=false` means greedy."""
         given = {_TAKEN[name]: value for name, value in fields.items() if name in _TAKEN}
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("top_k") == 0:  # transformers' "all"
@@ -92,13 +92,13 @@ class GenerationDefaults:
     def check(self) -> None:
         """
         Raises:
-            InvalidRequest: The checkpoint wants what the pool does not compute.
+            InvalidRequest: The checkpoint has a field that the pool does not compute.
         """
         for name, value in self._refused.items():
             raise self.blamed(f"{name}={shown(value)}: sglang-jax does not compute it")
 
     def blamed(self, why: object) -> InvalidRequest:
-        """The error of a call that the checkpoint's parameters do not let start."""
+        """The error of a call that cannot start with the checkpoint's parameters."""
         return InvalidRequest(
             f"the call has no sampling_params, and those of {self._origin} do not work: {why}; "
             f"give the call sampling_params ({{}} for none of the checkpoint's), or the pool "

@@ -1,5 +1,7 @@
-"""Grammars are compiled once a pool, with llguidance, where one that ends or holds its process does
-not end or hold the pool's."""
+"""Compiles a pool's grammars with llguidance, each once.
+
+A grammar may crash or block llguidance, so another process tries it first (`grammar_helper.py`).
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,21 @@ if TYPE_CHECKING:
 _KEPT = 128
 _KEPT_BYTES = 1 << 28
 _MOST_WAIT = 32
-# Of a core, for a grammar: most take milliseconds, and do not wait for those that do not.
+# CPU seconds of a grammar on the first and on the last lane. Most take milliseconds.
 _SHORT_SECONDS, _SECONDS = 0.5, 4.0
-_LOOKS_SECONDS = 0.05  # how often a caller looks whether anybody waits for it
+_LOOKS_SECONDS = 0.05  # how often a waiting thread checks that its caller is there
 
 
 class _Refused(Exception):
-    """Why a grammar does not compile. The caller's thread knows how much of it may be quoted."""
+    """Why a grammar does not compile. The caller's thread decides how much of it to quote."""
 
 
 class GrammarCompiler:
-    """Compiles a pool's grammars, each once; those used last are kept. Thread-safe.
+    """Compiles a pool's grammars and keeps those that were used last. Thread-safe.
 
     Attributes:
-        kept: Those that are compiled, the one used last at the end.
-        jobs: Those that somebody waits for.
+        kept: The compiled grammars. The one that was used last is at the end.
+        jobs: The grammars that callers wait for.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class GrammarCompiler:
     ):
         """
         Args:
-            json_options: llguidance's, for every JSON schema that does not say otherwise.
-            name: The pool's.
+            json_options: llguidance's options for JSON schemas. A schema may override them.
+            name: The pool's name.
         """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._json_options, self._name = dict(json_options), name
@@ -66,9 +68,9 @@ class GrammarCompiler:
     def compile(self, source: GrammarSource) -> Grammar:
         """
         Raises:
-            InvalidGrammar: It does not parse, takes too much to compile or to use, or this
-                tokenizer cannot be held to one.
-            QueueFull: Too many others are compiled.
+            InvalidGrammar: It does not parse, it needs too much time or memory, or llguidance does
+                not support this tokenizer.
+            QueueFull: Too many grammars are being compiled.
         """
         with self._lock:
             if (kept := self.kept.get(source)) is not None:
@@ -87,7 +89,7 @@ class GrammarCompiler:
             self._leave(job)
 
     def close(self) -> None:
-        """End what is compiled, with the processes that it is tried in."""
+        """End all compilations and their processes."""
         with self._starting:
             self._closed = True
             for lane in self._lanes:
@@ -133,7 +135,7 @@ class GrammarCompiler:
                 raise _invalid(job.source, str(error)) from None
 
     def _forget(self) -> None:
-        """Those used longest ago, until the others are within bounds."""
+        """Drop the grammars that were used longest ago, until the others are within bounds."""
         while len(self.kept) > _KEPT or _total(self.kept) > _KEPT_BYTES:
             self.kept.popitem(last=False)
 
@@ -144,7 +146,7 @@ class GrammarCompiler:
             raise _Refused(said["error"])
         vocabulary = self._vocabulary
         assert vocabulary is not None
-        # Its own log is standard error.
+        # log_level=0: its log would go to standard error.
         start = LLMatcher(vocabulary, said["form"], log_level=0, limits=parser_limits())
         if not start.is_error():
             start.compute_bitmask()
@@ -153,7 +155,7 @@ class GrammarCompiler:
         return Grammar(start, vocabulary.eos_token, said["bytes"])
 
     def _first_lane(self) -> Lane:
-        """Made at the first grammar: for 150,000 tokens the vocabulary takes a second."""
+        """The first lane. Lanes are made for the first grammar, as a vocabulary takes a second."""
         with self._starting:
             self._check_open()
             if not self._lanes:

@@ -1,4 +1,4 @@
-"""The process that a pool's grammars are tried in, from the pool's side."""
+"""The pool's side of the process that tries grammars."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import IO, Any, NamedTuple
 from enginepool.dispatch.grammar import STACK_BYTES, TOO_MUCH_MEMORY, GrammarSource
 from enginepool.errors import EnginePoolError
 
-_LOOKS_MS = 20  # how often it looks whether somebody waits
+_LOOKS_MS = 20  # how often it checks that a caller still waits
 _START_SECONDS = 120.0
-# Of a trial's seconds, which are the process's own: others may want the cores, too.
+# Wall seconds for each CPU second of a trial, because other processes use the cores too.
 _STARVED = 10
 
 
@@ -35,20 +35,22 @@ class Vocabulary(NamedTuple):
 
 
 class TrialEnded(Exception):
-    """A grammar has ended the process, or reached a limit."""
+    """A grammar crashed the process or reached a limit."""
 
 
 class TookTooLong(TrialEnded):
-    """The limit was that of seconds."""
+    """A grammar reached the limit of seconds."""
 
 
 class NobodyWaits(Exception):
-    """Whoever wanted the grammar has left."""
+    """No caller waits for the grammar any more."""
 
 
 class GrammarHelper:
-    """Starts its process when it is needed, and anew when a grammar has ended it. For one thread,
-    but for `close`."""
+    """Starts its process for the first grammar, and again after a grammar has crashed it.
+
+    One thread uses it. Any thread may call `close`.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class GrammarHelper:
     ) -> None:
         """
         Args:
-            seconds: What a grammar may take, of the process's own on a core.
+            seconds: The CPU seconds that a grammar may take.
         """
         self._seconds = seconds
         self._begin = {
@@ -76,18 +78,18 @@ class GrammarHelper:
         self._closed = False
 
     def try_out(self, source: GrammarSource, gone: Callable[[], bool]) -> dict[str, Any]:
-        """What `grammar_trial.Trial` says.
+        """The answer of `grammar_trial.Trial`.
 
         Args:
-            gone: Whether nobody waits for the answer any more.
+            gone: Says whether all callers have left.
 
         Raises:
-            TrialEnded: It says nothing any more.
-            NobodyWaits: It was not heard to the end.
+            TrialEnded: The process ended without an answer.
+            NobodyWaits: All callers left before the answer.
         """
         try:
             process = self._process
-            if process is None or process.poll() is not None:  # it may have been ended from outside
+            if process is None or process.poll() is not None:  # somebody may have killed it
                 self.end()
                 process = self._start()
             return _exchange(process, list(source), self._seconds * _STARVED, gone)
@@ -101,8 +103,8 @@ class GrammarHelper:
             raise
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Whoever waits for it: the next grammar needs it, too."""
-        # The same packages, wherever the host has found them.
+        """Start the process, even if all callers leave: the next grammar needs it too."""
+        # The child finds the same packages as this process.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         command = [sys.executable, "-P", "-m", "enginepool.frontend.grammar_trial"]
         try:
@@ -116,7 +118,7 @@ class GrammarHelper:
                     stderr=subprocess.DEVNULL,
                     bufsize=0,
                     env={**os.environ, "PYTHONPATH": path},
-                    start_new_session=True,  # an interrupt at the terminal is the host's
+                    start_new_session=True,  # Ctrl-C at the terminal goes to the host only
                 )
             for pipe in _pipes(process):
                 os.set_blocking(pipe.fileno(), False)
@@ -141,7 +143,7 @@ class GrammarHelper:
                 pipe.close()
 
     def close(self) -> None:
-        """End the process for good; whoever talks to it hears that it has ended."""
+        """End the process for good. A thread that waits for its answer gets `TrialEnded`."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -157,7 +159,7 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 def _exchange(
     process: subprocess.Popen[bytes], question: Any, seconds: float, gone: Callable[[], bool]
 ) -> dict[str, Any]:
-    """One line there, one line back."""
+    """Send one line of JSON and return the line that answers it."""
     to, back = (pipe.fileno() for pipe in _pipes(process))
     left = memoryview(json.dumps(question).encode() + b"\n")
     answer = bytearray()
@@ -186,7 +188,7 @@ def _exchange(
 
 
 def _ended(code: int) -> TrialEnded:
-    """Why the process is gone."""
+    """The error for a process that ended with this code."""
     if code == -signal.SIGPROF:
         return TookTooLong()
     if code in (-signal.SIGSEGV, -signal.SIGBUS):

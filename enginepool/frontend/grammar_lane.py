@@ -1,4 +1,4 @@
-"""Threads on which a pool's grammars are compiled, each after a trial in a process of its own."""
+"""The threads that compile a pool's grammars, each grammar after a trial in another process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _starting = threading.Lock()
 
 
 class Job:
-    """A grammar that somebody waits for.
+    """A grammar that callers wait for.
 
     Attributes:
-        waiting: How many do.
+        waiting: How many callers wait.
     """
 
     def __init__(self, source: GrammarSource) -> None:
@@ -29,9 +29,10 @@ class Job:
 
 
 class Lane:
-    """One thread and one helper: grammars are compiled in the order in which they come.
+    """One thread and one helper process. They compile grammars in the order of arrival.
 
-    What takes longer than this lane gives it goes on to the next, and is in nobody's way here.
+    A grammar that takes longer than this lane allows goes to the next lane, so that it delays no
+    other grammar here.
     """
 
     def __init__(
@@ -43,12 +44,12 @@ class Lane:
     ) -> None:
         """
         Args:
-            compile_tried: Makes a grammar of what its trial says.
+            compile_tried: Makes a grammar from its trial's answer.
         """
         self._helper, self._compile_tried, self._then = helper, compile_tried, then
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        with _starting:  # for a moment it is the size of the host's new threads, too
+        with _starting:  # process-wide: threads that start meanwhile get it too
             size = threading.stack_size(4 * STACK_BYTES)
             try:
                 self._thread.start()
@@ -59,7 +60,7 @@ class Lane:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """What it is at ends without a result."""
+        """End the lane. Its current grammar gets no result."""
         self._helper.close()
         self._jobs.put(None)
         self._thread.join(_ENDS_SECONDS)
@@ -69,7 +70,7 @@ class Lane:
             self._compile(job)
             del job
             if self._then is None and self._jobs.empty():
-                self._helper.end()  # the last lane's is seldom needed
+                self._helper.end()  # the last lane's process is seldom needed
         self._helper.end()
 
     def _compile(self, job: Job) -> None:

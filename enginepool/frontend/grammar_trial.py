@@ -1,10 +1,10 @@
-"""Grammars are tried here, where a trial can be ended: a process without JAX, with limits.
+"""Tries grammars in a process of its own, without JAX and with limits.
 
     python -m enginepool.frontend.grammar_trial
 
-reads questions from its standard input and answers them on its standard output, until the input
-ends. Whatever ends it, a question has ended with it: the compiler is native code, which on some
-grammars overflows its stack, or goes on until the memory is used up.
+reads questions from standard input and writes answers to standard output, until the input ends.
+The compiler is native code. On some grammars it overflows its stack or uses all memory. Then this
+process ends, and the pool's process does not.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from enginepool.dispatch.grammar import (
 from enginepool.frontend.schema_limits import check_schema
 from enginepool.frontend.structural_tag import structural_tag_grammar
 
-# Masks of a walk through the grammar, and what they may take.
+# The steps of a walk through a grammar, and the seconds that a mask may take.
 _STEPS = 16
 _LONGEST_MASK = 0.15
 _USUAL_MASK = 0.003
 
 
 class Trial:
-    """Tries one grammar after the other, for one vocabulary."""
+    """Tries grammars one after the other, for one vocabulary."""
 
     def __init__(self, vocabulary: LLTokenizer, json_options: Any, seconds: float) -> None:
         self._vocabulary, self._json_options = vocabulary, json_options
         self._seconds = seconds
 
     def answer(self, kind: str, text: str) -> dict[str, Any]:
-        """The grammar in llguidance's own form and the bytes that it takes, or what is wrong."""
-        signal.setitimer(signal.ITIMER_PROF, self._seconds)  # when it is over, so is the process
+        """The grammar in llguidance's own form and its size in bytes, or an error."""
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)  # its signal ends the process
         try:
             before = _allocated()
             form = self._form(kind, text)
@@ -63,7 +63,7 @@ class Trial:
                 )
         except MemoryError:
             return {"error": TOO_MUCH_MEMORY}
-        except BaseException as error:  # a panic of llguidance's is no Exception
+        except BaseException as error:  # a panic in llguidance is not an Exception
             return {"error": str(error) or type(error).__name__}
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -81,7 +81,7 @@ class Trial:
         return grammar_from("ebnf", text)
 
     def _walk(self, matcher: LLMatcher) -> None:
-        """Some steps of an output, as a model of no mind would take them."""
+        """Take some steps of a random output, and measure its masks."""
         taken: list[float] = []
         rng = random.Random(0)
         for _ in range(_STEPS):
@@ -100,7 +100,7 @@ class Trial:
             taken[-1] += time.thread_time() - began
         if matcher.is_error() and len(taken) == 1:
             raise ValueError(matcher.get_error())
-        # The first ones prepare those that follow.
+        # The first masks take longer: they fill llguidance's caches.
         usual = sorted(taken)[_STEPS // 2] if len(taken) == _STEPS else 0.0
         for mask, limit, what in (
             (max(taken), _LONGEST_MASK, "one"),
@@ -115,7 +115,7 @@ class Trial:
 
 
 def _any_of(allowed: bytes, rng: random.Random, *, but: int) -> int | None:
-    """An id of a mask."""
+    """A random id that the mask allows. None if it allows only `but`."""
     cut = rng.randrange(len(allowed))
     for part, first in ((allowed[cut:], cut), (allowed, 0)):
         while rest := part.lstrip(b"\0"):
@@ -128,14 +128,14 @@ def _any_of(allowed: bytes, rng: random.Random, *, but: int) -> int | None:
 
 
 def _check_embedded(lark: str) -> None:
-    """The schemas that a grammar has in it."""
+    """Check the JSON schemas inside a Lark grammar."""
     end = 0
     for place in re.finditer(r"%json\s*", lark):
         if place.end() < end:
             continue
         try:
             schema, end = json.JSONDecoder().raw_decode(lark, place.end())
-        except ValueError:  # llguidance says better what is wrong there
+        except ValueError:  # llguidance has a better error for it
             continue
         check_schema(schema)
 
@@ -151,10 +151,10 @@ class _MallInfo(ctypes.Structure):
 
 
 def _allocated() -> int:
-    """Bytes that this process has allocated."""
+    """The bytes that this process has allocated."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except AttributeError:  # not glibc: what it has grown to at the most
+    except AttributeError:  # not glibc: the largest size so far
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return grown if sys.platform == "darwin" else grown << 10
     mallinfo2.restype = _MallInfo
@@ -163,7 +163,7 @@ def _allocated() -> int:
 
 
 def _serve() -> None:
-    """A line of JSON for each line of JSON. The first has the vocabulary."""
+    """Answer each line of JSON with a line of JSON. The first line has the vocabulary."""
     begin = json.loads(sys.stdin.buffer.readline() or "null")
     if begin is None:
         return
@@ -171,7 +171,7 @@ def _serve() -> None:
     vocabulary = LLTokenizer(
         begin.pop("tokenizer"), n_vocab=begin["size"], eos_token=begin["eos_token_id"]
     )
-    with contextlib.suppress(ValueError, OSError):  # there is a lower one, or none of the kind
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set, or the platform has none
         most = _address_space() + ADDRESS_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     trial = Trial(vocabulary, begin["json_options"], begin["seconds"])

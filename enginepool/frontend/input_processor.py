@@ -100,7 +100,7 @@ class InputProcessor:
                 thinking=thinking,
                 **logprobs.for_a_request(index, scored_only=one.params.max_new_tokens == 0),
             )
-            self._add_samples(call, one, part, index, make)
+            self._add_samples(call, one, part, index, self.limits.total - len(prompt), make)
         return call
 
     def _tokenize(
@@ -123,27 +123,26 @@ class InputProcessor:
         sampling: PromptSampling,
         part: Part,
         index: int,
+        room: int,
         make: Callable[..., Request],
     ) -> None:
-        """Add the samples of one prompt, each with its own random stream."""
+        """Add the samples of prompt `index`, each with its own random stream.
+
+        Args:
+            room: The most tokens of an output.
+        """
         prompt_index, given = part.prompt_indices[index], part.partial_outputs[index]
         for sample_index in part.samples(index, sampling.n):
-            request = make(
-                copy.copy(sampling.params),
-                prompt_index=prompt_index,
-                sample_index=sample_index,
-                **given.for_a_request(),
-            )
-            params = request.sampling
+            params = copy.copy(sampling.params)
             params.n = 1
-            room = self.limits.total - len(request.input_ids)
             if params.max_new_tokens != 0:
                 params.max_new_tokens = min(params.max_new_tokens or room, room)
             if sampling.seed is None:
                 params.sampling_seed = self._seeds.fresh()
             else:
                 params.sampling_seed = Seeds.derived(sampling.seed, prompt_index, sample_index)
-            call.add(request)
+            sample = {"prompt_index": prompt_index, "sample_index": sample_index}
+            call.add(make(params, **sample, **given.for_a_request()))
 
     def prompts(
         self,
@@ -185,7 +184,8 @@ class InputProcessor:
         return texts, self.tokenizer.encode(texts, special_tokens=special_tokens), lone
 
     def _sampling(self, params: Any, count: int, scored: bool) -> list[PromptSampling]:
-        """
+        """The parameters of each prompt.
+
         Args:
             scored: Whether log-probabilities of the prompts are wanted.
         """

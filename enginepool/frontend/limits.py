@@ -16,10 +16,10 @@ class Limits:
     Attributes:
         prompt: The longest prompt.
         total: The longest prompt plus output.
-        origin: Where the limits come from, in words.
-        end_ids: What ends an output by itself; see `model_config.generation.end_ids`.
+        origin: Where the limits come from, for errors.
+        end_ids: The ids that end an output; see `model_config.generation.end_ids`.
         scored: The longest prompt plus continuation that can be scored.
-        score_refusal: Why nothing can be scored, if so.
+        score_refusal: Why nothing can be scored. None if prompts can be scored.
     """
 
     prompt: int
@@ -34,7 +34,7 @@ class Limits:
 def check_ids(ids: Sequence[int], what: str, index: int, limits: Limits) -> None:
     """
     Raises:
-        InvalidRequest: There are none, or one is outside the vocabulary.
+        InvalidRequest: There are no ids, or one is outside the vocabulary.
     """
     if not ids:
         raise InvalidRequest(f"{what} is empty: give at least one token", prompt_index=index)
@@ -53,7 +53,7 @@ def check_length(
 ) -> None:
     """
     Args:
-        clamp: Whether an output that does not fit is cut.
+        clamp: Accept a `max_new_tokens` that does not fit. It is cut later.
 
     Raises:
         InvalidRequest: The prompt, or prompt and output, do not fit one engine.

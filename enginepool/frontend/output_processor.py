@@ -1,4 +1,4 @@
-"""From finished requests to upstream's result dicts."""
+"""From requests to upstream's result dicts and chunks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from enginepool.frontend.tokenizer import Tokenizer
 def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     """The result of a request that has ended.
 
-    `output_ids` are all sampled ids, the stop token included; one log-probability an id. An
-    output that the tokenizer cannot decode ends as "tokenizer", without text. A request that was
-    only to be scored has the result of `score`.
+    `output_ids` are all sampled ids, the stop token included, with one log-probability each. If
+    the tokenizer cannot decode an output, its text is empty and its `err_type` is "tokenizer". A
+    request that was only scored has the result of `score`.
     """
     if request.sampling is None:
         return score_result(request)
     try:
         text = detokenize(request, request.output_ids, tokenizer)
-    except Exception as error:  # whatever it is, it must not take the other results along
+    except Exception as error:  # one bad output must not lose the other results
         text, reason = "", f"the tokenizer failed on the output: {error!r}"
         if (request.finish_reason or {}).get("type") != "abort":
             request.finish_reason = aborted(reason, "tokenizer")
@@ -37,7 +37,7 @@ def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def make_chunk(chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a streamed request has so far; its last chunk equals its result.
+    """What a streamed request has so far. Its last chunk equals its result.
 
     Raises:
         Exception: Whatever the tokenizer raises.
@@ -57,7 +57,7 @@ def _as_dict(
     *,
     final: bool,
 ) -> dict[str, Any]:
-    # A chunk may be older than what its request has by now.
+    # The request may have more tokens by now than the chunk.
     count = len(output_ids)
     spans = [[a, min(b, count), v] for a, b, v in list(request.weight_versions) if a < count]
     meta: dict[str, Any] = {
@@ -95,7 +95,12 @@ def _as_dict(
 
 
 def call_results(call: Call, tokenizer: Tokenizer, raise_on_error: bool) -> list[dict[str, Any]]:
-    """All results of a call that is done, in order; raises what its caller should hear of."""
+    """All results of a finished call, in order.
+
+    Raises:
+        PoolFailed, PoolClosed: See `raise_failure`.
+        RequestsFailed: An output ended early, with `raise_on_error`.
+    """
     raise_failure(call, tokenizer)
     results = [make_result(request, tokenizer) for request in call.requests]
     errors = [
@@ -115,7 +120,7 @@ def call_results(call: Call, tokenizer: Tokenizer, raise_on_error: bool) -> list
 
 
 def raise_failure(call: Call, tokenizer: Tokenizer) -> None:
-    """Raise what ended the call as a whole: the pool was closed, or no engine is left."""
+    """Raise the error that ended the whole call, if there is one: PoolFailed, PoolClosed …"""
     if isinstance(call.failure, PoolFailed | PoolClosed):
         results = [make_result(request, tokenizer) for request in call.requests]
         raise type(call.failure)(str(call.failure), results=results)

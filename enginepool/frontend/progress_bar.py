@@ -24,10 +24,10 @@ def show_progress(call: Call, wanted: bool) -> AbstractContextManager[Callable[[
 def progress_bar(
     total: int, count: Callable[[], tuple[int, int]], wanted: bool
 ) -> Iterator[Callable[[], None] | None]:
-    """Show how many outputs have ended, and tokens per second; yields what redraws it.
+    """Show how many outputs have ended, and tokens per second. Yields a function that redraws it.
 
     Args:
-        count: Outputs that have ended, and tokens so far.
+        count: Returns how many outputs have ended, and how many tokens there are.
     """
     if not wanted:
         yield None
@@ -42,7 +42,7 @@ def progress_bar(
         TimeElapsedColumn(),
         TextColumn("{task.fields[speed]}"),
     )
-    # On a terminal what is printed meanwhile goes above the bar; a file gets it as ever.
+    # On a terminal, other prints go above the bar. A redirected standard output stays as it is.
     shared = sys.stdout is not None and sys.stdout.isatty()
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=shared) as progress:
         task = progress.add_task("generating", total=total, speed="")

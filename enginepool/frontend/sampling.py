@@ -1,4 +1,4 @@
-"""Sampling parameters: checked before anything starts, and one random stream a sample."""
+"""Checks sampling parameters, and gives each sample a random stream of its own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import itertools
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from enginepool.dispatch.grammar import KINDS, GrammarSource
 from enginepool.errors import InvalidRequest
 from enginepool.values import described, did_you_mean, flag, is_int, is_number, plain, shown
 
+if TYPE_CHECKING:
+    from sgl_jax.srt.sampling.sampling_params import SamplingParams
+
 _INT32 = 1 << 31
 _UINT32 = 1 << 32
 
-# Ranges of upstream's `SamplingParams.verify`, with ours where upstream accepts what cannot work.
+# The ranges of upstream's `SamplingParams.verify`. Ours are narrower where upstream's cannot work.
 _FLOATS: Mapping[str, tuple[float, float, str]] = {
-    # Engines divide by it in float32; near its largest number, 3e38, masked logits become NaN,
-    # which resets engines. From 1e6 on all tokens are equally probable anyway.
+    # Engines divide by it in float32. Near the largest number, 3e38, masked logits become NaN,
+    # which resets engines. Above 1e6 all tokens are equally probable anyway.
     "temperature": (0.0, 1e30, "0 (greedy) or more, up to 1e30"),
     "top_p": (0.0, 1.0, "above 0 and at most 1"),
     "min_p": (0.0, 1.0, "between 0 and 1"),
@@ -27,7 +30,7 @@ _FLOATS: Mapping[str, tuple[float, float, str]] = {
     "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
 }
 _INTS: Mapping[str, tuple[int, int, str]] = {
-    "max_new_tokens": (0, _INT32 - 1, "an integer, 1 or more"),  # of 0, the input processor
+    "max_new_tokens": (0, _INT32 - 1, "an integer, 1 or more"),  # the input processor checks 0
     "min_new_tokens": (0, _INT32 - 1, "an integer, 0 or more"),
     "n": (1, 1 << 20, "an integer, 1 or more"),
     "sampling_seed": (-_INT32, _INT32 - 1, "a 32-bit integer"),
@@ -55,17 +58,17 @@ class PromptSampling:
         params: Upstream's `SamplingParams`, normalized and verified.
         seed: The caller's `sampling_seed`, or None.
         explicit_length: Whether the caller gave `max_new_tokens`.
-        grammar: What outputs are held to; it is not in `params`.
+        grammar: The grammar of outputs. It is not in `params`.
     """
 
-    params: Any
+    params: SamplingParams
     n: int
     seed: int | None
     explicit_length: bool
     grammar: GrammarSource | None = None
 
 
-# What vLLM has among these, and sglang elsewhere or under another name.
+# vLLM's names of parameters that are elsewhere or have another name here.
 _VLLM_NAMES = {
     "logprobs": "return_logprob=True and top_logprobs_num=, of the call",
     "prompt_logprobs": "return_prompt_logprob=True, of the call",
@@ -84,7 +87,7 @@ def make_sampling(
     """Check one dict of sampling parameters and build upstream's object from it.
 
     Args:
-        end_ids: What ends an output by itself.
+        end_ids: The ids that end an output.
 
     Raises:
         InvalidRequest: An unknown name (with the nearest), a value of the wrong type, out of
@@ -109,7 +112,7 @@ def make_sampling(
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"sampling parameters {shown(given)}: {error}") from error
     stops = {*end_ids, *(built.stop_token_ids or ())}
-    if built.min_new_tokens and len(stops) >= vocab_size:  # no law is left, only NaN
+    if built.min_new_tokens and len(stops) >= vocab_size:  # nothing is left but NaN
         raise InvalidRequest(
             f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the model's end tokens are "
             f"all {vocab_size} of the vocabulary, so that none may be sampled; leave one out"
@@ -124,10 +127,10 @@ def make_sampling(
 
 
 def _take_grammar(given: dict[str, Any]) -> GrammarSource | None:
-    """What outputs are held to, taken out of the parameters that upstream gets.
+    """Remove the grammar from the parameters, since upstream must not see it, and return it.
 
     Raises:
-        InvalidRequest: There are several, or another parameter that contradicts it.
+        InvalidRequest: There are several grammars, or a parameter contradicts the grammar.
     """
     kinds = [kind for kind in KINDS if kind in given]
     if not kinds:
@@ -180,13 +183,13 @@ def _require(condition: bool, name: str, value: Any, limits: str) -> None:
         raise InvalidRequest(f"{name}={shown(value)}: expected {limits}")
 
 
-def is_upstreams(params: Any) -> bool:
+def is_upstreams(params: object) -> TypeGuard[SamplingParams]:
     """Whether it is upstream's SamplingParams."""
     return hasattr(params, "convert_to_dict") and not isinstance(params, type)
 
 
-def from_upstream(params: Any) -> dict[str, Any]:
-    """The dict that upstream's object was made from, as far as it can tell."""
+def from_upstream(params: SamplingParams) -> dict[str, Any]:
+    """The dict that upstream's object was made from, as far as the object shows it."""
     given = params.convert_to_dict()
     if is_int(given["top_k"]) and given["top_k"] > 1 << 29:  # upstream's "all"
         given["top_k"] = -1
@@ -197,9 +200,9 @@ def from_upstream(params: Any) -> dict[str, Any]:
 class Seeds:
     """A random stream for each sample, whichever engine runs it.
 
-    The patched sampler draws with one key a row, `fold_in(key(seed), position)`. With a seed of
-    the caller's, a sample's stream depends on (seed, prompt index, sample index) alone; without
-    one no two samples of a pool share a stream (of 2**32, counted, not drawn).
+    The patched sampler draws with one key a row, `fold_in(key(seed), position)`. If the caller
+    gives a seed, a sample's stream depends on (seed, prompt index, sample index) only. Otherwise
+    the pool counts its samples, and no two of the first 2**32 share a stream.
     """
 
     def __init__(self) -> None:
@@ -211,7 +214,7 @@ class Seeds:
 
     @staticmethod
     def derived(seed: int, prompt_index: int, sample_index: int) -> int:
-        # Cantor's pairing: no two samples of a call meet below some 90,000 prompts and samples.
+        # Cantor's pairing: samples of a call differ up to about 90,000 prompts and samples.
         diagonal = prompt_index + sample_index
         pair = diagonal * (diagonal + 1) // 2 + sample_index
         return _to_int32(_mix(_mix(seed) ^ (pair % _UINT32)))

@@ -1,4 +1,4 @@
-"""JSON schemas whose compilation would take minutes or gigabytes, found before it begins."""
+"""Finds JSON schemas that would take minutes or gigabytes to compile, before compilation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-# llguidance writes out every item, every remainder of a multiple, and all that `allOf` combines; it
-# compiles what a schema has in it, or refers to, on the stack.
+# llguidance expands every item, every remainder of a multiple, and every combination of `allOf`. It
+# compiles nested schemas and references recursively, on the stack.
 _MOST_ITEMS = 10_000
 _LARGEST_MULTIPLE = 10_000
 _MOST_WAYS = 1_000
@@ -17,8 +17,8 @@ _LONGEST_CHAIN = 256
 def check_schema(schema: Any) -> None:
     """
     Raises:
-        ValueError: It is of that kind; with the keyword, its value and the limit.
-        RecursionError: It is nested too deeply.
+        ValueError: With the keyword, its value and the limit.
+        RecursionError: The schema is nested too deeply.
     """
     parts = dict(_subschemas(schema, "#"))
     items = 0.0
@@ -41,8 +41,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_chains(schema: Any, parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """By way of everything that is in a schema, and of references; each is looked at once, as the
-    compiler does."""
+    """Check the length of chains of nested schemas and references.
+
+    Each schema is visited once, as in the compiler.
+    """
     seen: set[int] = set()
     ways: list[Iterator[Any]] = [iter([schema])]
     while ways:
@@ -60,7 +62,8 @@ def _check_chains(schema: Any, parts: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _next_in_chain(value: Any, parts: Mapping[str, Any]) -> list[Any]:
-    """What a schema has in it and what it refers to; definitions are only referred to."""
+    """The schemas inside a schema and the one that it refers to. Definitions count only if referred
+    to."""
     if isinstance(value, list):
         return value
     inner = [one for name, one in value.items() if name not in ("$defs", "definitions")]
@@ -81,7 +84,7 @@ def _check_multiple(number: Any) -> None:
 
 
 def _decimals(number: Fraction) -> int:
-    """The power of ten that makes an integer of it."""
+    """The power of ten that makes it an integer."""
     power = 1
     while power % number.denominator:
         power *= 10
@@ -89,8 +92,7 @@ def _decimals(number: Fraction) -> int:
 
 
 class _Ways:
-    """How many alternatives there are where the parts of an `allOf` are put together: those of one
-    part times those of the next, at whatever depth they meet."""
+    """Counts the alternatives of an `allOf`: the product over its parts, at any depth."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, Any]]) -> None:
         self._parts = parts
@@ -117,13 +119,13 @@ class _Ways:
         return min(ways, 10 * _MOST_WAYS)
 
     def _most_in(self, value: Any) -> int:
-        """The most alternatives of any part in it, references followed."""
+        """The most alternatives of any part inside, references included."""
         if isinstance(value, list):
             return max(map(self._most_in, value), default=1)
         if not isinstance(value, Mapping):
             return 1
         if id(value) not in self._known:
-            self._known[id(value)] = 1  # of a reference to itself
+            self._known[id(value)] = 1  # ends a reference to itself
             inner = max(map(self._most_in, value.values()), default=1)
             self._known[id(value)] = max(self._of(value), inner)
         return self._known[id(value)]

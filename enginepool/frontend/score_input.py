@@ -25,7 +25,7 @@ def make_score_call(
     pinned_to: int | None = None,
     weight_version: int | str = 0,
 ) -> Call:
-    """Build the requests of a call, one a continuation.
+    """Build the requests of a call, one for each continuation.
 
     Raises:
         InvalidRequest: With the prompt's index, the value, the limit and the remedy.
@@ -76,7 +76,7 @@ def make_score_call(
 
 
 def score_result(request: Request) -> dict[str, Any]:
-    """The result of a request that was only to be scored; empty where it ended early."""
+    """The result of a request that was only scored. It has no values if the request ended early."""
     scoring, scored = request.scoring, request.scored
     assert scoring is not None
     version = request.call.weight_version if scored is None else scored.version
@@ -104,7 +104,7 @@ def score_result(request: Request) -> dict[str, Any]:
 
 
 def prompt_entries(request: Request) -> dict[str, Any]:
-    """What a result says of its prompt's own tokens, under upstream's names."""
+    """The entries of a result about its prompt's tokens, under upstream's names."""
     scoring, scored = request.scoring, request.scored
     assert scoring is not None
     ids = request.input_ids[scoring.start :]
@@ -129,7 +129,7 @@ def prompt_entries(request: Request) -> dict[str, Any]:
 
 
 def top_entries(rows: Sequence[tuple[Sequence[float], Sequence[int]] | None]) -> list[Any]:
-    """(log-probability, id, None) as upstream has them; None for what follows nothing."""
+    """(log-probability, id, None) as upstream has them. None for a prompt's first token."""
     return [
         None
         if row is None
@@ -139,5 +139,5 @@ def top_entries(rows: Sequence[tuple[Sequence[float], Sequence[int]] | None]) ->
 
 
 def named_entries(rows: Sequence[list[float] | None], ids: Sequence[int]) -> list[Any]:
-    """The same of ids that a call names."""
+    """`top_entries` for the ids that a call names."""
     return top_entries([None if row is None else (row, ids) for row in rows])

@@ -1,4 +1,4 @@
-"""Structural tags: free text, and behind each trigger what a schema says."""
+"""Structural tags: free text, with JSON by a schema behind each trigger."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def structural_tag_grammar(tag: Any, vocabulary: LLTokenizer) -> str:
     """The grammar of a structural tag, in llguidance's form.
 
     Raises:
-        ValueError: It has another form, or a structure begins with none of the triggers.
+        ValueError: The tag has another form, or a structure begins with none of the triggers.
     """
     from llguidance import StructTag
 
@@ -72,6 +72,6 @@ def _trigger(begin: str, triggers: Sequence[str]) -> str:
 
 
 def _is_special(trigger: str, vocabulary: LLTokenizer) -> bool:
-    """Whether it is one special token, which text never is."""
+    """Whether it is a special token. Text never is."""
     ids = vocabulary.tokenize_str(trigger, parse_special=True)
     return len(ids) == 1 and vocabulary.is_special_token(ids[0])

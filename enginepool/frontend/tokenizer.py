@@ -1,20 +1,23 @@
-"""Text to ids: once, in the pool, off the engine threads. The way back is `detokenizer.py`."""
+"""From text to ids, on the caller's thread. `detokenizer.py` is the way back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.chat import ChatTemplate, check_messages
 from enginepool.frontend.fair_lock import FairLock
 from enginepool.values import described
 
-# How many tokens of the prompt are decoded before the output, for tokenizers whose text of a
-# token depends on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
+if TYPE_CHECKING:
+    from sgl_jax.srt.server_args import ServerArgs
+
+# How many prompt tokens are decoded with an output, for tokenizers in which a token's text depends
+# on its neighbours (upstream's INIT_INCREMENTAL_DETOKENIZATION_OFFSET).
 _CONTEXT = 5
-_GROUP = 1 << 16  # characters that are encoded before others have their turn
-# Options of `apply_chat_template` with which it would not give token ids.
+_GROUP = 1 << 16  # characters that a thread encodes before it lets others in
+# Options of `apply_chat_template` that would make it return something other than ids.
 _ANOTHER_RESULT = frozenset(
     ("conversation", "tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask")
 )
@@ -24,9 +27,9 @@ class Tokenizer:
     """A Hugging Face tokenizer, usable from many threads at once.
 
     Attributes:
-        lock: To be held by whoever encodes with `hf` itself.
-        chat: What its chat template takes.
-        decode_context: How many ids before an output are to be decoded with it.
+        lock: Hold it to encode with `hf` directly.
+        chat: The content forms that the chat template takes.
+        decode_context: How many ids before an output are decoded with it.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -38,18 +41,18 @@ class Tokenizer:
         self.decode_context = 0 if "ByteLevel" in type(decoder).__name__ else _CONTEXT
 
     @classmethod
-    def load(cls, server_args: Any) -> Tokenizer:
+    def load(cls, server_args: ServerArgs) -> Tokenizer:
         """Load the tokenizer that upstream's engines load for these `ServerArgs`."""
         from sgl_jax.srt.hf_transformers_utils import get_tokenizer
 
-        options = {
+        options: dict[str, Any] = {
             "tokenizer_mode": server_args.tokenizer_mode,
             "trust_remote_code": server_args.trust_remote_code,
             "revision": server_args.revision,
         }
         if hasattr(server_args, "tokenizer_backend"):  # not in 0.0.3rc99
             options["tokenizer_backend"] = server_args.tokenizer_backend
-        hf = get_tokenizer(server_args.tokenizer_path, **options)
+        hf = get_tokenizer(server_args.tokenizer_path or server_args.model_path, **options)
         # Upstream puts the text of chat_template.jinja in the place of all named templates.
         named = getattr(hf, "init_kwargs", {}).get("chat_template")
         if isinstance(named, dict):
@@ -57,10 +60,10 @@ class Tokenizer:
         return cls(hf)
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text; with the special tokens that the tokenizer adds, if wanted."""
+        """The ids of each text. `special_tokens`: with those that the tokenizer adds."""
         try:
             return self._encode(list(texts), special_tokens) if texts else []
-        except Exception:  # half a surrogate pair, for one: its error names no prompt
+        except Exception:  # such as half a surrogate pair: the error names no prompt
             for index, text in enumerate(texts):
                 try:
                     self._encode([text], special_tokens)
@@ -81,11 +84,12 @@ class Tokenizer:
     def apply_chat_template(
         self, index: int, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> Any:
-        """Token ids of conversation `index` of a call, ready for the assistant's answer.
+        """The ids of conversation `index` of a call, up to where the assistant answers.
 
         Args:
-            options: Of the Hugging Face tokenizer's `apply_chat_template`, and variables of the
-                template. `chat_template` may replace it: whoever calls this is the host's code.
+            options: Arguments of the Hugging Face tokenizer's `apply_chat_template`, and variables
+                of the template. `chat_template` replaces the template; only the host's own code
+                calls this.
         """
         for name in _ANOTHER_RESULT.intersection(options):
             raise InvalidRequest(f"chat_template_kwargs: {name} is the pool's own; leave it out")
@@ -100,7 +104,7 @@ class Tokenizer:
                 return self.hf.apply_chat_template(
                     fitted, tokenize=True, return_dict=False, **options
                 )
-        # A template is a program of the checkpoint's and fails in its own ways.
+        # A template is the checkpoint's own program and may raise anything.
         except Exception as error:
             raise InvalidRequest(
                 f"the chat template does not take {described(messages)}: {error}",
@@ -112,7 +116,7 @@ class Tokenizer:
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """So much at a time that the tokenizer has work for its threads, and others soon a turn."""
+    """Split texts into groups: enough work for the tokenizer, and short waits for other threads."""
     group: list[str] = []
     size = 0
     for text in texts:

@@ -15,9 +15,9 @@ Imports sgl_jax: import it only after the patches are applied.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.to_thread import run_sync
@@ -33,6 +33,11 @@ from enginepool.frontend.score_input import make_score_call
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import is_int, plain, shown
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.io_struct import GenerateReqInput, PauseGenerationReqInput
+
+    from enginepool.engine.worker import EngineWorker
 
 # Fields of upstream's request models that a pool does not serve.
 UNSUPPORTED = (
@@ -77,7 +82,9 @@ class FrontEnd:
         self.rid_to_state: dict[str, Any] = {}
         self.event_loop = None
 
-    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+    async def generate_request(
+        self, obj: GenerateReqInput, request: Any = None
+    ) -> AsyncIterator[Any]:
         """Serve upstream's GenerateReqInput; yields its one result, or chunks when it streams."""
         del request
         call = await in_thread(self.make_call, obj)
@@ -85,7 +92,7 @@ class FrontEnd:
             yield output
 
     async def outputs(
-        self, call: Call, obj: Any, timeout: float | None = None
+        self, call: Call, obj: GenerateReqInput, timeout: float | None = None
     ) -> AsyncIterator[Any]:
         """Submit a call of `make_call` and yield what `generate_request` yields.
 
@@ -106,7 +113,7 @@ class FrontEnd:
 
     def make_call(
         self,
-        obj: Any,
+        obj: GenerateReqInput,
         *,
         prompt_logprobs: int | None = None,
         clamp: bool = False,
@@ -180,7 +187,7 @@ class FrontEnd:
         await run_sync(pause.flush_cache, self.runtime, self._pinned_to)
         return FlushCacheReqOutput(success=True)
 
-    async def pause_generation(self, obj: Any) -> None:
+    async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
         await run_sync(pause.pause, self.runtime, obj.mode, self._pinned_to)
 
     async def continue_generation(self, obj: Any = None) -> None:
@@ -202,7 +209,7 @@ class FrontEnd:
     async def score_request(self, **_: Any) -> NoReturn:
         raise EnginePoolError("an engine's own score() is not supported: use pool.score()")
 
-    def _workers(self) -> Iterable[Any]:
+    def _workers(self) -> Sequence[EngineWorker]:
         workers = self.runtime.workers
         return workers if self._pinned_to is None else [workers[self._pinned_to]]
 
@@ -218,7 +225,7 @@ class PortalLoop:
         self._runtime = runtime
         self._portal: BlockingPortal | None = None
 
-    def run_until_complete(self, awaitable: Any) -> Any:
+    def run_until_complete[T](self, awaitable: Coroutine[Any, Any, T]) -> T:
         try:
             portal = self._open()
         except BaseException:
@@ -248,7 +255,7 @@ def connect(runtime: Runtime) -> None:
         engine.loop = loop
 
 
-async def _await(awaitable: Awaitable[Any]) -> Any:
+async def _await[T](awaitable: Coroutine[Any, Any, T]) -> T:
     return await awaitable
 
 
