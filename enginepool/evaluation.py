@@ -1,8 +1,8 @@
-"""A pool as a model of lm_eval, EleutherAI's harness: tasks run on the engines of this process.
+"""A pool as a model of lm_eval, EleutherAI's harness. Its tasks run on the pool's engines.
 
     results = lm_eval.simple_evaluate(model=PoolLM(pool), tasks=["arc_easy"])
 
-An adapter: it uses what every user of the package can. Needs the extra `lm-eval`.
+An adapter: it uses the public API only. It needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 
 
 class PoolLM(TemplateLM):
-    """What lm_eval asks of a model, answered by all engines of a pool.
+    """A model of lm_eval that runs on all engines of a pool.
 
-    What is too long for an engine loses its beginning, as with the harness's own models.
+    A text that is too long for an engine loses its beginning, as in the harness's own models.
 
     Args:
-        pool: Stays open.
-        max_gen_toks: Of outputs whose task does not say how long they may be.
+        pool: The pool. It stays open.
+        max_gen_toks: The length limit of outputs whose task sets none.
     """
 
     def __init__(self, pool: EnginePool, *, max_gen_toks: int = 256) -> None:
@@ -39,7 +39,7 @@ class PoolLM(TemplateLM):
         front_end = pool.front_end()
         self.tokenizer = front_end.tokenizer
         kv_tokens = min(engine.scheduler_info["max_total_num_tokens"] for engine in pool.engines)
-        # Nothing follows the last token that is scored, so it takes no KV cache.
+        # The last token that is scored needs no KV cache.
         self.max_length: int = min(front_end.model_config.context_len, kv_tokens + 1)
         self._longest_prompt: int = front_end.max_req_input_len - 1
 
@@ -53,7 +53,7 @@ class PoolLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that nothing precedes."""
+        """The token before a text without context."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
 
@@ -78,7 +78,7 @@ class PoolLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation, its log-probability and whether greedy decoding would say it."""
+        """For each continuation: its log-probability, and whether greedy decoding gives it."""
         keys, contexts, continuations = [], [], []
         for key, context, continuation in requests:
             room = max(1, self.max_length - len(continuation))
@@ -103,7 +103,7 @@ class PoolLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Of whole texts; one that is too long is scored in windows, each token once."""
+        """Score whole texts. A text that is too long is scored in windows, each token once."""
         del disable_tqdm
         windows, owners = [], []
         for owner, (text,) in enumerate(request.args for request in requests):
@@ -123,7 +123,7 @@ class PoolLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Outputs up to a stop string, which is cut."""
+        """Generate outputs up to a stop string, which is cut."""
         del disable_tqdm
         prompts, params = [], []
         for context, options in (request.args for request in requests):
@@ -138,7 +138,7 @@ class PoolLM(TemplateLM):
         return texts
 
     def _sampling(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The harness's options as the pool's parameters; greedy unless a task samples."""
+        """The harness's options as sampling parameters. Greedy unless the task samples."""
         options = dict(options)
         stop = options.pop("until", None) or []
         samples = options.pop("do_sample", None)

@@ -1,7 +1,7 @@
-"""A pool as a rollout backend of MLLM-JAX, in whose trainer it stands beside the built-in sampler.
+"""A pool as a rollout backend of MLLM-JAX, in place of its built-in sampler.
 
-An adapter: it uses what every user of the package can, and nothing of MLLM-JAX, whose protocol asks
-for methods and not for a class.
+An adapter: it uses the public API only. It imports nothing of MLLM-JAX, whose protocol asks for
+methods and not for a base class.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from enginepool import EnginePool
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What MLLM-JAX calls a rollout's result; one row a prompt, in order.
+    """The result of a rollout in MLLM-JAX. One row a prompt, in order.
 
     Attributes:
         chat_prompts: The prompts after the chat template.
-        answers: The outputs' texts, without special tokens.
-        batch: int32 arrays [prompts, width]: `input_ids` has prompt and output, padded on the
-            right; `attention_mask` is 1 on both; `labels` is 1 on the output, its end token
-            included.
+        answers: The texts of the outputs, without special tokens.
+        batch: int32 arrays of shape [prompts, width]. `input_ids` has prompt and output, padded
+            on the right. `attention_mask` is 1 on both. `labels` is 1 on the output, its end
+            token included.
     """
 
     chat_prompts: list[str]
@@ -36,10 +36,10 @@ class EnginePoolRolloutBackend:
     """MLLM-JAX's `RolloutBackend`, with all of its optional hooks.
 
     Args:
-        pool: Opened by `initialize` or the first rollout; `shutdown` closes it.
-        sampling_params: Of every output; `max_new_tokens` is the rollout's. By default everything
-            is sampled at temperature 1.
-        copy: Engines get weights of their own, so that a trainer may donate its own without
+        pool: `initialize` or the first rollout opens it. `shutdown` closes it.
+        sampling_params: The parameters of every output, without `max_new_tokens`, which each
+            rollout sets. Default: temperature 1.
+        copy: Engines copy the weights, so the trainer may donate its arrays without
             `release_weights`.
     """
 
@@ -60,7 +60,7 @@ class EnginePoolRolloutBackend:
         self.pool.open()
 
     def sync_weights(self, params: Any) -> None:
-        """Give every engine the trainer's weights: its parameter tree as it is."""
+        """Give every engine the trainer's weights, as its parameter tree."""
         self.pool.update_weights(params, copy=self._copy)
         self._synced = params
 
@@ -73,13 +73,13 @@ class EnginePoolRolloutBackend:
         global_length: int,
         max_length_sample: int,
     ) -> RolloutResult:
-        """One output for every prompt, over all engines; a group is its prompt, repeated.
+        """Generate one output for each prompt, on all engines. Repeat a prompt for a group.
 
         Args:
-            params: Go to the engines first, unless they are those of the last `sync_weights`;
-                None leaves the engines as they are.
-            global_length: Rows have room for a prompt of this length, or of the longest if that is
-                longer, and for `max_length_sample` tokens after it.
+            params: New weights for the engines. Skipped if they are those of the last
+                `sync_weights`. None: no new weights.
+            global_length: The width of a row is this, or the longest prompt if that is longer,
+                plus `max_length_sample`.
         """
         if params is not None and params is not self._synced:
             self.sync_weights(params)
@@ -98,12 +98,14 @@ class EnginePoolRolloutBackend:
         return RolloutResult(chat_prompts, [result["text"] for result in results], batch)
 
     def flush_cache(self) -> None:
-        """Forget the cached prefixes."""
+        """Empty the prefix caches."""
         self.pool.flush_cache()
 
     def release_weights(self) -> None:
-        """The engines let go of the trainer's arrays, which its step may donate now; the next
-        rollout or `sync_weights` brings new ones."""
+        """Release the trainer's arrays, so that its step may donate them.
+
+        The next rollout or `sync_weights` brings new weights.
+        """
         self.pool.release_weights()
         self._synced = None
 

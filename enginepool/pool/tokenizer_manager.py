@@ -1,16 +1,15 @@
-"""The stand-in for upstream's TokenizerManager: over one engine, or over the whole pool.
+"""The stand-in for upstream's TokenizerManager, for one engine or for the whole pool.
 
-It is what makes `pool.engines[i].generate(...)` work: upstream's Engine and its serving classes
-talk to an object with these names, and here all of them go through the pool's own checks,
-queue and channel.
+Upstream's Engine and its serving classes call an object with these names, so this makes
+`pool.engines[i].generate(...)` work. All calls go through the pool's checks, queue and channel.
 
-What breaks: Upstream's Engine generates, streams and aborts through a TokenizerManager, which opens
-sockets, installs signal handlers and drives an event loop of its own on the caller's thread.
-Why: It stands between processes that do not exist in a pool.
-Remove when: Upstream's Engine takes any object with these names, written down as a protocol. A
-name that upstream reads and this has not is an AttributeError in that call alone.
+What breaks: Upstream's Engine generates, streams and aborts through a TokenizerManager. It opens
+sockets, installs signal handlers and drives its own event loop on the caller's thread.
+Why: It connects processes that a pool does not have.
+Remove when: Upstream's Engine takes any object of a documented protocol. Until then, a name that
+upstream reads and this class does not have raises AttributeError in that call only.
 
-Imports sgl_jax: import it only after the patches are applied.
+This module imports sgl_jax. Import it only after the patches are applied.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from enginepool.engine.worker import EngineWorker
 
-# Fields of upstream's request models that a pool does not serve.
+# Fields of upstream's request models that a pool does not support.
 UNSUPPORTED = (
     "input_embeds",
     "image_data",
@@ -59,7 +58,7 @@ UNSUPPORTED = (
 
 
 class FrontEnd:
-    """Upstream's TokenizerManager as its callers know it, over one engine or over all.
+    """What callers use of upstream's TokenizerManager, for one engine or for all.
 
     Attributes:
         runtime: The open pool.
@@ -85,7 +84,7 @@ class FrontEnd:
     async def generate_request(
         self, obj: GenerateReqInput, request: Any = None
     ) -> AsyncIterator[Any]:
-        """Serve upstream's GenerateReqInput; yields its one result, or chunks when it streams."""
+        """Serve upstream's GenerateReqInput. Yields one result, or chunks if it streams."""
         del request
         call = await in_thread(self.make_call, obj)
         async for output in self.outputs(call, obj):
@@ -97,7 +96,7 @@ class FrontEnd:
         """Submit a call of `make_call` and yield what `generate_request` yields.
 
         Args:
-            timeout: Seconds; what is not finished then ends with what it has.
+            timeout: Seconds. An output that is not finished then ends with the tokens that it has.
         """
         dispatch, tokenizer = self.runtime.dispatch, self.runtime.input_processor.tokenizer
         if obj.stream:
@@ -120,11 +119,11 @@ class FrontEnd:
         thinking: Thinking | None = None,
         special_tokens: bool | None = None,
     ) -> Call:
-        """Check and tokenize upstream's GenerateReqInput; nothing of it starts yet.
+        """Check and tokenize upstream's GenerateReqInput. Nothing starts yet.
 
         Args:
-            prompt_logprobs: Log-probabilities of all of the prompt, and so many of the most
-                probable tokens in each place.
+            prompt_logprobs: Score the whole prompt, and return this many of the most probable
+                tokens at each of its tokens.
             clamp, thinking: See `InputProcessor.make_call`.
             special_tokens: `add_special_tokens` of `CallOptions`.
         """
@@ -136,8 +135,8 @@ class FrontEnd:
         starts = _starts(obj.logprob_start_len)
         if starts is not None and not return_logprob:
             raise InvalidRequest(
-                f"logprob_start_len={shown(obj.logprob_start_len)} says from where on a prompt's "
-                "log-probabilities are wanted: give return_logprob=True with it"
+                f"logprob_start_len={shown(obj.logprob_start_len)} says which of a prompt's tokens "
+                "are scored: give return_logprob=True with it"
             )
         extra_key = _one_for_all("extra_key", getattr(obj, "extra_key", None))
         if not isinstance(extra_key, str | None):
@@ -165,7 +164,7 @@ class FrontEnd:
         )
 
     def make_score_call(self, input_ids: Any, continuation_ids: Any, named_ids: Any) -> Call:
-        """The requests of `pool.score`, one a continuation, for these engines."""
+        """The call of `pool.score`, with one request for each continuation."""
         return make_score_call(
             self.runtime.input_processor,
             None,
@@ -201,10 +200,10 @@ class FrontEnd:
         return [statistics.load(worker) for worker in self._workers()]
 
     def shutdown(self) -> None:
-        """Nothing: the pool closes its engines."""
+        """Does nothing: the pool closes its engines."""
 
     def create_abort_task(self, obj: Any) -> None:
-        """Upstream ends a request when its client is gone; a cancelled task does that here."""
+        """Does nothing. A cancelled task ends the request of a lost client."""
 
     async def score_request(self, **_: Any) -> NoReturn:
         raise EnginePoolError("an engine's own score() is not supported: use pool.score()")
@@ -215,10 +214,10 @@ class FrontEnd:
 
 
 class PortalLoop:
-    """What upstream's Engine uses as its event loop: `run_until_complete` from any thread.
+    """The event loop of upstream's Engine. Any thread may call `run_until_complete`.
 
-    Upstream's own loop belongs to one thread, and cannot run under a loop that already runs
-    there. This one is in a thread of its own, which starts with the first call.
+    Upstream's own loop belongs to one thread, and cannot run in a thread with a running loop. This
+    one has its own thread, which starts at the first call.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -229,7 +228,7 @@ class PortalLoop:
         try:
             portal = self._open()
         except BaseException:
-            awaitable.close()  # or Python would warn that nobody awaited it
+            awaitable.close()  # otherwise Python warns that it was never awaited
             raise
         return portal.call(partial(_await, awaitable))
 
@@ -246,7 +245,7 @@ class PortalLoop:
 
 
 def connect(runtime: Runtime) -> None:
-    """Give each engine the front end and the loop that its own methods use."""
+    """Give each engine the front end and the loop that its methods use."""
     loop = PortalLoop(runtime)
     for worker in runtime.workers:
         assert worker.engine is not None
@@ -269,7 +268,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _starts(given: Any) -> Any:
-    """Upstream's `logprob_start_len`, where a negative number is none."""
+    """Upstream's `logprob_start_len`. A negative number means None."""
     starts = plain(given)
     values = _as_list(starts)
     none = [start is None or (is_int(start) and start < 0) for start in values]
