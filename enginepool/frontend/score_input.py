@@ -9,7 +9,7 @@ from enginepool.dispatch.request import Call, Request
 from enginepool.dispatch.scoring import Scoring
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.input_processor import InputProcessor
-from enginepool.frontend.limits import check_ids
+from enginepool.frontend.limits import Limits, check_ids
 from enginepool.frontend.logprob_options import check_named_ids, check_top_logprobs
 
 
@@ -50,16 +50,7 @@ def make_score_call(
     top = check_top_logprobs(top_logprobs_num)
     named = check_named_ids(token_ids_logprob, len(before), limits.vocab_size)
     for index, (prompt, continuation) in enumerate(zip(before, after, strict=True)):
-        check_ids(prompt, "the prompt", index, limits)
-        check_ids(continuation, "the continuation", index, limits)
-        total = len(prompt) + len(continuation)
-        if total > limits.scored:
-            raise InvalidRequest(
-                f"{len(prompt)} prompt tokens and {len(continuation)} of the continuation are too "
-                f"long: at most {limits.scored} together fit one engine ({limits.origin}); "
-                "shorten them or raise that limit",
-                prompt_index=index,
-            )
+        _check_fits(prompt, continuation, index, limits)
     call = Call(weight_version, lone=lone and one)
     for index, (prompt, continuation) in enumerate(zip(before, after, strict=True)):
         scoring = Scoring(len(prompt), top, named[index], alone=True)
@@ -73,6 +64,20 @@ def make_score_call(
         )
         call.add(request)
     return call
+
+
+def _check_fits(
+    prompt: Sequence[int], continuation: Sequence[int], index: int, limits: Limits
+) -> None:
+    check_ids(prompt, "the prompt", index, limits)
+    check_ids(continuation, "the continuation", index, limits)
+    if len(prompt) + len(continuation) > limits.scored:
+        raise InvalidRequest(
+            f"{len(prompt)} prompt tokens and {len(continuation)} of the continuation are too "
+            f"long: at most {limits.scored} together fit one engine ({limits.origin}); shorten "
+            "them or raise that limit",
+            prompt_index=index,
+        )
 
 
 def score_result(request: Request) -> dict[str, Any]:
