@@ -33,6 +33,7 @@ from enginepool.engine.channel import Channel
 from enginepool.engine.config_reads import check_made, check_model
 from enginepool.errors import EnginePoolError, InvalidConfig
 from enginepool.process.guest import preserved
+from enginepool.process.precision import MatmulPrecision
 from enginepool.process.single_process import as_single_process
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Assembly:
         engine: Upstream's Engine, once it is built. It is an empty shell after `take_apart`, and
             another object after `rebuild`.
         leaves: Its weights.
+        precision: Of every program that is traced for it, also after `rebuild`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Assembly:
     ) -> None:
         self.engine: Engine | None = None
         self.leaves: EngineLeaves | None = None
+        self.precision = MatmulPrecision()
         self.build_seconds = self.warmup_seconds = 0.0
         self._server_args = server_args
         self._devices = devices
@@ -112,7 +115,9 @@ class Assembly:
 
     def _build(self, server_args: dict[str, Any], source: EngineLeaves | None = None) -> None:
         started = time.perf_counter()
-        self.engine = build_engine(server_args, self._devices, self._channel, source)
+        self.engine = build_engine(
+            server_args, self._devices, self._channel, self.precision, source
+        )
         scheduler = self._built()
         self.leaves = scheduler.leaves
         if source is None and server_args.get("load_format") != "dummy":  # else one was checked
@@ -126,11 +131,13 @@ def build_engine(
     server_args: dict[str, Any],
     devices: Sequence[jax.Device],
     channel: Channel,
+    precision: MatmulPrecision,
     source: EngineLeaves | None = None,
 ) -> Engine:
     """Build an Engine whose scheduler the calling thread must run.
 
-    If `source` is given, its weights are copied instead of read (`weights/loader.py`). The caller
+    If `source` is given, its weights are copied instead of read (`weights/loader.py`). `precision`
+    takes what upstream chooses for matrix products, and is in effect while it builds. The caller
     sets `tokenizer_manager` and `loop` before users get the Engine. A failure leaves nothing
     behind: no thread, no file, no process-wide state.
     """
@@ -143,7 +150,12 @@ def build_engine(
         ("data", "tensor"),
         axis_types=(AxisType.Explicit,) * 2,
     )
-    with preserved(), as_single_process(), jax.default_device(devices[0]):
+    with (
+        preserved(),
+        precision.building(),
+        as_single_process(),
+        jax.default_device(devices[0]),
+    ):
         args = ServerArgs(**server_args)
         args.check_server_args()
         _check_pages(args)

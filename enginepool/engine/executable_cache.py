@@ -30,6 +30,7 @@ import jax
 from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.logs import logger
+from enginepool.process.precision import MatmulPrecision
 
 _thread = threading.local()
 _lock = threading.Lock()
@@ -153,8 +154,10 @@ def compiling_ahead(compile_ahead: Callable[[], None]) -> Iterator[None]:
         yield
         return
 
+    precision = MatmulPrecision()
+
     def ahead() -> None:
-        with cache.sharing(), cache.limiter.held():
+        with cache.sharing(), cache.limiter.held(), precision.on_this_thread():
             compile_ahead()
 
     with ThreadPoolExecutor(1, "compile-ahead") as executor:

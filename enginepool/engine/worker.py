@@ -99,7 +99,8 @@ class EngineWorker(PinnedEngine):
         with self._cache.sharing(), jax.default_device(self.devices[0]):
             try:
                 self._build()
-                self._serve()
+                with self.assembly.precision.on_this_thread():
+                    self._serve()
             finally:
                 self.kept = {}
                 self.assembly.take_apart()

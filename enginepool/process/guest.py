@@ -36,10 +36,9 @@ _ENVIRONMENT = (
     "TPU_SKIP_MDS_QUERY",
 )
 
-# What upstream's model runner may set (a GPU's matrix precision) and its scheduler may (the
-# persistent compilation cache, where the patch is not applied).
+# What upstream's scheduler may set of the persistent compilation cache, where the patch is not
+# applied.
 _JAX_CONFIG = (
-    "jax_default_matmul_precision",
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",

@@ -42,6 +42,7 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         **load(worker),
         "devices": [device.id for device in worker.devices],
         "platform": worker.devices[0].platform,
+        "matmul_precision": worker.assembly.precision.value or "default",
         "state": worker.condition.state.value,
         "reason": worker.condition.reason,
         "since": worker.condition.since,

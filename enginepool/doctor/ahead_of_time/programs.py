@@ -18,6 +18,7 @@ from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environmen
 from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter
 from enginepool.errors import InvalidConfig
+from enginepool.process.precision import MatmulPrecision
 from enginepool.sizing.chips import Topology
 
 
@@ -91,7 +92,9 @@ def _compile(
         max_decode_steps=max_decode_steps,
     )
     try:
-        engine: Any = build_engine(server_args, chips[: server_args["tp_size"]], channel)
+        engine: Any = build_engine(
+            server_args, chips[: server_args["tp_size"]], channel, MatmulPrecision()
+        )
     except (AssertionError, ValueError) as error:  # how upstream refuses sizes
         raise InvalidConfig(f"no engine can be built of this: {error}") from error
     try:

@@ -1,0 +1,110 @@
+"""An engine's matrix products have one precision, whatever the host's is then and later."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from enginepool import EnginePool
+from tests.support import faults
+from tests.support.layouts import tensors
+from tests.support.pools import SMALL
+
+NAME = "jax_default_matmul_precision"
+Lowered = Callable[[], set[str]]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture
+def lowered(tmp_path: Path) -> Iterator[Lowered]:
+    """The precisions of all matrix products in what JAX has compiled so far."""
+    jax.config.update("jax_dump_ir_to", str(tmp_path))
+    yield lambda: {
+        precision
+        for program in tmp_path.glob("*.mlir")
+        for line in program.read_text(encoding="utf-8").splitlines()
+        if "stablehlo.dot_general" in line
+        for precision in re.findall(r"precision = \[(\w+),", line) or ["DEFAULT"]
+    }
+    jax.config.update("jax_dump_ir_to", "")
+
+
+@pytest.fixture
+def model(model_dir: Callable[[str], Path]) -> Path:
+    return model_dir("qwen3")
+
+
+@contextmanager
+def set_by_the_host(value: str) -> Iterator[None]:
+    jax.config.update(NAME, value)
+    try:
+        yield
+    finally:
+        jax.config.update(NAME, None)
+
+
+def use_everything(pool: EnginePool, model: Path) -> None:
+    """Prefill, steady decode, scores, a swap."""
+    pool.generate_all(["a", "b" * 20], GREEDY, return_logprob=True)
+    pool.generate_all(["c"], GREEDY | {"temperature": 1.0}, return_prompt_logprob=True)
+    pool.update_weights(tensors(model))
+    pool.generate_all(["d" * 70], GREEDY)
+
+
+def a_gpus_choice(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
+    """Upstream asks for a precision, as it does on a GPU; another thread looks meanwhile."""
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
+    initialize = ModelRunner.initialize
+
+    def asking(runner: Any, *args: Any, **kwargs: Any) -> None:
+        jax.config.update(NAME, "highest")
+        look = threading.Thread(target=lambda: seen.append(getattr(jax.config, NAME)))
+        look.start()
+        look.join()
+        initialize(runner, *args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "initialize", asking)
+
+
+def test_upstreams_choice_is_the_engines_alone(
+    monkeypatch: pytest.MonkeyPatch, lowered: Lowered, model: Path
+) -> None:
+    seen: list[Any] = []
+    a_gpus_choice(monkeypatch, seen)
+    with EnginePool(str(model), devices=2, **SMALL) as pool:
+        assert seen == [None, None]
+        assert getattr(jax.config, NAME) is None
+        use_everything(pool, model)
+        faults.delete_kv_cache(pool, 0)
+        use_everything(pool, model)
+        assert [e["matmul_precision"] for e in pool.stats()["engines"]] == ["highest"] * 2
+        assert lowered() == {"HIGHEST"}
+    ones = jnp.ones((3, 3))
+    assert "HIGHEST" not in jax.jit(lambda x: x @ x).lower(ones).as_text()
+
+
+def test_the_users_choice_comes_before_upstreams(
+    monkeypatch: pytest.MonkeyPatch, lowered: Lowered, model: Path
+) -> None:
+    a_gpus_choice(monkeypatch, [])
+    with set_by_the_host("high"):
+        pool = EnginePool(str(model), devices=1, **SMALL).open()
+    with pool:
+        use_everything(pool, model)
+        assert pool.stats()["engines"][0]["matmul_precision"] == "high"
+        assert lowered() == {"HIGH"}
+
+
+def test_what_the_host_sets_later_is_not_the_engines(lowered: Lowered, model: Path) -> None:
+    pool = EnginePool(str(model), devices=1, warmup="none", **SMALL)
+    with pool, set_by_the_host("highest"):
+        use_everything(pool, model)
+        assert pool.stats()["engines"][0]["matmul_precision"] == "default"
+        assert lowered() == {"DEFAULT"}
