@@ -26,7 +26,6 @@ back" is the share of a pool's decode steps that were upstream's own.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import CORES, arguments, limited_by_cores, medians, plain, write_json
-from benchmarks.contestant import Contestant
+from benchmarks.contestant import Contestant, random_job
 from benchmarks.synthetic import nano_config, write_model
 
 _LAYERS = 36  # as Qwen3-4B: 400 leaves
@@ -154,25 +153,10 @@ def _measure(
 def _job(
     workload: str, running: int, step_ms: float, args: argparse.Namespace, seed: int
 ) -> dict[str, Any]:
-    rng = random.Random(seed)
-    arriving = workload == "arrivals"
-    count, lengths = (3 * running, _PROMPT) if arriving else (running, _SHORT_PROMPT)
-    outputs = _OUTPUT if arriving else (args.tokens, args.tokens)
-    return {
-        "step_ms": step_ms,
-        "streams": workload == "streams",
-        "prompts": [
-            [rng.randrange(256) for _ in range(rng.randint(*lengths))] for _ in range(count)
-        ],
-        "params": [
-            {
-                "temperature": 0.0,
-                "max_new_tokens": rng.randint(*outputs),
-                "ignore_eos": True,
-            }
-            for _ in range(count)
-        ],
-    }
+    if workload == "arrivals":
+        return random_job(3 * running, _PROMPT, _OUTPUT, step_ms, seed)
+    job = random_job(running, _SHORT_PROMPT, (args.tokens, args.tokens), step_ms, seed)
+    return job | {"streams": workload == "streams"}
 
 
 def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:

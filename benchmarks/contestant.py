@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -87,6 +88,19 @@ class Contestant:
         for process in self._processes:
             process.kill()
             process.communicate()
+
+
+def random_job(
+    count: int, prompt: tuple[int, int], output: tuple[int, int], step_ms: float, seed: int
+) -> dict[str, Any]:
+    """Greedy requests with random prompts. Lengths are the least and the most tokens."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(*prompt))] for _ in range(count)]
+    params = [
+        {"temperature": 0.0, "max_new_tokens": rng.randint(*output), "ignore_eos": True}
+        for _ in range(count)
+    ]
+    return {"step_ms": step_ms, "prompts": prompts, "params": params}
 
 
 def _write(process: subprocess.Popen[str], value: Any) -> None:

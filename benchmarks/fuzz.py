@@ -1,15 +1,16 @@
-"""Calls of every kind, with parameters of every kind, and every output held against the law.
+"""Calls of every kind, with parameters of every kind. Every output is checked.
 
     python -m benchmarks.fuzz --outputs 2000 --page-size 16
     python -m benchmarks.fuzz --outputs 2000 --page-size 128 --tp-size 2 --engines 2 --seed 7
 
-Temperatures, top-k, top-p, min-p, penalties, `min_new_tokens`, grammars, samples, stop ids and stop
-strings, seeds, shared prefixes, prompts in chunks, streams, scores; timeouts and aborts, whose
-outputs go on from what they have; requests that join others whose steps are on their way. Beside
-each output runs a plain JAX forward pass: what was sampled must be possible under the parameters,
-and the best where they are greedy; its log-probabilities must be those of the reference within
-1e-4; text and ids must end where a stop says so. Nothing is broken on purpose: every exception and
-every engine that failed is a fault. Exits with 1 if there is one.
+The calls have temperatures, top-k, top-p, min-p, penalties, `min_new_tokens`, grammars, samples,
+stop ids and stop strings, seeds, shared prefixes, prompts in chunks, streams and scores. Outputs
+that timed out or were aborted are resumed from what they have. Requests join batches that decode.
+
+Each output is compared with a plain JAX forward pass along it. Its tokens must be possible under
+its parameters, and the best ones where these are greedy. Its log-probabilities must be those of the
+reference within 1e-4. Its text and ids must end where a stop says so. Nothing is broken on purpose:
+every exception and every engine that failed is a fault. Exits with 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -31,14 +32,13 @@ from transformers import AutoTokenizer
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.fuzz_law import Law
 from benchmarks.fuzz_load import CHUNK, ENDS, VOCABULARY, Load, fuzz_model
-from benchmarks.micro_pool import at_rest
+from benchmarks.micro_pool import left_over
 from benchmarks.span_checks import ROWS, Finished, output_logits
 from enginepool import EnginePool
 
 _SLOTS = 16
 _NEAR = 1e-4
 _SHOWN = 20
-_REST_SECONDS = 60.0
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of a pool in which every path is short: pages that run out, prompts in chunks."""
+    """Of a pool whose pages run out, and whose longer prompts are prefilled in chunks."""
     return {
         "dtype": "float32",
         "devices": args.engines * args.tp_size,
@@ -71,11 +71,11 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(model: Path, load: Load) -> list[str]:
-    """Hold everything against the reference."""
+    """What is wrong with the outputs and the scores, by the reference."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     law = Law(tokenizer, ENDS, from_tokenizer(tokenizer, n_vocab=VOCABULARY))
     found = list(load.faults)
-    # Of like lengths together, since they are padded to the longest.
+    # Outputs of like length together: they are padded to the longest.
     asked = sorted(load.asked, key=lambda one: len(one.finished.prompt + one.finished.output))
     for start in range(0, len(asked), ROWS):
         block = asked[start : start + ROWS]
@@ -104,17 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             started = time.monotonic()
             load.run(args.outputs, args.callers * args.engines)
             seconds = time.monotonic() - started
-            deadline = time.monotonic() + _REST_SECONDS
-            while not at_rest(stats := pool.stats()) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            left, stats = left_over(pool), pool.stats()
             events = [event for event in pool.events() if event["event"] == "engine_failed"]
-        faults = check(model, load)
-    if not at_rest(stats):
-        faults.append(f"does not come to rest: {stats['engines']}")
+        faults = check(model, load) + left
     faults += [f"raised {count} times: {error}" for error, count in load.exceptions.items()]
-    faults += [
-        f"an engine failed: {event}" for event in events if event["event"] == "engine_failed"
-    ]
+    faults += [f"an engine failed: {event}" for event in events]
     finished = [one.finished for one in load.asked]
     report = {
         "outputs": len(finished),

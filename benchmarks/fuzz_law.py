@@ -1,5 +1,5 @@
-"""Whether an output is one that its parameters allow. No pool is asked: logits are those of a plain
-JAX forward pass along the very output, and what follows from them is computed anew, in NumPy."""
+"""Whether an output is one that its parameters allow. No pool is asked: the logits are those of a
+plain JAX forward pass along the output, and the rest is computed from them in NumPy."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Output:
     def _decode(self, ids: list[int], skip: bool) -> str:
         return self._law.tokenizer.decode(ids, skip_special_tokens=skip)
 
-    # What it is made of
+    # Its tokens
 
     def tokens(self, logits: np.ndarray) -> Iterator[str]:
         ids, params = self._ids, self._params
@@ -168,7 +168,7 @@ class _Output:
         return allowed
 
     def _in_support(self, law: np.ndarray, token: int) -> bool:
-        """Whether top-k, top-p and min-p leave it, each what those before have left."""
+        """Whether top-k, top-p and min-p leave the token, one after the other."""
         order = np.argsort(-law, kind="stable")
         top_k = self._params["top_k"]
         if 0 < top_k < len(law):
@@ -185,7 +185,7 @@ class _Output:
         return probabilities[token] >= self._params["min_p"] * probabilities.max() * (1 - NEAR_TIE)
 
     def _wrong_lists(self, law: np.ndarray, place: int, near: float) -> str | None:
-        """The most probable ids, and those that were named."""
+        """What is wrong with the log-probabilities of the best ids and of those that were named."""
         if "output_top_logprobs" in self._meta:
             top = [value for value, *_ in self._meta["output_top_logprobs"][place]]
             best = np.sort(law)[::-1][: len(top)]

@@ -1,4 +1,4 @@
-"""What is asked of a pool that is fuzzed: its model, and calls of every kind, one seed a run."""
+"""What a fuzz asks of a pool: the model, and calls of every kind. One seed makes a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GRAMMARS: list[dict[str, str]] = [
     {"json_schema": '{"type": "array", "items": {"type": "boolean"}, "maxItems": 5}'},
 ]
 _SHARED = [97 + i % 7 for i in range(40)]
-# Prompts that are longer are prefilled in chunks; so many short ones are not, but for their pages.
+# Tokens of a prefill. Longer prompts are prefilled in chunks.
 CHUNK = 256
 _EARLY, _LATE = (9, 8, 110), (6, 33, 40)  # requests, tokens of a prompt, of an output
 
@@ -102,21 +102,21 @@ class Questions:
 
 @dataclass
 class Asked:
-    """An output that has ended by itself, and what it was asked with."""
+    """An output that ended by itself, and its parameters."""
 
     finished: Finished
     params: dict[str, Any]
 
 
 class Load:
-    """Calls of a pool, from many threads; what they bring is kept with what was asked.
+    """Calls of a pool from many threads, and what came of them.
 
     Attributes:
         scored: Prompt, continuation and result of every score.
-        faults: What a call's own results contradict.
-        calls: How many there were of each kind.
-        exceptions: How many calls raised what.
-        resumed: How many outputs went on from a part.
+        faults: Results of one call that contradict each other.
+        calls: How many of each kind.
+        exceptions: How many calls raised it, by message.
+        resumed: How many outputs were resumed from a part.
     """
 
     def __init__(self, pool: EnginePool, seed: int) -> None:
@@ -214,7 +214,7 @@ class Load:
     def _go_on(
         self, prompt: list[int], params: dict[str, Any], result: dict[str, Any], options: Any
     ) -> None:
-        """Take the rest of an output that somebody has ended."""
+        """Resume an output that a timeout or an abort ended."""
         meta = result["meta_info"]
         if meta["finish_reason"].get("err_type") in ("timeout", "cancelled"):
             self.resumed += bool(result["output_ids"])
@@ -237,7 +237,7 @@ class Load:
             self.scored += [(*pair, one) for pair, one in zip(pairs, results, strict=True)]
 
     def _again(self, questions: Questions) -> None:
-        """What was greedy says the same again, up to a string in the middle of its text."""
+        """Ask a greedy prompt again, with a stop string from the middle of its text."""
         with self._lock:
             known = [one for one in self.asked[-200:] if not one.params["temperature"]]
         if not known:
@@ -255,8 +255,8 @@ class Load:
         self._note(prompt, params, result)
 
     def _late(self, questions: Questions) -> None:
-        """Short prompts that run long on every engine; then longer ones, half of them with a part
-        of their output, that are too many for one step by their pages and not by their tokens."""
+        """Short prompts with long outputs on every engine, then longer prompts beside them. All the
+        tokens of these fit one step, and their pages do not. Half of them have a partial output."""
         engines = len(self._pool.engines)
         always = {"temperature": 0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
         (early, short, runs), (late, long, lasts) = _EARLY, _LATE

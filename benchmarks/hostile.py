@@ -1,15 +1,15 @@
-"""How long a chat takes while another client does its worst, beside how long it takes in peace.
+"""How long a chat takes while another client attacks the server, and how long without.
 
     python -m benchmarks.hostile --seconds 10
 
-A server of the toy, as a process of its own, and one client that sends one chat after the other.
-The attacker is a third process (`hostile_client.py`): two bodies at a time over and over, or
-connections held. All of them share this machine's cores: what the attacker computes (up to 16 MB
-are sent again and again) is no longer there for the server, whatever that does.
+The server has the toy and is a process of its own. One client sends one chat after the other. The
+attacker is a third process (`hostile_client.py`). It sends the same body again and again, two at a
+time, or holds connections. All of them share this machine's cores, so an attacker's work also slows
+the server.
 
-Beside each attack `/health` is asked, too, and afterwards it is looked how much memory the server
-has more than before the first, its helpers' included. Ends with 1 where `/health` took more than a
-second or the memory grew by more than a gigabyte.
+The client asks `/health` as well. After each attack the memory of the server and its helpers is
+compared with that before the first. Exits with 1 if `/health` took more than a second, or if the
+memory grew by more than a gigabyte.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _memory() -> int:
-    """Of the server and its own processes."""
+    """Bytes of the server and its processes."""
     (one,) = (child for child in psutil.Process().children() if "serve" in child.cmdline())
     return sum(each.memory_info().rss for each in (one, *one.children(recursive=True)))
 
@@ -88,7 +88,7 @@ def _beside(url: str, attack: str, client: httpx.Client, seconds: float) -> dict
 
 
 def _chats(client: httpx.Client, seconds: float) -> dict[str, list[float]]:
-    """One after the other, and what `/health` took before each."""
+    """Seconds of chats, one after the other, and of `/health` before each."""
     times: list[float] = []
     health: list[float] = []
     until = time.perf_counter() + seconds

@@ -1,8 +1,8 @@
-"""What `hostile` and the tests send while somebody else waits for an answer.
+"""The attacks of `hostile` and of the tests.
 
     python -m benchmarks.hostile_client http://127.0.0.1:30000 "slow bodies"
 
-goes on until it is ended. Bodies are below the server's limit of 16 MiB.
+attacks until it is ended. Bodies are below the server's limit of 16 MiB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/gener
 TOKENS, SCORE = "/inference/v1/generate", "/v1/score"
 _SENDERS = 2
 _CONNECTIONS = 200
-_STREAMS = 8  # fewer than run at a time: the others are to have a place
+_STREAMS = 8  # fewer than run at a time, so that other requests run too
 
 
 def _format(schema: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def _format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wide(count: int) -> dict[str, Any]:
-    """The last property does not compile, after all the others did."""
+    """The last property does not compile. The others before it do."""
     properties: dict[str, Any] = {f"p{i}": {"pattern": f"(a|b){{{i}}}c"} for i in range(count)}
     return {"type": "object", "properties": {**properties, "last": {"pattern": "("}}}
 
@@ -107,7 +107,7 @@ BODIES = tuple(_BODIES)
 
 
 def body(name: str) -> tuple[str, str]:
-    """A path and a body for it, which is refused with 400."""
+    """A path, and a body that it refuses with 400."""
     path, make = _BODIES[name]
     return path, _compact(path, make())
 
@@ -118,7 +118,7 @@ def _compact(path: str, fields: dict[str, Any]) -> str:
 
 
 def slow_headers(url: str) -> None:
-    """Connections that say their headers a byte at a time."""
+    """Connections that send their headers byte by byte."""
     _trickle(url, lambda: b"", b"POST /generate HTTP/1.1\r\nHost: x\r\n" + b"X-A: b\r\n" * 9999)
 
 
@@ -128,7 +128,7 @@ def slow_bodies(url: str) -> None:
 
 
 def silent(url: str) -> None:
-    """Connections that say nothing."""
+    """Connections that send nothing."""
     _trickle(url, lambda: b"", b"")
 
 
@@ -154,7 +154,7 @@ CONNECTIONS: dict[str, Callable[[str], None]] = {
 
 
 def _trickle(url: str, head: Callable[[], bytes], rest: bytes) -> None:
-    """A byte of each connection ten times a second; one that the server closes is opened anew."""
+    """Send a byte on each connection ten times a second. One that the server closes is replaced."""
     with contextlib.ExitStack() as stack:
         sockets: list[tuple[socket.socket, int]] = []
         while True:
@@ -167,7 +167,7 @@ def _trickle(url: str, head: Callable[[], bytes], rest: bytes) -> None:
 
 
 def _send(one: socket.socket, rest: bytes, sent: int) -> bool:
-    """Whether the connection is open yet."""
+    """Whether the connection is still open."""
     try:
         if rest:
             one.sendall(rest[sent % len(rest) : sent % len(rest) + 1])
@@ -193,7 +193,7 @@ def _connected(url: str, receive: int | None = None) -> Iterator[socket.socket]:
 
 
 def post(url: str, name: str) -> None:
-    """The same body over and over, two at a time."""
+    """Send the same body again and again, two at a time."""
     path, content = body(name)
 
     def send() -> None:

@@ -13,12 +13,12 @@ from typing import Any
 from enginepool import EnginePool
 from tests.support import faults
 
-# Of the pool, in seconds; a step that hangs returns before or after it.
+# The pool's, in seconds. A step that hangs returns before or after it.
 STEP_TIMEOUT = 2.0
 
 
 class Injector:
-    """Knows the kinds of faults, and counts what it did.
+    """Puts faults of every kind into engines, and counts them.
 
     Args:
         refusing: See `faults.refusing_devices`.

@@ -1,4 +1,4 @@
-"""Engines kept generating while something else is measured, and how long their steps take."""
+"""Engines that generate while something else is measured, and the time of their steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Self
 from enginepool import EnginePool
 
 _DEADLINE = 600.0
-_PROMPTS = 10_000  # more than any measurement lives to see
+_PROMPTS = 10_000  # more than are ever answered
 _NEW_TOKENS = 16  # few, so that a drain ends
 
 
 class Load:
-    """Greedy requests on every engine for as long as the `with` block lasts.
+    """Greedy requests on every engine while the `with` block lasts.
 
-    A step's seconds are the time between two tokens of one request, as its caller gets them.
+    A step's time is the time between two tokens of a request, as its caller gets them.
     """
 
     def __init__(self, pool: EnginePool) -> None:
@@ -48,10 +48,10 @@ class Load:
             raise self._error
 
     def wait_for_steps(self, count: int) -> None:
-        """Return when every engine has taken so many more steps.
+        """Wait until every engine has taken so many more steps.
 
         Raises:
-            TimeoutError: One did not.
+            TimeoutError: An engine did not take them.
         """
         with self._changed:
             before = {engine: len(gaps) for engine, gaps in self._gaps.items()}
@@ -66,12 +66,12 @@ class Load:
             raise TimeoutError(f"an engine took no {count} steps in {_DEADLINE:.0f} s")
 
     def tokens(self) -> int:
-        """How many tokens have come so far, without the first of each request."""
+        """How many tokens came so far, without the first of each request."""
         with self._changed:
             return sum(map(len, self._gaps.values()))
 
     def step_seconds(self, without: Sequence[tuple[float, float]]) -> dict[int, float]:
-        """The median by engine, of the steps that overlap none of these times."""
+        """The median by engine, of steps that do not overlap these times."""
         return {
             engine: statistics.median(
                 end - begin

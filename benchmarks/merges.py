@@ -1,5 +1,4 @@
-"""Tokenizers that write some strings in fewer tokens than a model of bytes does, and models that
-say such strings."""
+"""Models that spell strings in more tokens than their tokenizer does."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.synthetic import write_model
 from enginepool.toy.files import VOCAB_SIZE
 
-# What a speller says most, each letter a token; its tokenizer makes one of any two.
+# What a speller says most, a token a letter. Its tokenizer makes one token of any two.
 LETTERS = "abcdefgh"
 VOCABULARY = VOCAB_SIZE + len(LETTERS) ** 2
 
@@ -31,12 +30,12 @@ def write_speller(folder: Path, config: Mapping[str, Any], *, seed: int) -> Path
 
 
 def give_merges(folder: Path, strings: Sequence[str], first_id: int) -> Path:
-    """Let a checkpoint's tokenizer, for which every byte is a token, make one of each of these.
+    """Have a checkpoint's tokenizer, in which a byte is a token, merge each of these strings.
 
     Args:
-        strings: No two have a beginning of two bytes in common.
-        first_id: Of the merged tokens, one for each beginning of two bytes or more; special tokens
-            that have these ids are dropped.
+        strings: No two begin with the same two bytes.
+        first_id: Of the merged tokens, one for each beginning of two bytes or more. Special tokens
+            with these ids are dropped.
     """
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -50,7 +49,7 @@ def give_merges(folder: Path, strings: Sequence[str], first_id: int) -> Path:
         parts += longer[1:]
     ids = {part: first_id + place for place, part in enumerate(parts)}
     kept = [token for token in content["added_tokens"] if token["id"] not in ids.values()]
-    # With those that stay in its vocabulary they keep their ids.
+    # In the vocabulary, special tokens keep their ids.
     named = {token["content"]: token["id"] for token in kept}
     content["model"] |= {"vocab": vocabulary | named | ids, "merges": merges}
     content["added_tokens"] = kept

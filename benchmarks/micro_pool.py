@@ -1,22 +1,50 @@
-"""A pool of micro engines that holds many requests: two models, and options that keep it tight."""
+"""What the soaks run on: two models, options of a tight pool, and what it has left at the end."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from benchmarks.merges import write_speller
-from benchmarks.synthetic import micro_config
+from benchmarks.synthetic import micro_config, read_model
+from enginepool import EnginePool, EnginePoolError
 
 # In tokens: a prefix that many prompts share, the longest prompt after it, the longest output.
 SHARED, PROMPT, OUTPUT = 32, 24, 32
+# A prompt with this token has no finite numbers, after `spoil`. It is no byte of a text and no
+# special token.
+BAD_TOKEN = 264
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def two_models(folder: Path) -> list[Path]:
-    """Checkpoints of one shape and other weights, whose tokenizer merges what they spell."""
+    """Checkpoints of the same shape. Their tokenizer has one token for what they spell in two."""
     return [write_speller(folder / str(which), micro_config(), seed=which) for which in range(2)]
+
+
+def spoil(directory: Path) -> Path:
+    """Make the embedding of `BAD_TOKEN` NaN, in a checkpoint whose output matrix is the embedding.
+
+    The output matrix is written by itself. In it the token is all but never the best.
+    """
+    config, params = read_model(directory)
+    params[_HEAD] = params[_EMBEDDING].copy()
+    params[_HEAD][BAD_TOKEN] = 0.0
+    params[_EMBEDDING] = params[_EMBEDDING].copy()
+    params[_EMBEDDING][BAD_TOKEN] = np.nan
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+    save_file(params, directory / "model.safetensors", metadata={"format": "pt"})
+    config["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
 
 
 def server_args(slots: int, page: int = 1) -> dict[str, Any]:
@@ -28,7 +56,7 @@ def server_args(slots: int, page: int = 1) -> dict[str, Any]:
         "dtype": "float32",
         "context_length": 256,
         "max_running_requests": slots,
-        # Nearly all at full length: now and then an engine runs out, and retracts by itself.
+        # Not enough for all requests at full length: now and then an engine retracts.
         "max_total_tokens": max(256, slots * each * 3 // 4),
         "max_prefill_tokens": chunk,
         "chunked_prefill_size": chunk,
@@ -39,8 +67,8 @@ def server_args(slots: int, page: int = 1) -> dict[str, Any]:
 
 @contextmanager
 def chunks_beside_others() -> Iterator[set[str]]:
-    """The prompts that are prefilled in chunks, meanwhile, on engines where others decode; for
-    after a pool was opened."""
+    """The ids of prompts that are prefilled in chunks while other requests decode. Use it after a
+    pool was opened."""
     from enginepool.engine import scheduler as module
     from enginepool.engine.scoring import running_count
 
@@ -61,8 +89,23 @@ def chunks_beside_others() -> Iterator[set[str]]:
         owner.get_new_batch_prefill = original
 
 
-def at_rest(stats: dict[str, Any]) -> bool:
-    """Whether every engine serves, nothing waits, nothing runs and no KV cache is in use."""
+def left_over(pool: EnginePool, seconds: float = 60.0) -> list[str]:
+    """What is wrong when nobody asks any more: an engine that does not serve or holds something,
+    requests that wait, weights that differ. A pool has so many seconds to come to rest."""
+    deadline = time.monotonic() + seconds
+    while not _at_rest(stats := pool.stats()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = []
+    if not _at_rest(stats):
+        found.append(f"afterwards: {stats['waiting']} requests wait; {stats['engines']}")
+    try:
+        pool.checksum()
+    except EnginePoolError as error:
+        found.append(f"afterwards: {error}")
+    return found
+
+
+def _at_rest(stats: dict[str, Any]) -> bool:
     return not stats["waiting"] and all(
         engine["state"] == "serving" and not engine["running"] and not engine["kv_used_tokens"]
         for engine in stats["engines"]

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def times(engines: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds from a failed step to serving, on the toy, by how the engine comes back."""
+    """The toy's seconds from a failed step to serving, by reset and by rebuild."""
     seconds: dict[str, list[float]] = {"reset": [], "rebuild": []}
     with EnginePool(devices=engines, max_restarts=10**6) as pool:
         pool.generate_all(["1+1="] * engines)
@@ -80,7 +80,7 @@ def _time(pool: EnginePool, engine_index: int, by: str) -> float:
 
 
 def throughput(args: argparse.Namespace) -> list[float]:
-    """Tokens per second while one engine is out, over those with all, by round."""
+    """Tokens per second while one engine is out, over those of all engines, by round."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         model = write_model(Path(folder, "model"), micro_config())
         accelerator = simulated.install()
@@ -99,7 +99,7 @@ def _share(pool: EnginePool, load: Load, engine_index: int, args: argparse.Names
     let_go = faults.hang_in_step(pool, engine_index)
     try:
         _until(lambda: pool.stats()["engines"][engine_index]["state"] == "abandoned")
-        time.sleep(_SETTLE_SECONDS)  # what it had goes on elsewhere
+        time.sleep(_SETTLE_SECONDS)  # its requests go on elsewhere
         without = _tokens(load, args.seconds)
     finally:
         let_go.set()
@@ -109,7 +109,7 @@ def _share(pool: EnginePool, load: Load, engine_index: int, args: argparse.Names
 
 
 def _tokens(load: Load, seconds: float) -> float:
-    """Per second, over so many of them."""
+    """Tokens per second, measured for so many seconds."""
     tokens, started = load.tokens(), time.perf_counter()
     time.sleep(seconds)
     return (load.tokens() - tokens) / (time.perf_counter() - started)

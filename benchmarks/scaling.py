@@ -16,7 +16,6 @@ means that N engines need more than 60 % of the cores for their steps. Such a fi
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import CORES, arguments, limited_by_cores, medians, plain, write_json
-from benchmarks.contestant import Contestant
+from benchmarks.contestant import Contestant, random_job
 from benchmarks.simulated import SERVER_ARGS
 from benchmarks.synthetic import nano_config, write_model
 
@@ -93,7 +92,7 @@ def _measure(
     for number in range(args.rounds + 1):  # the first warms up
         for contestant in contestants:
             requests = args.requests * (1 if contestant.name in _ALONE else engines)
-            done = contestant.run(_job(workload, requests, step_ms, seed=number))
+            done = contestant.run(random_job(requests, *_WORKLOADS[workload], step_ms, number))
             if number:
                 runs.setdefault(contestant.name, []).append(done)
     rows = []
@@ -116,21 +115,6 @@ def _share(
     return statistics.median(
         run["tokens_per_sec"] / (engines * one["tokens_per_sec"]) for run, one in pairs
     )
-
-
-def _job(workload: str, count: int, step_ms: float, seed: int) -> dict[str, Any]:
-    rng = random.Random(seed)
-    prompt, output = _WORKLOADS[workload]
-    return {
-        "step_ms": step_ms,
-        "prompts": [
-            [rng.randrange(256) for _ in range(rng.randint(*prompt))] for _ in range(count)
-        ],
-        "params": [
-            {"temperature": 0.0, "max_new_tokens": rng.randint(*output), "ignore_eos": True}
-            for _ in range(count)
-        ],
-    }
 
 
 def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -2,14 +2,15 @@
 
     python -m benchmarks.serving --devices 1 4 --requests 128 --concurrency 16 --rounds 3
 
-Each server runs alone, with the same options, on the same machine; upstream's has one device. The
-client is upstream's `bench_serving` with the same prompts, through /v1/completions, streamed.
+Each server runs alone, with the same options, on this machine. Upstream's has one device, and
+overlap scheduling on, as its users run it. The client is upstream's `bench_serving`. It sends the
+same prompts to /v1/completions and reads streams.
 
     python -m benchmarks.serving --step-ms 20 --running 16 --concurrency 64 --requests 256
 
-has simulated accelerators (`simulated.py`) in both servers: a step takes so long and leaves the
-cores alone, as on a TPU; of Qwen3 models, the toy among them. Upstream is as its users run it,
-overlap scheduling on.
+With `--step-ms` both servers have simulated accelerators (`simulated.py`): a step takes so long and
+leaves the cores alone, as on a TPU. The model must be a Qwen3, as the toy is. Without it both
+compute on the cores, and the figures say little of either.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from enginepool import toy
 from enginepool.config import CPU_DEFAULTS
 
 _START_SECONDS = 300.0
-_UPSTREAM = ("--device", "cpu", "--grammar-backend", "none")  # the pool has no other
+_UPSTREAM = ("--device", "cpu", "--grammar-backend", "none")  # as a pool's engines have
 _FIGURES = {
     "requests/s": "request_throughput",
     "tokens/s": "output_throughput",
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--running", type=int, help="requests of an engine at a time")
-    parser.add_argument("--step-ms", type=float, help="on simulated accelerators")
+    parser.add_argument("--step-ms", type=float, help="of a step, on simulated accelerators")
     options = parser.parse_args()
 
     programs = [["sgl_jax.launch_server"], ["enginepool.cli", "serve"]]
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def flags() -> list[str]:
-    """What upstream's server needs on CPU, and the pool chooses there by itself."""
+    """What a pool chooses by itself on CPU, for upstream's server."""
     flags = []
     for name, value in CPU_DEFAULTS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -103,7 +104,7 @@ def flags() -> list[str]:
 
 
 def _write_prompts(path: Path, count: int) -> None:
-    """Conversations in bench_serving's form; no two prompts are alike."""
+    """Conversations in the form of bench_serving. All prompts differ."""
     with path.open("w", encoding="utf-8") as file:
         for i in range(count):
             prompt = f"{i:04d}: {i % 90 + 10}+{(7 * i) % 90 + 10}="

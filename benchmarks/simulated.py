@@ -1,9 +1,9 @@
 """A simulated accelerator on CPU: a step takes a fixed time within XLA, as if a device computed.
 
-On a TPU the host goes on while the device computes. On CPU the same cores do both, so what an
-engine costs its host cannot be seen with real steps. Here an instruction inside the model's forward
-(`accelerator.cc`) sleeps, without the GIL and without a core: dispatch is asynchronous as on a
-TPU, and a step that is dispatched early begins when the one before it ends.
+On a TPU the host goes on while the device computes. On CPU the same cores do both, and real steps
+hide what an engine costs its host. Here an instruction in the model's forward (`accelerator.cc`)
+sleeps, without the GIL and without a core. Dispatch is asynchronous as on a TPU, and a step that is
+dispatched early begins when the one before it ends.
 
     accelerator = simulated.install()   # before an engine is built
     ...                                 # build engines, warm them up
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 import patches
 
-# An engine for it: four requests at a time, and a KV cache that costs the CPU little.
+# Of an engine for it: four requests at a time, and a KV cache that costs the CPU little.
 SERVER_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "context_length": 256,
@@ -45,10 +45,10 @@ _TARGET = "enginepool_simulated_step"
 
 
 class Accelerator:
-    """All devices of this process; what they did is counted together.
+    """All devices of this process, counted together.
 
     Attributes:
-        step_seconds: What a step costs beside its own time; 0 until `reset` says otherwise.
+        step_seconds: What a step takes beside its own time; 0 before `reset`.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -56,7 +56,7 @@ class Accelerator:
         self.step_seconds = 0.0
 
     def reset(self, step_seconds: float) -> None:
-        """From here on steps take so long and are counted. With engines idle."""
+        """Give steps this time, and count them from now on. Engines must be idle."""
         self.step_seconds = step_seconds
         self._library.accelerator_reset(ctypes.c_int64(round(1e9 * step_seconds)))
 
@@ -65,8 +65,8 @@ class Accelerator:
         return self._read()[0]
 
     def busy_share(self, engines: int) -> float:
-        """The steps' own time over that from the first's begin to the last's end, of so many
-        engines at once. What a sleep takes longer than it was told counts as idle."""
+        """The steps' time over the time from the first step's begin to the last one's end, for so
+        many engines. Time for which a sleep is late counts as idle."""
         steps, nanoseconds = self._read()
         return steps * self.step_seconds / (engines * 1e-9 * nanoseconds) if steps else 0.0
 
@@ -82,11 +82,11 @@ class Accelerator:
 
 
 def install(*, hollow: bool = False) -> Accelerator:
-    """Give every step of engines that are built from now on its time. Once in a process.
+    """Have engines that are built from now on take time for a step. Once in a process.
 
     Args:
-        hollow: Layers and attention leave the CPU alone, while every weight and KV buffer stays an
-            argument and a result of the step. Ids are then meaningless. For Qwen3.
+        hollow: Layers and attention leave the CPU alone. Every weight and KV buffer stays an
+            argument and a result of the step. Ids then mean nothing. For Qwen3.
 
     Raises:
         SystemExit: The host has no C++ compiler, or it fails.
@@ -136,7 +136,7 @@ def _build() -> ctypes.CDLL:
 
 
 def _hollow_out() -> None:
-    """Every layer hands on what it gets, and touches each of its weights."""
+    """Have every layer return its input, and read one number of each of its weights."""
     from flax import nnx
     from sgl_jax.srt.models.qwen3 import QWen3DecoderLayer
 
@@ -149,7 +149,7 @@ def _hollow_out() -> None:
         residual: jax.Array | None = None,
     ) -> tuple[Any, ...]:
         touched = jnp.float32(0)
-        # By what the step has: in a loop of steps it would be done once, before the first.
+        # From the step's input: what is constant, XLA would move out of a loop of steps.
         here = jax.sharding.reshard(hidden_states, PartitionSpec(None, None))[0, 0]
         for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)):
             everywhere = jax.sharding.reshard(leaf, PartitionSpec(*[None] * leaf.ndim))

@@ -3,7 +3,7 @@
     SIMULATED_STEP_MS=20 python -m benchmarks.simulated_server MODULE ARGUMENTS...
 
 runs `python -m MODULE ARGUMENTS...`: upstream's `sgl_jax.launch_server`, or `enginepool.cli`. The
-model is a Qwen3, as the toy is, whose layers leave the CPU alone: what it says means nothing.
+model must be a Qwen3, as the toy is. Its layers leave the CPU alone, so its output means nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import sys
 
 from benchmarks import simulated
 
-# Here, not in a function: upstream's scheduler is a process of its own, which imports the main
-# module anew.
+# Not in a function: upstream's scheduler is another process, which imports the main module again.
 simulated.install(hollow=True).reset(float(os.environ["SIMULATED_STEP_MS"]) / 1000)
 
 

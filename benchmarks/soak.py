@@ -1,20 +1,21 @@
-"""Faults put into the engines of a pool at random, under load, with swaps of weights in every mode
-and pauses, and what it survived.
+"""Random faults in the engines of a pool, under load, with swaps in every mode and pauses.
 
     python -m benchmarks.soak --minutes 10 --seed 1
     python -m benchmarks.soak --minutes 10 --page-size 128
     python -m benchmarks.soak --minutes 30 --faults-per-minute 0     # healthy traffic alone
 
-Callers share prompts, time out, leave, abort and close their streams; with faults, some send a
-prompt that has no finite numbers, and now and then a step breaks while a swap is on its way. Some
-give a stop string that the model spells in more tokens than the tokenizer: text, ids and
-log-probabilities must end with the token that completes it. Every prompt must be answered once:
-with the tokens that its weight versions give (held against a plain JAX forward pass), also where a
-broken tokenizer leaves it without text. No output may mix versions but in the modes that allow it;
-nobody hears of an error that was not its own doing; no engine is reset that no fault was put into.
-At the end every engine serves with the same weights and holds nothing, and memory, threads, signal
-handlers and child processes are as at the start. Exits with 1 if not. The limit of restarts is
-raised for this.
+Callers share prompts, time out, leave, abort and close their streams. Some give a stop string that
+the model spells in more tokens than the tokenizer does. With faults, some send a prompt without
+finite numbers, and now and then a step breaks during a swap. `max_restarts` is raised for the run.
+
+Exits with 1 unless:
+- every prompt has one answer, of the tokens that its weight versions give in a plain JAX forward
+  pass, also where a broken tokenizer leaves it without text;
+- text, ids and log-probabilities end with the token that completes a stop string;
+- outputs have several versions only in the modes that allow it;
+- no caller gets an error that it did not cause, and no engine is reset without a fault;
+- at the end every engine serves with the same weights and holds nothing, and memory, threads,
+  signal handlers and child processes are as at the start.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ import anyio
 import anyio.to_thread
 from transformers import AutoTokenizer
 
-from benchmarks.bad_token import spoil
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.injector import STEP_TIMEOUT, Injector
-from benchmarks.micro_pool import at_rest, chunks_beside_others, server_args, two_models
+from benchmarks.micro_pool import (
+    chunks_beside_others,
+    left_over,
+    server_args,
+    spoil,
+    two_models,
+)
 from benchmarks.soak_checks import (
     as_text,
     check_end,
@@ -55,7 +61,8 @@ from benchmarks.span_checks import check_spans, check_tokens
 from enginepool import EnginePool, EnginePoolError, InvalidRequest, WeightUpdateFailed
 from tests.support import faults
 
-_SWAP_EVERY = 2.0  # seconds, at the most
+# Seconds, at most, from one to the next.
+_SWAP_EVERY = 2.0
 _PAUSE_EVERY = 5.0
 _LULL_EVERY = 3.0
 _END_SECONDS = 120.0
@@ -78,7 +85,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Soak:
-    """The load, the faults and the swaps; what came of them."""
+    """The load, the faults, the swaps, and what came of them."""
 
     def __init__(
         self, pool: EnginePool, models: Sequence[Path], args: argparse.Namespace, injector: Injector
@@ -182,7 +189,7 @@ class Soak:
                 number += 1
 
     async def _rest(self) -> None:
-        """Now and then nobody asks anything: an engine that stands idle counts its KV pages."""
+        """Now and then nobody asks: an idle engine counts its KV pages."""
         while self._running:
             await anyio.sleep(self._random.uniform(0.0, _LULL_EVERY))
             self._lull = True
@@ -192,7 +199,7 @@ class Soak:
             self._lull = False
 
     async def _pause(self) -> None:
-        """Pauses of every mode, also while weights are replaced, and flushes of the cache."""
+        """Pauses of every mode, also during swaps, and flushes of the cache."""
         while self._running:
             await anyio.sleep(self._random.uniform(0.0, _PAUSE_EVERY))
             mode: Any = self._random.choice(("retract", "in_place", "retract", "in_place", "abort"))
@@ -204,17 +211,6 @@ class Soak:
                 await self._pool.async_flush_cache()
 
     # Afterwards
-
-    def check_pool(self) -> None:
-        deadline = time.monotonic() + _END_SECONDS
-        while not at_rest(stats := self._pool.stats()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if not at_rest(stats):
-            self.violations.append(f"afterwards: {stats['engines']}")
-        try:
-            self._pool.checksum()
-        except EnginePoolError as error:
-            self.violations.append(f"afterwards: {error}")
 
     def check_outputs(self) -> dict[str, Any]:
         trusted, mixed, answers = [], 0, self._callers.answers
@@ -275,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 injector = Injector(pool, random.Random(f"faults {args.seed}"), refusing)
                 soak = Soak(pool, models, args, injector)
                 soak.run()
-            soak.check_pool()
+            soak.violations += left_over(pool, _END_SECONDS)
             after, share = process(), device_bytes(pool) / used
             events = pool.events()
             report = soak.check_outputs()

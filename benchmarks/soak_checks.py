@@ -16,22 +16,25 @@ from enginepool import EnginePool
 
 # Modes of a swap whose outputs may have several versions.
 _MIXING = ("retract", "in_place")
+# The message of a request that a swap aborted.
+SWAP = "update_weights(mode='abort')"
 
 
 def check_end(
     finished: Finished, wanted: int, mode_of: dict[int, str], may_end: Sequence[str]
 ) -> list[str]:
-    """How a request ended, and which versions it has.
+    """What is wrong with a request's end and with its versions.
 
     Args:
-        mode_of: The mode of the swap that brought a version.
-        may_end: Messages of finish reasons that somebody asked for.
+        wanted: Tokens.
+        mode_of: By version, the mode of its swap.
+        may_end: The messages with which the request may have been ended early.
     """
     kind, length = finished.reason["type"], len(finished.output)
     versions = [version for *_, version in finished.spans]
     found = []
-    if kind == "abort" and finished.reason["err_type"] != "tokenizer":
-        if finished.reason["message"] not in may_end:
+    if kind == "abort" and finished.reason.get("err_type") != "tokenizer":
+        if finished.reason.get("message") not in may_end:
             found.append(f"{finished}: {finished.reason}")
     elif length != wanted:
         found.append(f"{finished}: {length} tokens of {wanted}, {finished.reason}")
@@ -43,7 +46,7 @@ def check_end(
 
 
 def stopped_at(finished: Finished, stop: str, tokenizer: Any) -> int | None:
-    """With which of its tokens an output has said a stop string, if it has."""
+    """The number of tokens after which an output has a stop string; None without it."""
     output = finished.output
     return next(
         (n for n in range(1, len(output) + 1) if stop in _text(output[:n], tokenizer)), None
@@ -51,10 +54,10 @@ def stopped_at(finished: Finished, stop: str, tokenizer: Any) -> int | None:
 
 
 def check_stop(finished: Finished, stop: str, at: int | None, tokenizer: Any) -> list[str]:
-    """Whether text, ids and log-probabilities end at a stop string.
+    """What is wrong where text, ids and log-probabilities should end at a stop string.
 
     Args:
-        at: With which token it was said.
+        at: See `stopped_at`.
     """
     output, reason, found = finished.output, finished.reason, []
     if at is not None and at < len(output):
@@ -73,12 +76,12 @@ def check_stop(finished: Finished, stop: str, at: int | None, tokenizer: Any) ->
 
 
 def _text(ids: list[int], tokenizer: Any) -> str:
-    """As it is shown to callers who do not ask for special tokens."""
+    """Without special tokens, as callers get it by default."""
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def verifiable(finished: Finished, mode_of: dict[int, str]) -> Finished:
-    """Up to where its KV cache was of other weights: after a swap in place."""
+    """The output up to its first swap in place: from there on its KV cache is of other weights."""
     spans = finished.spans
     keep = 1
     while keep < len(spans):
@@ -91,8 +94,7 @@ def verifiable(finished: Finished, mode_of: dict[int, str]) -> Finished:
 
 
 def mixed_prompt(finished: Finished) -> bool:
-    """Whether a swap in place fell between two chunks of its prompt: KV cache of two versions,
-    by the pool's own record."""
+    """Whether a swap in place fell between two chunks of the prompt, by the pool's own record."""
     return len(finished.result["meta_info"]["prompt_weight_versions"]) > 1
 
 
@@ -101,7 +103,7 @@ _INJECTED = ("Fault: ", "SystemExit: ", "NotFinite: ", "deleted", "a step has no
 
 
 def unexplained(events: Sequence[dict[str, Any]]) -> list[str]:
-    """Engines that failed for a reason that nobody put there."""
+    """Engines that failed without an injected fault."""
     return [
         f"engine {event['engine']}: {event['reason']}\n{event.get('exception', '')}"
         for event in events
@@ -111,7 +113,7 @@ def unexplained(events: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def process() -> dict[str, Any]:
-    """What a host would miss or find too much."""
+    """What a pool must leave as it was in its process."""
     numbers = [n for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)]
     return {
         "threads": sorted(
@@ -128,7 +130,7 @@ def device_bytes(pool: EnginePool) -> int:
 
 
 def recoveries(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many engines came back, by how, and the median of milliseconds from a fault to then."""
+    """How many engines came back by a reset or a rebuild, and after how many milliseconds."""
     down: dict[int, float] = {}
     seconds: dict[str, list[float]] = {"reset": [], "rebuild": []}
     for event in events:
@@ -144,7 +146,7 @@ def recoveries(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def early_ends(reasons: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """How many outputs ended before they were as long as was asked, by why."""
+    """How many outputs ended early, by reason."""
     kinds = [reason.get("err_type", reason["type"]) for reason in reasons]
     return {
         "outputs ended by a stop string": kinds.count("stop"),
@@ -155,7 +157,7 @@ def early_ends(reasons: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def as_text(value: Any) -> Any:
-    """A figure, or counts by kind, for a table."""
+    """A figure for a table; counts by kind as one line."""
     if isinstance(value, dict):
         return f"{sum(value.values())}: " + ", ".join(f"{n} {k}" for k, n in sorted(value.items()))
     return f"{value:.3f}" if isinstance(value, float) else value

@@ -1,7 +1,7 @@
-"""Callers of every kind: patient ones, ones that time out, leave, abort, or close a stream.
+"""Callers of every kind: they wait, time out, leave, abort, or close their stream.
 
-Every call has copies of one prompt, half of them behind a prefix that many share, since that is
-what RL sends: engines answer from their prefix caches.
+Every call has copies of one prompt. Half of the prompts begin with a prefix that many share, so
+engines answer from their prefix caches, as in RL.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from typing import Any
 
 import anyio
 
-from benchmarks.bad_token import BAD_TOKEN
 from benchmarks.merges import LETTERS
-from benchmarks.micro_pool import OUTPUT, PROMPT, SHARED
+from benchmarks.micro_pool import BAD_TOKEN, OUTPUT, PROMPT, SHARED
+from benchmarks.soak_checks import SWAP
 from benchmarks.span_checks import Finished
 from enginepool import EnginePool
 from tests.support.faults import Fault
 
 _COPIES = 3
-_FEW_PROMPTS = 32  # so that whole prompts come again, too
-# Of the calls with a prompt that has no finite numbers, this share is made without it: each resets
-# engines, and most of what they do would be done for that.
+_FEW_PROMPTS = 32  # which are asked again and again
+# The share of calls without finite numbers that is left out: each resets engines.
 _SELDOM = 0.7
 _LONG = 160  # tokens: several chunks
-# What models spell letter by letter and their tokenizer would write in half as many tokens.
+# What models spell letter by letter. Their tokenizer writes it in half as many tokens.
 _SHORTEST_STOP = 4
 _SPELLED = re.compile(f"[{LETTERS}]{{{_SHORTEST_STOP},}}")
 _RECENT = 200  # answers
 _SHARED_PREFIX = list(range(1, SHARED + 1))
-# What ends a request early though nothing is wrong, by its finish reason's message.
-_SWAP, _PAUSE = "update_weights(mode='abort')", "pause_generation(mode='abort')"
+# Messages of finish reasons of requests that a swap or a pause ended.
+_EXPECTED = (SWAP, "pause_generation(mode='abort')")
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,18 @@ class Answer:
 
     finished: Finished
     wanted: int
-    may_end: tuple[str, ...] = (_SWAP, _PAUSE)
+    may_end: tuple[str, ...] = _EXPECTED
     stop: str | None = None
 
 
 class Callers:
-    """Make calls and keep the answers. One event loop, and the main thread.
+    """Make calls, on one event loop and on the main thread, and keep the answers.
 
     Attributes:
         calls: How many of each kind.
-        left: Calls that were abandoned before they ended.
-        broken_streams: Streams that raised what an injected fault of the tokenizer raised.
-        not_finite: Prompts that ended so; with `bad`, a few of the calls have one.
+        left: Calls whose callers left before they ended.
+        broken_streams: Streams that raised an injected fault of the tokenizer.
+        not_finite: Prompts that ended for want of finite numbers. A few calls have one with `bad`.
     """
 
     def __init__(self, pool: EnginePool, rng: random.Random, *, bad: bool) -> None:
@@ -82,7 +81,7 @@ class Callers:
         self._prompts = [self._prompt() for _ in range(_FEW_PROMPTS)]
 
     async def call(self) -> None:
-        """One call, more often a patient one than not."""
+        """One call. Most are patient."""
         kind = "patient"
         if self._random.random() < 0.4:
             kind = self._random.choice(sorted(self._kinds))
@@ -167,7 +166,7 @@ class Callers:
         self._note(prompt, params, [chunk], 1, "abort_request")
 
     async def _stopped(self) -> None:
-        """A string that was said before, by the same weights or others, ends what is said now."""
+        """A stop string from an earlier output, for the same prompt; its weights may be others."""
         prompt, params = self.question()
         known = [
             one for one in self.answers[-_RECENT:] if _SPELLED.search(one.finished.result["text"])
@@ -193,7 +192,7 @@ class Callers:
         reason = result["meta_info"]["finish_reason"]
         ended = reason.get("err_type") == "not_finite"
         self.not_finite += ended
-        if result["output_ids"] or not (ended or reason.get("message") in (_SWAP, _PAUSE)):
+        if result["output_ids"] or not (ended or reason.get("message") in _EXPECTED):
             self.violations.append(f"a prompt without finite numbers: {result}")
 
     def _note(
@@ -204,4 +203,4 @@ class Callers:
         stop = params["stop"][0] if "stop" in params else None
         for result in results:
             finished, wanted = Finished(prompt, result), params["max_new_tokens"]
-            self.answers.append(Answer(finished, wanted, (_SWAP, _PAUSE, *ends), stop))
+            self.answers.append(Answer(finished, wanted, (*_EXPECTED, *ends), stop))

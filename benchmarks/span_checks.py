@@ -1,5 +1,5 @@
-"""Whether outputs that lived through swaps are what their weight versions say. No pool is asked:
-tokens are held against a plain JAX forward pass along the very output (teacher forcing)."""
+"""Whether outputs are what their weight versions say. No pool is asked: tokens are compared with a
+plain JAX forward pass along the output (teacher forcing)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from enginepool.toy.model import forward
 
 ROWS = 16
 _PAD_TO = 64  # few shapes, few compilations
-# Where the best two logits are closer than this, rounding decides and either token is right.
+# Where the best two logits are closer than this, either token is right: rounding decides.
 NEAR_TIE = 1e-3
 
 
@@ -47,11 +47,11 @@ class Finished:
 
 @dataclass
 class Compared:
-    """Tokens held against the reference.
+    """Tokens that were compared with the reference.
 
     Attributes:
-        tokens: How many were compared.
-        ties: How many were not, since either of two was right.
+        tokens: How many.
+        ties: How many were not compared, because either of two is right.
     """
 
     tokens: int = 0
@@ -60,7 +60,7 @@ class Compared:
 
 
 def check_spans(finished: Finished) -> list[str]:
-    """Spans cover the output without gap or overlap, versions rising."""
+    """What is wrong with spans: they cover the output without gap or overlap, and versions rise."""
     spans, length = finished.spans, len(finished.output)
     found = []
     edges = [0, *(end for _, end, _ in spans)]
@@ -76,26 +76,16 @@ def check_spans(finished: Finished) -> list[str]:
     return found
 
 
-def check_mode(finished: Finished, mode: str, wanted: int) -> list[str]:
-    """How a request may end in this mode, with how many tokens, of which versions."""
-    kind, message = finished.reason["type"], finished.reason.get("message")
-    length, spans = len(finished.output), finished.spans
-    found = []
-    if mode == "abort" and kind == "abort":
-        if message != "update_weights(mode='abort')":
-            found.append(f"{finished}: aborted by something else: {finished.reason}")
-    elif kind != "length" or length != wanted:
-        found.append(f"{finished}: {length} tokens of {wanted}, {finished.reason}")
-    if mode in ("drain", "abort", "rolling") and len(spans) > 1:
-        found.append(f"{finished}: mixes versions, {spans}")
-    versions = [version for *_, version in spans]
-    if mode == "retract" and versions and versions != list(range(versions[0], versions[-1] + 1)):
-        found.append(f"{finished}: gained no token in a swap, {spans}")
-    return found
+def check_every_version(finished: Finished) -> list[str]:
+    """With swaps that retract, an output gains a token between two of them."""
+    versions = [version for *_, version in finished.spans]
+    if versions and versions != list(range(versions[0], versions[-1] + 1)):
+        return [f"{finished}: gained no token in a swap, {finished.spans}"]
+    return []
 
 
 def check_tokens(outputs: Sequence[Finished], models: Sequence[Path]) -> Compared:
-    """Every token is the best one after all before it, by the weights that its span names.
+    """Whether every token is the best one after those before it, by the weights of its span.
 
     Args:
         models: Version v has the weights of `models[v % len(models)]`.

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from scripts.train_toy.checkpoint import CONFIG, parameter_shapes, write_tokenizer
 
-# From so many bytes on: hidden size, MLP size, query heads, KV heads. A micro model's layers,
-# Qwen3-0.6B's and Qwen3-4B's: the larger a model is, the larger are its leaves.
+# From so many bytes on: hidden size, MLP size, query heads, KV heads of a layer. They are a micro
+# model's, Qwen3-0.6B's and Qwen3-4B's, so that a larger model has larger leaves.
 _LAYERS = {0.0: (256, 1024, 4, 2), 0.5e9: (1024, 3072, 16, 8), 3e9: (2560, 9728, 32, 8)}
 _TENSORS_PER_FILE = 100
 _BLOCK = (1 << 20) + 7  # no multiple of a row's length, so that rows differ
@@ -36,8 +36,8 @@ def micro_config() -> dict[str, Any]:
 
 
 def nano_config() -> dict[str, Any]:
-    """The config.json of the smallest Qwen3 that sglang-jax's attention on CPU takes: nearly all of
-    its step is the host's own work."""
+    """The config.json of the smallest Qwen3 for sglang-jax's attention on CPU. Nearly all of its
+    step is the host's work."""
     return _config(128, 128, 1, 1, 1, "float32")
 
 
@@ -49,8 +49,8 @@ def weight_bytes(config: Mapping[str, Any]) -> int:
 def write_model(
     directory: Path, config: Mapping[str, Any], *, seed: int = 0, std: float = 0.02
 ) -> Path:
-    """Write a checkpoint whose weights only a fingerprint tells from independent random ones:
-    every tensor is the same normal numbers, repeated, from another place on."""
+    """Write a checkpoint of random weights, fast: every tensor repeats the same normal numbers,
+    from another place on."""
     dtype = jax.numpy.dtype(config["torch_dtype"])
     rng = np.random.default_rng(seed)
     block = std * rng.standard_normal(_BLOCK, dtype=np.float32)
@@ -69,7 +69,7 @@ def write_model(
 
 
 def tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of a checkpoint once, with safetensors' own reader."""
+    """Every tensor of a checkpoint, one after the other."""
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="numpy") as opened:
             for name in opened.keys():  # noqa: SIM118  no dict
@@ -83,7 +83,7 @@ def read_model(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def leaf(name: str) -> tuple[str, bool]:
-    """The path of the leaf that a Hugging Face tensor makes, and whether it is transposed."""
+    """The path of the leaf for a Hugging Face tensor, and whether it is transposed."""
     if name.endswith("norm.weight"):
         return name.removesuffix("weight") + "scale", False
     if name.endswith("embed_tokens.weight"):

@@ -1,4 +1,4 @@
-"""The sources of a weight update, each with what plain JAX needs for the same bytes."""
+"""The sources of a weight update, each with plain JAX for the same bytes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from enginepool import EnginePool, SwapReport
 
 @dataclass(frozen=True)
 class Case:
-    """A source, and its peer.
+    """A source and its peer.
 
     Attributes:
-        make: Gives the source.
-        sets: How many engines get weights that their device did not have.
-        peer: Makes as many on the same devices, given the source; None where nothing moves.
+        make: Makes the source.
+        sets: How many engines get weights that are not on their device.
+        peer: Takes the source and makes as many sets on the same devices. None if nothing moves.
     """
 
     name: str
@@ -40,7 +40,7 @@ def cases(directory: Path, devices: Sequence[jax.Device], other: jax.Device) -> 
 
     Args:
         devices: The engines', one each.
-        other: Where a trainer has its weights; an engine's only if there are no more devices.
+        other: The trainer's device. An engine's only if there is no other.
     """
     count, own = len(devices), functools.partial(own_layout, directory)
     found = [
@@ -72,7 +72,7 @@ def cases(directory: Path, devices: Sequence[jax.Device], other: jax.Device) -> 
             lambda source: convert(tensors(source), devices, private=True),
         ),
     ]
-    # With one engine, or no device to spare, some are the same.
+    # With one engine or without another device some are the same.
     return found if other not in devices and count > 1 else [found[0], *found[4:]]
 
 
@@ -82,7 +82,7 @@ def own_layout(directory: Path, device: jax.Device) -> Leaves:
 
 
 def measure(pool: EnginePool, case: Case, rounds: int, staging: Any) -> dict[str, Any]:
-    """Ours and the peer in turn, the pool idle. The first round compiles and does not count."""
+    """Ours and the peer in turn, on an idle pool. The first round compiles and does not count."""
     source = case.make()
     runs = [_round(pool, case, source, staging, number) for number in range(rounds + 1)][1:]
 
@@ -117,8 +117,7 @@ def _own_layout_case(
 
 
 def _over(leaves: Leaves, devices: Sequence[jax.Device], *, cut: bool = False) -> Leaves:
-    """On all of them: the whole of every leaf, or of the largest axis that can be cut (FSDP) a
-    part."""
+    """Leaves on all of these devices: whole, or cut along the largest axis that can be (FSDP)."""
     mesh = Mesh(np.array(devices), ("all",))
 
     def sharding(leaf: jax.Array) -> NamedSharding:
@@ -138,7 +137,7 @@ def _round(pool: EnginePool, case: Case, source: Any, staging: Any, number: int)
         figures.update(_phases(pool.update_weights(source, staging=staging)))
 
     def peer(make: Callable[[Any], Any]) -> None:
-        if staging == "stream":  # chosen where there is no room for the peer's sets beside ours
+        if staging == "stream":  # there is no room for the peer's sets beside ours
             pool.release_weights()
         started = time.perf_counter()
         made = make(source)
@@ -146,7 +145,7 @@ def _round(pool: EnginePool, case: Case, source: Any, staging: Any, number: int)
         del made
 
     jobs = [ours] if case.peer is None else [ours, functools.partial(peer, case.peer)]
-    # Neither is always the one that finds the host as the other left it.
+    # In turn, because each finds the host as the other left it.
     for job in jobs if number % 2 else reversed(jobs):
         job()
     return figures

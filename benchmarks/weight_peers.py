@@ -1,4 +1,4 @@
-"""What new weights cost without a pool: plain JAX on the same bytes and the same devices."""
+"""New weights without a pool: plain JAX on the same bytes and the same devices."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _transpose = jax.jit(lambda array: array.T)
 
 
 def put(leaves: Leaves, devices: Sequence[jax.Device]) -> list[Leaves]:
-    """The leaves on each of these devices, there when this returns."""
+    """Copy the leaves to each of these devices, and wait for them."""
     return jax.block_until_ready([jax.device_put(leaves, device) for device in devices])
 
 
 def gather(leaves: Leaves, devices: Sequence[jax.Device]) -> Leaves:
-    """The whole of leaves that are cut over these devices, in one program: a set on each device."""
+    """Make leaves that are cut over these devices whole on each of them, in one program."""
     return jax.block_until_ready(_gather(tuple(devices))(leaves))
 
 
@@ -40,12 +40,12 @@ def convert(
     *,
     private: bool = False,
 ) -> list[Leaves]:
-    """Hugging Face tensors in the model's layout on each device: put on the first, transposed
-    there, each by one XLA program, and put from there on the others.
+    """Hugging Face tensors in the model's layout, on each device. They are put on the first, XLA
+    transposes each there, and they are copied to the others.
 
     Args:
-        private: Nobody else has the tensors' memory, so a leaf may go on in it. Without it a
-            NumPy array's must be copied, as a pool must.
+        private: Nobody else uses the tensors' memory, so a leaf may use it. Otherwise a NumPy array
+            is copied, as a pool does.
     """
     first, *others = devices
     made: Leaves = {}
@@ -59,7 +59,7 @@ def convert(
 
 
 def memcpy_seconds(nbytes: int) -> float:
-    """One thread's, between two places of host memory that are in use already."""
+    """Of one thread, between two arrays whose pages are mapped already."""
     source = np.ones(nbytes, np.uint8)
     target = np.zeros(nbytes, np.uint8)
     target.fill(1)

@@ -1,11 +1,11 @@
-"""How fast `update_weights` is, against plain JAX on the same bytes in the same run.
+"""How fast `update_weights` is, beside plain JAX on the same bytes in the same run.
 
     python -m benchmarks.weight_update --size-gb 1 --engines 4 --rounds 3
 
-The model is a Qwen3 of random weights. What is compared is the phases "stage" and "commit" of
-the report, with idle engines: from the call to new weights in place on all of them. What else a
-call does (above all the fingerprint of every engine's weights, taken afterwards while generation
-goes on) stands beside it, and so does the whole. The pause is measured with generating engines.
+The model is a Qwen3 of random weights. Compared are the phases "stage" and "commit" of the report,
+with idle engines: from the call until all engines have the new weights. The fingerprint of every
+engine's weights, which follows while engines generate, and the total are columns of their own. The
+pause is measured with engines that generate.
 """
 
 from __future__ import annotations
@@ -57,10 +57,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments("weight_update", __doc__)
     add = parser.add_argument
     add("--size-gb", type=float, default=1.0, help="10^9 bytes of weights; default: 1")
-    add("--engines", type=int, default=4, help="at most; fewer where memory asks")
-    add("--rounds", type=int, default=3, help="ours and the peer in turn; the table has medians")
+    add("--engines", type=int, default=4, help="at most; fewer if memory is short")
+    add("--rounds", type=int, default=3, help="ours and the peer in turn; default: 3")
     add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, else bfloat16")
-    add("--staging", default="double", choices=("double", "stream"), help="stream: no pauses")
+    add(
+        "--staging",
+        default="double",
+        choices=("double", "stream"),
+        help="stream: no pauses",
+    )
     return parser.parse_args(argv)
 
 
@@ -72,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     config = sized_config(args.size_gb * 1e9, dtype)
     nbytes = weight_bytes(config)
-    # Every engine has a set, and gets another (for the peer too) unless it streams.
+    # An engine has a set of weights, and gets another unless it streams.
     sets = 2 if args.staging == "double" else 1
     if on_cpu and dtype == "bfloat16":
-        sets += 2  # XLA computes in float32 there, and makes it of the weights in every step
+        sets += 2  # XLA converts the weights to float32 in every step
     engines = _fitting(args.engines, sets, nbytes)
     devices = devices[:engines]
     print(
@@ -107,15 +112,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _return_memory_at_once() -> None:
-    """Have glibc map every array's memory anew and give it back when the array goes. Otherwise
-    ours and the peer's seconds depend on what it kept of the run before, several sets perhaps."""
+    """Have glibc map memory for every array and give it back with the array. Otherwise times depend
+    on what it kept from the run before."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _fitting(wanted: int, sets: int, nbytes: int) -> int:
-    """How many engines memory allows, of so many sets of weights each; says so if fewer."""
+    """How many engines fit into memory, with so many sets of weights each."""
     available = psutil.virtual_memory().available - _RESERVE
     engines = min(wanted, int(available / nbytes - _SOURCE_SETS) // sets)
     need = (
@@ -130,7 +135,7 @@ def _fitting(wanted: int, sets: int, nbytes: int) -> int:
 
 
 def _devices(engines: int) -> tuple[list[jax.Device], jax.Device]:
-    """A device for each engine, and one for the trainer; an engine's where there is no other."""
+    """A device for each engine, and one for the trainer: an engine's if there is no other."""
     try:
         *groups, (other,) = resolve_devices(engines + 1, 1)
     except InvalidConfig:
@@ -140,7 +145,7 @@ def _devices(engines: int) -> tuple[list[jax.Device], jax.Device]:
 
 
 def _pauses(pool: EnginePool, leaves: Leaves, rounds: int) -> list[dict[str, Any]]:
-    """What engines that generate notice of an update, by mode and engine."""
+    """How long engines that generate pause for an update, by mode and engine."""
     rows = []
     for mode in _PAUSE_MODES:
         reports, updates = [], []
@@ -173,8 +178,8 @@ def _pauses(pool: EnginePool, leaves: Leaves, rounds: int) -> list[dict[str, Any
 
 def _show(figures: dict[str, Any]) -> None:
     print(
-        "\nUpdates of idle engines. Compared with the peer: stage + commit. The total has the "
-        "fingerprints\nof all engines, taken after that, and the wait for a step boundary as well."
+        "\nUpdates of idle engines. Stage + commit is compared with the peer. The total has the "
+        "fingerprints\nand the wait for a step boundary, too."
     )
     plain(
         _HEADERS,
@@ -196,7 +201,7 @@ def _show(figures: dict[str, Any]) -> None:
                 for row in figures["pauses"]
             ),
         )
-        print("wait: from staged to a standstill; in drain until running outputs have ended.")
+        print("wait: from staged until engines stand; with drain until running outputs have ended.")
 
 
 def _line(row: dict[str, Any]) -> list[str]:

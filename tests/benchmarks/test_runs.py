@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.command import CORES, limited_by_cores
-from benchmarks.soak_checks import check_stop, stopped_at
-from benchmarks.span_checks import Finished, check_mode, check_spans, check_tokens
+from benchmarks.soak_checks import check_end, check_stop, stopped_at
+from benchmarks.span_checks import Finished, check_every_version, check_spans, check_tokens
 from tests.support.reference import make_random_model, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -176,15 +176,20 @@ def test_soak_notices_spans_that_do_not_cover_an_output(spans):
 @pytest.mark.parametrize(
     ("mode", "spans", "kind"),
     [
-        ("retract", [[0, 2, 1], [2, 4, 3]], "length"),  # no token from version 2
         ("drain", [[0, 2, 1], [2, 4, 2]], "length"),
         ("drain", [[0, 4, 1]], "abort"),
         ("abort", [[0, 4, 1]], "abort"),  # by something else than the swap
     ],
 )
 def test_soak_notices_what_a_mode_rules_out(mode, spans, kind):
-    assert check_mode(finished([1, 2, 3, 4], spans, kind), mode, 4)
-    assert not check_mode(finished([1, 2, 3, 4], [[0, 4, 1]]), mode, 4)
+    modes = dict.fromkeys(range(5), mode)
+    assert check_end(finished([1, 2, 3, 4], spans, kind), 4, modes, ())
+    assert not check_end(finished([1, 2, 3, 4], [[0, 4, 1]]), 4, modes, ())
+
+
+def test_soak_notices_a_swap_in_which_an_output_gained_no_token():
+    assert check_every_version(finished([1, 2, 3, 4], [[0, 2, 1], [2, 4, 3]]))
+    assert not check_every_version(finished([1, 2, 3, 4], [[0, 2, 1], [2, 4, 2]]))
 
 
 WRONG_STOPS: dict[str, dict[str, Any]] = {
