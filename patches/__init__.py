@@ -6,11 +6,11 @@ Importing this package changes nothing and imports neither jax nor sgl_jax.
     ...
     patches.revert(applied)
 
-Optimisations, which change only how fast a step is, are patches as well; with
-ENGINEPOOL_OPTIMISATIONS=0 in the environment `apply()` leaves them out.
+Some patches are optimisations: they only make a step faster. With ENGINEPOOL_OPTIMISATIONS=0 in the
+environment `apply()` leaves them out.
 
-Programs that JAX compiled before `apply` keep what they were compiled with, so apply before the
-first engine is built. Both functions can be called from any thread, and repeatedly.
+Apply before the first engine is built: programs that JAX has compiled stay as they are. Both
+functions can be called from any thread, and repeatedly.
 """
 
 import os
@@ -88,12 +88,12 @@ ALL: tuple[Patch, ...] = (
 
 
 def needed() -> list[Patch]:
-    """Return the patches whose defect the installed upstream has, applied at present or not."""
+    """Return the patches whose defect the installed upstream has, applied or not."""
     return [patch for patch in ALL if patch.is_needed()]
 
 
 def optimising() -> bool:
-    """Tell whether the environment lets what only makes steps cheaper be done."""
+    """Tell whether the environment allows optimisations."""
     return os.environ.get("ENGINEPOOL_OPTIMISATIONS") != "0"
 
 
@@ -101,15 +101,15 @@ def apply(patches: Sequence[Patch] | None = None) -> list[Patch]:
     """Apply patches that are needed and not yet applied.
 
     Args:
-        patches: The ones to consider; by default all, or all but optimisations if the
-            environment has ENGINEPOOL_OPTIMISATIONS=0.
+        patches: By default all, or all but optimisations if the environment has
+            ENGINEPOOL_OPTIMISATIONS=0.
 
     Returns:
-        Exactly those that this call applied.
+        Those that this call applied.
 
     Raises:
-        PatchError: A target is missing or looks unlike what its patch was written for. Nothing
-            that this call applied stays applied.
+        PatchError: A target is missing or has changed in upstream. What this call applied is
+            reverted.
     """
     if patches is None:
         fast = optimising()
@@ -118,10 +118,10 @@ def apply(patches: Sequence[Patch] | None = None) -> list[Patch]:
 
 
 def revert(patches: Sequence[Patch] | None = None) -> None:
-    """Put back the identical objects that upstream had, the patch applied last first.
+    """Put back the very objects that upstream had, the patch applied last first.
 
     Args:
-        patches: The ones to revert; all by default. Those not applied are passed over.
+        patches: By default all. Those that are not applied are passed over.
 
     Raises:
         PatchError: Someone replaced a target again. That patch and those before it stay.

@@ -1,4 +1,4 @@
-"""Import upstream without what its import does to the process."""
+"""Import upstream without its effects on the process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-# Two threads that import under guard at once would each save the other's half-way state.
+# Of two threads that import at once, one would save what the other has changed.
 _lock = threading.RLock()
 
 
 def import_quietly(name: str) -> ModuleType:
-    """Return the module, importing it with the process-wide state around it preserved.
+    """Return the module. If it is imported now, the process's state is put back afterwards.
 
-    A module that is imported already is returned as it is. The environment needs no guard: the
-    two variables that change are JAX's own and are meant for its native code.
+    The environment is not put back: the two variables that change are JAX's own, for its native
+    code.
     """
     if name in sys.modules:
         return importlib.import_module(name)
@@ -30,11 +30,11 @@ def import_quietly(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _preserved() -> Iterator[None]:
-    """Put back the event-loop policy, threading's exit hook and the root logger's handlers, and
-    let no native signal handler be installed."""
+    """Put back the event-loop policy, threading's exit hook, and the root logger's handlers and
+    level. Meanwhile no native signal handler can be installed."""
     root = logging.getLogger()
-    # The private name: get_event_loop_policy() would create a policy where there is none, and
-    # Python 3.14 deprecates it.
+    # The private name, because get_event_loop_policy() would create a policy, and Python 3.14
+    # deprecates it.
     policy = asyncio.events._event_loop_policy  # type: ignore[attr-defined]
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
     handlers, level = list(root.handlers), root.level
@@ -47,15 +47,15 @@ def _preserved() -> Iterator[None]:
         util.install_failure_signal_handler = install
         asyncio.events._event_loop_policy = policy  # type: ignore[attr-defined]
         threading._register_atexit = register_atexit  # type: ignore[attr-defined]
-        # absl, imported by way of orbax, calls logging.basicConfig(); the host's own call would
-        # then do nothing.
+        # Orbax imports absl, which calls logging.basicConfig(). The host's own call would then do
+        # nothing.
         for handler in [handler for handler in root.handlers if handler not in handlers]:
             root.removeHandler(handler)
         root.setLevel(level)
 
 
 def _signal_handler_installer() -> Any:
-    """Where JAX's test utilities get what installs a native signal handler; a JAX without that
+    """Where JAX's test utilities find what installs a native signal handler. A JAX without that
     place is left alone."""
     try:
         util = importlib.import_module("jax._src.util")

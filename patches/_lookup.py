@@ -1,4 +1,4 @@
-"""How a patch looks at the parts of upstream and of JAX that it is about."""
+"""How a patch reaches the parts of upstream and of JAX that it changes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from patches._patch import JaxChanged
 def with_globals(function: Any, **names: Any) -> Any:
     """Return a copy of a plain function that sees other module globals under these names.
 
-    This is how a probe looks at upstream's own code without a device, and without touching
-    the module that other threads are using.
+    A probe runs upstream's own code with it, without a device. The module itself stays as it is:
+    other threads use it.
     """
     copy = types.FunctionType(
         function.__code__,
@@ -29,8 +29,26 @@ def with_globals(function: Any, **names: Any) -> Any:
     return copy
 
 
+def constructed(owner: type, constructor: Any, *args: Any) -> Any:
+    """Return an object of this class, made by this constructor and not by the class's own."""
+    made = owner.__new__(owner)
+    constructor(made, *args)
+    return made
+
+
+class Instead:
+    """A module with other functions in the place of some of its own."""
+
+    def __init__(self, original: types.ModuleType, **functions: Any) -> None:
+        self._original = original
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 def module(name: str) -> Any:
-    """Return an upstream module, imported without its side effects on the process."""
+    """Return a module. One of upstream is imported without its effects on the process."""
     return (
         _imports.import_quietly(name)
         if name.startswith("sgl_jax")
@@ -39,10 +57,10 @@ def module(name: str) -> Any:
 
 
 def of_jax(name: str, attribute: str, parameters: Sequence[str]) -> Any:
-    """A private function of JAX, whose first parameters are these.
+    """Return a private function of JAX that has these parameters first.
 
     Raises:
-        JaxChanged: There is none.
+        JaxChanged: JAX has no such function.
     """
     try:
         function = getattr(importlib.import_module(name), attribute)

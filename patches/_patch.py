@@ -1,7 +1,7 @@
-"""What a patch is: targets in upstream, a probe, and the registry of what was replaced.
+"""What a patch is: targets in upstream, a probe, and a registry of what was replaced.
 
-The registry holds, per target, the object that upstream had there (the first original wins)
-and the wrapper that stands there now. Nothing here imports sgl_jax or jax before it is asked to.
+For each target the registry has the object that upstream had there, and the wrapper that is there
+now. Nothing here imports sgl_jax or jax before it is asked to.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger.addHandler(logging.NullHandler())  # a library prints nothing
 
 
 class PatchError(Exception):
-    """Raised when a target is missing, looks unlike what the patch knows, or was re-patched."""
+    """Raised when a target is missing, has changed in upstream, or was patched by someone else."""
 
 
 class JaxChanged(PatchError):
-    """Raised for a private part of JAX that this JAX does not have, or has otherwise.
+    """Raised when a private part of JAX is missing or has changed.
 
-    JAX may change those at any time: such a patch is left out, and the log says so once.
+    JAX may change it at any time. The patch is left out, and the log says so once.
     """
 
 
@@ -38,9 +38,9 @@ class Target:
     Args:
         module: Module that holds the binding.
         attribute: Its name there, `Class.method` for a method.
-        replace: Takes the original, returns what stands in its place. For a class method it
-            takes and returns the plain function.
-        parameters: The parameter names the original must have; None for what is no function.
+        replace: Takes the original and returns its replacement. Of a class method it takes and
+            returns the plain function.
+        parameters: The parameter names that the original must have. None for what is no function.
         optional: Upstream versions without this binding do not have the defect.
         inherited: The class has it from a base, which stays as it is.
     """
@@ -70,10 +70,10 @@ class Target:
         return self.attribute.rpartition(".")[2]
 
     def current(self) -> Any:
-        """Return what is bound now, a class method unbound; None if an optional one is absent.
+        """Return what is bound now, as it is stored. None if an optional target is missing.
 
         Raises:
-            PatchError: The binding is missing, or is not what the patch was written for.
+            PatchError: The binding is missing or has changed in upstream.
             JaxChanged: The same, for a binding of JAX.
         """
         try:
@@ -84,7 +84,7 @@ class Target:
             raise
 
     def _current(self) -> Any:
-        # vars(), not getattr: a descriptor must come back as it is stored.
+        # getattr would bind a descriptor.
         found = vars(self.holder()).get(self.name)
         if found is None and self.inherited:
             found = getattr(self.holder(), self.name, None)
@@ -114,17 +114,16 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """One upstream defect and what is done about it.
+    """A defect of upstream, and its repair.
 
     Args:
         name: The module's name.
         issue: Upstream issue or pull request, or "not reported".
-        replaced: What is replaced.
-        probe: Called with the originals of `replaced`, in order; tells whether they have the
-            defect. Must not start a JAX backend.
-        prepare: Called once when the patch is applied. Nothing of it is undone by a revert.
-        concerns: What the table names as the target of a patch that replaces nothing.
-        optimisation: Nothing is wrong without it, only slow.
+        probe: Takes the originals of `replaced`, in order. Tells whether they have the defect.
+            Must not start a JAX backend.
+        prepare: Called once when the patch is applied. A revert does not undo it.
+        concerns: The targets in the table, of a patch that replaces nothing.
+        optimisation: Without it nothing is wrong, only slow.
     """
 
     name: str
@@ -140,14 +139,14 @@ class Patch:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Dotted paths of every binding that the patch replaces."""
+        """The dotted path of every binding that the patch replaces."""
         return tuple(target.path for target in self.replaced) or self.concerns
 
     def is_needed(self) -> bool:
-        """Tell whether the installed upstream has the defect, patched at present or not.
+        """Tell whether the installed upstream has the defect, applied or not.
 
         Raises:
-            PatchError: A target is missing or looks unlike what the patch was written for.
+            PatchError: A target is missing or has changed in upstream.
         """
         try:
             with _lock:
@@ -159,7 +158,7 @@ class Patch:
             _say_left_out(self, exc)
             return False
         except (AttributeError, LookupError, NameError, OSError, TypeError, ValueError) as exc:
-            # The probe drives upstream's code with stand-ins: when it trips, the code has changed.
+            # The probe runs upstream's code with stand-ins. If it fails, the code has changed.
             raise PatchError(
                 f"{self.name}: cannot tell whether {', '.join(self.targets)} needs it"
             ) from exc
@@ -198,8 +197,8 @@ class _Binding:
             setattr(self.holder, self.target.name, self.original)
 
 
-# Protects the decision whether a patch is applied, and the registry: several pools may open
-# and close at once. Reentrant because a probe may run while the registry is held.
+# Held while it is decided whether a patch is applied: several pools may open and close at once.
+# Reentrant, because a probe may run meanwhile.
 _lock = threading.RLock()
 _applied: dict[Patch, list[_Binding]] = {}
 _left_out: set[Patch] = set()
@@ -235,7 +234,7 @@ def apply(patches: Sequence[Patch]) -> list[Patch]:
 
 
 def revert(patches: Sequence[Patch]) -> None:
-    """Restore the originals of those of the patches that are applied, the last one first.
+    """Restore the originals of those patches that are applied, the last one first.
 
     Raises:
         PatchError: Someone replaced a target again. That patch and those applied before it stay.
@@ -251,6 +250,6 @@ def revert(patches: Sequence[Patch]) -> None:
 
 
 def is_applied(patch: Patch) -> bool:
-    """Tell whether the patch stands in upstream at present."""
+    """Tell whether the patch is applied at present."""
     with _lock:
         return patch in _applied

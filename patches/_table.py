@@ -1,4 +1,4 @@
-"""The table of patches: for `python -m patches`, and for docs/patches.md."""
+"""The table of patches, for `python -m patches` and docs/patches.md."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def table(*, markdown: bool = False, probe: bool = True) -> str:
     """Return the table of all patches: name, target, upstream issue, and whether needed here.
 
     Args:
-        markdown: Return a Markdown table instead of aligned columns.
-        probe: Include the last column. It imports upstream; the others do not.
+        markdown: A Markdown table in place of aligned columns.
+        probe: With the last column, which imports upstream.
     """
     import patches
 

@@ -1,14 +1,14 @@
 """A batch goes to its device without a callback for every array.
 
-What breaks: Nothing; it is slow. A step sends a dozen small arrays to the device, and a quarter of
-the time for which it holds the GIL goes into that. Other engines of the process wait meanwhile.
+What breaks: Nothing, but it is slow. A step sends a dozen small arrays to the device. That takes a
+quarter of the time for which the step holds the GIL, and other engines of the process wait.
 
-Why: `device_array` calls `jax.make_array_from_callback` for each, which checks shape, dtype and
-sharding anew at every step, three times what the transfer itself takes.
+Why: `device_array` calls `jax.make_array_from_callback` for each array. It checks shape, dtype and
+sharding again at every step, which takes three times as long as the transfer.
 
-What we change: What JAX found out about a shape, a dtype and a sharding is kept, and from the
-second time on the array goes where the first went (`batched_device_put`, which the callback's way
-ends in too). Only for arrays of which every device of an engine gets a copy.
+What we change: What JAX found for a shape, a dtype and a sharding is kept. From the second time on
+an array goes to `batched_device_put` at once, where JAX's own way ends too. This is only for arrays
+that every device of an engine gets whole.
 
 Remove when: Upstream sends a batch's arrays together, or JAX's own way costs no more.
 """
@@ -52,7 +52,7 @@ def _replace(original):
     import numpy as np
 
     batched_device_put = _batched_device_put()
-    # By sharding, then by shape and dtype: what an array that was sent there looks like.
+    # By sharding, then by shape and dtype: what JAX found for an array that was sent there.
     seen: dict[Any, dict[Any, tuple[Any, Any, list[Any]]]] = {}
 
     def send(data, sharding, known):

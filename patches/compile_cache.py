@@ -1,18 +1,17 @@
 """The persistent compilation cache stays as the host set it.
 
-What breaks: With JAX_COMPILATION_CACHE_DIR set, building an engine on a device above 0 switches
-JAX's persistent compilation cache off for the whole process, the host's trainer included; an
-engine on device 0 switches it on again and lowers its thresholds.
+What breaks: With JAX_COMPILATION_CACHE_DIR set, an engine on a device above 0 switches JAX's
+persistent compilation cache off for the whole process, with the host's trainer. An engine on device
+0 switches it on again and lowers its thresholds.
 
-Why: libtpu crashes when it runs a cached program on devices that do not include device 0
-(https://github.com/jax-ml/jax/issues/38004), so `Scheduler._setup_jit_cache` changes jax.config,
-which is the process's.
+Why: libtpu crashes when it runs a cached program on devices without device 0
+(https://github.com/jax-ml/jax/issues/38004). So `Scheduler._setup_jit_cache` changes jax.config,
+which belongs to the process.
 
-What we change: `_setup_jit_cache` changes nothing; JAX reads that variable by itself. The
-protection stays, and is narrower: on TPU a compilation for devices that do not include the host's
-first neither reads nor writes the cache, whichever thread it runs on. It cannot be done with JAX's
-thread-local configuration: whether the cache is used is decided once for the process, and where it
-lies when it is first used. On a JAX without the private function that this needs, upstream's method
+What we change: `_setup_jit_cache` changes nothing. JAX reads that variable by itself. On TPU a
+compilation for devices without the host's first neither reads nor writes the cache, on any thread.
+JAX's thread-local configuration does not help: JAX decides once for the process whether the cache
+is used and where it is. On a JAX without the private function that this needs, upstream's method
 stays, and the cache that it switches off stays off.
 
 Remove when: libtpu is fixed, or upstream leaves jax.config alone.
@@ -50,14 +49,14 @@ def _is_needed(setup_jit_cache, _) -> bool:
 
 
 def _import_stand_in(name, *args):
-    """Return a stand-in for jax's compilation_cache module, which upstream imports and resets."""
+    """Return a stand-in for JAX's compilation_cache module, which upstream imports and resets."""
     nothing = SimpleNamespace(reset_cache=lambda: None, set_cache_dir=lambda path: None)
     return SimpleNamespace(compilation_cache=nothing)
 
 
 def _replace_setup(original):
     def setup_jit_cache(self, server_args):
-        # The original is not called: all it does is change the process's configuration.
+        # The original is not called. It only changes the process's configuration.
         logger.debug("XLA persistent compilation cache: left as the process has it")
 
     return setup_jit_cache
@@ -74,7 +73,7 @@ def _replace_cache_key(original):
 
 def _include_first(backend, devices) -> bool:
     host = [device.id for device in backend.local_devices()]
-    if not host:  # compiled ahead of time, for chips that are not here: nothing will run it
+    if not host:  # compiled ahead of time for chips that are not here
         return True
     return any(device.id == min(host) for device in devices.flat)
 

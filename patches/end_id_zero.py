@@ -1,12 +1,12 @@
 """End ids are all that config.json and generation_config.json name.
 
-What breaks: Id 0 is no end, whichever file names it. Where config.json names it, alone, and
-generation_config.json another, no engine is built: a TypeError.
+What breaks: Id 0 does not end an output, whichever file names it. If config.json names 0 alone and
+generation_config.json another id, building an engine raises a TypeError.
 
-Why: `ModelConfig.get_hf_eos_token_id` takes what is not truthy for nothing, and leaves it as it is,
-so that 0 comes out where a set of ids is expected, or an integer is united with a set.
+Why: `ModelConfig.get_hf_eos_token_id` takes 0 for a missing id, and leaves an integer where a set
+is expected.
 
-What we change: It gets to see a list instead, and none where there is an empty one.
+What we change: The method sees a list of ids, and None in the place of an empty list.
 
 Remove when: Upstream asks whether the field is None.
 """
@@ -18,7 +18,7 @@ from patches._patch import Patch, Target
 
 
 def _is_needed(original) -> bool:
-    """Ask for the ends of a model that each file names 0 for, in the other's company and alone."""
+    """Ask for the end ids where one of the files names 0, beside another id and alone."""
     for files in ((0, 1), (1, 0), (0, None)):
         config, generation = (SimpleNamespace(eos_token_id=one) for one in files)
         model = SimpleNamespace(hf_config=config, hf_generation_config=generation)
@@ -42,7 +42,7 @@ def _replace(original):
 
 
 def _listed(config):
-    """A configuration whose ends are a list with something in it, or None."""
+    """The configuration, with end ids that are a list or None."""
     ends = getattr(config, "eos_token_id", None)
     if ends is None:
         return config

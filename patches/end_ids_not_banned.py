@@ -1,12 +1,12 @@
-"""min_new_tokens keeps a request from all that ends it.
+"""min_new_tokens bans every id that ends a request.
 
-What breaks: With `min_new_tokens` an output may end before: at an end id that config.json or
+What breaks: An output may end before `min_new_tokens`: at an end id that config.json or
 generation_config.json names and the tokenizer does not.
 
-Why: `BatchedMinNewTokensPenalizer` bans a request's `stop_token_ids` and its tokenizer's end ids;
+Why: `BatchedMinNewTokensPenalizer` bans a request's `stop_token_ids` and its tokenizer's end ids.
 `Req.check_finished` also looks at the model's, `req.eos_token_ids`.
 
-What we change: The penalizer, when it is prepared, has those in its list too.
+What we change: The prepared penalizer bans the model's end ids too.
 
 Remove when: Upstream's penalizer asks for `req.eos_token_ids`.
 """
@@ -22,7 +22,7 @@ _MODULE = "sgl_jax.srt.sampling.penaltylib.min_new_tokens"
 
 
 def _is_needed(original) -> bool:
-    """Prepare one for a request that id 2 ends, of its model alone, and look what is banned."""
+    """Prepare one for a request of a model with end id 2. Is it banned?"""
     params = SimpleNamespace(min_new_tokens=2, stop_token_ids=None)
     tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
     req = SimpleNamespace(

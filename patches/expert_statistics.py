@@ -1,12 +1,12 @@
-"""No thread for statistics of routed experts that nobody asked for.
+"""No thread for statistics of routed experts that nobody reads.
 
-What breaks: An engine that nobody uses any more is never freed, its weights and KV cache neither.
-And at every step a thread wakes that has nothing to do, and takes the GIL from whoever has work.
+What breaks: An engine that nobody uses any more is never freed, nor are its weights and its KV
+cache. At every step a thread wakes without work, and takes the GIL from others.
 
-Why: `ModelWorker` starts a thread that waits for every step's routed experts, whether the options
-that read them are on or not. It has no way to end, and holds the worker.
+Why: `ModelWorker` starts a thread that waits for the routed experts of every step, also when the
+options that read them are off. The thread never ends, and holds the worker.
 
-What we change: With those options off the thread ends at once, and what a step hands to it is
+What we change: With those options off the thread ends at once, and what a step gives to it is
 dropped.
 
 Remove when: Upstream starts the thread only where routed experts are read, or lets it end.
@@ -31,7 +31,7 @@ class _Discard:
 
 
 def _is_needed(original) -> bool:
-    """Run the thread's function for a worker with the options off: does it wait for experts?"""
+    """Run the thread's function for a worker with the options off. Does it wait for experts?"""
     waits = []
     worker = SimpleNamespace(
         server_args=SimpleNamespace(**dict.fromkeys(_OPTIONS, False)),
@@ -43,7 +43,7 @@ def _is_needed(original) -> bool:
 
 def _replace(original):
     def sync_expert_ids_d2h_thread_func(self):
-        # Of a worker that was taken apart before the thread came to run nothing is left.
+        # A worker that was taken apart before the thread ran has no attributes.
         args = getattr(self, "server_args", None)
         if any(getattr(args, option, False) for option in _OPTIONS):
             original(self)

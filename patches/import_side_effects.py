@@ -1,24 +1,22 @@
 """Importing upstream leaves the process as it was.
 
-What breaks: `import sgl_jax.srt.entrypoints.engine` makes every event loop that the host creates
-afterwards uvloop's, and executors created afterwards are no longer joined at exit. Any import of
-upstream's scheduler also gives the root logger a handler, so that the host's own
-`logging.basicConfig()` does nothing. And the first step of an engine puts a native handler in front
-of the host's own for SIGTERM and its like: three seconds after a SIGTERM the process is aborted,
-whatever the host does about the signal.
+What breaks: After `import sgl_jax.srt.entrypoints.engine` new event loops are uvloop's, and new
+executors are not joined at exit. An import of upstream's scheduler gives the root logger a handler,
+so the host's own `logging.basicConfig()` does nothing. The first step of an engine installs a
+native handler for SIGTERM and similar signals: three seconds after a SIGTERM the process is
+aborted, whatever the host does.
 
-Why: Three modules call `asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())` when imported,
-and two set `threading._register_atexit` to a function that does nothing. The logger's
-handler is absl's, imported by way of orbax; the signals' is absl's too, installed by JAX's test
-utilities, which a step imports to count compilations.
+Why: Three modules call `asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())` when they are
+imported. Two set `threading._register_atexit` to a function that does nothing. The logger's handler
+is absl's, which orbax imports. The signal handler is absl's too. JAX's test utilities install it,
+and a step imports them to count compilations.
 
 What we change: Those modules are imported with the policy, the exit hook and the root logger's
-handlers put back afterwards, and `jax._src.test_util`, where JAX has it, without the signals'
-handler. A module that the host has imported already is left as it is, and its effects with it. A
-revert undoes nothing: there is nothing to undo. So `is_needed` says what an import would do, by
-looking at the modules' top-level statements without importing them.
+handlers put back afterwards. `jax._src.test_util`, where JAX has it, is imported without the signal
+handler. A module that the host has imported already stays as it is. A revert undoes nothing.
+`is_needed` looks at the modules' top-level statements and does not import them.
 
-Remove when: Upstream's modules do neither at import.
+Remove when: Upstream's modules do none of this at import.
 """
 
 import ast

@@ -1,19 +1,19 @@
-"""What a request samples, and the law that is reported, do not depend on who else is in the batch.
+"""A request's tokens and log-probabilities do not depend on the other requests of its batch.
 
-What breaks: A request with top_k=1 and a temperature gets log-probabilities of temperature 1 while
-all others are greedy, too, and of its own temperature beside one that is not. In a batch that is
-not greedy as a whole, a greedy request draws among the tokens that tie for the best, which with
-bfloat16 logits is often; and what is less probable than float32's smallest number has no
-log-probability.
+What breaks: A request with top_k=1 and a temperature gets log-probabilities of temperature 1 if all
+others are greedy, and of its own temperature otherwise. In a batch that is not all greedy, a greedy
+request draws among tokens that tie for the best. With bfloat16 logits that happens often. A token
+less probable than float32's smallest number has no log-probability.
 
-Why: A batch with top_k=1 everywhere takes another way through the sampler, which knows no
-temperatures and takes the first best. The common way takes the logarithm of a softmax.
+Why: A batch with top_k=1 everywhere takes another path through the sampler. That path ignores
+temperatures and takes the first of the best tokens. The common path takes the logarithm of a
+softmax.
 
-What we change: Both ways report the logarithm of softmax(logits / temperature), computed as such in
-float32, and take the first best where top_k is 1. Upstream gives a temperature of 0 as top_k=1
-with temperature 1, so that is softmax(logits) there.
+What we change: Both paths report log-softmax(logits / temperature) in float32, and take the first
+of the best tokens where top_k is 1. Upstream turns a temperature of 0 into top_k=1 with temperature
+1, so log-softmax(logits) is reported there.
 
-Remove when: Both ways of upstream's sampler agree.
+Remove when: Both paths of upstream's sampler agree.
 """
 
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ _MODULE = "sgl_jax.srt.layers.sampler"
 
 
 def _is_needed(greedy, _) -> bool:
-    """Take the greedy way in NumPy, with temperature 2."""
+    """Take the greedy path in NumPy, with temperature 2."""
 
     def log_softmax(logits, axis):
         return logits - np.log(np.exp(logits).sum(axis=axis, keepdims=True))

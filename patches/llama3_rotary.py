@@ -1,15 +1,15 @@
 """Llama 3's scaled rotary frequencies are used.
 
-What breaks: A model whose configuration has `rope_type` "llama3" is computed with the frequencies
-of before the scaling: Llama 3.1, 3.2 and 3.3 are, and whatever was trained from them.
+What breaks: The scaling of `rope_type` "llama3" does nothing. Llama 3.1, 3.2, 3.3 and models
+trained from them have it.
 
-Why: `Llama3RotaryEmbedding` overrides the method that once computed frequencies. The forward reads
-`_inv_freq_np`, which the base class's constructor fills without asking that method.
+Why: `Llama3RotaryEmbedding` overrides a method that computes frequencies. The forward reads
+`_inv_freq_np`, which the base class's constructor fills without that method.
 
-What we change: Once it is constructed, `_inv_freq_np` is scaled: waves that fit less than
-`low_freq_factor` times into the original context are `factor` times as long, those that fit more
-than `high_freq_factor` times stay as they are, and between the two it goes over linearly in how
-often they fit (Llama 3.1's model card and reference code).
+What we change: The constructor scales `_inv_freq_np`. A wave that fits less than `low_freq_factor`
+times into the original context becomes `factor` times as long. One that fits more than
+`high_freq_factor` times stays as it is. Between the two, frequencies are interpolated linearly by
+how often the wave fits (Llama 3.1's model card and reference code).
 
 Remove when: Upstream's forward uses the scaled frequencies.
 """
@@ -18,17 +18,16 @@ import math
 
 import numpy as np
 
-from patches._lookup import module
+from patches._lookup import constructed, module
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.layers.embeddings"
 
 
 def _is_needed(original) -> bool:
-    """Construct one whose waves are all too long to stay as they are; the constructor is NumPy."""
-    rotary = module(_MODULE).Llama3RotaryEmbedding
-    embedding = rotary.__new__(rotary)
-    original(embedding, 8, 8, 64, 10000, True, np.float32, 8.0, 1000.0, 4000.0, 64)
+    """Construct one all of whose waves must be scaled. The constructor is NumPy."""
+    args = (8, 8, 64, 10000, True, np.float32, 8.0, 1000.0, 4000.0, 64)
+    embedding = constructed(module(_MODULE).Llama3RotaryEmbedding, original, *args)
     plain = 10000.0 ** (-np.arange(0, 8, 2) / 8)
     return bool(np.allclose(embedding._inv_freq_np, plain))
 
@@ -48,7 +47,7 @@ def _replace(original):
 
 
 def scaled(plain, factor, low, high, original_context):
-    """Frequencies as Llama 3.1 has them, of those without scaling."""
+    """Llama 3.1's frequencies, from those without scaling."""
     fits = original_context * plain / (2 * math.pi)
     kept = np.clip((fits - low) / (high - low), 0, 1) if high != low else fits > high
     return (plain * (kept + (1 - kept) / factor)).astype(plain.dtype)

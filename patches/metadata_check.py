@@ -1,14 +1,14 @@
-"""An attention backend takes a step's metadata without being looked through.
+"""An attention backend takes a step's metadata without flax's check.
 
-What breaks: Nothing; it is slow. At every step the thread that holds the GIL checks a value of a
-kind that it has checked before, for longer than a transfer to the device takes.
+What breaks: Nothing, but it is slow. At every step the thread that holds the GIL checks the same
+kind of value, for longer than a transfer to the device takes.
 
-Why: An attention backend is a flax module, which examines whatever is assigned to an attribute,
-array by array, and the worker assigns `forward_metadata` at every step.
+Why: An attention backend is a flax module. Flax looks at every array of a value that is assigned to
+an attribute, and the worker assigns `forward_metadata` at every step.
 
-What we change: A value of the very type that flax let stand there before is stored as it is.
+What we change: A value of the same type as the present one is stored without the check.
 
-Remove when: Upstream hands the metadata over otherwise, or flax's check costs nothing.
+Remove when: Upstream passes the metadata in another way, or flax's check costs nothing.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """A request's min_p reaches the sampler.
 
-What breaks: min_p has no effect on a running engine: min_p 1.0, which leaves the likeliest token
-alone, samples as if it were not there.
+What breaks: min_p has no effect on a running engine. Even min_p 1.0, which permits the likeliest
+token alone, changes nothing.
 
-Why: `ScheduleBatch._merge_sampling_info` builds what the sampler gets without passing
-`need_min_p_sampling` on, so it keeps its default, False.
+Why: `ScheduleBatch._merge_sampling_info` builds the sampler's input without `need_min_p_sampling`,
+which keeps its default, False.
 
 What we change: When the sampler's metadata is built, the flag is set if any request of the batch
 has a min_p above 0. The flag is an argument of the compiled program, not a constant in it.

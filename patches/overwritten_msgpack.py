@@ -1,9 +1,9 @@
-"""A look at `msgpack`, which no patch can repair: it is another package's files on disk.
+"""A check of `msgpack`. No patch can repair it: another package's files are in its place.
 
-What breaks: Ray cannot read errors (`Unpacker` does not know `strict_map_key`): what a lost host
-raises ends a call with a `DeserializationError`.
-Why: sglang-jax asks for `msgpack-python`, whose last version, 0.5.6, has the module of `msgpack`.
-Which of the two is there depends on the order of an installer.
+What breaks: Ray cannot read errors (`Unpacker` does not know `strict_map_key`). A call that should
+end with a lost host's error ends with a `DeserializationError`.
+Why: sglang-jax needs `msgpack-python`, whose last version, 0.5.6, has the module of `msgpack`. The
+package that is installed last wins.
 Remove when: sglang-jax asks for `msgpack`.
 """
 
@@ -15,7 +15,7 @@ import sys
 
 
 def find_overwritten() -> tuple[str, str] | None:
-    """What is wrong with the module, and the command that repairs it; None if nothing is."""
+    """The problem with the module, and the command that repairs it. None without a problem."""
     try:
         msgpack = importlib.import_module("msgpack")
     except ModuleNotFoundError:

@@ -1,14 +1,14 @@
 """Penalties count the outputs that a request already has.
 
-What breaks: A request that re-enters with outputs forgets them: frequency_penalty and
-presence_penalty start from zero, min_new_tokens starts anew. It happens to every request that
-upstream retracts when the KV cache is full, and to one that continues on another engine.
+What breaks: frequency_penalty, presence_penalty and min_new_tokens forget the outputs of a request
+that enters a batch again. That happens to every request that upstream retracts when the KV cache is
+full, and to one that continues on another engine.
 
-Why: The penalizers count the tokens sampled since the batch was built; what a request brought
-along is not looked at when they are prepared.
+Why: The penalizers count the tokens that were sampled since the batch was built. They do not look
+at outputs from before.
 
-What we change: After a penalizer is prepared, the requests' output ids are counted in. A request
-without outputs changes nothing. Under overlap scheduling upstream counts one token late, and the
+What we change: A penalizer that is prepared counts the requests' output ids too. For a request
+without outputs nothing changes. Under overlap scheduling upstream counts one token late. Then the
 last of those outputs is counted twice (without outputs it counts the prompt's last token).
 
 Remove when: Upstream's penalizers look at `req.output_ids` when they are prepared.
@@ -27,7 +27,7 @@ _MIN_NEW_TOKENS = "sgl_jax.srt.sampling.penaltylib.min_new_tokens"
 
 
 def _is_needed(frequency, presence, min_new_tokens) -> bool:
-    """Prepare each penalizer for a request with outputs, and look whether it saw them."""
+    """Prepare each penalizer for a request with outputs. Does it see them?"""
     probes = (
         (_FREQUENCY, "BatchedFrequencyPenalizer", frequency),
         (_PRESENCE, "BatchedPresencePenalizer", presence),

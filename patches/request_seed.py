@@ -1,16 +1,16 @@
 """A request's sampling_seed is honoured.
 
-What breaks: `sampling_params["sampling_seed"]` is silently ignored: the same prompt with the same
+What breaks: `sampling_params["sampling_seed"]` is silently ignored. The same prompt with the same
 seed gives other tokens every time.
 
-Why: `SamplingBatchInfo.from_schedule_batch` reads the seeds only if the engine was started with
-`enable_deterministic_sampling`, a setting of the whole process.
+Why: `SamplingBatchInfo.from_schedule_batch` reads seeds only with `enable_deterministic_sampling`,
+a setting of the whole process.
 
-What we change: When every request in the batch carries an integer seed, the sampler gets those
-seeds, whatever the setting; otherwise what upstream gives it. They are read from the requests
-each time a batch goes to the worker, so that batches with and without seeds can be merged
-(upstream's merge would leave seeds of the wrong length and die). A batch with seeds and one
-without are two compiled programs.
+What we change: If every request of the batch has an integer seed, the sampler gets those seeds,
+whatever the setting. Otherwise it gets what upstream gives it. The seeds are read from the requests
+each time a batch goes to the worker, so batches with and without seeds can be merged. (Upstream's
+merge would leave seeds of the wrong length and fail.) A batch with seeds and one without are two
+compiled programs.
 
 Remove when: Upstream honours the seed of a request without a setting of the process.
 """
@@ -28,7 +28,7 @@ _MODULE = "sgl_jax.srt.managers.schedule_batch"
 
 
 def _is_needed(original) -> bool:
-    """Build and merge the sampling info of one request with a seed, the setting being off."""
+    """Build and merge the sampling info of one request with a seed, with the setting off."""
     sampling = module("sgl_jax.srt.sampling.sampling_batch_info")
     params = module("sgl_jax.srt.sampling.sampling_params").SamplingParams(sampling_seed=7)
 
@@ -45,7 +45,7 @@ def _is_needed(original) -> bool:
 
 
 class _Info:
-    """What upstream keeps of one rank's requests, as far as the sampling info asks for it."""
+    """Stands for upstream's info of one rank's requests."""
 
     def __init__(self, reqs):
         self.reqs = reqs
@@ -58,14 +58,14 @@ def _seeds(reqs) -> np.ndarray | None:
     seeds = [req.sampling_params.sampling_seed for req in reqs]
     if not all(type(s) is int or isinstance(s, numbers.Integral) for s in seeds):
         return None
-    # Modulo 2**32: an Engine beside the pool does not check them, and must not die of a large one.
+    # Modulo 2**32, because an Engine beside the pool does not check them.
     return np.array([int(seed) & 0xFFFFFFFF for seed in seeds], np.uint32).view(np.int32)
 
 
 def _replace(original):
     def merge_sampling_info(self, per_dp_bs_size, total_bs):
         merged = original(self, per_dp_bs_size, total_bs)
-        # What upstream pads with, where it has seeds at all.
+        # As upstream pads seeds.
         padding = module("sgl_jax.srt.sampling.sampling_params").DEFAULT_SAMPLING_SEED
         seeds = np.full(total_bs, padding, dtype=np.int32)
         if not any(info.reqs for info in self.reqs_info):

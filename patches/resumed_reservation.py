@@ -1,13 +1,13 @@
-"""A request that resumes reserves room for what it may still sample, and no more.
+"""A request that resumes reserves room only for the tokens that it may still sample.
 
-What breaks: A long request that was retracted when the KV cache was full, or that continues on
-another engine, is never admitted again, not even by an empty engine: it waits for ever.
+What breaks: A long request that was retracted because the KV cache was full, or that continues on
+another engine, may wait for ever. Not even an empty engine admits it.
 
 Why: `PrefillAdder.add_one_req` reserves `max_new_tokens` beside the outputs that the request has,
-which are part of its input by then. Both together can be more than the whole KV cache.
+which are part of its input now. Both together can exceed the whole KV cache.
 
-What we change: While a request is considered its `max_new_tokens` is what is left of it. A request
-without outputs is considered as before.
+What we change: While a request is considered, its outputs are subtracted from its `max_new_tokens`.
+For a request without outputs nothing changes.
 
 Remove when: Upstream subtracts `len(req.output_ids)` there, as it does for running requests.
 """
@@ -20,7 +20,7 @@ _INPUT, _LIMIT, _OUTPUTS = 90, 60, 50
 
 
 class _NoRoom(int):
-    """Stands for the KV cache that is left; keeps what was compared with it."""
+    """Stands for the free KV cache, and keeps what was compared with it."""
 
     def __init__(self, *_):
         self.wanted = []
@@ -31,7 +31,7 @@ class _NoRoom(int):
 
 
 def _is_needed(original) -> bool:
-    """Ask for room for a request with outputs, and look how much was asked for."""
+    """Admit a request with outputs, and see how much room is asked for."""
     room = _NoRoom()
     adder = SimpleNamespace(
         tree_cache=SimpleNamespace(disable=False),

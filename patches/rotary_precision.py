@@ -1,15 +1,15 @@
 """Rotary frequencies are not rounded to the model's dtype.
 
-What breaks: In bfloat16, sglang-jax 0.0.3rc99 turns queries and keys by frequencies of eight bits:
-at position 1000 an angle is off by up to two radians.
+What breaks: In bfloat16, sglang-jax 0.0.3rc99 computes rotary angles from frequencies of eight
+bits. At position 1000 an angle is off by up to two radians.
 
 Why: The forward casts the frequencies to the embedding's `dtype` before it multiplies them by the
-positions. Later versions cast the cosines and sines.
+positions. Later versions cast the cosines and sines instead.
 
 What we change: The embedding's `dtype` is float32. Upstream casts cosines and sines to the dtype of
-what they turn anyway.
+queries and keys anyway.
 
-Remove when: No such version is supported.
+Remove when: 0.0.3rc99 is not supported any more.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from patches._lookup import module, with_globals
+from patches._lookup import constructed, module, with_globals
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.layers.embeddings"
@@ -25,14 +25,13 @@ _HALF = np.dtype(np.float16)
 
 
 class _Cast(Exception):
-    """Ends a forward where the frequencies are made an array."""
+    """Ends a forward where it makes an array of the frequencies."""
 
 
 def _is_needed(original) -> bool:
-    """Run the forward up to where it takes the frequencies; nothing of it is computed."""
+    """Run the forward up to the frequencies. It computes nothing before."""
     rotary = module(_MODULE).RotaryEmbedding
-    embedding = rotary.__new__(rotary)
-    original(embedding, 8, 8, 64, 10000, True, _HALF)
+    embedding = constructed(rotary, original, 8, 8, 64, 10000, True, _HALF)
 
     def asarray(array, dtype=None):
         raise _Cast(dtype)

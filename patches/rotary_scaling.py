@@ -1,16 +1,15 @@
-"""Attention turns by the scaling that the configuration asks for.
+"""Attention uses the rotary scaling of the configuration.
 
-What breaks: `rope_scaling` of a Qwen3 or a Qwen3-MoE is dropped, and on sglang-jax 0.0.3rc99 that
-of a Qwen2: YaRN, the way to a longer context that their model cards give, does nothing. Where it
-does something, `attention_factor` is ignored, and `mscale` alone is not.
+What breaks: Qwen3 and Qwen3-MoE ignore `rope_scaling`, and so does Qwen2 on sglang-jax 0.0.3rc99.
+YaRN, by which their model cards extend the context, does nothing. Other families ignore YaRN's
+`attention_factor`, and do not ignore an `mscale` that stands alone.
 
-Why: These attentions are given the scaling and make a plain `RotaryEmbedding`. `get_rope` knows the
-scaling, but not the factor, which came to YaRN's configuration later.
+Why: These attentions get the scaling and make a plain `RotaryEmbedding`. `get_rope` knows the
+scaling, but not `attention_factor`, which YaRN's configuration got later.
 
-What we change: An attention is constructed without its scaling, and its embedding is made anew by
-upstream's `get_rope`, from the same sizes and base. YaRN's factor of attention is the
-configuration's, and `mscale` counts only together with `mscale_all_dim`, as in Hugging Face's
-definition.
+What we change: An attention is constructed without scaling. Its embedding is then made by
+upstream's `get_rope`, with the same sizes and base. `attention_factor` is the configuration's.
+`mscale` counts only together with `mscale_all_dim`, as Hugging Face defines it.
 
 Remove when: All four attentions make their embedding with `get_rope`, and it takes
 `attention_factor`.
@@ -33,14 +32,14 @@ def _is_needed(*constructors) -> bool:
 
 
 def _ignores_the_factor() -> bool:
-    """Ask upstream's function, which is NumPy until the forward, past its cache."""
+    """Ask upstream's function, without its cache. It is NumPy until the forward."""
     get_rope = with_globals(module(_ROTARY).get_rope, _ROPE_DICT={})
     scaling = _YARN | {"attention_factor": 0.5}
     return get_rope(8, 8, 64, 10000, rope_scaling=scaling)._rope_mscale != 0.5
 
 
 def _drops_the_scaling(constructor) -> bool:
-    """Construct an attention of stand-ins, and see whether one of them is given the scaling."""
+    """Construct an attention of stand-ins. Does one of them get the scaling?"""
     seen = []
 
     def stand_in(*args, **kwargs):
@@ -81,8 +80,8 @@ def _scaled(plain, scaling):
     given = {name: value for name, value in scaling.items() if value is not None}
     if not ("mscale" in given and "mscale_all_dim" in given):
         given = {k: v for k, v in given.items() if k not in ("mscale", "mscale_all_dim")}
-    # Past upstream's cache: what is there may be from before the patches, and what is made here
-    # must not stay when they are gone.
+    # Without upstream's cache: it may have embeddings from before the patches, and must not keep
+    # this one after a revert.
     embedding = with_globals(module(_ROTARY).get_rope, _ROPE_DICT={})(
         head_size=plain.head_size,
         rotary_dim=plain.rotary_dim,

@@ -3,14 +3,13 @@
 What breaks: With a sampling seed, tokens of probability .7 and .3 come out .5 and .5, and
 .5/.3/.2 comes out .47/.16/.37, over any number of seeds.
 
-Why: `multinomial_with_seed` hashes as `seed * a ^ column * b` and keeps 24 bits. The noises of
-two tokens then differ by a constant bit mask whatever the seed and the position: they are not
-independent.
+Why: `multinomial_with_seed` hashes as `seed * a ^ column * b` and keeps 24 bits. The noise of two
+tokens then differs by the same bit mask for every seed and position, so it is not independent.
 
-What we change: Each row draws with a key of its own, `fold_in(key(seed), position)`, as
-`jax.random.categorical` does. A row's draw depends on its seed, position and logits alone, not on
-its place in the batch. The generator is named (threefry): JAX's `rbg` would make a row depend on
-its neighbours under vmap. Programs compiled before the patch is applied keep upstream's draw.
+What we change: Each row draws with its own key, `fold_in(key(seed), position)`, as
+`jax.random.categorical` does. The draw depends on the row's seed, position and logits alone. The
+generator is threefry: with JAX's `rbg` a row would depend on its neighbours under vmap. Programs
+that were compiled before keep upstream's draw.
 
 Remove when: Upstream's seeded draws pass tests/patches/test_sampling_law.py. (The constants of the
 hash come from SGLang: https://github.com/sgl-project/sglang/issues/10938.)
@@ -25,7 +24,7 @@ _MODULE = "sgl_jax.srt.layers.sampler"
 
 
 def _is_needed(original) -> bool:
-    """Draw from .7/.3 for 2,000 seeds, in NumPy where upstream's code allows it."""
+    """Draw from .7/.3 for 2,000 seeds, in NumPy if upstream's code allows it."""
     seeds = np.arange(2000, dtype=np.int32)
     probabilities = np.tile(np.array([0.7, 0.3], np.float32), (len(seeds), 1))
     draws = with_globals(original, jnp=np)((probabilities, seeds, seeds * 0 + 5, None, True))
@@ -47,8 +46,8 @@ def _replace(original):
         logits = jax.numpy.log(inputs) if use_probs else inputs
         # Sampling by Gumbel noise is jax.random.categorical, row by row.
         rows = jax.vmap(noise)(_replicated(jax, seeds), _replicated(jax, positions))
-        # The reshape gives the unseeded draw's sharding also for a single row, where 0.0.3rc99 puts
-        # both into one `lax.cond` and JAX wants them equal.
+        # The reshape gives the sharding of the unseeded draw. 0.0.3rc99 puts both into one
+        # `lax.cond`, and JAX wants them equal.
         return jax.numpy.argmax(logits + rows, axis=-1).reshape(-1, 1)
 
     return multinomial_with_seed
@@ -57,8 +56,8 @@ def _replace(original):
 def _replicated(jax, array):
     """Replicate an array over its mesh, as the noise of unseeded draws is.
 
-    JAX 0.8.1 cannot lower random bits of keys that are sharded over an explicit axis outside of
-    `jax.set_mesh`, and upstream's sampler runs outside of it.
+    Upstream's sampler runs outside of `jax.set_mesh`. There JAX 0.8.1 cannot lower random bits of
+    keys that are sharded over an explicit axis.
     """
     sharding = jax.typeof(array).sharding
     if not any(sharding.spec):

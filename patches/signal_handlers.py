@@ -1,19 +1,18 @@
 """No signal handlers off the main thread.
 
-What breaks: An Engine cannot be built off the main thread: `ValueError: signal only works in
-main thread of the main interpreter`. Built in single-process mode, it also leaves the host
-without multiprocessing: a later SharedMemory or Lock raises `OSError: Bad file descriptor`.
+What breaks: An Engine cannot be built off the main thread: `ValueError: signal only works in main
+thread of the main interpreter`. In single-process mode it also breaks the host's multiprocessing: a
+later SharedMemory or Lock raises `OSError: Bad file descriptor`.
 
-Why: `_set_envs_and_config` installs handlers for SIGCHLD (which reaps the exit codes of the
-host's own children) and SIGQUIT (which kills the process) whichever thread it runs on, and sets
-the file descriptor of multiprocessing's resource tracker to -1.
+Why: `_set_envs_and_config` installs handlers on whichever thread it runs: for SIGCHLD (which reaps
+the exit codes of the host's children) and for SIGQUIT (which kills the process). It also sets the
+file descriptor of multiprocessing's resource tracker to -1.
 
-What we change: The name `signal` in that module stands for a namespace whose `signal()` does
-nothing off the main thread; Python's signal module itself is not touched. Off the main thread the
-resource tracker's descriptor is put back too: a caller there is a guest in somebody's process.
-The raised limits on files and stack and the start method (set only with several processes) stay,
-since those do not take anything from the host. On the main thread all is as upstream has it: that
-is where an Engine owns the process.
+What we change: In that module the name `signal` is a namespace whose `signal()` does nothing off
+the main thread. Python's signal module itself stays as it is. Off the main thread the resource
+tracker's descriptor is put back, because the process belongs to someone else. Limits on files and
+stack stay raised, and so does the start method: they take nothing from the host. On the main thread
+nothing changes: there an Engine owns the process.
 
 Remove when: Upstream installs handlers on the main thread only, as SGLang does since
 https://github.com/sgl-project/sglang/pull/18752, and leaves the resource tracker.
@@ -25,7 +24,7 @@ from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from typing import Any
 
-from patches._lookup import with_globals
+from patches._lookup import Instead, with_globals
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.entrypoints.engine"
@@ -36,7 +35,7 @@ def _on_main_thread() -> bool:
 
 
 def _is_needed(_, set_envs_and_config) -> bool:
-    """Run upstream's function on another thread, without what it does besides the handlers."""
+    """Run upstream's function on another thread, without all but its handlers."""
     errors = []
     function = with_globals(
         set_envs_and_config,
@@ -57,22 +56,12 @@ def _is_needed(_, set_envs_and_config) -> bool:
     return bool(errors)
 
 
-class _SignalModule:
-    """The signal module, with another function in the place of `signal.signal`."""
-
-    def __init__(self, function):
-        self.signal = function
-
-    def __getattr__(self, name):
-        return getattr(signal, name)
-
-
 def _guarded_signal(signalnum, handler):
     return signal.signal(signalnum, handler) if _on_main_thread() else None
 
 
 def _replace_signal(original):
-    return _SignalModule(_guarded_signal)
+    return Instead(original, signal=_guarded_signal)
 
 
 def _replace_set_envs_and_config(original):
@@ -80,7 +69,7 @@ def _replace_set_envs_and_config(original):
         if _on_main_thread():
             return original(server_args)
         tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
-        # Held, so that no other thread meets the descriptor while it is -1.
+        # Held, so that no other thread sees -1.
         with tracker._lock:
             descriptor = tracker._fd
             try:

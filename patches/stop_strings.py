@@ -1,21 +1,19 @@
-"""A stop string ends a request where the text has come to it, however many tokens spell it.
+"""A stop string ends a request as soon as the text has it, in however many tokens.
 
-What breaks: A stop string that a model spells in more tokens than the tokenizer would is missed,
-and the output goes on behind it. One that comes with the last token that `max_new_tokens` allows
-is reported as "length".
+What breaks: A model may spell a stop string in more tokens than the tokenizer does. Then it is
+missed, and the output goes on. One that is complete with the last token of `max_new_tokens` is
+reported as "length".
 
-Why: `Req._check_str_based_finish` decodes as many of the last tokens as the tokenizer makes of the
-longest stop string, and one more. `Req.check_finished` looks at the length first and returns.
+Why: `Req._check_str_based_finish` decodes only the last tokens: as many as the tokenizer makes of
+the longest stop string, and one more. `Req.check_finished` looks at the length first and returns.
 
-What we change: A request with stop strings remembers the end of its text, as far as a stop string
-may begin in it, and each token is decoded once, with as much before it as its text depends on.
-Bytes of a character that is not complete wait for the rest. What is looked at is the text with
-special tokens, and beside it the text without them where the caller gets that. Of several stop
-strings the one that is complete first counts, the longest if there are two. In outputs that a
-request already has when it is first looked at, only what the last token completes counts, as with
-stop ids.
+What we change: A request with stop strings keeps the end of its text, as far as a stop string may
+begin there. Each token is decoded once, behind the tokens that its text depends on. Bytes of an
+incomplete character wait for the rest. The text with special tokens is searched, and also the text
+without them if the caller gets that. The stop string that is complete first counts, of two the
+longest. In outputs from before, only what the last token completes counts, as with stop ids.
 
-Remove when: Upstream looks at the text, and not at so many tokens.
+Remove when: Upstream searches the text and not a number of tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.managers.schedule_batch"
 _REPLACEMENT = "\ufffd"
-# Of UTF-8, the most bytes of a character; tokens that their neighbours' text may depend on; tokens
-# with nothing but incomplete characters, after which these are looked at one by one.
+# The most bytes of a UTF-8 character. Tokens before a token that its text may depend on. Tokens of
+# incomplete characters, after which those that nothing can complete are settled.
 _CHARACTER, _CONTEXT, _INCOMPLETE = 4, 5, 8
 _STATE = "_text_for_stops"
 
@@ -55,7 +53,7 @@ class _Text:
         """
         Args:
             context: Tokens before the text.
-            joined: Whether tokens' bytes are joined, so that none changes what another says.
+            joined: Whether a text is its tokens' bytes, joined. No token then depends on another.
         """
         self._decode, self._stops, self._joined = decode, stops, joined
         self._keep = max(map(len, stops)) - 1
@@ -64,11 +62,11 @@ class _Text:
         self._settle(tuple(context))
 
     def skip(self, ids) -> None:
-        """Tokens that are not looked at."""
+        """Take tokens without a search."""
         cut = len(ids)
         while cut and self._decode(ids[max(0, cut - _INCOMPLETE) : cut]).endswith(_REPLACEMENT):
             cut -= 1
-        # As a rule a token has a character at least.
+        # Most tokens have a character at least.
         some = ids[max(0, cut - 4 * self._keep - 64) : cut]
         if some:
             self._tail = self._kept(self._told(tuple(some)))
@@ -77,7 +75,7 @@ class _Text:
             self.push(token)
 
     def push(self, token: int) -> str | None:
-        """The stop string that the text comes to with this token."""
+        """The stop string that this token completes."""
         self._pending = pending = (*self._pending, token)
         new = self._told(pending)
         shown = self._tail + (complete := new.rstrip(_REPLACEMENT))
@@ -105,13 +103,13 @@ class _Text:
         return self._decode(list(ids))
 
     def _settle(self, ids: tuple[int, ...]) -> None:
-        """What comes next is decoded behind these; they are whole characters."""
+        """These tokens are whole characters. The next ones are decoded behind them."""
         self._context = () if self._joined else ids[-_CONTEXT:]
         self._before = self._decode(list(self._context)) if self._context else ""
         self._looked, self._pending = len(self._tail), ()
 
     def _settle_some(self, new: str) -> None:
-        """Those tokens whose characters no later one can complete."""
+        """Settle the tokens whose characters no later token can complete."""
         pending = self._pending
         for last in range(_CHARACTER - 1, 0, -1):
             head, rest = pending[:-last], pending[-last:]
@@ -128,7 +126,7 @@ class _Text:
 
 
 class _Texts:
-    """A request's text, with its special tokens, and without them where they are not shown."""
+    """A request's text with special tokens, and without them if the caller does not get them."""
 
     def __init__(self, req):
         tokenizer, params = req.tokenizer, req.sampling_params
@@ -182,7 +180,7 @@ def _special(tokenizer) -> frozenset[int]:
     return _known_special[tokenizer]
 
 
-# By tokenizer; to ask one takes long.
+# By tokenizer: asking one takes long.
 _known_special: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 

@@ -1,16 +1,16 @@
 """A tokenizer that transformers 5 saved is what its tokenizer.json says.
 
-What breaks: Of a checkpoint that names its tokenizer's class `TokenizersBackend`, as transformers 5
-does, prompts get other ids: a Llama's begin with a token of its own making, `<s>`, behind the last
-of the vocabulary. From a relative folder such a tokenizer does not load, and neither does one whose
-special tokens are written as objects.
+What breaks: Transformers 5 names a tokenizer's class `TokenizersBackend`. The prompts of such a
+checkpoint get other ids: a Llama's begin with a new token, `<s>`, behind the vocabulary's last.
+Such a tokenizer does not load from a relative folder, or if its special tokens are objects.
 
-Why: For an older transformers `get_tokenizer` takes the class out of a copy of the folder, which
-then is guessed from the model's; that of Llama sets up its own special tokens. The copy is of links
-to the path that it was given.
+Why: With an older transformers `get_tokenizer` copies the folder without the class, which is then
+guessed from the model's. Llama's class adds its own special tokens. The copy consists of links to
+the given path.
 
-What we change: It gets the folder's absolute path, and for that class transformers' own wrapper
-around a tokenizer.json, `PreTrainedTokenizerFast`, which is the same thing by its older name.
+What we change: `get_tokenizer` gets the folder's absolute path. For that class it gets
+transformers' own wrapper around a tokenizer.json, `PreTrainedTokenizerFast`, the older name of the
+same class.
 
 Remove when: transformers 5 is the oldest that upstream takes.
 """
@@ -29,7 +29,7 @@ _CLASS = "TokenizersBackend"
 
 
 def _is_needed(original, *_) -> bool:
-    """Load a Llama's tokenizer of one token, and look whether it has become another."""
+    """Load a Llama's tokenizer of one token. Does it get more?"""
     transformers = module("transformers")
     if hasattr(transformers, _CLASS):
         return False

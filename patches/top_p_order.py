@@ -1,22 +1,21 @@
 """top-k and top-p apply to the distribution after the temperature.
 
-What breaks: With a temperature other than 1, top_p keeps the wrong tokens: .7/.3 with
-temperature 4 is .55/.45, but top_p .65 then draws the first alone.
+What breaks: With a temperature other than 1, top_p keeps the wrong tokens. With temperature 4,
+.7/.3 becomes .55/.45, but top_p .65 then draws the first alone.
 
-Why: The masking path applies top-k and top-p to the raw logits and divides by the temperature
-afterwards. The sorting path (`use_sort_for_toppk_minp`) has the temperature first, but measures
-top-p on the distribution before top-k, so the two disagree.
+Why: The masking path applies top-k and top-p to the raw logits, and divides by the temperature
+afterwards. The sorting path (`use_sort_for_toppk_minp`) applies the temperature first, but measures
+top-p before top-k. The two disagree.
 
-What we change: The order is temperature, top-k, top-p, min-p, each on what the one before has
-left, renormalised, as in Hugging Face transformers and vLLM. The masking path gets logits that are
-divided already, and temperatures of one; the sorting path gets probabilities after top-k. A top_p
-of 1 keeps every token (upstream drops a tail that is lost in rounding). Tokens that tie with the
-last one kept are kept, as in transformers; the sorting path keeps exactly k.
+What we change: The order is temperature, top-k, top-p, min-p, as in Hugging Face transformers and
+vLLM. Each is applied to what the one before left, renormalised. The masking path gets divided
+logits and temperatures of one. The sorting path gets probabilities after top-k. A top_p of 1 keeps
+every token (upstream drops a tail that is lost in rounding). Tokens that tie with the last kept one
+are kept, as in transformers. The sorting path keeps exactly k.
 
-Remove when: Every supported upstream has https://github.com/sgl-project/sglang-jax/pull/1563.
-(From then on top-p is measured before top-k, SGLang's convention; the patch is not needed there
-and leaves that as it is. https://github.com/sgl-project/sglang-jax/pull/1638 removes the sorting
-path.)
+Remove when: Every supported upstream has https://github.com/sgl-project/sglang-jax/pull/1563. From
+then on top-p is measured before top-k, as in SGLang, and the patch leaves that as it is.
+https://github.com/sgl-project/sglang-jax/pull/1638 removes the sorting path.
 """
 
 from types import SimpleNamespace
@@ -32,7 +31,7 @@ _ALL = 2.0
 
 
 def _is_needed(by_mask, _) -> bool:
-    """Sample in NumPy up to the draw, and count the tokens that are left for it."""
+    """Sample in NumPy up to the draw, and count the tokens that are left."""
     drawn = []
 
     def draw(operands):

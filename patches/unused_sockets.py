@@ -1,13 +1,13 @@
 """A scheduler that opens no sockets makes no zmq context.
 
 What breaks: A scheduler that gets its requests from a communication backend leaves a zmq context
-behind, which gives a ResourceWarning wherever it happens to be collected.
+behind. When it is collected, Python gives a ResourceWarning.
 
-Why: `Scheduler.__init__` makes the context before it knows whether it opens sockets, keeps it in a
-local variable only, and never closes it.
+Why: `Scheduler.__init__` makes the context before it knows whether it opens sockets. It keeps the
+context in a local variable and never closes it.
 
-What we change: The name `zmq` in that module stands for a namespace whose `Context` makes the real
-one when something of it is first used; pyzmq itself is not touched.
+What we change: In that module the name `zmq` is a namespace whose `Context` makes the real one when
+it is first used. pyzmq itself stays as it is.
 
 Remove when: Upstream makes the context where it opens its sockets.
 """
@@ -15,18 +15,18 @@ Remove when: Upstream makes the context where it opens its sockets.
 from types import SimpleNamespace
 from typing import Any
 
-from patches._lookup import module, with_globals
+from patches._lookup import Instead, module, with_globals
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.managers.scheduler"
 
 
 class _Reached(Exception):
-    """The constructor has come to the point after its sockets."""
+    """The constructor is past its sockets."""
 
 
 class _Options:
-    """Stands for ServerArgs, as far as the constructor reads them before that point."""
+    """Stands for ServerArgs, as far as the constructor reads them until then."""
 
     node_rank = 0
     nnodes = 1
@@ -57,21 +57,15 @@ def _is_needed(_) -> bool:
     raise ValueError("the constructor makes no tokenizer")
 
 
-class _ZmqModule:
-    """The zmq module, with another function in the place of `zmq.Context`."""
+def _replace(original):
+    def context(*args, **kwargs):
+        return _Context(lambda: original.Context(*args, **kwargs))
 
-    def __init__(self, zmq):
-        self._zmq = zmq
-
-    def Context(self, *args, **kwargs):
-        return _Context(lambda: self._zmq.Context(*args, **kwargs))
-
-    def __getattr__(self, name):
-        return getattr(self._zmq, name)
+    return Instead(original, Context=context)
 
 
 class _Context:
-    """A zmq context that does not exist before it is used."""
+    """A zmq context that is made when it is first used."""
 
     def __init__(self, make):
         self._make = make
@@ -86,6 +80,6 @@ class _Context:
 PATCH = Patch(
     name="unused_sockets",
     issue="not reported",
-    replaced=(Target(_MODULE, "zmq", _ZmqModule),),
+    replaced=(Target(_MODULE, "zmq", _replace),),
     probe=_is_needed,
 )

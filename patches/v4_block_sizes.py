@@ -3,13 +3,13 @@
 What breaks: On a v4 the first forward raises `NotImplementedError: Unsupported tpu_version=4.`, so
 an engine cannot even warm up.
 
-Why: `get_default_block_sizes` of the ragged paged attention knows versions 5, 6 and 7; 4 falls
-through, though the kernel itself compiles for a v4.
+Why: `get_default_block_sizes` of the ragged paged attention knows versions 5, 6 and 7. The kernel
+itself compiles for a v4.
 
-What we change: On a v4 the function answers as on a v5, which has half its bandwidth and the same
-matrix units. What a block may take of the core's memory is an argument, and the v4's own. Compiles,
-never run: `make tpu-check` compiles decode and prefill for a v4 with these sizes; nobody has seen
-them compute there, and faster ones may exist.
+What we change: On a v4 the function answers as on a v5, which has half the bandwidth and the same
+matrix units. The memory that a block may take is an argument, and the v4's own. This compiles and
+was never run: `make tpu-check` compiles decode and prefill for a v4 with these sizes. Faster sizes
+may exist.
 
 Remove when: Upstream's function has sizes for version 4.
 """
@@ -22,7 +22,7 @@ _V4, _V5 = 4, 5
 
 
 def _is_needed(original) -> bool:
-    """Ask upstream's own function, as on a v4, for the sizes of a small model in bfloat16."""
+    """Ask upstream's function, as on a v4, for the sizes of a small model in bfloat16."""
     bfloat16 = module("ml_dtypes").bfloat16
     on_v4 = with_globals(original, get_tpu_version=lambda: _V4)
     try:
@@ -46,7 +46,7 @@ def _replace(original):
     on_v5 = with_globals(original, get_tpu_version=lambda: _V5)
 
     def get_default_block_sizes(*args, **kwargs):
-        # The module's own name, so that it is asked on which TPU this is traced.
+        # The module's own: the TPU for which this is traced.
         on_v4 = original.__globals__["get_tpu_version"]() == _V4
         return (on_v5 if on_v4 else original)(*args, **kwargs)
 

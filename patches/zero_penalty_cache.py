@@ -1,14 +1,13 @@
 """Zero penalties are cached per device.
 
-What breaks: With two engines on two devices in one process, the second one dies in its first
-sampling step with "Received incompatible devices for jitted computation".
+What breaks: With two engines on two devices of one process, the second fails in its first sampling
+step: "Received incompatible devices for jitted computation".
 
-Why: A batch without penalties gets an array of zeros from a process-wide cache. In upstream of
-January 2026 its key was the shape alone, so the second engine was handed the first one's array.
+Why: A batch without penalties gets zeros from a cache of the process. In January 2026 its key was
+the shape alone, so the second engine got the first engine's array.
 
-What we change: The cached array is used when it lies where it was asked for; otherwise one is
-made there, and kept in a cache of our own whose key has the sharding. (The cache keeps those
-arrays until the patch is reverted.)
+What we change: The cached array is used if it is on the right devices. Otherwise an array is made
+there, and kept in our own cache, whose key has the sharding, until the patch is reverted.
 
 Remove when: Every supported upstream has https://github.com/sgl-project/sglang-jax/pull/795.
 """
