@@ -33,6 +33,7 @@ from benchmarks.command import arguments, plain, write_json
 from benchmarks.fuzz_law import Law
 from benchmarks.fuzz_load import CHUNK, ENDS, VOCABULARY, Load, fuzz_model
 from benchmarks.micro_pool import left_over
+from benchmarks.soak_checks import FAILED
 from benchmarks.span_checks import ROWS, Finished, output_logits
 from enginepool import EnginePool
 
@@ -95,6 +96,11 @@ def check(model: Path, load: Load) -> list[str]:
     return found
 
 
+def failures(events: Sequence[dict[str, Any]]) -> list[str]:
+    """Engines that failed, whatever became of their requests."""
+    return [f"an engine failed: {event}" for event in events if event["event"] in FAILED]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -105,10 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             load.run(args.outputs, args.callers * args.engines)
             seconds = time.monotonic() - started
             left, stats = left_over(pool), pool.stats()
-            events = [event for event in pool.events() if event["event"] == "engine_failed"]
+            left += failures(pool.events())
         faults = check(model, load) + left
     faults += [f"raised {count} times: {error}" for error, count in load.exceptions.items()]
-    faults += [f"an engine failed: {event}" for event in events]
     finished = [one.finished for one in load.asked]
     report = {
         "outputs": len(finished),

@@ -73,7 +73,7 @@ def _time(pool: EnginePool, engine_index: int, by: str) -> float:
         faults.raise_in_reset(pool, engine_index)
     faults.raise_in_step(pool, engine_index)
     pool.engines[engine_index].generate("1+1=")  # waits for its engine
-    down, up = pool.events()[before:]
+    down, *_, up = pool.events()[before:]  # between them, a reset that failed
     if (down["event"], up["event"], up["by"]) != ("engine_quarantined", "engine_recovered", by):
         raise RuntimeError(f"expected a {by}, got {down} and {up}")
     return up["time"] - down["time"]

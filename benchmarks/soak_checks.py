@@ -98,7 +98,9 @@ def mixed_prompt(finished: Finished) -> bool:
     return len(finished.result["meta_info"]["prompt_weight_versions"]) > 1
 
 
-# What the injected faults make engines say; see injector.py.
+# Events of engines that failed.
+FAILED = ("engine_quarantined", "engine_abandoned")
+# What engines say of injected faults; see injector.py.
 _INJECTED = ("Fault: ", "SystemExit: ", "NotFinite: ", "deleted", "a step has not returned")
 
 
@@ -107,8 +109,7 @@ def unexplained(events: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"engine {event['engine']}: {event['reason']}\n{event.get('exception', '')}"
         for event in events
-        if event["event"] in ("engine_quarantined", "engine_abandoned")
-        and not any(words in event["reason"] for words in _INJECTED)
+        if event["event"] in FAILED and not any(words in event["reason"] for words in _INJECTED)
     ]
 
 

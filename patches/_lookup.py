@@ -29,7 +29,7 @@ def with_globals(function: Any, **names: Any) -> Any:
     return copy
 
 
-def constructed(owner: type, constructor: Any, *args: Any) -> Any:
+def constructed(owner: Any, constructor: Any, *args: Any) -> Any:
     """Return an object of this class, made by this constructor and not by the class's own."""
     made = owner.__new__(owner)
     constructor(made, *args)

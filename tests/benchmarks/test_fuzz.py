@@ -10,8 +10,9 @@ from benchmarks import fuzz
 from benchmarks.fuzz_law import Law
 from benchmarks.span_checks import Finished
 from enginepool import EnginePool
+from tests.support import faults
 from tests.support.forced import output_logits
-from tests.support.pools import NATIVE_PAGES
+from tests.support.pools import NATIVE_PAGES, MakePool
 
 PARAMS: dict[str, Any] = {
     "max_new_tokens": 12,
@@ -27,6 +28,16 @@ PARAMS: dict[str, Any] = {
 def test_nothing_is_wrong() -> None:
     page = "16" if NATIVE_PAGES else "1"
     assert fuzz.main(["--outputs", "150", "--page-size", page]) == 0
+
+
+def test_an_engine_that_failed_is_seen(make_pool: MakePool) -> None:
+    """Also if its requests went on and nobody heard of it."""
+    pool = make_pool(devices=1, max_restarts=10)
+    before = len(pool.events())
+    faults.raise_in_step(pool, 0)
+    result: Any = pool.generate(input_ids=[65, 66], sampling_params={"max_new_tokens": 2})
+    assert len(result["output_ids"]) == 2
+    assert "device 0 is gone" in " ".join(fuzz.failures(pool.events()[before:]))
 
 
 WRONG: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
