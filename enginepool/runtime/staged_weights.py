@@ -16,8 +16,8 @@ from enginepool.runtime.staging import stage
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.swap_report import SwapReport
 from enginepool.runtime.update import Update
-from enginepool.runtime.update_turn import updating
-from enginepool.weights.misfit import listed
+from enginepool.runtime.update_lock import updating
+from enginepool.weights.name_mismatch import listed
 
 
 class StagedWeights:

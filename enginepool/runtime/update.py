@@ -22,7 +22,7 @@ from enginepool.runtime.served_config import check_config
 from enginepool.runtime.staging import Staged, choose_staging, stage
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.swap_report import EngineSwap, SwapReport
-from enginepool.runtime.update_turn import updating
+from enginepool.runtime.update_lock import updating
 from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from enginepool.errors import InvalidWeights
 from enginepool.logs import logger
-from enginepool.weights.misfit import listed
+from enginepool.weights.name_mismatch import listed
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

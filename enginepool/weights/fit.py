@@ -8,7 +8,7 @@ from typing import Any
 
 from enginepool.errors import InvalidWeights
 from enginepool.weights.arrays import convertible
-from enginepool.weights.misfit import listed, misfit
+from enginepool.weights.name_mismatch import listed, mismatch
 from enginepool.weights.sources import Source, Specs
 from enginepool.weights.tied import HEAD
 
@@ -163,5 +163,5 @@ class Fit:
             part = self._strict and some and self._opening is None
             subject = self._opening or "update_weights: the source"
             unknown = [self.said(name) for name in unknown]
-            said = misfit(str(subject), missing, unknown, part=part)
+            said = mismatch(str(subject), missing, unknown, part=part)
             raise InvalidWeights(said, names=[*missing, *unknown])

@@ -29,7 +29,7 @@ from enginepool.logs import logger
 from enginepool.weights.checkpoint import Checkpoint
 from enginepool.weights.fit import Fit
 from enginepool.weights.mapping import HuggingFaceMapping, with_loader
-from enginepool.weights.misfit import listed
+from enginepool.weights.name_mismatch import listed
 from enginepool.weights.sources import Source
 from enginepool.weights.tied import HEAD, TiedHead
 

@@ -1,4 +1,4 @@
-"""What is said of names that do not fit a model."""
+"""Error messages for names that do not fit a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def listed(names: Sequence[str], what: str = "name") -> str:
     )
 
 
-def misfit(subject: str, missing: Sequence[str], unknown: Sequence[str], *, part: bool) -> str:
-    """The error's text.
+def mismatch(subject: str, missing: Sequence[str], unknown: Sequence[str], *, part: bool) -> str:
+    """The message for names that differ.
 
     Args:
         subject: What does not fit.
-        missing: What the model wants and the source has not.
-        unknown: What the source has and the model wants not.
-        part: Whether an update of what does fit may have been meant.
+        missing: Names that the model needs and the source lacks.
+        unknown: Names that the source has and the model lacks.
+        part: Whether the user may have meant to update a part.
     """
     said = []
     if missing:
@@ -42,7 +42,7 @@ def misfit(subject: str, missing: Sequence[str], unknown: Sequence[str], *, part
 
 
 def _prefix(wanted: Sequence[str], given: Sequence[str]) -> str | None:
-    """What stands before every name, as a wrapper's `module.` or `_orig_mod.`."""
+    """The prefix of every name, as a wrapper's `module.` or `_orig_mod.`."""
     if not wanted or not given:
         return None
     names = set(wanted)

@@ -1,5 +1,4 @@
-"""A turn to change weights, with the engines that are there, and what their failures are to the
-caller."""
+"""Locks a pool for a change of weights, and turns engines' failures into errors of the caller."""
 
 from __future__ import annotations
 
@@ -14,14 +13,15 @@ from enginepool.runtime.runtime import Runtime
 
 @contextmanager
 def updating(runtime: Runtime, call: str) -> Iterator[list[EngineWorker]]:
-    """A turn to change weights, with the engines whose loops run.
+    """Hold the steering lock inside the block. Yields the engines whose loops run.
 
     Args:
-        call: What takes the turn, as a user calls it.
+        call: The user's call that changes weights.
 
     Raises:
-        WeightUpdateFailed: They all fail just now, or one did meanwhile.
-        PoolClosed, PoolFailed: There is none.
+        WeightUpdateFailed: All engines have failed and will come back, or one failed inside the
+            block.
+        PoolClosed, PoolFailed: No engine is left.
     """
     with runtime.steering.turn(call), runtime.cache.sharing():
         workers = runtime.reachable()
