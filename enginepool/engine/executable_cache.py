@@ -84,9 +84,9 @@ class ExecutableCache:
     at once compile it once.
 
     Attributes:
-        limiter: For warm-ups that go on at once: what is Python in one, and XLA's part in others.
+        limiter: Lets one warm-up run Python at a time; others are in XLA meanwhile.
         serialized: Executables by program.
-        programs: What is traced once for all.
+        programs: Programs that are traced once for all engines.
     """
 
     def __init__(

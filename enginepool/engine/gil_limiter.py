@@ -1,8 +1,8 @@
 """Limits how many engines run Python at once: the host's part of a step, or of a compilation.
 
-The GIL lets one engine's Python run at a time anyway. But a step lets go of it some twenty times,
-at every transfer and launch, and whenever several engines want it each of these costs a switch
-of threads and cold caches. Here an engine goes on until it waits for its device.
+The GIL lets only one engine run Python at a time. But a step releases the GIL about twenty times,
+at every transfer and launch. If several engines want it, each release costs a switch of threads
+and cold caches. With the limiter an engine goes on until it waits for its device.
 """
 
 from __future__ import annotations
