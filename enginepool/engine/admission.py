@@ -28,11 +28,12 @@ def message(request: Request, extra_key: str | None) -> TokenizedGenerateReqInpu
     Args:
         extra_key: The prefix cache's namespace.
     """
+    sampling: Any = copy.copy(request.sampling)  # upstream declares dicts and takes the object
     return TokenizedGenerateReqInput(
         rid=request.internal_rid,
         text=request.text,
         input_ids=request.input_ids,
-        sampling_params=copy.copy(request.sampling),
+        sampling_params=sampling,
         return_logprob=False,
         return_output_logprob_only=True,
         logprob_start_len=-1,
