@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
-from enginepool.model_config.computed import refuse
+from enginepool.model_config.config_json import fields as read_fields
+from enginepool.model_config.config_json import overrides, written
 from enginepool.model_config.generation import check_ends
-from enginepool.model_config.reading import fields as read_fields
-from enginepool.model_config.reading import overrides, written
+from enginepool.model_config.unsupported import refuse
 from enginepool.sizing import rules
 from enginepool.sizing.kv_size import default_fraction
 from enginepool.sizing.memory import Memory, Settings

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginepool.engine.quantized_check import check_quantized
 from enginepool.engine.rotary_check import check_rotary
-from enginepool.model_config.computed import check_reads, refuse_unread
-from enginepool.model_config.reading import fields, parsed, written
+from enginepool.model_config.config_json import fields, parsed, written
+from enginepool.model_config.unsupported import check_reads, refuse_unread
 from enginepool.process.thread_override import ThreadOverride
 
 if TYPE_CHECKING:

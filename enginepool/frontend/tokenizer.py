@@ -52,7 +52,7 @@ class Tokenizer:
         }
         if hasattr(server_args, "tokenizer_backend"):  # not in 0.0.3rc99
             options["tokenizer_backend"] = server_args.tokenizer_backend
-        hf = get_tokenizer(server_args.tokenizer_path or server_args.model_path, **options)
+        hf: Any = get_tokenizer(server_args.tokenizer_path or server_args.model_path, **options)
         # Upstream puts the text of chat_template.jinja in the place of all named templates.
         named = getattr(hf, "init_kwargs", {}).get("chat_template")
         if isinstance(named, dict):

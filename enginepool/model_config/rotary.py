@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from enginepool.errors import InvalidConfig
-from enginepool.model_config.reading import as_read
+from enginepool.model_config.config_json import as_read
 from enginepool.values import shown
 
 # What upstream, with our patches, computes.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from enginepool.config import PoolConfig
 from enginepool.errors import InvalidConfig, InvalidWeights
-from enginepool.model_config.computed import NOT_OF_THE_MODEL
-from enginepool.model_config.reading import fields, load, parsed
+from enginepool.model_config.config_json import fields, load, parsed
+from enginepool.model_config.unsupported import NOT_OF_THE_MODEL
 from enginepool.values import shown
 
 _MOST = 5

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from enginepool.errors import InvalidConfig
 from enginepool.model_config import FAMILIES
-from enginepool.model_config.reading import load
+from enginepool.model_config.config_json import load
 from enginepool.values import is_int, shown
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

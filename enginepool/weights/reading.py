@@ -2,10 +2,10 @@
 
 Reaches into upstream's WeightLoader: `_scan_weight_info` is overridden.
 
-What breaks: Upstream reads every *.safetensors of a directory, whatever its index says; a tensor
-that is missing or has another name is a line in the log, another shape is taken as it is, and an
-engine serves what it has instead.
-Why: Its loader goes by what it finds, and does not ask afterwards what it has not found.
+What breaks: Upstream reads every *.safetensors of a directory, whatever its index says. It logs a
+tensor that is missing or has another name, and takes another shape as it is. The engine then serves
+the values that it was made with.
+Why: Its loader reads what it finds, and does not ask what it has not found.
 Remove when: Upstream reads what an index names, and refuses what does not fit. A model that loads
 otherwise than through WeightLoader is read unchecked, and the log says so.
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from enginepool import InvalidConfig, InvalidWeights
 from enginepool.config import PoolConfig
-from enginepool.model_config.reading import as_read, load, overrides
+from enginepool.model_config.config_json import as_read, load, overrides
 from enginepool.runtime.served_config import check_config
 from enginepool.sizing.shape import read_shape, shape_of
 from tests.support.reference import ARCHITECTURES

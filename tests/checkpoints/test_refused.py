@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh
 from enginepool import EnginePool, InvalidConfig
 from enginepool.config import PoolConfig
 from enginepool.engine.config_reads import noted_reads
-from enginepool.model_config.computed import check_reads, refuse
-from enginepool.model_config.reading import as_read
+from enginepool.model_config.config_json import as_read
+from enginepool.model_config.unsupported import check_reads, refuse
 from tests.support.checkpoints import FAMILIES, make
 from tests.support.pools import SMALL
 from tests.support.published import CONFIGS

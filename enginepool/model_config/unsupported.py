@@ -1,8 +1,8 @@
-"""What a configuration asks for and no engine computes: refused by name, or at least said.
+"""What a configuration asks for and no engine computes: it is refused by name, or logged.
 
-`refuse` looks at what is known before anything is built. The others look at what upstream has read
-while it built: a field that nobody read, and that asks for something, was ignored. `refuse_unread`
-does so once the model is made, before its weights are read; `check_reads` in the end.
+`refuse` needs the configuration alone, and runs before anything is built. The others need the names
+of the fields that upstream has read: a field that asks for something and was not read was ignored.
+`refuse_unread` runs once the model is made, before its weights are read. `check_reads` runs last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
 from enginepool.model_config import FAMILIES
-from enginepool.model_config.reading import parsed
+from enginepool.model_config.config_json import parsed
 from enginepool.model_config.rotary import rotation
 from enginepool.values import shown
 
@@ -42,7 +42,7 @@ def refuse(fields: Mapping[str, Any]) -> None:
     """Refuse what no engine computes, as far as the configuration alone tells.
 
     Args:
-        fields: As `reading.fields` gives them.
+        fields: As `config_json.fields` gives them.
 
     Raises:
         InvalidConfig: With the field and its value.
@@ -77,7 +77,7 @@ def refuse_unread(fields: Mapping[str, Any], reads: Collection[str]) -> None:
     """Refuse what would change outputs and was not read.
 
     Args:
-        fields: As `reading.fields` gives them.
+        fields: As `config_json.fields` gives them.
         reads: The names that upstream has asked for.
 
     Raises:
@@ -92,7 +92,7 @@ def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool
     """Refuse what would change outputs and was not read; log what else was not.
 
     Args:
-        fields: As `reading.fields` gives them.
+        fields: As `config_json.fields` gives them.
         reads: The names that upstream asked for while it built the engine.
         caps: Whether the engine's attention knows a cap.
 
