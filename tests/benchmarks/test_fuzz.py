@@ -1,4 +1,4 @@
-"""A fuzz of a minute, and that it would see what is wrong."""
+"""The fuzz would see what is wrong. It runs in `tests/integrations/test_fuzz.py`."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from benchmarks.span_checks import Finished
 from enginepool import EnginePool
 from tests.support import faults
 from tests.support.forced import output_logits
-from tests.support.pools import NATIVE_PAGES, MakePool
+from tests.support.pools import MakePool
 
 PARAMS: dict[str, Any] = {
     "max_new_tokens": 12,
@@ -23,11 +23,6 @@ PARAMS: dict[str, Any] = {
     "sampling_seed": 5,
     "ignore_eos": True,
 }
-
-
-def test_nothing_is_wrong() -> None:
-    page = "16" if NATIVE_PAGES else "1"
-    assert fuzz.main(["--outputs", "150", "--page-size", page]) == 0
 
 
 def test_an_engine_that_failed_is_seen(make_pool: MakePool) -> None:

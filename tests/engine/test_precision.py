@@ -16,6 +16,8 @@ from tests.support import faults
 from tests.support.layouts import tensors
 from tests.support.pools import SMALL
 
+# Shapes that no other test has: what is compiled already is not lowered again.
+SIZES = SMALL | {"max_total_tokens": 1088}
 NAME = "jax_default_matmul_precision"
 Lowered = Callable[[], set[str]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
@@ -78,7 +80,7 @@ def test_upstreams_choice_is_the_engines_alone(
 ) -> None:
     seen: list[Any] = []
     a_gpus_choice(monkeypatch, seen)
-    with EnginePool(str(model), devices=2, **SMALL) as pool:
+    with EnginePool(str(model), devices=2, **SIZES) as pool:
         assert seen == [None, None]
         assert getattr(jax.config, NAME) is None
         use_everything(pool, model)
@@ -95,7 +97,7 @@ def test_the_users_choice_comes_before_upstreams(
 ) -> None:
     a_gpus_choice(monkeypatch, [])
     with set_by_the_host("high"):
-        pool = EnginePool(str(model), devices=1, **SMALL).open()
+        pool = EnginePool(str(model), devices=1, **SIZES).open()
     with pool:
         use_everything(pool, model)
         assert pool.stats()["engines"][0]["matmul_precision"] == "high"
@@ -103,7 +105,7 @@ def test_the_users_choice_comes_before_upstreams(
 
 
 def test_what_the_host_sets_later_is_not_the_engines(lowered: Lowered, model: Path) -> None:
-    pool = EnginePool(str(model), devices=1, warmup="none", **SMALL)
+    pool = EnginePool(str(model), devices=1, warmup="none", **SIZES)
     with pool, set_by_the_host("highest"):
         use_everything(pool, model)
         assert pool.stats()["engines"][0]["matmul_precision"] == "default"
