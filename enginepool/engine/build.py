@@ -122,7 +122,8 @@ class Assembly:
         self.leaves = scheduler.leaves
         if source is None and server_args.get("load_format") != "dummy":  # else one was checked
             runner = scheduler.tp_worker.worker.model_runner
-            check_model(runner, self.engine.server_args, scheduler.config_reads)
+            with self.precision.on_this_thread():
+                check_model(runner, self.engine.server_args, scheduler.config_reads)
         self._channel.attach(scheduler)
         self.build_seconds = time.perf_counter() - started
 
