@@ -163,6 +163,10 @@ def test_requests_join(kind: EnginePool, joined: list[int]) -> None:
     assert at_rest(kind)
 
 
+def steps_of_all(pool: EnginePool) -> int:
+    return sum(engine["steps"] for engine in pool.stats()["engines"])
+
+
 def test_long_prompts_do_not_join_and_penalties_do(
     steady_pool: EnginePool, joined: list[int]
 ) -> None:
@@ -177,15 +181,18 @@ def test_long_prompts_do_not_join_and_penalties_do(
         expected = [
             ask(steady_pool, one, [prompt])[0] for prompt, one in zip(prompts, params, strict=True)
         ]
-    steady_pool.flush_cache()
-    calls = []
-    with callers(len(prompts)) as executor:
-        for prompt, one in zip(prompts, params, strict=True):
-            before = sum(engine["steps"] for engine in steady_pool.stats()["engines"])
-            calls.append(executor.submit(ask_without_flush, steady_pool, one, [prompt]))
-            until(lambda b=before: sum(e["steps"] for e in steady_pool.stats()["engines"]) > b + 3)
-        for call, right in zip(calls, expected, strict=True):
-            same(call.result(SECONDS), [right])
+    # On a busy machine the caller may come too late: all have ended when the next one comes.
+    rounds = 0
+    while not joined and (rounds := rounds + 1) <= 10:
+        steady_pool.flush_cache()
+        calls = []
+        with callers(len(prompts)) as executor:
+            for prompt, one in zip(prompts, params, strict=True):
+                before = steps_of_all(steady_pool)
+                calls.append(executor.submit(ask_without_flush, steady_pool, one, [prompt]))
+                until(lambda b=before: steps_of_all(steady_pool) > b + 3)
+            for call, right in zip(calls, expected, strict=True):
+                same(call.result(SECONDS), [right])
     assert joined
 
 
