@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from enginepool.errors import InvalidRequest
+from enginepool.errors import InvalidConfig, InvalidRequest
 
 _SHOWN = 200
 _quoting = ContextVar("enginepool_quoting", default=True)
@@ -90,6 +91,21 @@ def did_you_mean(
         return f"; here it is {elsewhere[name]}"
     near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
     return f"; did you mean {form(near[0])}?" if near else ""
+
+
+def json_object(name: str, text: str | None) -> dict[str, Any]:
+    """The JSON object that an option of this name has as text; None is an empty one.
+
+    Raises:
+        InvalidConfig: The text is no JSON, or no object.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidConfig(f"{name}={shown(text)}: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidConfig(f"{name}={shown(text)}: expected an object")
+    return found
 
 
 def is_int(value: Any) -> bool:

@@ -7,13 +7,12 @@ first call that needs it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from enginepool.errors import InvalidConfig, InvalidRequest
+from enginepool.errors import InvalidRequest
 from enginepool.model_config.generation import NAME, written_generation
-from enginepool.values import shown
+from enginepool.values import json_object, shown
 
 _OPTION = "preferred_sampling_params"
 # The sampling parameter of each field.
@@ -69,7 +68,7 @@ class GenerationDefaults:
         Raises:
             InvalidConfig: One of them cannot be read.
         """
-        return cls.of(written_generation(model, revision), _object(preferred))
+        return cls.of(written_generation(model, revision), json_object(_OPTION, preferred))
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], preferred: Mapping[str, Any]) -> GenerationDefaults:
@@ -104,13 +103,3 @@ class GenerationDefaults:
             f"give the call sampling_params ({{}} for none of the checkpoint's), or the pool "
             f"{_OPTION}"
         )
-
-
-def _object(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise InvalidConfig(f"{_OPTION}={shown(text)}: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidConfig(f"{_OPTION}={shown(text)}: expected an object")
-    return found

@@ -16,7 +16,7 @@ from typing import Any
 
 from enginepool.errors import InvalidConfig
 from enginepool.model_config import ARCHITECTURES
-from enginepool.values import shown
+from enginepool.values import json_object, shown
 
 # What transformers 5 calls a field, and what an older configuration class does.
 _RENAMED = {"num_local_experts": "num_experts"}
@@ -86,7 +86,7 @@ def fields(config: Mapping[str, Any], override_args: str | None = None) -> dict[
     Raises:
         InvalidConfig: One of the two says two things of rotary embeddings.
     """
-    own = _object(override_args)
+    own = json_object("json_model_override_args", override_args)
     _check_one_rope(config, "config.json")
     _check_one_rope(own, "json_model_override_args")
     return as_read({**as_read(config), **own})
@@ -99,7 +99,7 @@ def overrides(config: Mapping[str, Any], given: str | None = None) -> str:
         config: As it is written.
         given: The user's own overrides, in the fields of either transformers. They come last.
     """
-    own = _object(given)
+    own = json_object("json_model_override_args", given)
     meant = fields(config, given)
     changed = {name: value for name, value in meant.items() if not _same(config, name, value)}
     return json.dumps({**own, **changed})
@@ -158,16 +158,6 @@ def _one_rope(rope: Any) -> dict[str, Any] | None:
         return dict(rope)
     kinds = [dict(kind) for kind in rope.values() if kind is not None]
     return kinds[0] if kinds and all(kind == kinds[0] for kind in kinds) else None
-
-
-def _object(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise InvalidConfig(f"json_model_override_args={shown(text)}: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidConfig(f"json_model_override_args={shown(text)}: expected an object")
-    return found
 
 
 def _same(config: Mapping[str, Any], name: str, value: Any) -> bool:
