@@ -3,9 +3,10 @@
     python -m benchmarks.host_cost
 
 The model is tiny. Batches of one and of `--batch` requests take turns with steps that prefill
-`--batch` prompts of four tokens, with outputs of one token. The table has medians. "GIL" is the
-processor time of the engine's thread: it holds the GIL for no longer. The last line is for a
-commit's message.
+`--batch` prompts of four tokens, with outputs of one token, and with a full batch in which every
+request that ends makes room for one that is prefilled and joins. The table has medians, for each
+prefill in that last column, without what its decode steps cost. "GIL" is the processor time of the
+engine's thread: it holds the GIL for no longer. The last line is for a commit's message.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from benchmarks.command import arguments, plain, write_json
 from benchmarks.synthetic import nano_config, write_model
 from enginepool import EnginePool
 from enginepool.doctor.profile import profile
+from enginepool.doctor.step_profile import DECODE
 
 _TOKENS = 200  # of a request, where it decodes
 _PREFILLS = 25  # steps
+# Of a batch whose requests end one after the other: so many steps lie between two ends.
+_APART, _JOINS = 4, 60
+_ADDED = "prefill of 1 added"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,11 +42,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    lengths = [_APART * (1 + min(n, args.batch - 1)) for n in range(args.batch + _JOINS)]
     # Name of a column: requests, tokens of each.
-    kinds = {
+    kinds: dict[str, tuple[int, int | list[int]]] = {
         "1 request": (1, _TOKENS),
         f"{args.batch} requests": (args.batch, _TOKENS),
         f"prefill of {args.batch}": (args.batch * _PREFILLS, 1),
+        _ADDED: (len(lengths), lengths),
     }
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
     options: dict[str, Any] = {
@@ -59,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for name, (requests, tokens) in kinds.items():
                     runs[name].append(profile(pool, requests=requests, tokens=tokens))
     costs = [_medians(those) for those in runs.values()]
+    costs[-1] = _without_decode(costs[-1], runs[_ADDED])
     lines = [
         [name, *(f"{cost[name][key]:.3f}" for cost in costs for key in ("ms", "gil_ms"))]
         for name in costs[0]
@@ -66,7 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain(["section, ms a step", *(part for name in kinds for part in (name, "GIL"))], lines)
     step, both = (cost["whole step"]["gil_ms"] for cost in costs[:2])
     request = (both - step) / (args.batch - 1)
-    print(f"host cost: {step - request:.3f} ms of GIL a step, and {request:.4f} a request in it")
+    eight, added = (cost["whole step"]["gil_ms"] for cost in costs[2:])
+    print(
+        f"host cost: {step - request:.3f} ms of GIL a step, and {request:.4f} a request in it; "
+        f"{eight:.3f} a prefill of {args.batch}, and {added:.3f} a prefill of one added"
+    )
     write_json(args, runs=runs)
     return 0
 
@@ -85,6 +97,22 @@ def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
         "ms": statistics.median(run["step_ms"] for run in runs),
         "gil_ms": statistics.median(run["gil_ms"] for run in runs),
     }
+    return found
+
+
+def _without_decode(
+    cost: dict[str, dict[str, float]], runs: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """For each prefill instead of each step, and without the decode steps' own sections."""
+    each = statistics.median(run["steps"] / run["prefills"] for run in runs)
+    found = {
+        name: {key: 0.0 if name in DECODE else each * value for key, value in part.items()}
+        for name, part in cost.items()
+    }
+    for key in found["whole step"]:
+        found["whole step"][key] = sum(
+            part[key] for name, part in found.items() if name != "whole step"
+        )
     return found
 
 

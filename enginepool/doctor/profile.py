@@ -16,12 +16,13 @@ _IDLE_SECONDS = 1.0
 _PROMPT = 4  # tokens
 
 
-def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
+def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict[str, Any]:
     """Keep the first engine busy, with the others idle, and look at its steps.
 
     Args:
         requests: In a batch, all the time.
-        tokens: How many each of them gets; the run has so many decode steps.
+        tokens: How many each of them gets; the run has so many decode steps. A list says it by
+            request: those that do not fit the batch are prefilled as others end.
 
     Returns:
         Milliseconds a step: `step_ms`, of which `gil_ms` with the GIL (an upper bound: the
@@ -31,7 +32,8 @@ def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
     """
     engine: Any = pool.engines[0]
     prompts = [[1 + i, *range(2, _PROMPT + 1)] for i in range(requests)]
-    params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    each = [tokens] * requests if isinstance(tokens, int) else tokens
+    params = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True} for n in each]
     engine.generate(input_ids=prompts, sampling_params=params)
     engine.flush_cache()
     compiled = pool.stats()["executables"]
@@ -43,6 +45,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
     step, gil = seconds / found.steps, found.per_step(found.cpu)
     return {
         "steps": found.steps,
+        "prefills": found.prefills,
         "requests_in_batch": round(found.batch, 2),
         "step_ms": 1000 * step,
         "gil_ms": 1000 * gil,

@@ -19,20 +19,29 @@ from enginepool.engine.worker import EngineWorker
 _SCHEDULER = {
     "admit": "admission",
     "get_next_batch_to_run": "scheduling",
+    "get_new_batch_prefill": "scheduling",
     "run_batch": "batch",
     "process_batch_result": "bookkeeping",
     "stream_output": "output",
 }
+_PREFIX_CACHE = dict.fromkeys(
+    ("match_prefix", "cache_finished_req", "cache_unfinished_req", "evict"), "prefix cache"
+)
+_ALLOCATOR = dict.fromkeys(("alloc", "alloc_extend", "free"), "KV pages")
 _WORKER = {"forward_batch_generation": "transfers"}
+_RUNNER = {"forward": "prefill", "sample": "sampling", "compute_logprobs": "sampling"}
+_ADMISSION = {"admit": "join"}
 # Of decode steps that stay on the device; they begin with what is launched.
 _DEVICE_WAIT = {"until_ready": "device"}
-_STEADY = {"append": "bookkeeping"}
-_STEADY_PROGRAM = {"step": "launch"}
-_BEGINS = ("forward_batch_generation", "step")
-_RUNNER = {"forward": "launch", "sample": "sampling", "compute_logprobs": "sampling"}
+_STEADY = {"append": "tokens"}
+_STEADY_PROGRAM = {"step": "launch", **dict.fromkeys(("begin", "set_rows", "tally"), "join")}
+_SENDER = {"batch": "join"}
+_PREFILLS, _STEPS = ("forward_batch_generation",), ("step",)
+# What decode steps cost whether or not anybody is prefilled between them.
+DECODE = ("launch", "device", "tokens")
 SECTIONS = (
-    *("admission", "scheduling", "batch", "transfers", "launch", "sampling"),
-    *("device", "bookkeeping", "output"),
+    *("admission", "scheduling", "prefix cache", "KV pages", "batch", "transfers", "prefill"),
+    *("sampling", "bookkeeping", "output", "join", *DECODE),
 )
 
 
@@ -42,12 +51,14 @@ class StepProfile:
 
     Attributes:
         steps: How many it took.
+        prefills: How many of them were prefills.
         tokens: How many its requests gained.
         wall: By section, without the time of other sections inside it.
         cpu: The same in processor time of the thread, which holds the GIL nearly all of it.
     """
 
     steps: int = 0
+    prefills: int = 0
     tokens: int = 0
     wall: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
     cpu: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
@@ -74,11 +85,16 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
     def begin() -> None:
         scheduler = worker.scheduler
         tp_worker: Any = scheduler.tp_worker
+        steady = scheduler.steady
         for owner, sections in (
             (scheduler, _SCHEDULER),
+            (scheduler.tree_cache, _PREFIX_CACHE),
+            (scheduler.token_to_kv_pool_allocator, _ALLOCATOR),
             (scheduler.device_wait, _DEVICE_WAIT),
-            (scheduler.steady, _STEADY),
-            (scheduler.steady.program, _STEADY_PROGRAM),
+            (steady, _STEADY),
+            (steady.admission, _ADMISSION),
+            (steady.program, _STEADY_PROGRAM),
+            (getattr(steady.program, "sender", None), _SENDER),
             (tp_worker, _WORKER),
             (tp_worker.worker.model_runner, _RUNNER),
         ):
@@ -86,7 +102,7 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
                 if hasattr(owner, name):
                     found.append((owner, name, vars(owner).get(name)))
                     method = getattr(owner, name)
-                    if name in _BEGINS:
+                    if name in (*_PREFILLS, *_STEPS):
                         method = clock.beginning(scheduler, method)
                     setattr(owner, name, clock.timed(section, method))
 
@@ -113,8 +129,9 @@ class _Clock:
     def beginning(self, scheduler: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def counting(*args: Any, **kwargs: Any) -> Any:
-            steps = args[2] if method.__name__ == "step" else 1
+            steps = args[2] if method.__name__ in _STEPS else 1
             self.profile.steps += steps
+            self.profile.prefills += method.__name__ in _PREFILLS
             self.profile.tokens += steps * scheduler.cur_batch.batch_size()
             return method(*args, **kwargs)
 
