@@ -48,6 +48,7 @@ class _Jax(NamedTuple):
     compiler: Any  # its `backend_compile_and_load` is replaced
     cache_key: Any
     compilation_cache: Any  # the host's
+    nothing_ignored: Any  # what `_hash_computation` takes to hash the whole program
 
 
 _COMPILE = ("backend", "module", "executable_devices", "options", "host_callbacks")
@@ -60,17 +61,22 @@ def _jax() -> _Jax | None:
         from jax._src import cache_key, compilation_cache, compiler
 
         _expect(compiler.backend_compile_and_load, _COMPILE)
-        _expect(cache_key._hash_computation, ("hash_obj", "module", "ignore_callbacks"))
+        *known, ignored = inspect.signature(cache_key._hash_computation).parameters
+        if known != ["hash_obj", "module"]:
+            raise TypeError(f"_hash_computation: found parameters {(*known, ignored)}")
+        # JAX's own key hashes the whole program by default. Its name for that has changed.
+        nothing_ignored = inspect.signature(cache_key.get).parameters[ignored].default
+        if nothing_ignored is inspect.Parameter.empty:
+            raise TypeError(f"cache_key.get: no default for {ignored}")
         _expect(
             cache_key._hash_serialized_compile_options,
             ("hash_obj", "compile_options_obj", "strip_device_assignment"),
         )
         _expect(compilation_cache._get_cache, ("backend",))
-        _ = cache_key.IgnoreCallbacks.NO
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         logger().warning("enginepool.executables_not_shared", jax=jax.__version__, why=str(error))
         return None
-    return _Jax(compiler, cache_key, compilation_cache)
+    return _Jax(compiler, cache_key, compilation_cache, nothing_ignored)
 
 
 def _expect(function: Any, parameters: tuple[str, ...]) -> None:
@@ -180,7 +186,7 @@ def _program_key(module: Any, options: Any) -> bytes:
     parts = _jax()
     assert parts is not None  # who shares has looked
     cache_key, digest = parts.cache_key, hashlib.sha256()
-    cache_key._hash_computation(digest, module, cache_key.IgnoreCallbacks.NO)
+    cache_key._hash_computation(digest, module, parts.nothing_ignored)
     cache_key._hash_serialized_compile_options(digest, options, strip_device_assignment=True)
     return digest.digest()
 
