@@ -7,6 +7,7 @@ export PYTHON
 
 VENV := .venv
 COMPAT := .venv-compat
+NEXT := .venv-next
 # libtpu compiles for TPUs on any machine; beside it, JAX would look for one first.
 TPU := .venv-tpu
 TUNIX := .venv-tunix
@@ -36,10 +37,12 @@ $(TPU)/.installed $(RAY)/.installed $(TUNIX)/.installed: $(VENV)/.installed
 	@touch $@
 
 # In versions that the base's would not suit, hence without what they need.
-$(CLIENTS)/.installed: $(VENV)/.installed constraints-clients.txt
+$(CLIENTS)/.installed: constraints-clients.txt
+$(NEXT)/.installed: constraints-next.txt
+$(CLIENTS)/.installed $(NEXT)/.installed: $(VENV)/.installed
 	@scripts/overlay $(@D) $(VENV)
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --ignore-installed \
-		--requirement constraints-clients.txt
+		--requirement $(filter constraints%,$^)
 	@touch $@
 
 # The documents' tools read the code and never run it, so nothing of ours is installed here.
@@ -76,6 +79,10 @@ ABOVE_UPSTREAM := $(addprefix tests/,benchmarks cli ray reference rl sizing toy 
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## Run the tests on sglang-jax 0.0.3rc99 that look at upstream; all: ABOVE_UPSTREAM=
 	$(COMPAT)/bin/python $(PYTEST) -m "not slow" $(addprefix --ignore=,$(ABOVE_UPSTREAM)) $(ARGS)
+
+.PHONY: test-next
+test-next: $(NEXT)/.installed ## Run the tests on the newest JAX, flax and NumPy that upstream's code bears
+	$(NEXT)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: test-tpu
 test-tpu: $(TPU)/.installed ## Run the tests that need libtpu, and no TPU
@@ -130,4 +137,4 @@ constraints: ## Write both constraints files anew from the newest versions that 
 
 .PHONY: clean
 clean: ## Remove the environments and what was built
-	rm -rf build dist site $(VENV) $(COMPAT) $(TPU) $(TUNIX) $(CLIENTS) $(RAY) $(DOCS)
+	rm -rf build dist site $(VENV) $(COMPAT) $(NEXT) $(TPU) $(TUNIX) $(CLIENTS) $(RAY) $(DOCS)

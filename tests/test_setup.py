@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
         ("constraints-0.0.3rc99.txt", "0.0.3rc99"),
         ("constraints-clients.txt", None),
         ("constraints-docs.txt", None),
+        ("constraints-next.txt", None),
     ],
 )
 def test_constraints_are_names_and_exact_versions(file, upstream):
