@@ -11,6 +11,12 @@ from typing import Any
 from patches import _imports
 from patches._patch import JaxChanged
 
+# Those that upstream's rotary embeddings have in common.
+ROTARY_PARAMETERS = (
+    *("self", "head_size", "rotary_dim", "max_position_embeddings"),
+    *("base", "is_neox_style", "dtype"),
+)
+
 
 def with_globals(function: Any, **names: Any) -> Any:
     """Return a copy of a plain function that sees other module globals under these names.

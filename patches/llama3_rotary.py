@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from patches._lookup import constructed, module
+from patches._lookup import ROTARY_PARAMETERS, constructed, module
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.layers.embeddings"
@@ -62,13 +62,7 @@ PATCH = Patch(
             "Llama3RotaryEmbedding.__init__",
             _replace,
             (
-                "self",
-                "head_size",
-                "rotary_dim",
-                "max_position_embeddings",
-                "base",
-                "is_neox_style",
-                "dtype",
+                *ROTARY_PARAMETERS,
                 "scaling_factor",
                 "low_freq_factor",
                 "high_freq_factor",

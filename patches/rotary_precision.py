@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from patches._lookup import constructed, module, with_globals
+from patches._lookup import ROTARY_PARAMETERS, constructed, module, with_globals
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.layers.embeddings"
@@ -64,16 +64,7 @@ PATCH = Patch(
             _MODULE,
             "RotaryEmbedding.__init__",
             _replace,
-            (
-                "self",
-                "head_size",
-                "rotary_dim",
-                "max_position_embeddings",
-                "base",
-                "is_neox_style",
-                "dtype",
-                "mesh",
-            ),
+            (*ROTARY_PARAMETERS, "mesh"),
         ),
     ),
     probe=_is_needed,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import anyio.to_thread
-
 from enginepool.dispatch.condition import PauseMode
 from enginepool.errors import InvalidRequest
-from enginepool.pool.calls import CallGroup
+from enginepool.pool.calls import CallGroup, async_twin
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.quiesce import pause_drained
 from enginepool.values import flag, plain, shown
@@ -83,14 +81,6 @@ class SteeringCalls(CallGroup):
         await self._async_runtime()
         return self.abort_request(rid, abort_all=abort_all)
 
-    async def async_pause_generation(self, mode: PoolPauseMode = "retract") -> None:
-        """`pause_generation` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.pause_generation, mode)
-
-    async def async_continue_generation(self) -> None:
-        """`continue_generation` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.continue_generation)
-
-    async def async_flush_cache(self) -> None:
-        """`flush_cache` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.flush_cache)
+    async_pause_generation = async_twin(pause_generation)
+    async_continue_generation = async_twin(continue_generation)
+    async_flush_cache = async_twin(flush_cache)

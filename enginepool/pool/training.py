@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import anyio.to_thread
-
-from enginepool.pool.calls import CallGroup
+from enginepool.pool.calls import CallGroup, async_twin
 from enginepool.runtime import memory_occupation, update, weight_inspection
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.staged_weights import StagedWeights, stage_weights
@@ -21,8 +19,6 @@ class WeightCalls(CallGroup):
 
     Calls that change something run one at a time.
     """
-
-    # Sync
 
     def update_weights(
         self,
@@ -157,72 +153,12 @@ class WeightCalls(CallGroup):
 
     # Async twins
 
-    async def async_update_weights(
-        self,
-        source: Any,
-        *,
-        weight_version: int | str | None = None,
-        mode: SwapMode = "drain",
-        strategy: Strategy = "atomic",
-        staging: Staging = "auto",
-        strict: bool = True,
-        copy: bool = False,
-        free_kv: bool = False,
-    ) -> SwapReport:
-        """`update_weights` without blocking the event loop; cancelling does not stop it."""
-        options = Options(
-            weight_version, mode, strategy, staging, strict=strict, copy=copy, free_kv=free_kv
-        )
-        return await anyio.to_thread.run_sync(
-            lambda: update.update_weights(self.runtime, source, options)
-        )
-
-    async def async_stage_weights(
-        self,
-        source: Any,
-        *,
-        weight_version: int | str | None = None,
-        strict: bool = True,
-        copy: bool = False,
-        expires_after: float | None = 300.0,
-    ) -> StagedWeights:
-        """`stage_weights` without blocking the event loop; cancelling does not stop it."""
-        return await anyio.to_thread.run_sync(
-            lambda: self.stage_weights(
-                source,
-                weight_version=weight_version,
-                strict=strict,
-                copy=copy,
-                expires_after=expires_after,
-            )
-        )
-
-    async def async_release_weights(self) -> int:
-        """`release_weights` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.release_weights)
-
-    async def async_release_memory_occupation(self, tags: Sequence[str] = ("kv_cache",)) -> int:
-        """`release_memory_occupation` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.release_memory_occupation, tags)
-
-    async def async_resume_memory_occupation(self) -> int:
-        """`resume_memory_occupation` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.resume_memory_occupation)
-
-    async def async_checksum(self) -> str:
-        """`checksum` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.checksum)
-
-    async def async_quick_checksum(self) -> float:
-        """`quick_checksum` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.quick_checksum)
-
-    async def async_perturb_weights(
-        self, seed: int = 0, scale: float = 1e-3, num_leaves: int = 1
-    ) -> SwapReport:
-        """`perturb_weights` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.perturb_weights, seed, scale, num_leaves)
-
-    async def async_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """`get_weights_by_name` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.get_weights_by_name, name, truncate_size)
+    async_update_weights = async_twin(update_weights)
+    async_stage_weights = async_twin(stage_weights)
+    async_release_weights = async_twin(release_weights)
+    async_release_memory_occupation = async_twin(release_memory_occupation)
+    async_resume_memory_occupation = async_twin(resume_memory_occupation)
+    async_checksum = async_twin(checksum)
+    async_quick_checksum = async_twin(quick_checksum)
+    async_perturb_weights = async_twin(perturb_weights)
+    async_get_weights_by_name = async_twin(get_weights_by_name)

@@ -9,7 +9,7 @@ from typing import Any
 from enginepool.doctor.ahead_of_time.programs import compile_programs
 from enginepool.doctor.ahead_of_time.record import FORWARD, STEP, Compiled
 from enginepool.doctor.plan.bounds import Layout
-from enginepool.errors import InvalidConfig
+from enginepool.model_config.config_json import written
 from enginepool.sizing.chips import Topology
 from enginepool.sizing.memory import Memory, StepPrograms
 
@@ -29,27 +29,12 @@ def compile_steps(
     fraction = layout.memory.settings.fraction
     return compile_programs(
         where,
-        _config(model, server_args),
+        written(model, server_args.get("revision"), server_args.get("download_dir")),
         {**server_args, "mem_fraction_static": fraction},
         tp_size=layout.tp_size,
         kinds=STEP,
         said=lambda program: print(program.line(), file=sys.stderr, flush=True),
     ).programs
-
-
-def _config(model: str, server_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's configuration as it is written."""
-    from transformers import PretrainedConfig
-
-    try:
-        config, _ = PretrainedConfig.get_config_dict(
-            model,
-            revision=server_args.get("revision"),
-            cache_dir=server_args.get("download_dir"),
-        )
-    except Exception as error:  # transformers and the hub raise what they like
-        raise InvalidConfig(f"{model}: no configuration to be read: {error}") from error
-    return config
 
 
 def step_programs(programs: Sequence[Compiled]) -> StepPrograms:
