@@ -8,7 +8,7 @@ import patches
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m patches", description=__doc__)
     parser.add_argument(
-        "--markdown", action="store_true", help="the first three columns, as in docs/patches.md"
+        "--markdown", action="store_true", help="the first three columns, as in docs/upstream.md"
     )
     arguments = parser.parse_args()
     if arguments.markdown:

@@ -24,8 +24,8 @@ TARGETS = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
 
 
 def test_patch_table_is_the_packages_own() -> None:
-    """The table in docs/patches.md is the output of `python -m patches --markdown`."""
-    table = read("docs/patches.md").split("<!-- patches -->\n")[1].split("<!-- /patches -->")[0]
+    """The table in docs/upstream.md is the output of `python -m patches --markdown`."""
+    table = read("docs/upstream.md").split("<!-- patches -->\n")[1].split("<!-- /patches -->")[0]
     assert table.strip() == patches.table(markdown=True, probe=False).strip()
 
 

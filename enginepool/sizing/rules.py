@@ -11,7 +11,7 @@ from enginepool.values import is_int
 # Upstream's own 1 cannot be used: the attention kernel unrolls a copy for every page of a block.
 PAGE_SIZE = 128
 LEAST_PAGE_SIZE = 16
-# Shares prefixes from fewer tokens on, and compiles as fast (docs/tpu_check.md has the figures).
+# Shares prefixes from fewer tokens on, and compiles as fast (docs/tpu.md has the figures).
 SHARING_PAGE_SIZE = 32
 # Without a limit upstream compiles for every request that it may ever run, thousands, and the
 # sampler needs several times the logits of all of them. This is its own largest bucket.

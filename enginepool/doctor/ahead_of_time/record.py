@@ -77,7 +77,7 @@ class Compiled:
 
     @property
     def allowed(self) -> float:
-        """The most temporaries that docs/tpu_check.md promises of the pool's own programs.
+        """The most temporaries that docs/tpu.md promises of the pool's own programs.
         Upstream's may have what fits."""
         if self.kind == "top_logprobs":
             return self.arguments + _MIB  # the log-probabilities once more
