@@ -132,7 +132,8 @@ class _Output:
             if abs(value - law[token]) > near:
                 yield f"token {place} has {value:.5f}, the reference {law[token]:.5f}"
                 return
-            if wrong := self._wrong_lists(law, place, near):
+            wrong = self._wrong_lists(law, place, near) or self._wrong_mask(law, place, token)
+            if wrong:
                 yield wrong
                 return
             counts[token] += 1
@@ -197,6 +198,20 @@ class _Output:
                 same = np.isclose(value, wanted, rtol=1e-5, atol=near)
                 if not (same or max(value, wanted) < _NEVER):
                     return f"token {place}: {value} for {one}, the reference {wanted}"
+        return None
+
+    def _wrong_mask(self, law: np.ndarray, place: int, token: int) -> str | None:
+        """What is wrong with the ids that a token was sampled from."""
+        if (mask := self._meta.get("output_sampling_mask")) is None:
+            return None
+        start, end = mask["indptr"][place : place + 2]
+        listed = mask["ids"][start:end]
+        alone = self._params["temperature"] == 0 or self._params["top_k"] == 1
+        if alone or token not in (listed or [token]):
+            return None if listed == [token] else f"token {place}, {token}, is from {listed}"
+        for one in listed:
+            if not (np.isfinite(law[one]) and self._in_support(law, one)):
+                return f"token {place} may come from {one}, which is not left"
         return None
 
 

@@ -91,12 +91,14 @@ class Questions:
         return given
 
     def options(self) -> dict[str, Any]:
-        """Of a call: which log-probabilities it wants."""
+        """Of a call: which log-probabilities it wants, and whether it wants sampling masks."""
         draw, given = self.random, dict[str, Any](return_logprob=True)
         if draw.random() < 0.3:
             given["top_logprobs_num"] = draw.randint(1, 20)
         if draw.random() < 0.2:
             given["token_ids_logprob"] = draw.sample(range(VOCABULARY), 5)
+        if draw.random() < 0.2:
+            given["return_sampling_mask"] = True
         return given
 
 

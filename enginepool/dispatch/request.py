@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.dispatch.grammar import Grammar
 from enginepool.dispatch.routing import MIN_SHARED_PREFIX, Candidate
+from enginepool.dispatch.sampling_mask import Kept
 from enginepool.dispatch.scoring import Scored, Scoring
 from enginepool.dispatch.thinking import Thinking
 
@@ -76,6 +77,7 @@ class Request:
     return_logprob: bool = False
     top_logprobs_num: int = 0
     named_ids: Sequence[int] = ()  # those of `token_ids_logprob`
+    return_sampling_mask: bool = False
     stream: bool = False
     extra_key: str | None = None
     pinned_to: int | None = None  # the only engine that may run it
@@ -90,6 +92,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
     named_logprobs: list[list[float]] = field(default_factory=list)  # of `named_ids`, by token
+    kept: list[Kept] = field(default_factory=list)  # by token, with `return_sampling_mask`
     weight_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
@@ -119,6 +122,11 @@ class Request:
         return self.rid or self.internal_rid
 
     @property
+    def wants_more(self) -> bool:
+        """Whether it wants more of each token than its id and its log-probability."""
+        return bool(self.top_logprobs_num or self.named_ids or self.return_sampling_mask)
+
+    @property
     def begun(self) -> bool:
         """Whether it has output tokens of this pool."""
         return len(self.output_ids) > self.given
@@ -140,6 +148,7 @@ class Request:
         self.output_ids, self.logprobs = output_ids[:count], logprobs[:count]
         del self.top_logprobs[count:]
         del self.named_logprobs[count:]
+        del self.kept[count:]
         spans = self.weight_versions
         while spans and spans[-1][0] >= count:
             spans.pop()

@@ -1,5 +1,5 @@
-"""Log-probabilities of the most probable tokens, and of named tokens, in upstream's own steps.
-Steady steps compute them in `steady/sample.py`.
+"""Log-probabilities of the most probable tokens and of named tokens, and the ids that a token was
+sampled from, in upstream's own steps. Steady steps compute them in `steady/sample.py`.
 
 Reaches into upstream's model runner: its `compute_logprobs` is replaced.
 
@@ -11,6 +11,7 @@ Remove when: Upstream computes one width for all. Another signature is refused, 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,8 +20,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
+from enginepool.dispatch.sampling_mask import MAX_KEPT_IDS
 from enginepool.engine.common_programs import OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
+from enginepool.engine.sampling_mask import NEVER, find_kept, kept_of, no_kept
 from enginepool.process.upstream import expect_parameters
 
 if TYPE_CHECKING:
@@ -30,24 +33,23 @@ if TYPE_CHECKING:
     from enginepool.dispatch.request import Request
 
 
-# Below every log-probability of what may be sampled.
-_NEVER = -1e30
-
-
 class TopLogprobs:
-    """Computes the most probable tokens of a step, and those that requests name. One program of
-    fixed widths serves every batch."""
+    """Computes the most probable tokens of a step, those that requests name, and those that were
+    sampled from. One program of fixed widths serves every batch."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         expect_parameters(model_runner.compute_logprobs, "logits", "token_ids")
         self._original = model_runner.compute_logprobs
-        width = min(MAX_TOP_LOGPROBS, model_runner.model_config.vocab_size)
+        self._vocab_size: int = model_runner.model_config.vocab_size
+        widths = min(MAX_TOP_LOGPROBS, self._vocab_size), min(MAX_KEPT_IDS, self._vocab_size)
         self._asking: list[tuple[int, Req, Request]] = []
         self._latest: tuple[jax.Array, ...] | None = None
         self._warming = False
         self._replicated = NamedSharding(model_runner.mesh, PartitionSpec())
         mesh = model_runner.mesh.abstract_mesh
-        self._top = common_programs().common(["top", mesh, width], lambda: _program(mesh, width))
+        self._top = common_programs().common(
+            ["top", mesh, *widths], lambda: _program(mesh, *widths)
+        )
         replaced: Any = model_runner
         replaced.compute_logprobs = self._compute
 
@@ -62,20 +64,32 @@ class TopLogprobs:
         self._asking = [
             (row, req, request)
             for row, req in enumerate(reqs)
-            if (request := held.get(req.rid)) is not None
-            and (request.top_logprobs_num or request.named_ids)
+            if (request := held.get(req.rid)) is not None and request.wants_more
         ]
 
     def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:
         self._latest = None
         if self._asking or self._warming:
-            named = np.zeros((token_logprobs.shape[0], MAX_NAMED_IDS), np.int32)
-            for row, _, request in self._asking:
-                named[row, : len(request.named_ids)] = request.named_ids
-            wanted = np.bool_(any(request.top_logprobs_num for *_, request in self._asking))
-            given = jax.device_put((wanted, named), self._replicated)
-            self._latest = self._top(token_logprobs, *given)
+            given = jax.device_put(self._wanted(len(token_logprobs)), self._replicated)
+            self._latest = self._top(token_logprobs, token_ids, given)
         return self._original(token_logprobs, token_ids)
+
+    def _wanted(self, rows: int) -> dict[str, Any]:
+        asking = [request for *_, request in self._asking]
+        wanted = {
+            "top": np.bool_(any(request.top_logprobs_num for request in asking)),
+            "kept": np.bool_(any(request.return_sampling_mask for request in asking)),
+            "named": np.zeros((rows, MAX_NAMED_IDS), np.int32),
+            "top_ks": np.ones(rows, np.int32),
+            "top_ps": np.ones(rows, np.float32),
+            "min_ps": np.zeros(rows, np.float32),
+        }
+        for row, req, request in self._asking:
+            params = req.sampling_params
+            wanted["named"][row, : len(request.named_ids)] = request.named_ids
+            wanted["top_ks"][row], wanted["top_ps"][row] = params.top_k, params.top_p
+            wanted["min_ps"][row] = params.min_p
+        return wanted
 
     def collect(self, held: dict[str, Request]) -> None:
         """Append this step's values to each request that asked and is still here."""
@@ -83,7 +97,7 @@ class TopLogprobs:
         asking, self._asking = self._asking, []
         if latest is None:
             return
-        values, ids, named = jax.device_get(latest)
+        values, ids, named, kept = jax.device_get(latest)
         for row, req, request in asking:
             if held.get(req.rid) is not request:
                 continue
@@ -92,28 +106,29 @@ class TopLogprobs:
                 request.top_logprobs.append(top_values(values[row], ids[row], k))
             if (names := request.named_ids) and len(request.named_logprobs) < count:
                 request.named_logprobs.append(named_values(named[row], len(names)))
+            if request.return_sampling_mask and len(request.kept) < count:
+                request.kept.append(kept_of(kept[row], self._vocab_size))
 
 
 def top_values(values: np.ndarray, ids: np.ndarray, k: int) -> tuple[list[float], list[int]]:
     """The log-probabilities of the `k` most probable ids of one token, and these ids. They are
     fewer if a grammar allows fewer: the others have float32's lowest value."""
-    k = min(k, int((values > _NEVER).sum()))
+    k = min(k, int((values > NEVER).sum()))
     return values[:k].tolist(), ids[:k].tolist()
 
 
 def named_values(values: np.ndarray, count: int) -> list[float]:
     """The log-probabilities of the `count` ids that a request names, for one token."""
     own = values[:count]
-    return np.where(own > _NEVER, own, -np.inf).tolist()
+    return np.where(own > NEVER, own, -np.inf).tolist()
 
 
-def _program(mesh: AbstractMesh, width: int) -> Any:
+def _program(mesh: AbstractMesh, width: int, kept_width: int) -> Any:
     table = NamedSharding(mesh, PartitionSpec(None, None))
+    everywhere = NamedSharding(mesh, PartitionSpec(None))
 
     @jax.jit
-    def top(
-        logprobs: jax.Array, wanted: jax.Array, named: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def top(logprobs: jax.Array, ids: jax.Array, wanted: dict[str, jax.Array]) -> Any:
         rows = len(logprobs)
 
         def best(logprobs: jax.Array) -> Any:
@@ -123,7 +138,18 @@ def _program(mesh: AbstractMesh, width: int) -> Any:
             zeros = (jnp.zeros((rows, width), kind) for kind in (logprobs.dtype, jnp.int32))
             return tuple(jax.sharding.reshard(array, table) for array in zeros)
 
-        of_named = logprobs.at[jnp.arange(rows)[:, None], named].get(out_sharding=table)
-        return *jax.lax.cond(wanted, best, none, logprobs), of_named
+        def kept(logprobs: jax.Array) -> jax.Array:
+            whole = jax.sharding.reshard(logprobs, table)
+            own = jax.sharding.reshard(ids, everywhere)
+            found = find_kept(whole, SimpleNamespace(**wanted), own, kept_width)
+            return jax.sharding.reshard(found, table)
+
+        def not_kept(_: jax.Array) -> jax.Array:
+            return jax.sharding.reshard(no_kept(rows, kept_width), table)
+
+        of_named = logprobs.at[jnp.arange(rows)[:, None], wanted["named"]].get(out_sharding=table)
+        top_values, top_ids = jax.lax.cond(wanted["top"], best, none, logprobs)
+        left = jax.lax.cond(wanted["kept"], kept, not_kept, logprobs)
+        return top_values, top_ids, of_named, left
 
     return OnAnyDevice(top)

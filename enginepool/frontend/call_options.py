@@ -28,6 +28,13 @@ class CallOptions(TypedDict, total=False):
         token_ids_logprob: Also return the log-probabilities of these ids in each step, in
             `meta_info["output_token_ids_logprobs"]`. Give one list for all prompts or one list a
             prompt, of 64 ids at most. An id that cannot be sampled has -inf.
+        return_sampling_mask: Return the ids that each output token was sampled from: those that
+            grammar, `min_new_tokens`, top-k, top-p and min-p had left. At temperature 0 it is the
+            token alone. `meta_info["output_sampling_mask"]` has `indptr` and `ids`, as in CSR: the
+            ids of position i are `ids[indptr[i]:indptr[i + 1]]`, ascending. No ids: all of the
+            vocabulary were left. If some but more than 512 were left, `too_many` has [i, how many]
+            instead. `meta_info["output_token_sampling_logprobs"]` has the token's log-probability
+            among the ids that were left.
         return_prompt_logprob: Return `meta_info["input_token_logprobs"]`: one (logprob, id, None)
             for each prompt token, at temperature 1. That of the first token is None. A prompt is
             scored once for all its samples, before they are sampled.
@@ -43,8 +50,9 @@ class CallOptions(TypedDict, total=False):
         sample_indices: The index of each sample in the same way. Each prompt has one (n=1).
         partial_outputs: The part of each output that exists already: None, or a dict as results
             and chunks are. It has `output_ids` and, in `meta_info`, `weight_versions` and
-            whichever of `output_token_logprobs`, `output_top_logprobs` and
-            `output_token_ids_logprobs` the call asks for. The output continues from there, and
+            whichever of `output_token_logprobs`, `output_top_logprobs`,
+            `output_token_ids_logprobs`, `output_sampling_mask` and
+            `output_token_sampling_logprobs` the call asks for. The output continues from there, and
             the result has all of it. `max_new_tokens` and `completion_tokens` count the part;
             `prompt_tokens` does not. A complete output is returned without a step. Each prompt
             has one sample (n=1).
@@ -58,6 +66,7 @@ class CallOptions(TypedDict, total=False):
     return_logprob: bool | None
     top_logprobs_num: int | None
     token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None
+    return_sampling_mask: bool | None
     return_prompt_logprob: bool | None
     logprob_start_len: int | Sequence[int] | None
     prompt_indices: Sequence[int] | None

@@ -1,4 +1,4 @@
-"""Which log-probabilities a call wants."""
+"""Which log-probabilities a call wants, and whether it wants what was sampled from."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Logprobs:
         top: How many of the most probable tokens it wants with each output token.
         prompt_top: The same for each prompt token.
         named_ids: The ids whose log-probabilities it wants with each token, by prompt.
+        sampling_mask: Whether it wants the ids that output tokens are sampled from.
         starts: The first prompt token that is scored, by prompt. None: the prompt is not scored.
     """
 
@@ -30,6 +31,7 @@ class Logprobs:
     top: int
     prompt_top: int
     named_ids: Sequence[list[int]]
+    sampling_mask: bool
     starts: Sequence[int | None]
 
     def for_a_request(self, index: int, *, scored_only: bool) -> dict[str, Any]:
@@ -46,6 +48,7 @@ class Logprobs:
             "return_logprob": self.outputs,
             "top_logprobs_num": self.top,
             "named_ids": named,
+            "return_sampling_mask": self.sampling_mask,
             "scoring": scoring,
         }
 
@@ -72,7 +75,8 @@ def read_logprobs(
         check_ids(prompt, "the prompt", index, limits)
     scored = flag("return_prompt_logprob", options.get("return_prompt_logprob"))
     starts = check_starts(scored, options.get("logprob_start_len"), token_ids, limits)
-    return Logprobs(outputs, top, prompt_top, named, starts)
+    mask = flag("return_sampling_mask", options.get("return_sampling_mask"))
+    return Logprobs(outputs, top, prompt_top, named, mask, starts)
 
 
 def check_top_logprobs(number: Any) -> int:

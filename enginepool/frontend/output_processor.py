@@ -9,6 +9,7 @@ from enginepool.dispatch.request import Call, Request, aborted
 from enginepool.dispatch.wait import Chunk
 from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
 from enginepool.frontend.detokenizer import detokenize
+from enginepool.frontend.sampling_mask import mask_entries
 from enginepool.frontend.score_input import (
     named_entries,
     prompt_entries,
@@ -87,6 +88,8 @@ def _as_dict(
         if request.named_ids:
             rows = request.named_logprobs[:count]
             meta["output_token_ids_logprobs"] = named_entries(rows, request.named_ids)
+    if request.return_sampling_mask:
+        meta |= mask_entries(request.kept[:count])
     return {
         "text": text,
         "output_ids": output_ids,

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from enginepool.dispatch.sampling_mask import Kept
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.call_options import CallOptions
 from enginepool.frontend.limits import Limits, check_ids
 from enginepool.frontend.logprob_options import Logprobs
 from enginepool.frontend.sampling import PromptSampling
+from enginepool.frontend.sampling_mask import LOGPROBS, MASK, read_mask
 from enginepool.values import is_int, is_number, plain, shown
 
 
@@ -23,6 +25,7 @@ class Partial:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
     named_logprobs: list[list[float]] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     weight_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
 
@@ -36,6 +39,7 @@ class Partial:
             "logprobs": list(self.logprobs),
             "top_logprobs": list(self.top_logprobs),
             "named_logprobs": list(self.named_logprobs),
+            "kept": list(self.kept),
             "weight_versions": [list(span) for span in self.weight_versions],
             "prompt_weight_versions": list(self.prompt_weight_versions),
         }
@@ -137,6 +141,7 @@ class _Reading:
         logprobs: Logprobs,
     ) -> None:
         self._index, self._named_ids = index, logprobs.named_ids[index]
+        self._sampling_mask = logprobs.sampling_mask
         self._given: Mapping[str, Any] = {} if given is None else given
         self._needed = {
             "output_token_logprobs": "return_logprob=True" if logprobs.outputs else "",
@@ -164,6 +169,7 @@ class _Reading:
             self._logprobs(meta, ids),
             [([e[0] for e in entries], [e[1] for e in entries]) for entries in top or ()],
             self._named(meta, len(ids)),
+            self._kept(meta, len(ids)),
             self._spans(meta, len(ids)),
             list(meta.get("prompt_weight_versions") or ()),
         )
@@ -199,6 +205,17 @@ class _Reading:
                 )
             rows.append([float(value) for value in values])
         return rows
+
+    def _kept(self, meta: Mapping[str, Any], count: int) -> list[Kept]:
+        if not self._sampling_mask:
+            return []
+        try:
+            return read_mask(meta, count)
+        except (TypeError, ValueError, KeyError):
+            raise self._refusal(
+                f"meta_info {MASK} {shown(meta.get(MASK))} with {LOGPROBS}: expected those of "
+                f"{count} output_ids for return_sampling_mask=True, as results have them"
+            ) from None
 
     def _entries(self, meta: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
         """One entry an id. None if there are none and the call needs none."""

@@ -150,6 +150,7 @@ class FrontEnd:
                 "return_logprob": return_logprob,
                 "top_logprobs_num": _one_for_all("top_logprobs_num", obj.top_logprobs_num),
                 "token_ids_logprob": obj.token_ids_logprob,
+                "return_sampling_mask": getattr(obj, "return_sampling_mask", None),
                 "return_prompt_logprob": starts is not None or prompt_logprobs is not None,
                 "logprob_start_len": starts if prompt_logprobs is None else None,
             },

@@ -98,7 +98,7 @@ class Host:
 
         start = options.get("logprob_start_len")
         scored = options.get("return_prompt_logprob")
-        asked = GenerateReqInput(
+        asked: Any = GenerateReqInput(
             text=prompts,
             input_ids=options.get("input_ids"),
             sampling_params=sampling_params,
@@ -106,6 +106,7 @@ class Host:
             logprob_start_len=(start or 0) if scored else None,
             top_logprobs_num=options.get("top_logprobs_num"),
         )
+        asked.return_sampling_mask = options.get("return_sampling_mask")
         call = await asyncio.to_thread(self._open().front_end().make_call, asked)
         counts: dict[int, list[Any]] = {}
         for request in call.requests:

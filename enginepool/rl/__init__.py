@@ -1,11 +1,13 @@
 """What a training loop around a pool needs and everybody writes by hand. It is no trainer.
 
-NumPy in and out; nothing here imports JAX. An adapter: it uses what every user of the package can.
+NumPy in and out; only `sampling_logprobs` imports JAX, when it is called. An adapter: it uses what
+every user of the package can.
 """
 
 from enginepool.rl.advantages import group_advantages
 from enginepool.rl.agreement import Agreement, WorstToken, agreement
 from enginepool.rl.batch import RolloutBatch, pad_results
+from enginepool.rl.renormalised import sampling_logprobs
 
 __all__ = [
     "Agreement",
@@ -14,4 +16,5 @@ __all__ = [
     "agreement",
     "group_advantages",
     "pad_results",
+    "sampling_logprobs",
 ]

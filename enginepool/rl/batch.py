@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from enginepool import InvalidRequest
+from enginepool.rl.kept import KeptIds, width
 
 _INT32 = np.iinfo(np.int32)
 
@@ -34,6 +35,9 @@ class RolloutBatch(NamedTuple):
         aborted: [N] bool, ended early (`finish_reason` "abort"). Such a row has its prompt and no
             output: nothing of it can enter a loss, whatever it was that the engine had.
         truncated: [N] bool, ended by `max_new_tokens` (`finish_reason` "length").
+        sampling_mask: [N, T, K] int32, the ids that each token was sampled from, -1 behind them.
+            -1 alone: the whole vocabulary. None without `return_sampling_mask`.
+        sampling_logprobs: [N, T] float32, of each token among these ids. None like the mask.
     """
 
     prompt_ids: np.ndarray
@@ -46,6 +50,8 @@ class RolloutBatch(NamedTuple):
     sample_index: np.ndarray
     aborted: np.ndarray
     truncated: np.ndarray
+    sampling_mask: np.ndarray | None = None
+    sampling_logprobs: np.ndarray | None = None
 
 
 def pad_results(
@@ -55,6 +61,7 @@ def pad_results(
     pad_id: int,
     max_prompt: int | None = None,
     max_output: int | None = None,
+    max_sampling_mask: int | None = None,
     pad_to_multiple_of: int = 64,
 ) -> RolloutBatch:
     """The results of one call as arrays, in shapes that a jitted trainer has seen before.
@@ -65,10 +72,12 @@ def pad_results(
         pad_id: What stands where no token is; the masks are what tells.
         max_prompt: P. Without it the least multiple of `pad_to_multiple_of` that all prompts fit.
         max_output: T, in the same way. Nothing is ever cut.
+        max_sampling_mask: K. Without it the least power of two that all masks fit.
 
     Raises:
-        InvalidRequest: A prompt or an output is longer than its maximum, a result has no
-            log-probabilities, or these are not the prompts that the results are of.
+        InvalidRequest: A prompt, an output or a mask is longer than its maximum, a result has no
+            log-probabilities, some have masks and others none, or these are not the prompts that
+            the results are of.
     """
     rows = [_Row(index, result, prompts) for index, result in enumerate(results)]
     for name, value in (("max_prompt", max_prompt), ("max_output", max_output)):
@@ -100,7 +109,28 @@ def pad_results(
         batch.logprobs[index, :end] = row.logprobs
         for first, last, version in row.spans:
             versions[index, first:last] = version
-    return batch
+    return _with_masks(batch, rows, max_sampling_mask)
+
+
+def _with_masks(batch: RolloutBatch, rows: list[_Row], limit: int | None) -> RolloutBatch:
+    kept = [(index, row.kept) for index, row in enumerate(rows) if row.kept is not None]
+    with_masks = [index for index, one in kept if one.given]
+    if not with_masks:
+        return batch
+    if len(with_masks) < len(kept):
+        missing = next(index for index, one in kept if not one.given)
+        raise InvalidRequest(
+            f"result {missing} has no output_sampling_mask, and result {with_masks[0]} has one; "
+            "pass results of calls with the same return_sampling_mask",
+            prompt_index=rows[missing].prompt_index,
+        )
+    shape = batch.output_ids.shape
+    masks = np.full((*shape, width([one for _, one in kept], limit)), -1, np.int32)
+    logprobs = np.zeros(shape, np.float32)
+    for index, one in kept:
+        one.fill(masks[index])
+        logprobs[index, : len(one.logprobs)] = one.logprobs
+    return batch._replace(sampling_mask=masks, sampling_logprobs=logprobs)
 
 
 class _Row:
@@ -134,6 +164,7 @@ class _Row:
         self.output: Sequence[int] = []
         self.logprobs: list[float] = []
         self.spans: list[tuple[int, int, int | str]] = []
+        self.kept: KeptIds | None = None
         if self.finish != "abort":
             if "output_token_logprobs" not in meta:
                 raise InvalidRequest(
@@ -143,6 +174,7 @@ class _Row:
             self.output = result["output_ids"]
             self.logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
             self.spans = meta["weight_versions"]
+            self.kept = KeptIds(meta, self.prompt_index)
 
 
 def _width(rows: list[_Row], what: str, limit: int | None, multiple: int) -> int:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from enginepool.dispatch.request import Call
 from enginepool.dispatch.thinking import Thinking
 from enginepool.frontend.cancellation import in_thread
+from enginepool.frontend.sampling_mask import MASK
 from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
@@ -236,6 +237,8 @@ class Exchange:
         first = self.call.requests[0]
         tokens = sum(len(one["output_ids"]) for one in outputs) if first.return_logprob else 0
         values = tokens * (1 + first.top_logprobs_num + len(first.named_ids))
+        if first.return_sampling_mask:
+            values += sum(len(one["meta_info"][MASK]["ids"]) for one in outputs)
         # A scored prompt may be long.
         if first.scoring is None and values < _MANY_VALUES:
             return make()

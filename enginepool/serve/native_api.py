@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.error_replies import Refused
+from enginepool.serve.generate_body import GenerateBody
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, errors, events
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(route_class=CheckedRoute)
 
     @routes.post("/generate", responses={**GENERATION_ERRORS, 200: events()})
-    async def generate(body: GenerateReqInput, raw: Request) -> Response:
+    async def generate(body: GenerateBody, raw: Request) -> Response:
         """Upstream's request and reply."""
         with_ids(body, raw)
         exchange = service.exchange(raw)
@@ -59,7 +59,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _reply(exchange: Exchange, body: GenerateReqInput) -> Response:
+async def _reply(exchange: Exchange, body: GenerateBody) -> Response:
     await exchange.begin(body)
     outputs = exchange.generate_request(body)
     if body.stream:

@@ -25,10 +25,9 @@ def check_fields(body: Any, server_args: Any) -> None:
             400, f"best_of={best_of}: all n={body.n} samples are returned; leave it out",
             param="best_of",
         )  # fmt: skip
-    if body.prompt_logprobs is not None and body.stream:
-        raise Refused(
-            400, "prompt_logprobs: not in a stream; leave stream=true out", param="prompt_logprobs"
-        )
+    for name in ("prompt_logprobs", "return_sampling_mask"):
+        if getattr(body, name) not in (None, False) and body.stream:
+            raise Refused(400, f"{name}: not in a stream; leave stream=true out", param=name)
     if body.prompt_logprobs is not None and getattr(body, "echo", False) and body.logprobs:
         raise Refused(
             400, "prompt_logprobs with echo and logprobs: both tell the prompt's; give one of them",

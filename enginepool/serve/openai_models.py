@@ -32,6 +32,7 @@ class WireFields(NothingUnread):
         return_token_ids: Give the ids of prompt and output.
         return_tokens_as_token_ids: In log-probabilities, `token_id:N` in the place of texts.
         prompt_logprobs: Give log-probabilities of the prompt, with so many most probable tokens.
+        return_sampling_mask: Give the ids that each output token was sampled from.
         cache_salt: Prompts with different salts share no prefix cache.
         priority: Takes its default only.
         structured_outputs: What the answer must be.
@@ -40,6 +41,7 @@ class WireFields(NothingUnread):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_sampling_mask: bool = False
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     priority: Literal[0] = 0
     structured_outputs: StructuredOutputs | None = None
@@ -154,8 +156,14 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+# vLLM's, by position. Null: the whole vocabulary. A number: how many, more than are listed.
+MaskRows = list[list[int] | int | None]
+
+
 class CompletionChoice(CompletionResponseChoice):
     token_ids: list[int] | None = None
+    sampling_mask: MaskRows | None = None
+    output_token_sampling_logprobs: list[float] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -166,6 +174,8 @@ class CompletionReply(CompletionResponse):
 
 class ChatChoice(ChatCompletionResponseChoice):
     token_ids: list[int] | None = None
+    sampling_mask: MaskRows | None = None
+    output_token_sampling_logprobs: list[float] | None = None
 
 
 class ChatReply(ChatCompletionResponse):

@@ -118,7 +118,11 @@ class _Serving:
             made = self._build(body, results, int(time.time()))
             if isinstance(made, Response):
                 return made
-            if body.return_token_ids or body.prompt_logprobs is not None:
+            if (
+                body.return_token_ids
+                or body.return_sampling_mask
+                or body.prompt_logprobs is not None
+            ):
                 reply = orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
             else:
                 reply = made.model_dump_json()
@@ -142,6 +146,7 @@ class _Serving:
             adapted.logprob_start_len = 0  # upstream's -1 with logprobs=0 has no prompt's
         if body.cache_salt is not None:
             adapted.extra_key = body.cache_salt
+        adapted.return_sampling_mask = body.return_sampling_mask
         return adapted
 
     def _build_sampling_params(self: Any, request: Any, *args: Any, **more: Any) -> dict[str, Any]:

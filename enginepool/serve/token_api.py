@@ -10,10 +10,11 @@ import orjson
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
-from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
 from enginepool.errors import InvalidRequest
+from enginepool.frontend.sampling_mask import LOGPROBS, MASK, mask_rows
 from enginepool.serve.bodies import CheckedRoute, with_ids
+from enginepool.serve.generate_body import GenerateBody
 from enginepool.serve.openai_fields import check_fields, check_template_options
 from enginepool.serve.openai_models import ChatBody
 from enginepool.serve.openai_serving import Chat, token_name
@@ -76,7 +77,7 @@ def _flat(name: str, body: BaseModel, raw: Request) -> list[int]:
 
 async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     sampling = body.sampling_params
-    obj = GenerateReqInput(
+    obj = GenerateBody(
         input_ids=body.token_ids,
         sampling_params=sampling.as_upstreams(),
         return_logprob=sampling.logprobs is not None,
@@ -84,6 +85,7 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
         rid=body.request_id,
         stream=body.stream,
         extra_key=body.cache_salt,
+        return_sampling_mask=sampling.return_sampling_mask,
     )
     exchange.token_names = token_name
     await exchange.begin(obj, prompt_logprobs=sampling.prompt_logprobs)
@@ -139,6 +141,8 @@ def _choice(index: int, result: dict[str, Any], sent: int) -> TokenChoice:
         index=index,
         token_ids=result["output_ids"][sent:],
         logprobs=logprobs,
+        sampling_mask=mask_rows(meta[MASK])[sent:] if MASK in meta else None,
+        output_token_sampling_logprobs=meta[LOGPROBS][sent:] if MASK in meta else None,
         finish_reason=(meta["finish_reason"] or {}).get("type"),
     )
 

@@ -8,14 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from enginepool.dispatch.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
-from enginepool.serve.openai_models import PromptLogprobs, ToolBody, Turn
+from enginepool.serve.openai_models import MaskRows, PromptLogprobs, ToolBody, Turn
 from enginepool.serve.unasked import without_unasked
 from enginepool.serve.unknown_fields import NothingUnread
 
 
 class TokenSampling(BaseModel):
     """vLLM's SamplingParams, as far as a pool has them. The fields from `detokenize` to
-    `output_kind` take only what a pool does anyway. `verifiers` sends `routed_experts_prompt_start`
+    `output_kind` take only what a pool does anyway. `return_sampling_mask` is a pool's own: vLLM's
+    is an option of its engine. `verifiers` sends `routed_experts_prompt_start`
     with every turn but the first; it is ignored."""
 
     model_config = ConfigDict(extra="forbid")
@@ -43,6 +44,7 @@ class TokenSampling(BaseModel):
     return_token_ids: Literal[True] = True
     output_kind: Literal[0, 1, 2] = 0
     routed_experts_prompt_start: int = Field(default=0, ge=0)
+    return_sampling_mask: bool = False
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
@@ -59,7 +61,7 @@ class TokenSampling(BaseModel):
         }
         left = {"max_tokens", "min_tokens", "seed", "include_stop_str_in_output", "logprobs"}
         left |= {"prompt_logprobs", "detokenize", "return_token_ids", "output_kind"}
-        left.add("routed_experts_prompt_start")
+        left |= {"routed_experts_prompt_start", "return_sampling_mask"}
         form = self.structured_outputs.as_pools() if self.structured_outputs else {}
         return self.model_dump(exclude={*left, "structured_outputs"}) | renamed | form
 
@@ -93,6 +95,8 @@ class TokenChoice(BaseModel):
     index: int
     token_ids: list[int]
     logprobs: TokenLogprobs | None = None
+    sampling_mask: MaskRows | None = None
+    output_token_sampling_logprobs: list[float] | None = None
     finish_reason: str | None = None
 
 

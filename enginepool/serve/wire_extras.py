@@ -1,4 +1,5 @@
-"""Adds what vLLM's clients ask for to OpenAI's replies: token ids, prompts' log-probabilities."""
+"""Adds what vLLM's clients ask for to OpenAI's replies: token ids, prompts' log-probabilities,
+sampling masks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from enginepool.dispatch.request import Call, Request
+from enginepool.frontend.sampling_mask import LOGPROBS, MASK, mask_entries, mask_rows
 
 if TYPE_CHECKING:
     from enginepool.serve.openai_models import WireFields
@@ -89,6 +91,10 @@ def add_to_reply(
         if asked.return_token_ids:
             choice["token_ids"] = request.output_ids
             place["prompt_token_ids"] = request.input_ids
+        if asked.return_sampling_mask:
+            entries = mask_entries(request.kept)
+            choice["sampling_mask"] = mask_rows(entries[MASK])
+            choice[LOGPROBS] = entries[LOGPROBS]
         if width is not None and "prompt_logprobs" not in place:
             place["prompt_logprobs"] = prompt_logprobs_of(request, width, text)
     return made

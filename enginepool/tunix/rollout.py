@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,6 +26,19 @@ from enginepool import EnginePool, InvalidConfig
 from enginepool.tunix.parameters import ParameterMapping, flat_params, mapping_config, merge_lora
 
 
+@dataclass
+class MaskedRolloutOutput(RolloutOutput):
+    """Tunix's output, with what its tokens were sampled from.
+
+    Attributes:
+        sampling_masks: `meta_info["output_sampling_mask"]` of each output.
+        sampling_logprobs: Of each output, the log-probabilities of its tokens among these ids.
+    """
+
+    sampling_masks: list[dict[str, Any]] = field(default_factory=list)
+    sampling_logprobs: list[np.ndarray] = field(default_factory=list)
+
+
 class EnginePoolRollout(BaseRollout):
     """What Tunix asks of a rollout engine, answered by all engines of a pool. Thread-safe.
 
@@ -41,6 +55,7 @@ class EnginePoolRollout(BaseRollout):
             taken from each call's.
         pool: One that is there already; it stays its owner's to close.
         pool_args: Or the arguments of one to be opened here, `model` among them.
+        return_sampling_mask: `generate` returns a `MaskedRolloutOutput`.
     """
 
     def __init__(
@@ -52,12 +67,14 @@ class EnginePoolRollout(BaseRollout):
         *,
         pool: EnginePool | None = None,
         pool_args: Mapping[str, Any] | None = None,
+        return_sampling_mask: bool = False,
     ) -> None:
         if (pool is None) == (pool_args is None):
             raise InvalidConfig("give EnginePoolRollout either pool= or pool_args=")
         is_adapter = isinstance(tokenizer, TokenizerAdapter)
         self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
         self._actor = rollout_actor
+        self._return_sampling_mask = return_sampling_mask
         self._lora_scaling = rollout_config.rollout_sglang_jax_lora_scaling
         # Before a pool is opened, which nobody could close afterwards.
         config = mapping_config(rollout_actor, rollout_config.rollout_mapping_config)
@@ -91,6 +108,7 @@ class EnginePoolRollout(BaseRollout):
             input_ids=ids,
             sampling_params=self._sampling_params(rollout_config) | kwargs,
             return_logprob=rollout_config.return_logprobs,
+            return_sampling_mask=self._return_sampling_mask,
             raise_on_error=True,
         )
         # A constant width, so that the trainer's programs are compiled once.
@@ -103,12 +121,21 @@ class EnginePoolRollout(BaseRollout):
         if rollout_config.return_logprobs:
             entries = [result["meta_info"]["output_token_logprobs"] for result in results]
             logprobs = [np.array([value for value, *_ in e], np.float32) for e in entries]
-        return RolloutOutput(
-            text=[result["text"] for result in results],
-            logits=None,
-            tokens=[np.array(result["output_ids"], np.int32) for result in results],
-            left_padded_prompt_tokens=padded,
-            logprobs=logprobs,
+        fields: dict[str, Any] = {
+            "text": [result["text"] for result in results],
+            "logits": None,
+            "tokens": [np.array(result["output_ids"], np.int32) for result in results],
+            "left_padded_prompt_tokens": padded,
+            "logprobs": logprobs,
+        }
+        if not self._return_sampling_mask:
+            return RolloutOutput(**fields)
+        metas = [result["meta_info"] for result in results]
+        values = [meta["output_token_sampling_logprobs"] for meta in metas]
+        return MaskedRolloutOutput(
+            **fields,
+            sampling_masks=[meta["output_sampling_mask"] for meta in metas],
+            sampling_logprobs=[np.array(one, np.float32) for one in values],
         )
 
     def get_per_token_logps(

@@ -45,6 +45,9 @@ WRONG: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "is better by": lambda params, _: params.update(temperature=0),
     "outside of what": lambda params, _: params.update(top_p=1e-6),
     "the reference": lambda params, _: params.update(frequency_penalty=0.5, temperature=0.81),
+    "which is not left": lambda _, result: result["meta_info"]["output_sampling_mask"].update(
+        indptr=[0, 272, *[272] * 11], ids=[*range(272)]
+    ),
     "its ids": lambda _, result: result.update(text="another"),
     "of other ids": lambda _, result: result["output_ids"].reverse(),
     "ended as": lambda _, result: result["meta_info"].update(finish_reason={"type": "abort"}),
@@ -60,7 +63,9 @@ def test_it_would_see(pool: EnginePool, model_dir: Callable[[str], Any], wrong: 
     folder, prompt = model_dir("qwen3"), [65, 66, 67]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     law = Law(tokenizer, {258}, from_tokenizer(tokenizer, n_vocab=272))
-    result: Any = pool.generate(input_ids=prompt, sampling_params=PARAMS, return_logprob=True)
+    result: Any = pool.generate(
+        input_ids=prompt, sampling_params=PARAMS, return_logprob=True, return_sampling_mask=True
+    )
     [rows] = output_logits(folder, [prompt], [result["output_ids"]])
     assert law.faults(Finished(prompt, result), PARAMS, rows) == []
     params, other = dict(PARAMS), copy.deepcopy(result)

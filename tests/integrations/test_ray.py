@@ -80,6 +80,14 @@ def test_results_are_those_of_one_pool(
         for name in ("prompt_index", "sample_index", "prompt_tokens", "completion_tokens"):
             assert result["meta_info"][name] == other["meta_info"][name]
     assert {result["meta_info"]["host_index"] for result in results} == {0, 1}
+    masks = [
+        [
+            result["meta_info"]["output_sampling_mask"]
+            for result in run(pool, params, PROMPTS[:4], return_sampling_mask=True)
+        ]
+        for pool in (hosts, alone)
+    ]
+    assert masks[0] == masks[1]
     part = [41, 7, 30]
     split = run(hosts, params, [PROMPTS[i] for i in part], prompt_indices=part)
     n = params.get("n", 1)

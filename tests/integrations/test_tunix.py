@@ -306,6 +306,26 @@ def test_outputs(make: Callable[..., Any]) -> None:
     assert (rollout.pad_id(), rollout.eos_id(), rollout.model()) == (PAD_ID, END_ID, None)
 
 
+def test_sampling_masks(
+    checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]
+) -> None:
+    """What each token was sampled from, if the rollout is told to say so."""
+    mesh = mesh_of(2)
+    rollout = EnginePoolRollout(
+        load(checkpoint(), "qwen3", mesh), tokenizer_of(checkpoint()), mesh, CONFIG,
+        pool=pool_of(), return_sampling_mask=True,
+    )  # fmt: skip
+    config = RolloutConfig(max_tokens_to_generate=8, temperature=1.0, top_k=3, top_p=None)
+    output: Any = rollout.generate(PROMPTS, config)
+    for tokens, mask, values in zip(
+        output.tokens, output.sampling_masks, output.sampling_logprobs, strict=True
+    ):
+        rows = np.split(np.array(mask["ids"]), mask["indptr"][1:-1])
+        assert [len(row) for row in rows] == [3] * len(tokens)
+        assert all(token in row for token, row in zip(tokens, rows, strict=True))
+        assert len(values) == len(tokens)
+
+
 def test_seeds(make: Callable[..., Any]) -> None:
     """Calls of a run differ, with one seed, also those that come at the same time; a run is what
     it was the last time."""

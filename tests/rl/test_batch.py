@@ -85,14 +85,14 @@ def test_every_cell(call: tuple[Any, Any], wider: int) -> None:
                 logprob, token_id, _ = meta["output_token_logprobs"][column]
                 [version] = [v for a, b, v in meta["weight_versions"] if a <= column < b]
                 assert cell == [token_id, True, logprob, version]
-        assert [array[row].item() for array in batch[6:]] == [
+        assert [array[row].item() for array in batch[6:10]] == [
             meta["prompt_index"],
             meta["sample_index"],
             finish == "abort",
             finish == "length",
         ]
     dtypes = [np.int32, bool, np.int32, bool, np.float32, np.int32, np.int32, np.int32, bool, bool]
-    assert [array.dtype for array in batch] == dtypes
+    assert [array.dtype for array in batch[:10]] == dtypes
 
 
 @settings(deadline=None)

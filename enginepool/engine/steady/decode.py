@@ -22,7 +22,7 @@ from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.steady.admission import Admission, drop_ended
 from enginepool.engine.steady.block_table import BlockTable
 from enginepool.engine.steady.in_flight import StepsInFlight
-from enginepool.engine.steady.input_batch import InputBatch, write_back_batch
+from enginepool.engine.steady.input_batch import Extras, InputBatch, write_back_batch
 from enginepool.engine.steady.pace import Pace
 from enginepool.engine.steady.program import StepProgram, supported
 
@@ -93,7 +93,9 @@ class SteadyDecode:
         size = program.bucket(len(reqs))
         self.admission.begin()
         self._read_at = None
-        batch, block_table = InputBatch(size, self._with_logprobs), BlockTable(scheduler, size)
+        vocab_size = scheduler.model_config.vocab_size
+        batch = InputBatch(size, vocab_size, self._with_extras)
+        block_table = BlockTable(scheduler, size)
         limit = self.admission.most_steps()
         with channel.single_stepping.steps_in_flight():
             self._run_steps(StepsInFlight(program, batch, block_table, reqs, limit))
@@ -180,9 +182,12 @@ class SteadyDecode:
         self._read_at = now
         ids, logprobs = _ids_and_logprobs(output.ids, steps)
         features = batch.features
-        top = _ids_and_logprobs(output.top, steps) if features.top else None
-        named = np.asarray(output.named)[:steps] if features.named else None
-        ended = self.append(lambda: batch.append_tokens(ids, logprobs, top, named), steps)
+        extras = Extras(
+            _ids_and_logprobs(output.top, steps) if features.top else None,
+            np.asarray(output.named)[:steps] if features.named else None,
+            np.asarray(output.kept)[:steps] if features.kept else None,
+        )
+        ended = self.append(lambda: batch.append_tokens(ids, logprobs, extras), steps)
         latest = batch.latest
         if ended:
             for req in in_flight.remove(ended):
@@ -228,11 +233,10 @@ class SteadyDecode:
         ):
             in_flight.closed = True
 
-    def _with_logprobs(self, req: Req) -> Request | None:
-        """The pool's request, if it wants the most probable ids or names some."""
+    def _with_extras(self, req: Req) -> Request | None:
+        """The pool's request, if it wants more of each token than id and log-probability."""
         request = self._channel.running.held.get(req.rid)
-        wants = request is not None and (request.top_logprobs_num or request.named_ids)
-        return request if wants else None
+        return request if request is not None and request.wants_more else None
 
 
 def _ids_and_logprobs(array: jax.Array, steps: int) -> tuple[np.ndarray, np.ndarray]:

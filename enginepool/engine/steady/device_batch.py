@@ -66,6 +66,7 @@ class DeviceBatch(NamedTuple):
         top: Whether a row wants the most probable ids.
         named: Whether a row names ids whose log-probabilities it wants.
         names: By row: these ids.
+        kept: Whether a row wants the ids that it is sampled from.
         mask: By row: which ids may come next, a bit each.
     """
 
@@ -76,6 +77,7 @@ class DeviceBatch(NamedTuple):
     top: jax.Array
     named: jax.Array
     names: jax.Array
+    kept: jax.Array
     mask: jax.Array
 
 
@@ -86,12 +88,14 @@ class Features(NamedTuple):
         penalised: Penalties or `min_new_tokens`.
         top: The most probable ids.
         named: Log-probabilities of ids that the row names.
+        kept: The ids that a token is sampled from.
         masked: A grammar's mask.
     """
 
     penalised: bool = False
     top: bool = False
     named: bool = False
+    kept: bool = False
     masked: bool = False
 
 
@@ -115,8 +119,11 @@ class StepOutput(NamedTuple):
         top: By row: the most probable ids, and the bits of their log-probabilities. Zeros if no row
             wants them.
         named: By row: log-probabilities of the ids that it names. Zeros if no row names any.
+        kept: By row: the ids that it was sampled from, see `engine/sampling_mask.py`. Zeros if no
+            row wants them.
     """
 
     ids: jax.Array
     top: jax.Array
     named: jax.Array
+    kept: jax.Array

@@ -11,12 +11,13 @@ Remove when: With `program.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, Request
 from enginepool.engine.grammar import RequestGrammar
+from enginepool.engine.sampling_mask import kept_of
 from enginepool.engine.steady.device_batch import STOP_IDS, Features, SamplingArrays
 from enginepool.engine.steady.penalties import Penalties, recount
 from enginepool.engine.top_logprobs import named_values, top_values
@@ -27,6 +28,25 @@ if TYPE_CHECKING:
 
 # The most probable ids and their log-probabilities, each by step, by row, by rank.
 type Top = tuple[np.ndarray, np.ndarray]
+
+
+class Extras(NamedTuple):
+    """What some rows want of the next steps beside ids and log-probabilities. None: no row does.
+
+    Attributes:
+        top: The most probable ids and their log-probabilities, by step, by row.
+        named: The log-probabilities of the ids that a row names, by step, by row.
+        kept: The ids that a token is sampled from, by step, by row.
+    """
+
+    top: Top | None = None
+    named: np.ndarray | None = None
+    kept: np.ndarray | None = None
+
+    def __bool__(self) -> bool:
+        return any(one is not None for one in self)
+
+
 # Appends to a request's ids, to its log-probabilities, and to the ids of these.
 type _Extend = tuple[
     Callable[[list[int]], None], Callable[[list[float]], None], Callable[[list[int]], None]
@@ -53,11 +73,13 @@ class InputBatch:
         steps: How many steps' tokens the requests have.
     """
 
-    def __init__(self, rows: int, with_logprobs: Callable[[Req], Request | None]) -> None:
+    def __init__(
+        self, rows: int, vocab_size: int, with_extras: Callable[[Req], Request | None]
+    ) -> None:
         """
         Args:
-            with_logprobs: Returns the pool's request for one of upstream's, if it wants the most
-                probable ids or names some.
+            with_extras: Returns the pool's request for one of upstream's, if it wants more of
+                each token than its id and its log-probability.
         """
         self.reqs: list[Any] = [None] * rows
         self.active = np.zeros(0, np.int64)
@@ -75,7 +97,8 @@ class InputBatch:
         self._first = np.zeros(rows, np.int64)
         self._last = np.zeros(rows, np.int64)
         self._extend: list[_Extend] = []
-        self._with_logprobs, self._logprobs = with_logprobs, dict[int, Request]()
+        self._vocab_size = vocab_size
+        self._with_extras, self._extras = with_extras, dict[int, Request]()
         self.latest = self.active
         self.not_finite = self._changed = False
         # Of the latest rows: the earliest last step, and the stop ids if any row has some.
@@ -123,17 +146,18 @@ class InputBatch:
             self.streamed.add(row)
         if self.penalties.set_row(row, req):
             self.penalised.add(row)
-        if (request := self._with_logprobs(req)) is not None:
-            self._logprobs[row] = request
+        if (request := self._with_extras(req)) is not None:
+            self._extras[row] = request
             self.names[row, : len(request.named_ids)] = request.named_ids
 
     @property
     def features(self) -> Features:
-        with_logprobs = self._logprobs.values()
+        asking = self._extras.values()
         return Features(
             penalised=bool(self.penalised),
-            top=any(request.top_logprobs_num for request in with_logprobs),
-            named=any(request.named_ids for request in with_logprobs),
+            top=any(request.top_logprobs_num for request in asking),
+            named=any(request.named_ids for request in asking),
+            kept=any(request.return_sampling_mask for request in asking),
             masked=bool(self.grammars),
         )
 
@@ -153,9 +177,7 @@ class InputBatch:
         taken = np.minimum(step, self._last[rows]) - self._first[rows] + 1
         return self.state[1, rows] + taken - 1
 
-    def append_tokens(
-        self, ids: np.ndarray, logprobs: np.ndarray, top: Top | None, named: np.ndarray | None
-    ) -> list[int]:
+    def append_tokens(self, ids: np.ndarray, logprobs: np.ndarray, extras: Extras) -> list[int]:
         """Append the tokens of the next steps to upstream's requests.
 
         Whoever takes the requests away afterwards finds all tokens there. Tokens after a row's end
@@ -163,10 +185,6 @@ class InputBatch:
 
         Args:
             ids, logprobs: By step, by row.
-            top: The most probable ids and their log-probabilities, by step, by row. None if no row
-                wants them.
-            named: The log-probabilities of the ids that a row names, by step, by row. None if no
-                row names any.
 
         Returns:
             The rows that have ended.
@@ -191,8 +209,8 @@ class InputBatch:
                 has_ended = over and self._has_ended(row)
             if over and not has_ended:
                 raise RuntimeError(f"the device has ended {self.reqs[row]}, upstream has not")
-        if top is not None or named is not None:
-            self._append_logprobs(counts, top, named)
+        if extras:
+            self._append_extras(counts, extras)
         gone = latest[ended]
         self._last[gone] = self.steps + counts[ended]
         self.steps += steps
@@ -235,11 +253,10 @@ class InputBatch:
                 return count, True
         return len(ids), False
 
-    def _append_logprobs(
-        self, counts: np.ndarray, top: Top | None, named: np.ndarray | None
-    ) -> None:
+    def _append_extras(self, counts: np.ndarray, extras: Extras) -> None:
+        top, named, kept = extras
         for row, count in zip(self.latest.tolist(), counts.tolist(), strict=True):
-            if (request := self._logprobs.get(row)) is None:
+            if (request := self._extras.get(row)) is None:
                 continue
             for step in range(count):
                 if (k := request.top_logprobs_num) and top is not None:
@@ -247,6 +264,8 @@ class InputBatch:
                     request.top_logprobs.append(top_values(logprobs[step, row], ids[step, row], k))
                 if (names := request.named_ids) and named is not None:
                     request.named_logprobs.append(named_values(named[step, row], len(names)))
+                if request.return_sampling_mask and kept is not None:
+                    request.kept.append(kept_of(kept[step, row], self._vocab_size))
 
     def remove(self, ended: list[int]) -> None:
         """Free these rows. The device learns it from `limits`."""
@@ -256,7 +275,7 @@ class InputBatch:
         self.streamed.difference_update(ended)
         self.penalised.difference_update(ended)
         for row in ended:
-            self._logprobs.pop(row, None)
+            self._extras.pop(row, None)
             self.grammars.pop(row, None)
         self._changed = True
 

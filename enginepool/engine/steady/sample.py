@@ -22,7 +22,9 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
+from enginepool.dispatch.sampling_mask import MAX_KEPT_IDS
 from enginepool.engine.common_programs import CommonPrograms
+from enginepool.engine.sampling_mask import find_kept, no_kept
 from enginepool.engine.steady.device_batch import DeviceBatch, SamplingArrays, StepOutput
 from enginepool.engine.steady.forward import put
 
@@ -43,6 +45,7 @@ class Sample:
         self._tree = jax.tree.structure(state)
         self._by_sorting = runner.use_sort_for_toppk_minp
         self._width = min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size)
+        self._kept_width = min(MAX_KEPT_IDS, runner.model_config.vocab_size)
         self._unused_rng = np.asarray(runner._sampler_base_rng)  # every row has a seed
 
     def __call__(
@@ -73,7 +76,8 @@ class Sample:
         own = logprobs.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
         top = jax.lax.cond(batch.top, self._most_probable, self._no_top, logprobs)
         named = jax.lax.cond(batch.named, self._named, self._no_named, logprobs, batch.names)
-        return ids, StepOutput(jnp.stack([ids, _bits(own)]), top, named)
+        kept = jax.lax.cond(batch.kept, self._kept, self._no_kept, logprobs, sampling, ids)
+        return ids, StepOutput(jnp.stack([ids, _bits(own)]), top, named, kept)
 
     def _most_probable(self, logprobs: jax.Array) -> jax.Array:
         values, ids = jax.lax.top_k(put(self._mesh, logprobs, None, None), self._width)
@@ -91,14 +95,28 @@ class Sample:
     def _no_named(self, _: jax.Array, names: jax.Array) -> jax.Array:
         return put(self._mesh, jnp.zeros(names.shape, jnp.float32), None, None)
 
+    def _kept(self, logprobs: jax.Array, sampling: Any, ids: jax.Array) -> jax.Array:
+        by_row = {
+            name: put(self._mesh, getattr(sampling, name), None)
+            for name in ("top_ks", "top_ps", "min_ps")
+        }
+        whole = put(self._mesh, logprobs, None, None)
+        found = find_kept(whole, SimpleNamespace(**by_row), ids, self._kept_width)
+        return put(self._mesh, found, None, None)
+
+    def _no_kept(self, logprobs: jax.Array, *_: Any) -> jax.Array:
+        return put(self._mesh, no_kept(len(logprobs), self._kept_width), None, None)
+
     def nothing(self, steps: int, rows: int) -> StepOutput:
         """The empty output of so many steps."""
         zeros = jnp.zeros((steps, 2, rows, self._width), jnp.int32)
         named = jnp.zeros((steps, rows, MAX_NAMED_IDS), jnp.float32)
+        kept = no_kept(steps * rows, self._kept_width).reshape(steps, rows, -1)
         return StepOutput(
             put(self._mesh, zeros[..., 0], None, None, None),
             put(self._mesh, zeros, None, None, None, None),
             put(self._mesh, named, None, None, None),
+            put(self._mesh, kept, None, None, None),
         )
 
 

@@ -59,6 +59,7 @@ class BatchSender:
             self._flags[features.top],
             self._flags[features.named],
             self.place(names.copy()) if features.named else self._no_names[size],
+            self._flags[features.kept],
             self._no_mask[size],
         )
 

@@ -1,0 +1,25 @@
+"""Which ids an output token was sampled from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+# The most ids of a position that are listed. Engines make room for this many for all.
+MAX_KEPT_IDS = 512
+
+
+class Kept(NamedTuple):
+    """The ids that were left at one position, when grammar, `min_new_tokens`, top-k, top-p and
+    min-p had been applied.
+
+    Attributes:
+        count: How many they are. 0: the whole vocabulary.
+        ids: The ids, ascending. Empty if they are the whole vocabulary or more than `MAX_KEPT_IDS`.
+        logprob: The sampled token's log-probability among them.
+    """
+
+    count: int
+    ids: np.ndarray
+    logprob: float

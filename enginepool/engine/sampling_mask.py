@@ -1,0 +1,71 @@
+"""Finds the ids that the sampler's filters leave, as a part of the programs that sample.
+
+Reaches into upstream's sampler: its top-k and top-p masks are called.
+
+What breaks: Nobody learns what an id was sampled from. A trainer that renormalises over the whole
+vocabulary then weighs samples of top-p or top-k by wrong ratios.
+Why: Upstream's sampler draws from the filtered logits and drops them.
+Remove when: Upstream's sampler returns what its filters left.
+
+The order is that of patches/top_p_order.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from sgl_jax.srt.layers.binary_search import topk_mask, topp_mask
+
+from enginepool.dispatch.sampling_mask import Kept
+
+# Below every log-probability of what may be sampled.
+NEVER = -1e30
+# More than any sum of probabilities.
+_ALL = 2.0
+# What stands before the ids of a row: their number, and the bits of the log-probability.
+_HEAD = 2
+
+
+def find_kept(logprobs: jax.Array, params: Any, ids: jax.Array, width: int) -> jax.Array:
+    """Inside a program, of replicated arrays: the kept ids of every row. `kept_of` reads a row.
+
+    Args:
+        logprobs: By row, by id: those that are reported.
+        params: An object with `top_ks`, `top_ps` and `min_ps`, by row.
+        ids: By row: the sampled id. It is always kept. Rounding may decide otherwise here than in
+            the sampler, where sums of probabilities come out as `top_p` itself.
+        width: How many ids there is room for.
+    """
+    rows = jnp.arange(len(ids))
+    logprobs = logprobs.astype(jnp.float32)
+    left = jnp.where(logprobs > NEVER, logprobs, -jnp.inf)
+    left = topk_mask(left, params.top_ks, replace_val=-jnp.inf)
+    left = topp_mask(left, jnp.where(params.top_ps >= 1, _ALL, params.top_ps), -jnp.inf)
+    least = jnp.max(left, axis=1) + jnp.log(params.min_ps)
+    kept = (left > -jnp.inf) & (left >= least[:, None]) & (params.top_ks > 1)[:, None]
+    kept = kept.at[rows, ids].set(True)
+    log_mass = jax.nn.logsumexp(jnp.where(kept, logprobs, -jnp.inf), axis=1)
+    own = logprobs[rows, ids] - log_mass
+    count = jnp.cumsum(kept, axis=1, dtype=jnp.int32)
+    place = jnp.arange(1, width + 1)
+    listed = jax.vmap(lambda one: jnp.searchsorted(one, place))(count)
+    head = jnp.stack([count[:, -1], jax.lax.bitcast_convert_type(own, jnp.int32)], axis=1)
+    return jnp.concatenate([head, listed.astype(jnp.int32)], axis=1)
+
+
+def no_kept(rows: int, width: int) -> jax.Array:
+    """Inside a program: the same, where nobody asks."""
+    return jnp.zeros((rows, _HEAD + width), jnp.int32)
+
+
+def kept_of(row: np.ndarray, vocab_size: int) -> Kept:
+    """Read one row of what `find_kept` has returned."""
+    count, width = int(row[0]), len(row) - _HEAD
+    logprob = min(0.0, float(row[1:2].view(np.float32)[0]))
+    if count == vocab_size:
+        return Kept(0, row[:0], logprob)
+    listed = row[_HEAD : _HEAD + count] if count <= width else row[:0]
+    return Kept(count, listed.copy(), logprob)
