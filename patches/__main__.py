@@ -7,9 +7,7 @@ import patches
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m patches", description=__doc__)
-    parser.add_argument(
-        "--markdown", action="store_true", help="the first three columns, as in docs/upstream.md"
-    )
+    parser.add_argument("--markdown", action="store_true", help="as Markdown, without probing")
     arguments = parser.parse_args()
     if arguments.markdown:
         print(patches.table(markdown=True, probe=False))

@@ -1,4 +1,4 @@
-"""The table of patches, for `python -m patches` and docs/upstream.md."""
+"""The table of patches, for `python -m patches`."""
 
 from __future__ import annotations
 

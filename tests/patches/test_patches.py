@@ -176,7 +176,7 @@ def test_the_table():
 
 
 def test_the_command():
-    """`python -m patches --markdown` prints the table of docs/upstream.md."""
+    """`python -m patches --markdown` prints a Markdown table."""
     command = [sys.executable, "-m", "patches", "--markdown"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == patches.table(markdown=True, probe=False) + "\n"
