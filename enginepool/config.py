@@ -51,7 +51,6 @@ REFUSED: Mapping[str, str] = {
     "disable_precompile": 'use warmup="none"',
     "multimodal": _NOT_IN_A_POOL,
     "is_embedding": _NOT_IN_A_POOL,
-    "enable_return_routed_experts": "upstream captures routed experts for one engine a process",
     "enable_expert_balance_debug": "upstream balances experts for one engine a process",
     "enable_expert_distribution_recorder": "upstream records experts for one engine a process",
     "ep_num_redundant_experts": "upstream balances experts for one engine a process",

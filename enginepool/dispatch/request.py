@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.dispatch.grammar import Grammar
+from enginepool.dispatch.routed_experts import RoutedTokens
 from enginepool.dispatch.routing import MIN_SHARED_PREFIX, Candidate
 from enginepool.dispatch.sampling_mask import Kept
 from enginepool.dispatch.scoring import Scored, Scoring
@@ -78,6 +79,7 @@ class Request:
     top_logprobs_num: int = 0
     named_ids: Sequence[int] = ()  # those of `token_ids_logprob`
     return_sampling_mask: bool = False
+    return_routed_experts: bool = False
     stream: bool = False
     extra_key: str | None = None
     pinned_to: int | None = None  # the only engine that may run it
@@ -93,6 +95,7 @@ class Request:
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
     named_logprobs: list[list[float]] = field(default_factory=list)  # of `named_ids`, by token
     kept: list[Kept] = field(default_factory=list)  # by token, with `return_sampling_mask`
+    experts: RoutedTokens | None = None  # of its positions, if engines return them
     weight_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
@@ -149,6 +152,8 @@ class Request:
         del self.top_logprobs[count:]
         del self.named_logprobs[count:]
         del self.kept[count:]
+        if self.experts is not None:
+            self.experts.cut(len(self.input_ids) + count - 1)
         spans = self.weight_versions
         while spans and spans[-1][0] >= count:
             spans.pop()

@@ -113,6 +113,11 @@ class OnAnyDevice:
         with jax.default_device(None):
             return self._jitted(*args)
 
+    def eval_shape(self, *args: Any) -> Any:
+        """The shapes of what such a call returns."""
+        with jax.default_device(None):
+            return self._jitted.eval_shape(*args)
+
     def compile(self, *args: Any) -> None:
         """Compile what such a call runs. For an array, its shape and sharding suffice."""
         with jax.default_device(None):

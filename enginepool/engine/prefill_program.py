@@ -30,9 +30,12 @@ from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from enginepool.dispatch.request import MAX_NAMED_IDS
+from enginepool.dispatch.routed_experts import Routing
 from enginepool.engine.common_programs import OnAnyDevice, WithoutDevices
 from enginepool.engine.executable_cache import common_programs
+from enginepool.engine.routed_experts import routing_of, stacked
 from enginepool.engine.score_head import ScoreHead
+from enginepool.errors import InvalidConfig
 from enginepool.process.upstream import expect
 
 if TYPE_CHECKING:
@@ -79,7 +82,11 @@ class PrefillProgram:
         tokens, sequences, slots: The most that one run can take; slots count whole pages.
     """
 
-    def __init__(self, worker: ModelWorker) -> None:
+    def __init__(self, worker: ModelWorker, experts: np.dtype | None = None) -> None:
+        """
+        Args:
+            experts: The type of the experts' numbers, if prefill steps return these.
+        """
         expect(worker, "model_runner", "compilation_manager")
         runner: Any = worker.model_runner  # its function is replaced
         manager = worker.compilation_manager
@@ -97,12 +104,41 @@ class PrefillProgram:
         programs = common_programs()
         self._definition, state = programs.split(runner.model)
         self._structure = jax.tree.structure(state)
-        sizes = runner.model_config.vocab_size, self.sequences
+        sizes = runner.model_config.vocab_size, self.sequences, experts
         self._program = programs.common(["prefill", *sizes], lambda: _program(*sizes))
+        self._experts = experts
         self._upstreams = runner.jitted_run_model
         if self.refusal is None:
             self._nothing = {bucket: self._wanted(bucket, [], False) for bucket in self.buckets}
             runner.jitted_run_model = self._prefill
+
+    def routing(self) -> Routing:
+        """How the model routes.
+
+        Raises:
+            InvalidConfig: That cannot be known.
+        """
+        if self.refusal is not None:
+            raise InvalidConfig(f"enable_return_routed_experts=True: {self.refusal}")
+        assert self._experts is not None
+        batch = self._batch(self.buckets[0], [])
+        runner = self._runner
+        forward_batch = ForwardBatch.init_new(batch, runner)
+        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
+        backend: Any = WithoutDevices(forward_batch.attn_backend)
+        forward_batch.attn_backend = backend
+        metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
+        program = OnAnyDevice(jax.jit(_layers_of_experts, static_argnames=["structure"]))
+        with jax.set_mesh(runner.mesh):
+            layers = program.eval_shape(
+                self._definition,
+                self._structure,
+                runner.model_state_leaves,
+                forward_batch,
+                WithoutDevices(runner.memory_pools),
+                metadata,
+            )
+        return routing_of(layers, self._experts, runner.model_config.hf_config)
 
     def compile(self) -> None:
         """Compile every program, before the engine serves: prefill one token, into the KV cache's
@@ -225,7 +261,16 @@ class PrefillProgram:
         return jax.device_put(whole, NamedSharding(self._runner.mesh, PartitionSpec()))
 
 
-def _program(vocab_size: int, batch: int) -> OnAnyDevice:
+def _layers_of_experts(
+    definition: Any, structure: Any, leaves: Any, forward_batch: Any, pools: Any, metadata: Any
+) -> Any:
+    """Inside a program: the experts of each layer, as the model returns them."""
+    model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
+    *_, layers = model(forward_batch, pools, metadata)
+    return layers
+
+
+def _program(vocab_size: int, batch: int, experts: np.dtype | None) -> OnAnyDevice:
     head = partial(ScoreHead, vocab_size=vocab_size, batch=batch)
 
     # Without the runner: in a cycle its arrays would outlive a closed engine.
@@ -242,7 +287,8 @@ def _program(vocab_size: int, batch: int) -> OnAnyDevice:
         model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
         # The module itself counts its arrays; this is none of them.
         vars(model)["logits_processor"] = head(model.logits_processor, wanted)
-        return model(forward_batch, memory_pools, logits_metadata)
+        *others, layers = model(forward_batch, memory_pools, logits_metadata)
+        return *others, layers if experts is None else stacked(layers, experts)
 
     return OnAnyDevice(prefill)
 

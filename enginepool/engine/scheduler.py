@@ -37,6 +37,7 @@ from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.grammar import check_upstream
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.prefill_program import PrefillProgram
+from enginepool.engine.routed_experts import RoutedExperts, expert_dtype
 from enginepool.engine.scoring import Scorer, running_count
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.top_logprobs import TopLogprobs
@@ -75,6 +76,9 @@ class PinnedScheduler(Scheduler):
         self.running, self.condition = channel.running, channel.condition
         expect(Scheduler, *_OVERRIDDEN)
         check_upstream()
+        # Upstream's capturer of experts is one a process.
+        with_experts = getattr(server_args, "enable_return_routed_experts", False)
+        server_args.enable_return_routed_experts = False
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
@@ -87,7 +91,13 @@ class PinnedScheduler(Scheduler):
         self.device_wait = DeviceWait(model_runner, channel.limiter)
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
-        self.prefill_program = PrefillProgram(self.tp_worker.worker)
+        experts = expert_dtype(model_runner.model_config) if with_experts else None
+        self.prefill_program = PrefillProgram(self.tp_worker.worker, experts)
+        self.routed_experts = (
+            RoutedExperts(self, self.prefill_program.routing(), self.running)
+            if with_experts
+            else None
+        )
         self.scorer = Scorer(
             self,
             self.prefill_program,
@@ -95,7 +105,9 @@ class PinnedScheduler(Scheduler):
             has_work=self.has_work,
             cannot_hold=self._cannot_hold,
         )
-        self.steady = SteadyDecode(self, channel, self.scorer, self.device_wait)
+        self.steady = SteadyDecode(
+            self, channel, self.scorer, self.device_wait, self.routed_experts
+        )
 
     # What upstream calls
 
@@ -120,6 +132,8 @@ class PinnedScheduler(Scheduler):
     ) -> None:
         """Process a step's result. Steady decode has processed its own."""
         if result is not _PROCESSED:
+            if self.routed_experts is not None:
+                self.routed_experts.collect(batch)
             super().process_batch_result(batch, result, *args, **kwargs)
 
     def stream_output(self, reqs: list[Req], *_: object, **__: object) -> None:

@@ -35,6 +35,10 @@ class CallOptions(TypedDict, total=False):
             vocabulary were left. If some but more than 512 were left, `too_many` has [i, how many]
             instead. `meta_info["output_token_sampling_logprobs"]` has the token's log-probability
             among the ids that were left.
+        return_routed_experts: Return `meta_info["routed_experts"]`, in sglang's form: base64 of
+            int32, [prompt + output tokens - 1, layers, experts a token], -1 in dense layers.
+            Row i says which experts token i was routed to when the token after it was sampled. The
+            pool needs `enable_return_routed_experts=True`. A stream has it in its last chunk.
         return_prompt_logprob: Return `meta_info["input_token_logprobs"]`: one (logprob, id, None)
             for each prompt token, at temperature 1. That of the first token is None. A prompt is
             scored once for all its samples, before they are sampled.
@@ -67,6 +71,7 @@ class CallOptions(TypedDict, total=False):
     top_logprobs_num: int | None
     token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None
     return_sampling_mask: bool | None
+    return_routed_experts: bool | None
     return_prompt_logprob: bool | None
     logprob_start_len: int | Sequence[int] | None
     prompt_indices: Sequence[int] | None

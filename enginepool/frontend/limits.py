@@ -20,6 +20,7 @@ class Limits:
         end_ids: The ids that end an output; see `model_config.generation.end_ids`.
         scored: The longest prompt plus continuation that can be scored.
         score_refusal: Why nothing can be scored. None if prompts can be scored.
+        routed_experts: Whether engines return which experts they chose.
     """
 
     prompt: int
@@ -29,6 +30,7 @@ class Limits:
     end_ids: frozenset[int]
     scored: int
     score_refusal: str | None
+    routed_experts: bool
 
 
 def check_ids(ids: Sequence[int], what: str, index: int, limits: Limits) -> None:

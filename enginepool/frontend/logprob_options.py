@@ -1,4 +1,4 @@
-"""Which log-probabilities a call wants, and whether it wants what was sampled from."""
+"""Which log-probabilities a call wants, and what else of its tokens."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Logprobs:
         prompt_top: The same for each prompt token.
         named_ids: The ids whose log-probabilities it wants with each token, by prompt.
         sampling_mask: Whether it wants the ids that output tokens are sampled from.
+        routed_experts: Whether it wants the experts of all tokens.
         starts: The first prompt token that is scored, by prompt. None: the prompt is not scored.
     """
 
@@ -32,6 +33,7 @@ class Logprobs:
     prompt_top: int
     named_ids: Sequence[list[int]]
     sampling_mask: bool
+    routed_experts: bool
     starts: Sequence[int | None]
 
     def for_a_request(self, index: int, *, scored_only: bool) -> dict[str, Any]:
@@ -49,6 +51,7 @@ class Logprobs:
             "top_logprobs_num": self.top,
             "named_ids": named,
             "return_sampling_mask": self.sampling_mask,
+            "return_routed_experts": self.routed_experts,
             "scoring": scoring,
         }
 
@@ -76,7 +79,13 @@ def read_logprobs(
     scored = flag("return_prompt_logprob", options.get("return_prompt_logprob"))
     starts = check_starts(scored, options.get("logprob_start_len"), token_ids, limits)
     mask = flag("return_sampling_mask", options.get("return_sampling_mask"))
-    return Logprobs(outputs, top, prompt_top, named, mask, starts)
+    experts = flag("return_routed_experts", options.get("return_routed_experts"))
+    if experts and not limits.routed_experts:
+        raise InvalidRequest(
+            "return_routed_experts=True: this pool does not keep the experts of tokens; open it "
+            "with enable_return_routed_experts=True"
+        )
+    return Logprobs(outputs, top, prompt_top, named, mask, experts, starts)
 
 
 def check_top_logprobs(number: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,8 @@ def _as_dict(
         meta["e2e_latency"] = request.finished_at - request.created
         if request.scoring is not None:
             meta |= prompt_entries(request)
+        if request.return_routed_experts:
+            meta["routed_experts"] = _routed_experts(request)
     if request.return_logprob:
         meta["output_token_logprobs"] = [
             (float(logprob), token_id, None)
@@ -95,6 +98,14 @@ def _as_dict(
         "output_ids": output_ids,
         "meta_info": meta,
     }
+
+
+def _routed_experts(request: Request) -> str:
+    """sglang's form. Empty if nothing was computed."""
+    if request.experts is None:
+        return ""
+    rows = request.experts.whole(len(request.input_ids) + len(request.output_ids) - 1)
+    return base64.b64encode(rows.tobytes()).decode()
 
 
 def call_results(call: Call, tokenizer: Tokenizer, raise_on_error: bool) -> list[dict[str, Any]]:

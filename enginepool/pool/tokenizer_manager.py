@@ -46,7 +46,6 @@ UNSUPPORTED = (
     "audio_data",
     "lora_path",
     "lora_id",
-    "return_routed_experts",
     "return_hidden_states",
     "dp_rank",
     "bootstrap_host",
@@ -151,6 +150,9 @@ class FrontEnd:
                 "top_logprobs_num": _one_for_all("top_logprobs_num", obj.top_logprobs_num),
                 "token_ids_logprob": obj.token_ids_logprob,
                 "return_sampling_mask": getattr(obj, "return_sampling_mask", None),
+                "return_routed_experts": _one_for_all(
+                    "return_routed_experts", obj.return_routed_experts
+                ),
                 "return_prompt_logprob": starts is not None or prompt_logprobs is not None,
                 "logprob_start_len": starts if prompt_logprobs is None else None,
             },

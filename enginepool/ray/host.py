@@ -105,6 +105,7 @@ class Host:
             return_logprob=True if scored else options.get("return_logprob"),
             logprob_start_len=(start or 0) if scored else None,
             top_logprobs_num=options.get("top_logprobs_num"),
+            return_routed_experts=options.get("return_routed_experts"),
         )
         asked.return_sampling_mask = options.get("return_sampling_mask")
         call = await asyncio.to_thread(self._open().front_end().make_call, asked)

@@ -8,7 +8,7 @@ from enginepool.pool.tokenizer_manager import UNSUPPORTED
 from enginepool.serve.error_replies import Refused
 
 # Fields that upstream's models have and its classes or the pool do nothing with.
-_UNSERVED = ("suffix", "session_params", *UNSUPPORTED)
+_UNSERVED = ("suffix", "session_params", "return_routed_experts", *UNSUPPORTED)
 
 
 def check_fields(body: Any, server_args: Any) -> None:

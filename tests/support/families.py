@@ -53,6 +53,18 @@ def forward(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> 
         return jax.vmap(partial(_logits, config, params))(jnp.asarray(input_ids))
 
 
+def routing(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> jax.Array:
+    """Which experts a Qwen3-MoE routes each token to, the best first: [B, T, layers, top_k]."""
+
+    def one(ids: jax.Array) -> jax.Array:
+        found: list[jax.Array] = []
+        _logits(config, params, ids, found)
+        return jnp.stack(found, axis=1)
+
+    with jax.default_matmul_precision("highest"):
+        return jax.vmap(one)(jnp.asarray(input_ids))
+
+
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter by its Hugging Face name."""
     if config["model_type"] == "gemma2":
@@ -68,6 +80,10 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     shapes = {name: shape for name, shape in dense.items() if ".mlp." not in name}
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
     for index in range(config["num_hidden_layers"]):
+        if index in config["mlp_only_layers"]:
+            own = f"model.layers.{index}.mlp."
+            shapes |= {name: shape for name, shape in dense.items() if name.startswith(own)}
+            continue
         at = f"model.layers.{index}.mlp."
         shapes[at + "gate.weight"] = (config["num_experts"], hidden)
         for expert in range(config["num_experts"]):
@@ -77,7 +93,12 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _logits(config: Config, params: Mapping[str, jax.Array], ids: jax.Array) -> jax.Array:
+def _logits(
+    config: Config,
+    params: Mapping[str, jax.Array],
+    ids: jax.Array,
+    routed: list[jax.Array] | None = None,
+) -> jax.Array:
     gemma = config["model_type"] == "gemma2"
     norm = partial(_norm, epsilon=config["rms_norm_eps"], offset=1.0 if gemma else 0.0)
     embedding = params["model.embed_tokens.weight"]
@@ -92,8 +113,8 @@ def _logits(config: Config, params: Mapping[str, jax.Array], ids: jax.Array) -> 
         else:
             x = x + mixed
             y = norm(x, leaf("post_attention_layernorm.weight"))
-            moe = config["model_type"] == "qwen3_moe"
-            x = x + (_experts(config, leaf, y) if moe else _gated(jax.nn.silu, leaf, y))
+            moe = config["model_type"] == "qwen3_moe" and index not in config["mlp_only_layers"]
+            x = x + (_experts(config, leaf, y, routed) if moe else _gated(jax.nn.silu, leaf, y))
     head = params.get("lm_head.weight", embedding)
     logits = norm(x, params["model.norm.weight"]) @ head.T
     return _capped(logits, config.get("final_logit_softcapping"))
@@ -141,9 +162,11 @@ def _gated(activation: Callable[..., jax.Array], leaf: Leaf, x: jax.Array) -> ja
     return (gate * (x @ leaf("mlp.up_proj.weight").T)) @ leaf("mlp.down_proj.weight").T
 
 
-def _experts(config: Config, leaf: Leaf, x: jax.Array) -> jax.Array:
+def _experts(config: Config, leaf: Leaf, x: jax.Array, routed: list[jax.Array] | None) -> jax.Array:
     """Every token's best experts, weighted by their share of the probability."""
     share = jax.nn.softmax(x @ leaf("mlp.gate.weight").T, axis=-1)
+    if routed is not None:
+        routed.append(jax.lax.top_k(share, config["num_experts_per_tok"])[1])
     least = jnp.sort(share, axis=-1)[:, -config["num_experts_per_tok"], None]
     share = jnp.where(share >= least, share, 0.0)
     if config["norm_topk_prob"]:

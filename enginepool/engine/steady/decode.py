@@ -19,6 +19,7 @@ from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 import patches
 from enginepool.engine.device_wait import DeviceWait
+from enginepool.engine.routed_experts import RoutedExperts
 from enginepool.engine.steady.admission import Admission, drop_ended
 from enginepool.engine.steady.block_table import BlockTable
 from enginepool.engine.steady.in_flight import StepsInFlight
@@ -48,12 +49,19 @@ class SteadyDecode:
     """
 
     def __init__(
-        self, scheduler: Scheduler, channel: Channel, scorer: Scorer, device_wait: DeviceWait
+        self,
+        scheduler: Scheduler,
+        channel: Channel,
+        scorer: Scorer,
+        device_wait: DeviceWait,
+        experts: RoutedExperts | None,
     ) -> None:
         self._scheduler, self._channel = scheduler, channel
         self._device_wait = device_wait
         able = patches.optimising() and supported(scheduler)
-        self.program = StepProgram(scheduler, channel.max_decode_steps) if able else None
+        routing = None if experts is None else experts.routing
+        self._routes = experts is not None
+        self.program = StepProgram(scheduler, channel.max_decode_steps, routing) if able else None
         self.admission = Admission(scheduler, channel, scorer, device_wait)
         self._pace = Pace(channel.max_decode_steps)
         self._read_at: float | None = None  # when the last launch's output was, in this run
@@ -186,6 +194,7 @@ class SteadyDecode:
             _ids_and_logprobs(output.top, steps) if features.top else None,
             np.asarray(output.named)[:steps] if features.named else None,
             np.asarray(output.kept)[:steps] if features.kept else None,
+            None if output.experts is None else np.asarray(output.experts)[:steps],
         )
         ended = self.append(lambda: batch.append_tokens(ids, logprobs, extras), steps)
         latest = batch.latest
@@ -236,7 +245,7 @@ class SteadyDecode:
     def _with_extras(self, req: Req) -> Request | None:
         """The pool's request, if it wants more of each token than id and log-probability."""
         request = self._channel.running.held.get(req.rid)
-        return request if request is not None and request.wants_more else None
+        return request if request is not None and (self._routes or request.wants_more) else None
 
 
 def _ids_and_logprobs(array: jax.Array, steps: int) -> tuple[np.ndarray, np.ndarray]:

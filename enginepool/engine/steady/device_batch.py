@@ -121,9 +121,12 @@ class StepOutput(NamedTuple):
         named: By row: log-probabilities of the ids that it names. Zeros if no row names any.
         kept: By row: the ids that it was sampled from, see `engine/sampling_mask.py`. Zeros if no
             row wants them.
+        experts: By row: the experts of the id before it, by layer with experts. None if the engine
+            does not return them.
     """
 
     ids: jax.Array
     top: jax.Array
     named: jax.Array
     kept: jax.Array
+    experts: jax.Array | None = None

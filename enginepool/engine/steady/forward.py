@@ -23,7 +23,9 @@ from sgl_jax.srt.model_executor.forward_batch_info import (
 )
 from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from enginepool.dispatch.routed_experts import Routing
 from enginepool.engine.common_programs import CommonPrograms, structure_without_devices
+from enginepool.engine.routed_experts import stacked
 
 if TYPE_CHECKING:
     from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
@@ -44,12 +46,18 @@ class Forward:
     """
 
     def __init__(
-        self, runner: ModelRunner, programs: CommonPrograms, places: dict[int, int]
+        self,
+        runner: ModelRunner,
+        programs: CommonPrograms,
+        places: dict[int, int],
+        routing: Routing | None,
     ) -> None:
         """
         Args:
             places: By number of rows: how many KV slots a batch of that size can have.
+            routing: How the model routes, if its experts are wanted.
         """
+        self._routing = routing
         self._mesh, self._page_size = runner.mesh.abstract_mesh, runner.page_size
         self._places = places
         self._definition, state = programs.split(runner.model)
@@ -65,7 +73,7 @@ class Forward:
         ids: jax.Array,
         lengths: jax.Array,
         block_table: jax.Array,
-    ) -> tuple[LogitsProcessorOutput, list[jax.Array], jax.Array]:
+    ) -> tuple[LogitsProcessorOutput, list[jax.Array], jax.Array, jax.Array | None]:
         """
         Args:
             leaves: The model's arrays.
@@ -75,7 +83,8 @@ class Forward:
             block_table: By row: its KV pages.
 
         Returns:
-            The model's output, the KV buffers, and the positions of the last ids.
+            The model's output, the KV buffers, the positions of the last ids, and the experts of
+            these ids, if they are wanted.
         """
         positions = jnp.where(lengths > 0, lengths - 1, 0)
         batch = self._batch(ids, lengths, positions, block_table)
@@ -85,7 +94,8 @@ class Forward:
         pools = jax.tree.unflatten(self._pools, kv)
         model = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
         with jax.sharding.use_abstract_mesh(self._mesh):
-            output, updates, *_ = model(batch, pools, wanted)
+            output, updates, *_, layers = model(batch, pools, wanted)
+            experts = None if self._routing is None else stacked(layers, self._routing.dtype)
         pools.replace_all(updates)
         if output.next_token_logits.dtype == jnp.bfloat16:
             # Inside one program XLA may keep more precision than upstream's programs pass on.
@@ -95,7 +105,7 @@ class Forward:
             jax.sharding.reshard(new, jax.typeof(old).sharding)
             for new, old in zip(jax.tree.leaves(pools), kv, strict=True)
         ]
-        return output, kept, positions
+        return output, kept, positions, experts
 
     def _batch(
         self, ids: jax.Array, lengths: jax.Array, positions: jax.Array, block_table: jax.Array

@@ -37,11 +37,13 @@ class Extras(NamedTuple):
         top: The most probable ids and their log-probabilities, by step, by row.
         named: The log-probabilities of the ids that a row names, by step, by row.
         kept: The ids that a token is sampled from, by step, by row.
+        experts: The experts of the id before it, by step, by row, by layer.
     """
 
     top: Top | None = None
     named: np.ndarray | None = None
     kept: np.ndarray | None = None
+    experts: np.ndarray | None = None
 
     def __bool__(self) -> bool:
         return any(one is not None for one in self)
@@ -254,11 +256,15 @@ class InputBatch:
         return len(ids), False
 
     def _append_extras(self, counts: np.ndarray, extras: Extras) -> None:
-        top, named, kept = extras
+        top, named, kept, experts = extras
         for row, count in zip(self.latest.tolist(), counts.tolist(), strict=True):
             if (request := self._extras.get(row)) is None:
                 continue
-            for step in range(count):
+            if experts is not None and request.experts is not None:
+                req = self.reqs[row]
+                known = len(req.origin_input_ids) + len(req.output_ids) - count - 1
+                request.experts.extend(known, experts[:count, row])
+            for step in range(count if request.wants_more else 0):
                 if (k := request.top_logprobs_num) and top is not None:
                     ids, logprobs = top
                     request.top_logprobs.append(top_values(logprobs[step, row], ids[step, row], k))

@@ -28,6 +28,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from sgl_jax.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 
+from enginepool.dispatch.routed_experts import Routing
 from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.kv_cache import spec_of
@@ -67,10 +68,11 @@ class StepProgram:
         sender: Sends batches to the engine's device.
     """
 
-    def __init__(self, scheduler: Scheduler, most_steps: int) -> None:
+    def __init__(self, scheduler: Scheduler, most_steps: int, routing: Routing | None) -> None:
         """
         Args:
             most_steps: How many steps a launch can have.
+            routing: How the model routes, if its experts are wanted.
         """
         worker = scheduler.tp_worker.worker
         self._runner = worker.model_runner
@@ -79,7 +81,7 @@ class StepProgram:
         manager = worker.compilation_manager
         self.buckets = dict(zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True))
         programs = common_programs()
-        self._step = _build_step(self._runner, programs, self.buckets, most_steps)
+        self._step = _build_step(self._runner, programs, self.buckets, most_steps, routing)
         self.sender = BatchSender(self._runner, self.buckets)
         self._place = self.sender.place
         # Sent once. A Python number would be sent with every launch.
@@ -214,17 +216,22 @@ def supported(scheduler: Scheduler) -> bool:
 
 
 def _build_step(
-    runner: ModelRunner, programs: CommonPrograms, places: dict[int, int], most_steps: int
+    runner: ModelRunner,
+    programs: CommonPrograms,
+    places: dict[int, int],
+    most_steps: int,
+    routing: Routing | None,
 ) -> OnAnyDevice:
     # The program outlives a closed engine. So it must not hold the runner or an array.
-    forward, sample = Forward(runner, programs, places), Sample(runner, programs)
+    forward = Forward(runner, programs, places, routing)
+    sample = Sample(runner, programs)
     mesh = runner.mesh.abstract_mesh
 
     def one(leaves: Any, sampler: Any, kv: Any, state: DecodeState, batch: DeviceBatch) -> Any:
         longest, stops = batch.limits[:, 0], batch.limits[:, 1:]
         ids, lengths = state.rows
         lengths = jnp.where(longest > 0, lengths, 0)
-        output, kv, positions = forward(leaves, kv, ids, lengths, batch.block_table)
+        output, kv, positions, experts = forward(leaves, kv, ids, lengths, batch.block_table)
         output.next_token_logits = jax.lax.cond(
             batch.sampling.do_penalties,
             lambda logits: allowed(
@@ -239,7 +246,8 @@ def _build_step(
         ended = (ids[:, None] == stops).any(axis=1) | (lengths + 1 >= longest)
         goes_on = (lengths > 0) & ~ended
         rows = jnp.where(goes_on, jnp.stack([ids, lengths + 1]), 0)
-        return DecodeState(put(mesh, rows, None, None), tallies), kv, sampled
+        state = DecodeState(put(mesh, rows, None, None), tallies)
+        return state, kv, sampled._replace(experts=experts)
 
     @partial(jax.jit, donate_argnames=("kv", "state"))
     def step(
@@ -263,7 +271,11 @@ def _build_step(
             state, kv, new = one(leaves, sampler, kv, state, batch)
             return done + 1, state, kv, jax.tree.map(lambda a, b: a.at[done].set(b), sampled, new)
 
-        nothing = sample.nothing(most_steps, state.rows.shape[1])
+        rows = state.rows.shape[1]
+        nothing = sample.nothing(most_steps, rows)
+        if routing is not None:
+            empty = jnp.zeros((most_steps, rows, *routing.shape), routing.dtype)
+            nothing = nothing._replace(experts=put(mesh, empty, None, None, None, None))
         _, state, kv, sampled = jax.lax.while_loop(goes_on, another, (0, state, kv, nothing))
         return state, kv, sampled
 
