@@ -10,6 +10,7 @@ from enginepool.dispatch.request import Call, Request, aborted
 from enginepool.dispatch.wait import Chunk
 from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
 from enginepool.frontend.detokenizer import detokenize
+from enginepool.frontend.sampling import Seeds
 from enginepool.frontend.sampling_mask import mask_entries
 from enginepool.frontend.score_input import (
     named_entries,
@@ -71,6 +72,7 @@ def _as_dict(
         "engine_index": request.engine_index,
         "prompt_index": request.prompt_index,
         "sample_index": request.sample_index,
+        "sampling_seed": _sampling_seed(request),
         "weight_version": spans[-1][2] if spans else request.call.weight_version,
         "weight_versions": spans,
         "prompt_weight_versions": list(request.prompt_weight_versions),
@@ -98,6 +100,12 @@ def _as_dict(
         "output_ids": output_ids,
         "meta_info": meta,
     }
+
+
+def _sampling_seed(request: Request) -> int:
+    """The seed that repeats this sample, with the same indices."""
+    stream: Any = request.sampling
+    return Seeds.given(stream.sampling_seed, request.prompt_index, request.sample_index)
 
 
 def _routed_experts(request: Request) -> str:

@@ -214,18 +214,44 @@ class Seeds:
 
     @staticmethod
     def derived(seed: int, prompt_index: int, sample_index: int) -> int:
-        # Cantor's pairing: samples of a call differ up to about 90,000 prompts and samples.
-        diagonal = prompt_index + sample_index
-        pair = diagonal * (diagonal + 1) // 2 + sample_index
-        return _to_int32(_mix(_mix(seed) ^ (pair % _UINT32)))
+        return _to_int32(_mix(_mix(seed) ^ _pair(prompt_index, sample_index)))
+
+    @staticmethod
+    def given(derived: int, prompt_index: int, sample_index: int) -> int:
+        """The seed of which `derived` makes this one. A call with it repeats the sample."""
+        return _to_int32(_unmix(_unmix(derived) ^ _pair(prompt_index, sample_index)))
+
+
+def _pair(prompt_index: int, sample_index: int) -> int:
+    # Cantor's pairing: samples of a call differ up to about 90,000 prompts and samples.
+    diagonal = prompt_index + sample_index
+    return (diagonal * (diagonal + 1) // 2 + sample_index) % _UINT32
+
+
+# The rounds of `_mix`: a xor-shift, then an odd factor.
+_ROUNDS = ((16, 0x21F0AAAD), (15, 0x735A2D97))
+_LAST_SHIFT = 15
 
 
 def _mix(value: int) -> int:
-    """A bijection of 32-bit integers without visible structure (xor-shift and odd multipliers)."""
+    """A bijection of 32-bit integers without visible structure."""
     value %= _UINT32
-    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+    for shift, factor in _ROUNDS:
         value = ((value ^ (value >> shift)) * factor) % _UINT32
-    return value ^ (value >> 15)
+    return value ^ (value >> _LAST_SHIFT)
+
+
+def _unmix(value: int) -> int:
+    """The inverse of `_mix`."""
+    value = _unshift(value % _UINT32, _LAST_SHIFT)
+    for shift, factor in reversed(_ROUNDS):
+        value = _unshift(value * pow(factor, -1, _UINT32) % _UINT32, shift)
+    return value
+
+
+def _unshift(value: int, shift: int) -> int:
+    """The inverse of `value ^ (value >> shift)`, of 32 bits."""
+    return value ^ (value >> shift) ^ (value >> 2 * shift)
 
 
 def _to_int32(value: int) -> int:

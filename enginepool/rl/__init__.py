@@ -8,13 +8,16 @@ from enginepool.rl.advantages import group_advantages
 from enginepool.rl.agreement import Agreement, WorstToken, agreement
 from enginepool.rl.batch import RolloutBatch, pad_results
 from enginepool.rl.renormalised import sampling_logprobs
+from enginepool.rl.replay import Replay, replay
 
 __all__ = [
     "Agreement",
+    "Replay",
     "RolloutBatch",
     "WorstToken",
     "agreement",
     "group_advantages",
     "pad_results",
+    "replay",
     "sampling_logprobs",
 ]

@@ -37,6 +37,7 @@ def test_derived_seeds_differ_in_large_calls():
 def test_derived_seeds_of_two_callers_seeds_differ(one: int, other: int):
     """The first samples of two calls share a seed only if the calls do."""
     assert (Seeds.derived(one, 0, 0) == Seeds.derived(other, 0, 0)) == (one == other)
+    assert Seeds.given(Seeds.derived(one, 7, 3), 7, 3) == one
 
 
 def test_fresh_seeds_never_repeat():

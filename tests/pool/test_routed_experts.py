@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from enginepool import EnginePool, InvalidConfig
+from enginepool import EnginePool, InvalidConfig, rl
 from enginepool.engine.routed_experts import routing_of
 from enginepool.toy.files import read_checkpoint
 from scripts.train_toy.checkpoint import write_checkpoint
@@ -197,6 +197,18 @@ def test_an_output_that_goes_on(pool: EnginePool, models: list[Path]) -> None:
     (result,) = ask(pool, PROMPTS[:1], SAMPLED, **options)
     assert result["output_ids"] == whole["output_ids"]
     assert_rows(models[0], PROMPTS[0], result)
+
+
+def test_they_are_replayed(pool: EnginePool, one: EnginePool) -> None:
+    """From the results alone."""
+    results = ask(pool, PROMPTS, SAMPLED, return_logprob=True)
+    again = rl.replay(one, results, PROMPTS, SAMPLED, version=0)
+    assert again.same
+    assert again.tokens == 150
+    rows = rows_of(results[2]["meta_info"]).copy()
+    rows[len(PROMPTS[2]) - 1 + 4] += 1  # the token at 4 was sampled from it
+    results[2]["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+    assert rl.replay(one, results, PROMPTS, SAMPLED, version=0).other_experts == [(2, 4)]
 
 
 def test_on_the_wire(pool: EnginePool, models: list[Path]) -> None:
