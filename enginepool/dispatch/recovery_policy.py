@@ -24,6 +24,7 @@ class Policy:
 
     restart: bool
     max_restarts: int
+    step_timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class EngineHistory:
         not_made_anew: The latest failure was a failed reset or rebuild.
         weights_broken: A request that had no finite numbers here, alone, had finite numbers on
             another engine since.
+        no_answer: Which of its devices does not answer any more, and why.
     """
 
     failures: int
     not_made_anew: bool = False
     weights_broken: bool = False
+    no_answer: str | None = None
 
 
 def decide(error: BaseException, history: EngineHistory, policy: Policy) -> Decision:
@@ -68,6 +71,8 @@ def decide(error: BaseException, history: EngineHistory, policy: Policy) -> Deci
         return Decision("stay out", attempt=failures)
     if isinstance(error, NotFinite) and not history.weights_broken:
         return Decision("reset")
+    if history.no_answer is not None:
+        return Decision("stay out", attempt=failures, why=history.no_answer)
     if failures > policy.max_restarts:
         limit = f"max_restarts={policy.max_restarts} in {WINDOW_SECONDS:g} s are used up"
         return Decision("stay out", attempt=failures, why=limit)

@@ -26,6 +26,7 @@ from enginepool.dispatch.recovery_policy import (
 from enginepool.dispatch.request import Request, aborted, not_finite
 from enginepool.dispatch.steering_lock import SteeringLock
 from enginepool.engine.current_weights import CurrentWeights
+from enginepool.engine.device_check import no_answer
 from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.errors import NotFinite, PoolClosed, StepTimeout
 
@@ -182,12 +183,19 @@ class Recovery:
             del self._not_finite[engine.index]
         if isinstance(error, NotFinite) and not broken:
             return decide(error, EngineHistory(1), self._policy)
-        history = EngineHistory(self._count(engine), weights_broken=broken)
-        return decide(error, history, self._policy)
+        return decide(error, self._history(engine, weights_broken=broken), self._policy)
 
     def recovery_failed(self, engine: PinnedEngine, error: Exception, trace: str) -> Decision:
         self._warn("engine_not_recovered", engine, exception=trace)
-        return decide(error, EngineHistory(self._count(engine), not_made_anew=True), self._policy)
+        return decide(error, self._history(engine, not_made_anew=True), self._policy)
+
+    def stays_out(self, engine: PinnedEngine) -> None:
+        self._warn("engine_stays_out", engine)
+
+    def _history(self, engine: PinnedEngine, **about: bool) -> EngineHistory:
+        policy = self._policy
+        lost = no_answer(engine.devices, policy.step_timeout) if policy.restart else None
+        return EngineHistory(self._count(engine), no_answer=lost, **about)
 
     def _count(self, engine: PinnedEngine) -> int:
         """Count a failure of this engine. Returns how many there are in a row."""

@@ -176,6 +176,7 @@ class EngineWorker(PinnedEngine):
         if decision.why is not None:
             reason = f"{self.condition.reason}; {decision.why}"
             self.condition.change(EngineState.QUARANTINED, reason)
+            self._recovery.stays_out(self)
         return False
 
     def _quarantine(self, error: BaseException, trace: str) -> None:

@@ -68,7 +68,7 @@ class Runtime:
         self.events = EngineEvents(name)
         self.recovery = Recovery(
             self.dispatch,
-            Policy(config.restart, config.max_restarts),
+            Policy(config.restart, config.max_restarts, config.step_timeout),
             self.desired,
             self.steering,
             self.events,

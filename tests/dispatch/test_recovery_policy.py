@@ -47,6 +47,11 @@ def test_an_engine_that_failed_too_often_stays_out_and_says_the_limit() -> None:
     )
 
 
+def test_an_engine_whose_device_does_not_answer_stays_out_and_says_so() -> None:
+    found = decide(FAULT, EngineHistory(1, no_answer="device 3 is gone"), POLICY)
+    assert found == Decision("stay out", attempt=1, why="device 3 is gone")
+
+
 @pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize("error", [FAULT, NOT_FINITE])
 def test_nothing_comes_back_without_restart(error: Any, made: bool) -> None:

@@ -10,8 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jaxlib import xla_client
 
 from enginepool import EnginePool
+from enginepool.engine.common_programs import OnAnyDevice
+from enginepool.engine.device_wait import DeviceWait
 
 
 class Fault(RuntimeError):
@@ -223,3 +227,47 @@ def refusing_devices() -> Iterator[set[int]]:
         yield refusing
     finally:
         jax.device_put = device_put
+
+
+@contextmanager
+def dead_devices() -> Iterator[set[int]]:
+    """Add a device's id to the set, and from then on everything that is asked of it raises, as when
+    a GPU's context is lost or a TPU has halted. Nothing but a new process would bring it back."""
+    dead: set[int] = set()
+
+    def check(devices: Any) -> None:
+        if gone := sorted(device.id for device in devices if device.id in dead):
+            raise jax.errors.JaxRuntimeError(
+                f"INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: device {gone[0]} met an illegal memory access"
+            )
+
+    def check_arrays(args: Any) -> None:
+        for array in jax.tree.leaves(args):
+            if isinstance(array, jax.Array) and not array.is_deleted():
+                check(array.sharding.device_set)
+
+    def put(aval: Any, sharding: Any, arrays: Any, devices: Any, *args: Any, **options: Any) -> Any:
+        check(devices)
+        return original_put(aval, sharding, arrays, devices, *args, **options)
+
+    def call(self: Any, *args: Any) -> Any:
+        check_arrays(args)
+        return original_call(self, *args)
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        check(jax.tree.leaves(self.output_shardings)[0].device_set)
+        return original_run(self, *args, **options)
+
+    def wait(self: Any, result: Any) -> None:
+        check_arrays(result)
+        original_wait(self, result)
+
+    original_put: Callable[..., Any] = xla_client.batched_device_put
+    original_call, original_run = OnAnyDevice.__call__, jax.stages.Compiled.__call__
+    original_wait = DeviceWait.until_ready
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla_client, "batched_device_put", put)
+        patch.setattr(OnAnyDevice, "__call__", call)
+        patch.setattr(jax.stages.Compiled, "__call__", run)
+        patch.setattr(DeviceWait, "until_ready", wait)
+        yield dead
