@@ -238,7 +238,7 @@ def dead_devices() -> Iterator[set[int]]:
     def check(devices: Any) -> None:
         if gone := sorted(device.id for device in devices if device.id in dead):
             raise jax.errors.JaxRuntimeError(
-                f"INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: device {gone[0]} met an illegal memory access"
+                f"INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: illegal memory access on device {gone[0]}"
             )
 
     def check_arrays(args: Any) -> None:

@@ -1,6 +1,7 @@
 """What the host hands to a device must stay as it is until a program that reads it has run.
 
-A CPU device uses the host's very memory, where that is aligned. An accelerator copies it, but later.
+A CPU device uses the host's very memory, where that is aligned. An accelerator copies it
+later.
 """
 
 import threading
