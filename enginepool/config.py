@@ -59,9 +59,9 @@ REFUSED: Mapping[str, str] = {
     "enable_precision_tracer": "upstream traces one engine a process",
     "hicache_storage": _NOT_IN_A_POOL,
     "grammar_backend": "the pool compiles grammars itself, with llguidance",
-    "use_sort_for_toppk_minp": "that path of upstream's sampler draws another law",
+    "use_sort_for_toppk_minp": "that path of upstream's sampler draws from another distribution",
     "enable_mixed_chunk": "a batch that mixes prefill and decode has no log-probabilities",
-    "allow_auto_truncate": "a prompt that is too long is an error here, never cut",
+    "allow_auto_truncate": "a pool never cuts a prompt; one that is too long is an error",
 }
 # The same for families of options.
 REFUSED_PREFIXES: Mapping[str, str] = {
@@ -231,7 +231,7 @@ class PoolConfig:
     def engine_args(
         self, platform: str, free_bytes: int | None, shape: Shape | None
     ) -> dict[str, Any]:
-        """The `ServerArgs` that are a choice: the user's, then the platform's defaults.
+        """The `ServerArgs` of an engine: the user's, then the platform's defaults.
 
         Args:
             shape: The model's shape, if the platform is TPU and the shape is known.
@@ -273,7 +273,7 @@ class PoolConfig:
 
 
 def server_args_class() -> Any:
-    """Upstream's `ServerArgs`. Its import is kept from changing the environment."""
+    """Upstream's `ServerArgs`. Changes of its import to the environment are undone."""
     from enginepool.process.guest import restore_environ
 
     environ = dict(os.environ)
@@ -303,7 +303,7 @@ def _check_server_args(server_args: Mapping[str, Any]) -> None:
             if value is not True:
                 raise InvalidConfig(
                     f"{name}={shown(value)}: the overlap schedule runs the forward on a second "
-                    "thread, so an engine would have no step boundary; leave it out"
+                    "thread, and a pool needs step boundaries; leave the option out"
                 )
         elif reason is not None and (name in ("model_path", "device") or value != fields[name]):
             raise InvalidConfig(f"{name}={shown(value)}: {reason}")

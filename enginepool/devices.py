@@ -17,7 +17,7 @@ DeviceSpec = int | Sequence[int] | Sequence[jax.Device] | None
 
 
 def resolve_devices(devices: DeviceSpec, tp_size: int) -> list[list[jax.Device]]:
-    """The devices of each engine, `tp_size` neighbours each, in the order asked for.
+    """The devices of each engine: `tp_size` neighbours each, in the order of `devices`.
 
     On the CPU platform, a count of N engines asks JAX for N × `tp_size` virtual devices, if JAX has
     not started yet.
@@ -86,7 +86,7 @@ def _named(local: list[jax.Device], devices: Sequence[int] | Sequence[jax.Device
 def _unknown(device_id: Any) -> str:
     for device in jax.devices():
         if device.id == device_id:
-            return f"id {device_id} is of process {device.process_index}, for a pool there"
+            return f"id {device_id} belongs to process {device.process_index}; use it there"
     return f"unknown id {shown(device_id)}"
 
 

@@ -93,8 +93,8 @@ class WeightUpdateFailed(EnginePoolError):
 
 
 class StaleWeights(EnginePoolError):
-    """Raised by `commit()` if the staged weights were committed or discarded before, have expired,
-    or another update came first. No engine has changed. Stage them again."""
+    """Raised by `commit()` on weights that were committed, discarded or replaced before, or have
+    expired. No engine has changed. Stage them again."""
 
 
 class EnginesDiffer(EnginePoolError):
@@ -164,7 +164,7 @@ class NotFinite(EnginePoolError):
     """
 
     def __init__(self, requests: Sequence[str], *, alone: bool = False) -> None:
-        who = "a request alone in its step" if alone else f"{len(requests)} in a step"
+        who = "a request alone in its step" if alone else f"{len(requests)} requests in a step"
         super().__init__(f"{who} got log-probabilities that are not finite")
         self.requests = tuple(requests)
         self.alone = alone

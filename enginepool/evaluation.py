@@ -25,7 +25,7 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 class PoolLM(TemplateLM):
     """A model of lm_eval that runs on all engines of a pool.
 
-    A text that is too long for an engine loses its beginning, as in the harness's own models.
+    The beginning of a text that is too long for an engine is cut, as in the harness's own models.
 
     Args:
         pool: The pool. It stays open.

@@ -1,1 +1,1 @@
-"""What commands say when something is wrong, and where their output goes."""
+"""Errors and standard output of commands."""

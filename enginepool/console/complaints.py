@@ -16,10 +16,10 @@ from enginepool.errors import EnginePoolError, InvalidConfig, InvalidRequest
 
 @contextlib.contextmanager
 def clear_errors() -> Iterator[None]:
-    """Print an error of ours as one line, and exit: with 2 for input that must be changed, else 1.
+    """Print our errors as one line and exit: with 2 for wrong input, with 1 for other errors.
 
-    After Ctrl-C the code is 130, and where nobody reads the output any more 141, without a line:
-    what a shell sees of a program that the signal ended.
+    Ctrl-C exits with 130. If the reader of the output has gone, the code is 141, without a line.
+    These are the codes of a program that was ended by SIGINT or SIGPIPE.
     """
     try:
         yield
@@ -38,8 +38,7 @@ def clear_errors() -> Iterator[None]:
 
 
 class Commands(TyperGroup):
-    """All commands, with clear errors. typer's own handling of Ctrl-C and its own output are
-    inside."""
+    """All commands, with clear errors. They replace typer's own handling of errors and Ctrl-C."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         with clear_errors():
@@ -54,6 +53,6 @@ class Commands(TyperGroup):
 
 
 def complain(message: str) -> None:
-    if sys.stderr is not None:  # or `print` would take standard output
-        with contextlib.suppress(OSError, ValueError):  # nobody can be told; the exit code stays
+    if sys.stderr is not None:  # otherwise `print` would use standard output
+        with contextlib.suppress(OSError, ValueError):  # nobody can read it; the exit code remains
             print("enginepool:", " ".join(message.split()), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Standard output of the command line. Output that cannot be written is an error."""
+"""Standard output of the command line. An output that cannot be written is an error."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class OutputLost(Exception):
-    """Raised by whatever writes to standard output, when that is closed or full, or nobody reads.
+    """Raised when standard output is closed or full, or has no reader.
 
     Attributes:
-        unread: Whether its reader has left, as `head` does; no mistake of anybody's.
+        unread: The reader has gone, as `head` does. That is no error.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -23,12 +23,12 @@ class OutputLost(Exception):
 
 
 class _Output(io.FileIO):
-    """Standard output, whose errors are told from those of other files."""
+    """Standard output. If it cannot be written, it raises OutputLost."""
 
     _lost = False
 
     def write(self, data: Any) -> int:
-        if self._lost:  # Python tries what is left in the buffer again at exit, and would complain
+        if self._lost:  # at exit Python writes the rest of the buffer, and would print an error
             return len(data)
         try:
             return super().write(data)
@@ -38,7 +38,7 @@ class _Output(io.FileIO):
 
 
 def engine_line(engine: dict[str, Any]) -> str:
-    """What is said of an engine that serves now, from its part of `stats()`."""
+    """A line about an engine that serves, from its part of `stats()`."""
     return (
         f"engine {engine['engine_index']} on {engine['platform']} device "
         f"{engine['devices'][0]}: built in {engine['build_seconds']:.1f} s, "
@@ -47,9 +47,9 @@ def engine_line(engine: dict[str, Any]) -> str:
 
 
 def watch_output() -> None:
-    """Let everything that is printed from now on raise OutputLost where it cannot be written."""
+    """From now on `print` raises OutputLost if its text cannot be written."""
     old: Any = sys.stdout
-    if old is None:  # closed: what is open for reading only stands for it
+    if old is None:  # closed: a file that cannot be written replaces it
         raw = _Output(os.open(os.devnull, os.O_RDONLY), "wb")
         options: dict[str, Any] = {"encoding": "utf-8"}
     else:
@@ -63,7 +63,7 @@ def watch_output() -> None:
 
 
 def check_output() -> None:
-    """Raise OutputLost before the work, as far as that can be seen by writing nothing."""
+    """Raise OutputLost before the work begins, if writing nothing already fails."""
     raw = getattr(sys.stdout.buffer, "raw", None)
     if isinstance(raw, _Output):
         raw.write(b"")

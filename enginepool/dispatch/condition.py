@@ -80,12 +80,12 @@ class WeightsCondition:
     nonfinite_under: int | None = None
 
     def replaced(self, version: int | str, update: int) -> None:
-        """From now on, tokens come from this update's weights."""
+        """Record that the engine has the weights of this update now."""
         self.version, self.update = version, update
         self.being_replaced = False
 
     def are_finite(self) -> None:
-        """A request got finite numbers from these weights."""
+        """Record that a request got finite numbers from these weights."""
         self.finite_under, self.finite_at = self.update, time.perf_counter()
         if self.nonfinite_under == self.update:
             self.nonfinite_under = None
@@ -128,7 +128,7 @@ class EngineCondition:
         self._phase = _Phase(state, reason, returns)
 
     def pause(self, reason: PauseReason) -> None:
-        """From now on it takes no step."""
+        """Add a reason to take no step."""
         self.pause_reasons.add(reason)
 
     def go_on(self, reason: PauseReason) -> None:

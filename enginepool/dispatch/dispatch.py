@@ -131,8 +131,8 @@ class Dispatch:
             if all(engine.condition.paused for engine in able):
                 raise InvalidRequest(
                     f"generating inside {outer} would wait for ever: no engine takes a step before "
-                    "it returns; generate before it, or use staging='double' without free_kv=True "
-                    "on a pool that is not paused, where engines serve while an iterator is read"
+                    "it returns. Generate before it. Or do not pause the pool, and update with "
+                    "staging='double' and without free_kv=True"
                 )
 
     def abort(self, requests: Iterable[Request], message: str, err_type: str) -> None:

@@ -40,9 +40,9 @@ class QueueLimit:
                 self._queue.put(call.requests)
             elif self._when_full == "raise":
                 raise QueueFull(
-                    f"{len(self._queue)} requests wait already and this call has "
-                    f"{len(call.requests)}, max_queued={self._limit}: try again later, or make "
-                    "the pool with a larger max_queued"
+                    f"{len(self._queue)} requests wait and this call has {len(call.requests)}: at "
+                    f"most max_queued={self._limit} may wait; try again later, or make the pool "
+                    "with a larger max_queued"
                 )
             else:
                 self._outside.append(call)

@@ -81,7 +81,7 @@ def decide(error: BaseException, history: EngineHistory, policy: Policy) -> Deci
 
 
 def delay_before(attempt: int) -> float:
-    """Seconds to wait before a recovery, by which in a row it is: none, then growing."""
+    """Seconds to wait before a recovery: 0 for the first in a row, then more and more."""
     return 0.0 if attempt <= 1 else 0.05 * 4.0 ** (attempt - 2)
 
 

@@ -1,4 +1,4 @@
-"""The lock for pauses, swaps and other changes of a pool: one at a time, and never in itself."""
+"""The lock for changes of a pool, such as pauses and swaps: one at a time, none inside another."""
 
 from __future__ import annotations
 

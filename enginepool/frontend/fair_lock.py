@@ -29,7 +29,7 @@ class FairLock:
             self.waiting.append(turn)
         try:
             turn.acquire()
-        except BaseException:  # KeyboardInterrupt: the lock may be this thread's by now
+        except BaseException:  # KeyboardInterrupt: this thread may have got the lock already
             with self._lock:
                 mine = turn not in self.waiting
                 if not mine:

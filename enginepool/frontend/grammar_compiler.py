@@ -105,8 +105,8 @@ class GrammarCompiler:
             if job is None:
                 if len(self.jobs) >= _MOST_WAIT:
                     raise QueueFull(
-                        f"{len(self.jobs)} grammars are being compiled, which is the most; try "
-                        "again"
+                        f"{len(self.jobs)} grammars are being compiled: at most {_MOST_WAIT} may "
+                        "wait; try again later"
                     )
                 job = self.jobs[source] = Job(source)
                 job.waiting = 1

@@ -97,8 +97,8 @@ class GrammarHelper:
             self.end()
             if isinstance(error, TookTooLong):
                 raise TookTooLong(
-                    f"it takes more than {self._seconds:g} s to compile, or to find what may come "
-                    "next; make it smaller"
+                    f"it takes more than {self._seconds:g} s to compile and to find the allowed "
+                    "tokens of a few steps; make it smaller"
                 ) from None
             raise
 

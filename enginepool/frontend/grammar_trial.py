@@ -93,7 +93,7 @@ class Trial:
             token = _any_of(allowed, rng, but=self._vocabulary.eos_token)
             if token is None:
                 if not taken[1:] and not any(allowed):
-                    raise ValueError("no token of this vocabulary can begin what it describes")
+                    raise ValueError("no token of this vocabulary can begin an output")
                 break
             began = time.thread_time()
             matcher.consume_token(token)
@@ -103,14 +103,14 @@ class Trial:
         # The first masks take longer: they fill llguidance's caches.
         usual = sorted(taken)[_STEPS // 2] if len(taken) == _STEPS else 0.0
         for mask, limit, what in (
-            (max(taken), _LONGEST_MASK, "one"),
-            (usual, _USUAL_MASK, "the usual one"),
+            (max(taken), _LONGEST_MASK, "the slowest"),
+            (usual, _USUAL_MASK, "the median"),
         ):
             if mask > limit:
                 raise ValueError(
-                    f"what may come next takes {1000 * mask:.0f} ms to find, of {what} of its "
-                    f"first {len(taken)} steps: at most {1000 * limit:.0f} ms, as others wait for "
-                    "it; make its expressions shorter"
+                    f"{what} of {len(taken)} steps takes {1000 * mask:.0f} ms to find the allowed "
+                    f"tokens: at most {1000 * limit:.0f} ms, because other requests wait for it; "
+                    "make its expressions shorter"
                 )
 
 

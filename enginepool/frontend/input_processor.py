@@ -109,7 +109,7 @@ class InputProcessor:
         special = options.get("add_special_tokens")
         if special is not None and prompts is None:
             raise InvalidRequest(
-                f"add_special_tokens={shown(special)}: nothing is added to input_ids; leave it out"
+                f"add_special_tokens={shown(special)}: input_ids get no tokens added; leave it out"
             )
         return self.prompts(
             prompts,

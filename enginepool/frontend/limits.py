@@ -76,7 +76,7 @@ def check_length(
 def _check_fits(index: int, ids: Sequence[int], longest: int, limits: Limits) -> None:
     if len(ids) > longest:
         raise InvalidRequest(
-            f"{len(ids)} tokens are too long: at most {longest} fit one engine "
+            f"{len(ids)} tokens are too many: at most {longest} fit one engine "
             f"({limits.origin}); shorten the prompt or raise that limit",
             prompt_index=index,
         )

@@ -151,13 +151,13 @@ def check_starts(
     if not wanted:
         if starts is not None:
             raise InvalidRequest(
-                f"logprob_start_len={shown(starts)} says which of a prompt's tokens are scored: "
-                "give return_prompt_logprob=True with it"
+                f"logprob_start_len={shown(starts)}, the first prompt token that is scored, needs "
+                "return_prompt_logprob=True"
             )
         return [None] * len(token_ids)
     if limits.score_refusal is not None:
         refusal = limits.score_refusal
-        raise InvalidRequest(f"return_prompt_logprob: this pool cannot: {refusal}")
+        raise InvalidRequest(f"return_prompt_logprob is not possible in this pool: {refusal}")
     if not isinstance(starts, list | tuple):
         starts = [0 if starts is None else starts] * len(token_ids)
     if len(starts) != len(token_ids):

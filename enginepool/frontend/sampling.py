@@ -115,7 +115,7 @@ def make_sampling(
     if built.min_new_tokens and len(stops) >= vocab_size:  # nothing is left but NaN
         raise InvalidRequest(
             f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the model's end tokens are "
-            f"all {vocab_size} of the vocabulary, so that none may be sampled; leave one out"
+            f"all {vocab_size} tokens of the vocabulary, so no token may be sampled; leave one out"
         )
     return PromptSampling(
         built,
@@ -136,12 +136,12 @@ def _take_grammar(given: dict[str, Any]) -> GrammarSource | None:
     if not kinds:
         return None
     if len(kinds) > 1:
-        raise InvalidRequest(f"{' and '.join(kinds)}: an output is held to one of them; give one")
+        raise InvalidRequest(f"{' and '.join(kinds)}: an output has one grammar; give one of them")
     for name in ("ignore_eos", "min_new_tokens"):
         if given.get(name):
             raise InvalidRequest(
-                f"{name}={shown(given[name])} with {kinds[0]}: behind a complete output nothing "
-                "but the end token is left to sample; leave one of them out"
+                f"{name}={shown(given[name])} with {kinds[0]}: after a complete output only the "
+                "end token may be sampled; leave one of them out"
             )
     return GrammarSource.of(kinds[0], given.pop(kinds[0]))
 

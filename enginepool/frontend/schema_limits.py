@@ -29,7 +29,7 @@ def check_schema(schema: Any) -> None:
             items += count
             if items > _MOST_ITEMS:
                 raise ValueError(
-                    f"{name}={count}: at most {_MOST_ITEMS} are compiled, in all of a schema"
+                    f"{name}={count}: a schema may have at most {_MOST_ITEMS} in all; lower it"
                 )
         _check_multiple(part.get("multipleOf"))
     _check_chains(schema, parts)
@@ -55,8 +55,8 @@ def _check_chains(schema: Any, parts: Mapping[str, Mapping[str, Any]]) -> None:
             seen.add(id(value))
             if len(ways) > _LONGEST_CHAIN:
                 raise ValueError(
-                    f"it has a chain of more than {_LONGEST_CHAIN} schemas, each in the one before "
-                    "or referred to by it ($ref, anyOf, items, …): make it shorter"
+                    f"it has a chain of more than {_LONGEST_CHAIN} nested or referenced schemas "
+                    "($ref, anyOf, items, …): make it shorter"
                 )
             ways.append(iter(_next_in_chain(value, parts)))
 
@@ -79,7 +79,7 @@ def _check_multiple(number: Any) -> None:
     digits = Fraction(str(number))  # 0.05 counts as 5, of hundredths
     if digits.numerator * (_decimals(digits) // digits.denominator) > _LARGEST_MULTIPLE:
         raise ValueError(
-            f"multipleOf={number}: at most {_LARGEST_MULTIPLE} are compiled, without the point"
+            f"multipleOf={number}: at most {_LARGEST_MULTIPLE}, counted in its last decimal place"
         )
 
 
@@ -102,8 +102,8 @@ class _Ways:
         for place, part in self._parts.items():
             if isinstance(part.get("allOf"), list) and (ways := self._of(part)) > _MOST_WAYS:
                 raise ValueError(
-                    f"{place}: allOf over parts with {ways} alternatives in all, multiplied; at "
-                    f"most {_MOST_WAYS} are compiled"
+                    f"{place}: the alternatives of the parts of allOf multiply to {ways}: at most "
+                    f"{_MOST_WAYS}; use fewer"
                 )
 
     def _of(self, part: Mapping[str, Any]) -> int:

@@ -32,7 +32,7 @@ def make_score_call(
     """
     limits = processor.limits
     if limits.score_refusal is not None:
-        raise InvalidRequest(f"score: this pool cannot: {limits.score_refusal}")
+        raise InvalidRequest(f"score is not possible in this pool: {limits.score_refusal}")
     _, before, lone = processor.prompts(prompts, input_ids)
     _, after, one = processor.prompts(
         continuations,

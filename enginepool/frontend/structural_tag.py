@@ -40,7 +40,7 @@ def structural_tag_grammar(tag: Any, vocabulary: LLTokenizer) -> str:
     special = {_is_special(tag.trigger, vocabulary) for tag in tags}
     bracketed = {tag.trigger.startswith("<") and tag.trigger.endswith(">") for tag in tags}
     if len(special) > 1 and True in bracketed:
-        raise ValueError("triggers are all special tokens or none is")
+        raise ValueError("triggers: either all or none may be special tokens")
     return StructTag.to_grammar(tags, assume_special=special == {True})
 
 

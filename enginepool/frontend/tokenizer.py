@@ -92,7 +92,7 @@ class Tokenizer:
                 calls this.
         """
         for name in _ANOTHER_RESULT.intersection(options):
-            raise InvalidRequest(f"chat_template_kwargs: {name} is the pool's own; leave it out")
+            raise InvalidRequest(f"chat_template_kwargs: the pool sets {name} itself; leave it out")
         messages = check_messages(messages, index)
         template = options.get("chat_template")
         if template is None and not getattr(self.hf, "chat_template", None):

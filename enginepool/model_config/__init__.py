@@ -1,7 +1,7 @@
-"""What a checkpoint's configuration means, and whether an engine computes that."""
+"""Reads a checkpoint's configuration, and says what of it engines compute."""
 
-# Of these upstream's models are known: their sizes, and what of a configuration they compute. By
-# `model_type`, the class of upstream's.
+# The families that are known: their sizes, and which fields their models compute. Upstream's class
+# by `model_type`.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

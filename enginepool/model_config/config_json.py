@@ -1,10 +1,10 @@
-"""Reading a config.json, whichever transformers wrote it.
+"""Reads a config.json of transformers 4 or of transformers 5.
 
 The installed transformers, and upstream with it, read the fields of transformers 4. Transformers 5
-writes some under other names, and the old ones silently take their defaults: `rope_theta` 10000,
-128 experts. `as_read` is the one translation. Engines get it as upstream's own
-`json_model_override_args`, so that nothing of upstream is replaced for it; what reads a
-configuration on our side reads it through `load`.
+writes some under other names. The old names then silently have their defaults: `rope_theta` 10000,
+128 experts. `as_read` translates them. Engines get the translation as upstream's
+`json_model_override_args`, so nothing of upstream is replaced. Our own code reads configurations
+with `load`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enginepool.errors import InvalidConfig
 from enginepool.model_config import ARCHITECTURES
 from enginepool.values import json_object, shown
 
-# What transformers 5 calls a field, and what an older configuration class does.
+# Fields of transformers 5, and their names in transformers 4.
 _RENAMED = {"num_local_experts": "num_experts"}
 
 
@@ -28,10 +28,11 @@ def written(
     """The fields of a checkpoint's config.json, as they are written.
 
     Args:
-        model: A directory, a config.json or a hub id, whose configuration alone is fetched.
+        model: A directory, a config.json or a hub id. Of a hub id only the configuration is
+            fetched.
 
     Raises:
-        InvalidConfig: There is none to be read.
+        InvalidConfig: It cannot be read.
     """
     from transformers import PretrainedConfig
 
@@ -39,35 +40,35 @@ def written(
         found, _ = PretrainedConfig.get_config_dict(
             model, revision=revision, cache_dir=download_dir
         )
-    except Exception as error:  # transformers and the hub raise what they like
-        raise InvalidConfig(f"{model}: no configuration to be read: {error}") from error
+    except Exception as error:  # transformers and the hub raise anything
+        raise InvalidConfig(f"{model}: the configuration cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise InvalidConfig(f"{model}: config.json holds {shown(found)}: expected an object")
-    if not found:  # so transformers has it of a directory without one
+    if not found:  # transformers returns this for a directory without a config.json
         raise InvalidConfig(
-            f"{model}: no configuration to be read: no config.json, or an empty one"
+            f"{model}: the configuration cannot be read: no config.json, or an empty one"
         )
     return found
 
 
 def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same configuration in the fields that the installed transformers and upstream read.
+    """Translate a configuration into the fields that the installed transformers and upstream read.
 
-    What is in those already stays as it is. Rotary embeddings that differ from layer to layer have
-    no such fields; they stay in `rope_parameters`.
+    Fields of transformers 4 stay as they are. Rotary embeddings that differ between layers have no
+    such fields. They stay in `rope_parameters`.
     """
     found = dict(config)
     family = str(found.get("model_type"))
     known = _constructor_fields(family)
     named = found.get("architectures") or ()
     if family in ARCHITECTURES and not any(str(name).endswith("ForCausalLM") for name in named):
-        found["architectures"] = [ARCHITECTURES[family]]  # transformers goes by model_type alone
+        found["architectures"] = [ARCHITECTURES[family]]  # transformers looks at model_type only
     for new, old in _RENAMED.items():
         if new in found and new not in known and old in known:
             found.setdefault(old, found[new])
             del found[new]
     if family == "qwen2" and found.get("attention_bias") is False:
-        found["attention_bias"] = True  # its projections have biases, whatever this says
+        found["attention_bias"] = True  # its projections have biases in any case
     rope = None if "rope_parameters" in known else _one_rope(found.get("rope_parameters"))
     if rope is not None:
         del found["rope_parameters"]
@@ -81,10 +82,10 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields(config: Mapping[str, Any], override_args: str | None = None) -> dict[str, Any]:
-    """A config.json as engines read it, under overrides in the fields of either transformers.
+    """A config.json as engines read it, with overrides in the fields of transformers 4 or 5.
 
     Raises:
-        InvalidConfig: One of the two says two things of rotary embeddings.
+        InvalidConfig: The file or the overrides contradict themselves about rotary embeddings.
     """
     own = json_object("json_model_override_args", override_args)
     _check_one_rope(config, "config.json")
@@ -93,11 +94,11 @@ def fields(config: Mapping[str, Any], override_args: str | None = None) -> dict[
 
 
 def overrides(config: Mapping[str, Any], given: str | None = None) -> str:
-    """What upstream's `json_model_override_args` must be for it to read a config.json right.
+    """The `json_model_override_args` with which upstream reads a config.json correctly.
 
     Args:
-        config: As it is written.
-        given: The user's own overrides, in the fields of either transformers. They come last.
+        config: The configuration as it is written.
+        given: The user's own overrides, in the fields of transformers 4 or 5. They come last.
     """
     own = json_object("json_model_override_args", given)
     meant = fields(config, given)
@@ -114,14 +115,14 @@ def load(
     """A checkpoint's configuration as an object of `transformers`, read as engines read it.
 
     Raises:
-        InvalidConfig: There is none to be read, or transformers refuses it.
+        InvalidConfig: It cannot be read, or transformers refuses it.
     """
     return parsed(fields(written(model, revision, download_dir), override_args), model)
 
 
 def parsed(config: Mapping[str, Any], name: str = "the model") -> Any:
-    """An object of `transformers` from the fields of a config.json; a plain one for a family that
-    the installed transformers does not know.
+    """An object of `transformers` from the fields of a config.json. A family that the installed
+    transformers does not know gets a plain one.
 
     Raises:
         InvalidConfig: transformers refuses it.
@@ -130,13 +131,14 @@ def parsed(config: Mapping[str, Any], name: str = "the model") -> Any:
 
     try:
         return (_kind(config.get("model_type")) or PretrainedConfig).from_dict(as_read(config))
-    except Exception as error:  # transformers raises what it likes
-        raise InvalidConfig(f"{name}: no configuration to be read: {error}") from error
+    except Exception as error:  # transformers raises anything
+        raise InvalidConfig(f"{name}: the configuration cannot be read: {error}") from error
 
 
 def _check_one_rope(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a `rope_scaling` that somebody added to what transformers 5 wrote: each transformers
-    reads one of the two fields, and not the same one."""
+    """Refuse a `rope_scaling` that was added to a file of transformers 5 and contradicts its
+    `rope_parameters`. Transformers 4 reads the one field, transformers 5 the other.
+    """
     rope, scaling = config.get("rope_parameters"), config.get("rope_scaling")
     if not rope or not scaling:
         return
@@ -151,7 +153,7 @@ def _check_one_rope(config: Mapping[str, Any], where: str) -> None:
 
 
 def _one_rope(rope: Any) -> dict[str, Any] | None:
-    """The parameters of all layers; None if there are none, or several kinds."""
+    """The rotary parameters of all layers. None if there are none, or if layers differ."""
     if not isinstance(rope, Mapping) or not rope:
         return None
     if not all(isinstance(value, Mapping) or value is None for value in rope.values()):
@@ -165,16 +167,16 @@ def _same(config: Mapping[str, Any], name: str, value: Any) -> bool:
 
 
 def _constructor_fields(model_type: Any) -> frozenset[str]:
-    """What transformers' class for a family takes by name; nothing for one that it lacks."""
+    """The named arguments of transformers' class for a family. Empty for an unknown family."""
     kind = _kind(model_type)
     return frozenset(inspect.signature(kind.__init__).parameters) if kind else frozenset()
 
 
 def _kind(model_type: Any) -> Any:
-    """transformers' configuration class for a family; upstream adds its own to them."""
+    """transformers' configuration class for a family. Upstream registers its own there too."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
         return CONFIG_MAPPING[model_type]
-    except (KeyError, TypeError):  # none of that name, or no name
+    except (KeyError, TypeError):  # an unknown family, or none
         return None

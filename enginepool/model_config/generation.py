@@ -1,6 +1,6 @@
-"""Reading a generation_config.json: a model's ends, and what a call without parameters does.
+"""Reads a generation_config.json: end tokens, and the sampling parameters of calls without any.
 
-Upstream takes one that it cannot read for one that is not there.
+Upstream ignores a file that it cannot read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ NAME = "generation_config.json"
 
 
 def written_generation(model: str, revision: str | None = None) -> dict[str, Any]:
-    """The fields of a checkpoint's generation_config.json, as they are written; none without one.
+    """The fields of a checkpoint's generation_config.json, as they are written. Empty without a
+    file.
 
     Raises:
         InvalidConfig: It cannot be read, or transformers, and upstream with it, refuses it.
@@ -28,7 +29,7 @@ def written_generation(model: str, revision: str | None = None) -> dict[str, Any
 
     try:
         place = cached_file(model, NAME, revision=revision)
-    except OSError:  # there is none, or no network; what a model needs fails by itself
+    except OSError:  # no such file, or no network: loading the model fails by itself then
         return {}
     if place is None:
         return {}
@@ -41,17 +42,18 @@ def written_generation(model: str, revision: str | None = None) -> dict[str, Any
             GenerationConfig.from_dict(found)
     except InvalidConfig:
         raise
-    except Exception as error:  # transformers raises what it likes
+    except Exception as error:  # transformers raises anything
         raise InvalidConfig(
-            f"{model}: {NAME} is not to be read: {error}; correct it, or take it away"
+            f"{model}: {NAME} cannot be read: {error}; correct it or remove it"
         ) from error
     return found
 
 
 def check_ends(config: Mapping[str, Any], file: str) -> None:
-    """
+    """Check that the end tokens that a file names are ids.
+
     Raises:
-        InvalidConfig: What the file names as ends are no ids, and would end no output.
+        InvalidConfig: They are not, so they would end no output.
     """
     ends = config.get("eos_token_id")
     if ends is None or is_int(ends) or (isinstance(ends, list) and all(map(is_int, ends))):
@@ -62,11 +64,11 @@ def check_ends(config: Mapping[str, Any], file: str) -> None:
 
 
 def end_ids(named: Iterable[int] | None, tokenizer: Any) -> set[int]:
-    """The ids that end an output, but for those that its caller names.
+    """The ids that end an output, without those that its caller names.
 
     Args:
-        named: Those of the two files, as upstream's `hf_eos_token_id` and `eos_token_ids` are.
-        tokenizer: The one that upstream loads, with its `additional_stop_token_ids`; or None.
+        named: The ids of the two files, as upstream's `hf_eos_token_id` and `eos_token_ids`.
+        tokenizer: The tokenizer that upstream loads, with its `additional_stop_token_ids`; or None.
     """
     ends = {*(named or ())}
     if tokenizer is not None:

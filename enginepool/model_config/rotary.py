@@ -1,11 +1,11 @@
-"""Rotary frequencies by their published definitions, to hold an engine's against.
+"""Computes rotary frequencies by their published definitions. Engines are compared with them.
 
 - RoPE: Su et al., "RoFormer", arXiv:2104.09864, section 3.2.2.
 - "llama3": the model card and the reference code of Llama 3.1 (`apply_scaling`).
 - "yarn": Peng et al., "YaRN", arXiv:2309.00071: NTK-by-parts (section 3.2), and the temperature of
-  attention (section 3.4), put into cosines and sines.
+  attention (section 3.4), multiplied into cosines and sines.
 
-In float64. A test holds them against what transformers computes of the same configurations.
+In float64. A test compares them with those of transformers.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from enginepool.errors import InvalidConfig
 from enginepool.model_config.config_json import as_read
 from enginepool.values import shown
 
-# What upstream, with our patches, computes.
+# The kinds that upstream computes with our patches.
 COMPUTED = ("default", "llama3", "yarn")
 _BEFORE = "original_max_position_embeddings"
 
 
 class Rotation(NamedTuple):
-    """How a layer turns queries and keys.
+    """The rotation of a layer's queries and keys.
 
     Attributes:
-        frequencies: Radians a position, [turned entries of a head / 2].
-        scale: What cosines and sines are multiplied by.
+        frequencies: Radians for each position, [rotated entries of a head / 2].
+        scale: Multiplied into cosines and sines.
     """
 
     frequencies: np.ndarray
@@ -38,10 +38,10 @@ class Rotation(NamedTuple):
 
 
 def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
-    """What a config.json, of either transformers, says of a layer.
+    """The rotation that a config.json of transformers 4 or 5 gives a layer.
 
     Raises:
-        InvalidConfig: A kind of scaling that no engine computes, or one without what it needs.
+        InvalidConfig: No engine computes this kind of scaling, or a parameter of it is missing.
     """
     config = as_read(config)
     field, rope = _parameters(config, layer)
@@ -60,8 +60,8 @@ def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
     before = rope.get(_BEFORE) or config["max_position_embeddings"]
     if config.get(_BEFORE) not in (None, before):
         raise InvalidConfig(
-            f"config.json: {_BEFORE}={shown(config[_BEFORE])} beside {field}, which is of "
-            f"{before}: each transformers reads another one of the two; write it into {field}"
+            f"config.json: {_BEFORE}={shown(config[_BEFORE])}, but {field} has {before}: versions "
+            f"of transformers read different ones; write the right number into {field}"
         )
     try:
         if kind == "llama3":
@@ -74,23 +74,23 @@ def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
 
 
 def _parameters(config: Mapping[str, Any], layer: int) -> tuple[str, Mapping[str, Any]]:
-    """A layer's own, and the field where they are. Those that differ by layer type are left in the
-    field of transformers 5."""
+    """A layer's rotary parameters, and the field that has them. Parameters that differ by layer
+    type are in the field of transformers 5."""
     by_type = config.get("rope_parameters")
     if not by_type:
         return "rope_scaling", config.get("rope_scaling") or {}
     kinds = config.get("layer_types") or []
     if layer >= len(kinds) or kinds[layer] not in by_type:
         raise InvalidConfig(
-            f"config.json: rope_parameters has {', '.join(by_type)}, and layer_types does not say "
-            f"which of them layer {layer} has"
+            f"config.json: rope_parameters has {', '.join(by_type)}, and layer_types names none of "
+            f"them for layer {layer}"
         )
     return f"rope_parameters[{kinds[layer]!r}]", by_type[kinds[layer]] or {}
 
 
 def _llama3(plain: np.ndarray, rope: Mapping[str, Any], before: int) -> np.ndarray:
-    """What frequencies are multiplied by, for how often their waves fit into the context of
-    before: all of it, or a factor less."""
+    """The factor of each frequency. It depends on how often its wave fits into the original
+    context: 1 for short waves, 1 / factor for long ones."""
     fits = before * plain / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = np.clip((fits - low) / (high - low), 0, 1) if high != low else fits > high
@@ -98,8 +98,9 @@ def _llama3(plain: np.ndarray, rope: Mapping[str, Any], before: int) -> np.ndarr
 
 
 def _pressed(theta: float, dim: int, rope: Mapping[str, Any], before: int) -> np.ndarray:
-    """How far each entry is interpolated: 0 where a wave makes `beta_fast` turns in the context of
-    before, 1 where it makes `beta_slow`, linearly by the entry's place between the two."""
+    """How far each entry is interpolated. 0 if its wave makes `beta_fast` turns in the original
+    context, 1 if it makes `beta_slow`, linear by index in between.
+    """
     first, last = (
         dim * math.log(before / (turns * 2 * math.pi)) / (2 * math.log(theta))
         for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)

@@ -1,4 +1,4 @@
-"""Whether the installed transformers has the class that a tokenizer names."""
+"""Checks that the installed transformers has the class that a tokenizer names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ _BACKEND = "TokenizersBackend"
 
 
 def check_tokenizer_class(path: str, revision: str | None, trust_remote_code: bool) -> None:
-    """
+    """Check that transformers has the class that a tokenizer names.
+
+    Upstream fails minutes later, and names another remedy.
+
     Args:
-        path: A directory or hub id; the .json and .gguf files that upstream takes have no class.
+        path: A directory or hub id. The .json and .gguf files that upstream takes have no class.
 
     Raises:
-        InvalidConfig: It has not. Upstream says so minutes later, and names another remedy.
+        InvalidConfig: transformers does not have it.
     """
     import transformers
     from transformers.models.auto.tokenization_auto import (
@@ -27,7 +30,7 @@ def check_tokenizer_class(path: str, revision: str | None, trust_remote_code: bo
         return
     try:
         config = get_tokenizer_config(path, revision=revision)
-    except (OSError, ValueError):  # upstream reads it too, and will say so
+    except (OSError, ValueError):  # upstream reads it too, and reports the error
         return
     name = config.get("tokenizer_class")
     if name in (None, _BACKEND) or (trust_remote_code and "auto_map" in config):
@@ -36,7 +39,7 @@ def check_tokenizer_class(path: str, revision: str | None, trust_remote_code: bo
         tokenizer_class_from_name(one) for one in (name, f"{name}Fast")
     ):
         raise InvalidConfig(
-            f"{path}: tokenizer_config.json: tokenizer_class={shown(name)} is none of transformers "
-            f"{transformers.__version__}; where there is a tokenizer.json, PreTrainedTokenizerFast "
-            "reads it"
+            f"{path}: tokenizer_config.json: tokenizer_class={shown(name)} does not exist in "
+            f"transformers {transformers.__version__}; for a tokenizer.json write "
+            "PreTrainedTokenizerFast"
         )

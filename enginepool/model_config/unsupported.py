@@ -1,8 +1,9 @@
-"""What a configuration asks for and no engine computes: it is refused by name, or logged.
+"""Refuses or logs fields of a configuration that no engine computes.
 
-`refuse` needs the configuration alone, and runs before anything is built. The others need the names
-of the fields that upstream has read: a field that asks for something and was not read was ignored.
-`refuse_unread` runs once the model is made, before its weights are read. `check_reads` runs last.
+`refuse` needs only the configuration, and runs before anything is built. The others also need the
+names of the fields that upstream has read. A field that changes the model and was not read was
+ignored. `refuse_unread` runs when the model is made, before its weights are read. `check_reads`
+runs last.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from enginepool.model_config.config_json import parsed
 from enginepool.model_config.rotary import rotation
 from enginepool.values import shown
 
-# Outputs would be others: refused if nobody reads them. What else is ignored is a warning.
+# These change outputs, so they are refused if upstream does not read them. Others are logged.
 _MATTERS = frozenset(
     ("attention_bias", "decoder_sparse_step", "hidden_act", "hidden_activation", "mlp_bias",
      "mlp_only_layers", "tie_word_embeddings", "use_bidirectional_attention", "use_sliding_window")
 )  # fmt: skip
-# Of training, and of how the file was written.
+# Fields for training, and about the file itself.
 NOT_OF_THE_MODEL = frozenset(
     ("architectures", "attention_dropout", "auto_map", "bos_token_id", "cache_implementation",
      "dtype", "id2label", "initializer_range", "label2id", "output_router_logits", "pad_token_id",
      "pretraining_tp", "router_aux_loss_coef", "tokenizer_class", "torch_dtype",
      "transformers_version", "use_cache")
 )  # fmt: skip
-# What is read elsewhere, and what other fields decide, too.
+# Also fields that are read elsewhere, and those that other fields determine.
 _HARMLESS = NOT_OF_THE_MODEL | frozenset(
     ("eos_token_id", "intermediate_size", "layer_types", "max_window_layers", "model_type")
 )
-# Read by upstream and not given to its weights: they would keep whatever they were made with.
+# Upstream reads `attention_bias` here and loads no biases, so they would keep initial values.
 _NO_BIASES = ("gemma2", "qwen3_moe")
 _FP8 = {"compressed-tensors": "float-quantized", "compressed_tensors": "float-quantized"}
 
 
 def refuse(fields: Mapping[str, Any]) -> None:
-    """Refuse what no engine computes, as far as the configuration alone tells.
+    """Refuse what no engine computes, as far as the configuration alone shows it.
 
     Args:
-        fields: As `config_json.fields` gives them.
+        fields: As `config_json.fields` returns them.
 
     Raises:
         InvalidConfig: With the field and its value.
@@ -74,11 +75,11 @@ def _check_quantization(fields: Mapping[str, Any]) -> None:
 
 
 def refuse_unread(fields: Mapping[str, Any], reads: Collection[str]) -> None:
-    """Refuse what would change outputs and was not read.
+    """Refuse fields that change outputs and that upstream has not read.
 
     Args:
-        fields: As `config_json.fields` gives them.
-        reads: The names that upstream has asked for.
+        fields: As `config_json.fields` returns them.
+        reads: The names that upstream has read.
 
     Raises:
         InvalidConfig: With the field and its value.
@@ -89,12 +90,12 @@ def refuse_unread(fields: Mapping[str, Any], reads: Collection[str]) -> None:
 
 
 def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool) -> None:
-    """Refuse what would change outputs and was not read; log what else was not.
+    """Refuse unread fields that change outputs, and log other unread fields.
 
     Args:
-        fields: As `config_json.fields` gives them.
-        reads: The names that upstream asked for while it built the engine.
-        caps: Whether the engine's attention knows a cap.
+        fields: As `config_json.fields` returns them.
+        reads: The names that upstream read while it built the engine.
+        caps: Whether the engine's attention computes `attn_logit_softcapping`.
 
     Raises:
         InvalidConfig: With the field and its value.
@@ -107,7 +108,7 @@ def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool
     if cap is not None and not caps:
         raise InvalidConfig(
             f"config.json: attn_logit_softcapping={cap!r}: native attention, which CPU and GPU "
-            "have, knows no cap; to compute without it give json_model_override_args="
+            "have, cannot compute it; to run without it give json_model_override_args="
             "'{\"attn_logit_softcapping\": null}'"
         )
     refuse_unread(fields, reads)
@@ -116,7 +117,7 @@ def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool
 
 
 def _unread(fields: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
-    """The fields that ask for something, and that nobody has read."""
+    """The fields that change the model and that upstream has not read."""
     if fields.get("model_type") not in FAMILIES:
         return {}
     config = parsed(fields, "config.json")
@@ -133,7 +134,7 @@ def _unread(fields: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]
 
 def _asks_nothing(name: str, value: Any, config: Any, neutral: Mapping[str, Any]) -> bool:
     if (config.model_type, name) in (("gemma2", "hidden_act"), ("qwen2", "attention_bias")):
-        return True  # Gemma's field is hidden_activation; Qwen2 has biases whatever this says
+        return True  # Gemma's field is hidden_activation; Qwen2 has biases in any case
     if name in ("hidden_act", "hidden_activation"):
         value = {"swish": "silu"}.get(value, value)
     if name == "use_sliding_window" and value and (kinds := getattr(config, "layer_types", None)):
@@ -143,6 +144,6 @@ def _asks_nothing(name: str, value: Any, config: Any, neutral: Mapping[str, Any]
 
 def _ignored(name: str, value: Any, family: str) -> str:
     return (
-        f"config.json: {name}={shown(value)}: the {family} of this sglang-jax does not compute it, "
-        "and would give other outputs than the model's"
+        f"config.json: {name}={shown(value)}: {family} of this sglang-jax does not compute it, so "
+        "outputs would be wrong"
     )

@@ -21,9 +21,9 @@ class CallGroup(ABC):
     @property
     @abstractmethod
     def runtime(self) -> Runtime:
-        """What the open pool is made of: workers, dispatch, input; opens it if it is not open.
+        """The parts of the open pool: workers, dispatch, input. Opens the pool.
 
-        For tests and tools that look inside. What is in there is no promise.
+        For tests and tools that look inside. Its contents may change at any time.
 
         Raises:
             PoolClosed, EngineStartFailed: As `EnginePool.open`.

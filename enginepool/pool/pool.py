@@ -178,7 +178,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
 
     @staticmethod
     def make_runtime(config: PoolConfig, name: str) -> Runtime:
-        """What an open pool is made of; tests and tools put in another, with a part of theirs."""
+        """Make the parts of an open pool. Tests and tools replace it, to use parts of their own."""
         return Runtime(config, name)
 
     def _opened(self, on_engine: Callable[[dict[str, Any]], None] | None) -> Runtime:

@@ -134,8 +134,8 @@ class FrontEnd:
         starts = _starts(obj.logprob_start_len)
         if starts is not None and not return_logprob:
             raise InvalidRequest(
-                f"logprob_start_len={shown(obj.logprob_start_len)} says which of a prompt's tokens "
-                "are scored: give return_logprob=True with it"
+                f"logprob_start_len={shown(obj.logprob_start_len)}, the first prompt token that is "
+                "scored, needs return_logprob=True"
             )
         extra_key = _one_for_all("extra_key", getattr(obj, "extra_key", None))
         if not isinstance(extra_key, str | None):

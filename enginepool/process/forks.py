@@ -24,8 +24,8 @@ class PoolProcess:
         fork is never released."""
         if not self.here:
             raise ForkedProcess(
-                f"pool {self._name!r} was opened in process {self.pid}, and this is process "
-                f"{os.getpid()}, forked from it: its engines are not here. Make and open a pool "
+                f"pool {self._name!r} was opened in process {self.pid}. This is process "
+                f"{os.getpid()}, a fork of it, which has none of its engines. Make and open a pool "
                 'in the child, or start the child with multiprocessing\'s "spawn"'
             )
 

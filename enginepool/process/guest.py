@@ -1,9 +1,9 @@
 """A good guest: restores what building an engine changes in the host process.
 
-What breaks: The host's random numbers repeat, its environment and JAX's configuration change, bars
-and warnings are printed, and a thread of tqdm's stays.
+What breaks: The host's random numbers repeat, its environment and JAX's configuration change,
+progress bars and warnings are printed, and a thread of tqdm stays.
 Why: Upstream's constructors seed `random` and NumPy, set environment variables and JAX's options,
-and show what they load; they take the process for their own.
+and show what they load; they assume that the process is theirs.
 Remove when: Building an Engine leaves the process alone; a test compares it before and after.
 
 Everything here is process-wide. So builds hold `BUILD_LOCK`: two at once would each restore what

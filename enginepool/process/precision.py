@@ -1,12 +1,12 @@
-"""What an engine multiplies matrices with: decided once, in effect on the engine's threads only.
+"""The precision of an engine's matrix products: chosen once, and only on the engine's threads.
 
-What breaks: Without this the host's matrices are multiplied otherwise once a pool is open on a
-GPU, or the engine's programs are traced with TF32: outputs and log-probabilities are not float32's.
+What breaks: Without this, an open pool on a GPU changes the precision of the host's own matrix
+products. Or the engine's programs are traced with TF32, and outputs differ from float32.
 Why: Upstream's model runner sets `jax_default_matmul_precision` for the whole process while it is
-built, and most programs of an engine are traced later.
+built. Most programs of an engine are traced later.
 Remove when: Upstream asks for a precision where it multiplies.
 
-`jax.config.update` is replaced while an engine is built, in effect on that thread alone.
+`jax.config.update` is replaced while an engine is built, for that thread only.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MatmulPrecision:
     """The precision of one engine's matrix products, on every thread that traces for it.
 
     Attributes:
-        value: As `jax.default_matmul_precision` takes it. At first what is in effect on the
-            calling thread: the user's choice. Where that is None, upstream's for the platform
-            once an engine is built; None then stands for JAX's default.
+        value: A value of `jax.default_matmul_precision`. It begins as the calling thread's, which
+            is the user's choice. If that is None, the build sets upstream's choice for the
+            platform. If that is None as well, JAX's default holds.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,17 @@ class MatmulPrecision:
 
     @contextmanager
     def on_this_thread(self) -> Iterator[None]:
-        """What the calling thread traces in the block has this precision, whatever the host
-        sets meanwhile."""
+        """A block in which the calling thread traces with this precision, even if the host sets
+        another one meanwhile.
+        """
         with jax.default_matmul_precision(self.value):
             yield
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """`on_this_thread` for the build of an engine: what upstream asks for is its choice for
-        this engine, and not the process's."""
+        """`on_this_thread` for the build of an engine. Upstream's setting becomes this engine's
+        precision, and not the process's.
+        """
         with ExitStack() as block, _upstreams_choice.on_this_thread():
             block.enter_context(self.on_this_thread())
             _thread.choose = functools.partial(self._choose, block)
@@ -72,7 +74,7 @@ def _replace_update() -> Callable[[], None]:
     jax.config.__dict__["update"] = update
 
     def restore() -> None:
-        # A method of the class: without the instance's own it is found again.
+        # Without the instance's attribute the class's method is found again.
         if vars(jax.config).get("update") is update:
             del jax.config.update
 

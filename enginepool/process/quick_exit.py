@@ -1,13 +1,13 @@
-"""Ends a command's process at once: neither JAX nor the interpreter is taken down.
+"""Ends a command's process at once, without the shutdown of JAX and of the interpreter.
 
 Reaches into JAX: the function that it registers for the exit.
 
 What breaks: Without this the process of a server with four engines stays for one or two seconds
 after its last answer. JAX frees every executable, then the interpreter frees all that is left.
 Why: Both free memory that ends with the process anyway.
-Remove when: That takes no time.
+Remove when: The shutdown takes no time.
 
-If this JAX has its function elsewhere, the function runs.
+If this version of JAX has no such function, the shutdown runs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from collections.abc import Iterator
 def quick_exit() -> Iterator[None]:
     """Surround a command that ends its process by SystemExit.
 
-    What is registered for the exit later than this still runs. Threads that are no daemons are
-    waited for. Logs and standard streams are flushed.
+    Exit hooks that are registered later than this still run. Threads that are not daemons are
+    joined. Logs and standard streams are flushed.
     """
     codes: list[int] = []
-    atexit.register(_end, codes)  # first of all, to be called last
+    atexit.register(_end, codes)  # registered first, so it is called last
     try:
         yield
     except SystemExit as ended:
@@ -42,13 +42,13 @@ def _leave_jax() -> None:
     jax, api = sys.modules.get("jax"), sys.modules.get("jax._src.api")
     clean_up = getattr(api, "clean_up", None)
     if jax is None or clean_up is None or jax.distributed.is_initialized():
-        return  # other processes would wait for this one to leave
+        return  # other processes wait for this one in JAX's shutdown
     atexit.unregister(clean_up)
 
 
 def _end(codes: list[int]) -> None:
     if codes:
-        logging.shutdown()  # registered before
+        logging.shutdown()  # its own hook was registered before, and would run later
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

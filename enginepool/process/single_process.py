@@ -2,8 +2,9 @@
 
 What breaks: Building an engine waits until every process of the program builds one too. So does
 rebuilding an engine after a failure, although the other processes have no part in it.
-Why: Upstream looks at the program and not at its mesh. With `jax.process_count()` above 1 it takes
-the least free memory of all processes, and has process 0 read a checkpoint's index for all.
+Why: Upstream counts the processes of the program, not those of its mesh. With `jax.process_count()`
+above 1 it takes the least free memory of all processes, and has process 0 read a checkpoint's index
+for all.
 Remove when: Upstream asks whether its mesh spans processes. Then nothing here is called any more.
 
 Nothing of upstream is replaced. The two public functions of JAX that upstream asks answer one

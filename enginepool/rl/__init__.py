@@ -1,7 +1,7 @@
-"""What a training loop around a pool needs and everybody writes by hand. It is no trainer.
+"""Helpers for a training loop around a pool. It is no trainer.
 
-NumPy in and out; only `sampling_logprobs` imports JAX, when it is called. An adapter: it uses what
-every user of the package can.
+NumPy in and out; only `sampling_logprobs` imports JAX, when it is called. An adapter: it uses the
+public API only.
 """
 
 from enginepool.rl.advantages import group_advantages

@@ -1,4 +1,4 @@
-"""How much better a sample was than the others of its prompt."""
+"""How much better a sample is than the others of its prompt."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def group_advantages(
     divide_by_std: bool = True,
     epsilon: float = 1e-6,
 ) -> np.ndarray:
-    """GRPO's advantages: a reward less the mean of its group, over the group's deviation.
+    """GRPO's advantages: (reward - mean of the group) / standard deviation of the group.
 
-    The deviation is that of a sample (n - 1), as verl and TRL have it. A group that is all equal
-    teaches nothing and gets exactly 0, and so does one of which a single sample is valid.
+    The deviation is that of a sample (n - 1), as in verl and TRL. Advantages are exactly 0 in a
+    group of equal rewards, and in a group with one valid sample.
 
     Args:
         rewards: [N].
-        prompt_index: [N], equal within a group; in any order, and groups of any sizes.
-        valid: [N] bool; a sample that is not (`~batch.aborted`) gets 0 and is in neither mean nor
-            deviation: the group is of those that are left.
-        divide_by_std: Without it the difference alone, as Dr. GRPO has it.
+        prompt_index: [N], equal within a group. Groups may have any order and any size.
+        valid: [N] bool, such as `~batch.aborted`. An invalid sample gets 0 and counts for no mean
+            and no deviation.
+        divide_by_std: False: only subtract the mean, as Dr. GRPO does.
         epsilon: Added to the deviation.
 
     Returns:
@@ -41,7 +41,7 @@ def group_advantages(
     if values.ndim != 1 or not values.shape == groups.shape == counts.shape:
         raise InvalidRequest(
             f"rewards {values.shape}, prompt_index {groups.shape} and valid {counts.shape}: "
-            "expected one of each a sample, in one dimension"
+            "expected one dimension, with one entry for each sample"
         )
     bad = np.flatnonzero(counts & ~np.isfinite(values))
     if bad.size:
@@ -51,8 +51,8 @@ def group_advantages(
             prompt_index=int(groups[bad[0]]),
         )
     _, group = np.unique(groups, return_inverse=True)
-    # From the group's least: a mean of equal numbers may differ from them in the last digit, and
-    # epsilon would make much of that.
+    # The least reward is subtracted first, so equal rewards give exactly 0. Without that their mean
+    # may differ from them in the last digit, which the division by epsilon would enlarge.
     least = np.full(group.max(initial=0) + 1, np.inf)
     np.minimum.at(least, group[counts], values[counts])
     above = np.where(counts, values, 0.0)

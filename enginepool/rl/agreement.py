@@ -1,4 +1,4 @@
-"""Whether trainer and engines mean the same model: their probabilities of the same tokens."""
+"""Compares the probabilities that trainer and engines give to the same tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from enginepool.rl.batch import RolloutBatch
 
 @dataclass(frozen=True)
 class WorstToken:
-    """Where trainer and rollout are furthest apart.
+    """The token with the largest difference between trainer and rollout.
 
     Attributes:
-        row: In the batch.
-        position: In the output.
-        weight_version: Of the weights that it was sampled from.
+        row: Its row in the batch.
+        position: Its position in the output.
+        weight_version: The version of the weights that sampled it.
     """
 
     row: int
@@ -40,17 +40,18 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Statistics of exp(trainer - rollout), a token's probability in one over that in the other.
+    """Statistics of the ratio exp(trainer - rollout) of each token's probabilities.
 
     Attributes:
         tokens: How many were compared.
-        mean: 1 in expectation, whatever the trainer's model, as long as the rollout's
-            log-probabilities are those of the law that was sampled from; see `kl_k3` too.
-        min, max: 1 and 1 where both are the same model, but for rounding.
-        kl_k1, kl_k3: Schulman's estimators of KL(rollout || trainer) by token: the mean of
-            rollout - trainer, and of ratio - 1 - log ratio, which is never negative.
-        worst: The largest difference of log-probabilities; one that is NaN above all.
-        by_version: The same of each version's tokens, if there are several.
+        mean: 1 in expectation for any trainer, if the rollout's log-probabilities are those of the
+            distribution that was sampled from. So look at `kl_k3` as well.
+        min, max: 1 except for rounding, if both are the same model.
+        kl_k1, kl_k3: Schulman's estimators of KL(rollout || trainer) by token: the mean of rollout
+            - trainer, and of ratio - 1 - log ratio, which is never negative.
+        worst: The token with the largest difference of log-probabilities. NaN counts as the
+            largest.
+        by_version: The statistics of each weight version. Empty if there is only one version.
     """
 
     tokens: int
@@ -72,21 +73,21 @@ class Agreement:
 def agreement(batch: RolloutBatch, trainer_logprobs: ArrayLike) -> Agreement:
     """Compare the rollout's log-probabilities with the trainer's of the same tokens.
 
-    On policy they are equal but for rounding, so that whatever is amiss (other weights, another
-    tokenization, another temperature, a mask that is off by one) is seen in the first step.
+    On policy they are equal except for rounding. So wrong weights, another tokenization, another
+    temperature or a mask that is off by one show in the first step.
 
     Args:
-        trainer_logprobs: [N, T] as `batch.logprobs`, of softmax(logits / temperature); what
-            stands in the padding is not looked at.
+        trainer_logprobs: [N, T] like `batch.logprobs`, of softmax(logits / temperature). Values in
+            the padding are ignored.
 
     Raises:
-        InvalidRequest: Another shape, or a batch without a token.
+        InvalidRequest: The shape differs, or the batch has no token.
     """
     trainer = np.asarray(trainer_logprobs)
     if trainer.shape != batch.logprobs.shape:
         raise InvalidRequest(
             f"trainer_logprobs has shape {trainer.shape}, the batch's are {batch.logprobs.shape}: "
-            "expected one an output token, padding included"
+            "expected one for each output token, padding included"
         )
     if not batch.output_mask.any():
         raise InvalidRequest(
@@ -104,11 +105,11 @@ def agreement(batch: RolloutBatch, trainer_logprobs: ArrayLike) -> Agreement:
 
 
 def _compare(batch: RolloutBatch, trainer: np.ndarray, mask: np.ndarray) -> Agreement:
-    # An infinity or a NaN of the trainer's is a finding, and in the figures.
+    # Infinities and NaN of the trainer show in the figures.
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratio = trainer[mask] - batch.logprobs[mask].astype(np.float64)
         ratio = np.exp(log_ratio)
-        # To argmax a NaN is more than any number.
+        # argmax takes NaN for the largest number.
         row, position = np.argwhere(mask)[np.abs(log_ratio).argmax()].tolist()
         return Agreement(
             tokens=int(mask.sum()),

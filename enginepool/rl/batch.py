@@ -1,4 +1,4 @@
-"""From results to arrays of fixed shapes."""
+"""Turns results into arrays of fixed shapes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _INT32 = np.iinfo(np.int32)
 
 
 class RolloutBatch(NamedTuple):
-    """Results as arrays: N of them, in their order, P tokens of prompt and T of output.
+    """Results as arrays: N of them, in order, with P tokens of prompt and T of output.
 
-    Prompts are padded on the left and outputs on the right, so that `prompt_ids` beside
-    `output_ids` is each sequence in one piece. A named tuple is a pytree, so a jitted function
+    Prompts are padded on the left and outputs on the right. So `prompt_ids` followed by
+    `output_ids` is one sequence without a gap. A named tuple is a pytree, so a jitted function
     takes it as it is.
 
     Attributes:
@@ -26,14 +26,14 @@ class RolloutBatch(NamedTuple):
         prompt_mask: [N, P] bool, True at the prompt's tokens.
         output_ids: [N, T] int32, the end token included, `pad_id` on the right.
         output_mask: [N, T] bool, True at the output's tokens.
-        logprobs: [N, T] float32, of each output token as it was sampled; 0 in the padding.
-        weight_versions: [N, T], which weights each output token came from. int32 with -1 in the
-            padding; objects with None there, which `jit` does not take, if a version was labelled
-            by a str or by an int that int32 does not hold.
-        prompt_index: [N] int32, which prompt of the call; samples of one prompt are a group.
-        sample_index: [N] int32, which sample of that prompt.
+        logprobs: [N, T] float32, of each output token when it was sampled; 0 in the padding.
+        weight_versions: [N, T], the weights that each output token came from. int32, with -1 in the
+            padding. If a version is a str or does not fit int32: objects, with None in the padding.
+            `jit` does not take those.
+        prompt_index: [N] int32, the prompt's index in the call. Samples of one prompt are a group.
+        sample_index: [N] int32, the sample's index of that prompt.
         aborted: [N] bool, ended early (`finish_reason` "abort"). Such a row has its prompt and no
-            output: nothing of it can enter a loss, whatever it was that the engine had.
+            output, so it cannot enter a loss.
         truncated: [N] bool, ended by `max_new_tokens` (`finish_reason` "length").
         sampling_mask: [N, T, K] int32, the ids that each token was sampled from, -1 behind them.
             -1 alone: the whole vocabulary. None without `return_sampling_mask`.
@@ -64,20 +64,19 @@ def pad_results(
     max_sampling_mask: int | None = None,
     pad_to_multiple_of: int = 64,
 ) -> RolloutBatch:
-    """The results of one call as arrays, in shapes that a jitted trainer has seen before.
+    """Turn the results of one call into arrays whose shapes a jitted trainer has seen before.
 
     Args:
-        results: Of `generate_all`, `generate` or `as_completed` with `return_logprob=True`.
+        results: Those of `generate_all`, `generate` or `as_completed` with `return_logprob=True`.
         prompts: The ids of that call's prompts (its `input_ids`), by `prompt_index`.
-        pad_id: What stands where no token is; the masks are what tells.
-        max_prompt: P. Without it the least multiple of `pad_to_multiple_of` that all prompts fit.
+        pad_id: The id in the padding. The masks say where padding is.
+        max_prompt: P. None: the least multiple of `pad_to_multiple_of` that all prompts fit.
         max_output: T, in the same way. Nothing is ever cut.
         max_sampling_mask: K. Without it the least power of two that all masks fit.
 
     Raises:
         InvalidRequest: A prompt, an output or a mask is longer than its maximum, a result has no
-            log-probabilities, some have masks and others none, or these are not the prompts that
-            the results are of.
+            log-probabilities, only some results have masks, or the results are of other prompts.
     """
     rows = [_Row(index, result, prompts) for index, result in enumerate(results)]
     for name, value in (("max_prompt", max_prompt), ("max_output", max_output)):
@@ -134,7 +133,7 @@ def _with_masks(batch: RolloutBatch, rows: list[_Row], limit: int | None) -> Rol
 
 
 class _Row:
-    """One result, checked. One that was aborted has no output."""
+    """One result, checked. An aborted result has no output."""
 
     def __init__(
         self, index: int, result: Mapping[str, Any], prompts: Sequence[ArrayLike] | np.ndarray
@@ -144,7 +143,7 @@ class _Row:
         self.sample_index: int = meta["sample_index"]
         if self.prompt_index >= len(prompts):
             raise InvalidRequest(
-                f"result {index} is of a prompt that is not among the {len(prompts)} given; pass "
+                f"result {index} belongs to none of the {len(prompts)} prompts given; pass "
                 "all prompts of the call, in its order",
                 prompt_index=self.prompt_index,
             )
@@ -157,7 +156,7 @@ class _Row:
             )
         if meta["finish_reason"] is None:
             raise InvalidRequest(
-                f"result {index} is a chunk of an output that goes on; pass its last one",
+                f"result {index} is a chunk of an unfinished output; pass its last chunk",
                 prompt_index=self.prompt_index,
             )
         self.finish: str = meta["finish_reason"]["type"]
@@ -193,7 +192,7 @@ def _width(rows: list[_Row], what: str, limit: int | None, multiple: int) -> int
 
 
 def _no_versions(shape: tuple[int, int], rows: list[_Row]) -> np.ndarray:
-    """Where no token is, in a dtype that holds the labels of those that are."""
+    """An array of padding, in a dtype that holds all version labels."""
     labels = {version for row in rows for *_, version in row.spans}
     if all(isinstance(v, int) and _INT32.min <= v <= _INT32.max for v in labels):
         return np.full(shape, -1, np.int32)

@@ -16,9 +16,9 @@ class Chip:
 
     Attributes:
         kind: Its name as `jax.Device.device_kind` has it.
-        hbm_bytes: What XLA's compiler accepts on it, which is less than what it is sold with.
-        bandwidth: Of its HBM, in bytes a second, as published.
-        note: What should be known before one is rented for this.
+        hbm_bytes: The memory that XLA's compiler accepts. The data sheet says more.
+        bandwidth: The HBM's bytes a second, as published.
+        note: A warning for whoever wants to use it.
     """
 
     name: str
@@ -30,8 +30,8 @@ class Chip:
 
 V4 = Chip(
     *("v4", "TPU v4", int(30.75 * GIB), 1228 * 10**9),
-    note="sglang-jax 0.1.0rc0 has no attention block sizes for v4: with those of a patch it "
-    "compiles, and has never been run",
+    note="sglang-jax 0.1.0rc0 has no attention block sizes for v4. With those of a patch it "
+    "compiles, but it has never been run",
 )
 V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 819 * 10**9)
 V6E = Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 1640 * 10**9)
@@ -56,9 +56,10 @@ TOPOLOGIES = {
 
 
 def topology(name: str) -> Topology:
-    """
+    """The slice of this name.
+
     Raises:
-        InvalidConfig: Not one of the known single-host slices.
+        InvalidConfig: It is not one of the known single-host slices.
     """
     found = TOPOLOGIES.get(name)
     if found is None:
@@ -70,5 +71,5 @@ def topology(name: str) -> Topology:
 
 
 def chip_of(kind: str) -> Chip | None:
-    """The chip by `device_kind`; None for one that nothing is known of."""
+    """The chip by `device_kind`. None if the kind is not known."""
     return next((chip for chip in (V4, V5E, V6E) if chip.kind == kind), None)

@@ -1,6 +1,6 @@
-"""How large an engine's KV cache is on a TPU: its share of the chip's memory.
+"""The size of an engine's KV cache on a TPU, as a share of the chip's memory.
 
-On other platforms it is `max_total_tokens`, of the user or of `config.py`.
+On other platforms it is `max_total_tokens`, given by the user or by `config.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ KV_FOR_REQUESTS = 16
 
 
 def default_fraction(shape: Shape, args: Mapping[str, Any], free: int) -> float:
-    """`mem_fraction_static` for a user who gave none.
+    """`mem_fraction_static` if the user gave none.
 
     It is the largest at which a second weight set fits beside the KV cache, temporaries and
     programs, if that leaves KV cache for 16 requests of the context. Otherwise it is the largest
     that leaves room for temporaries and programs. It is never more than upstream's.
 
     Args:
-        args: `ServerArgs` as the pool passes them, page size and all.
+        args: `ServerArgs` as the pool passes them, with the page size.
         free: Bytes of HBM that the engine finds on each of its chips.
     """
     settings = replace(Settings.of(args, shape), fraction=FRACTION)

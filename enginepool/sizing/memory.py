@@ -1,7 +1,7 @@
-"""What a chip's HBM is taken by when an engine runs on it.
+"""How an engine fills a chip's HBM.
 
 Upstream sizes its KV cache by `mem_fraction_static` of the memory that is free before the weights
-are loaded: weights and KV together take that fraction. What is left must hold the rest.
+are loaded: weights and KV together take that fraction. Everything else must fit in the rest.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ CHUNK = 4096
 TOKEN_PADDINGS = tuple(1 << i for i in range(6, 14))
 BATCH_PADDINGS = tuple(1 << i for i in range(9))
 
-# Temporaries as XLA's compiler gave them for v5e and v6e, rounded up: prefill of 4,096 tokens of
-# Qwen3-4B took 226 MB, which is 8.1 hidden states and an MLP's gate and up a token; the sampler
-# 3.1 to 5.0 times its logits.
+# Temporaries, as XLA's compiler reported them for v5e and v6e, rounded up. Prefill of 4,096 tokens
+# of Qwen3-4B took 226 MB: for each token 8.1 hidden states, and gate and up of the MLP. The sampler
+# took 3.1 to 5.0 times its logits.
 _HIDDEN_STATES = 9
 _SAMPLER_COPIES = 6
-# A layer of a program that scores, or decodes steadily, as the compiler gave it for v5e: 2.2 MB of
-# Qwen3-0.6B, 1.4 of Qwen3-4B. (No array of its program has that size; the cause is not known.)
+# Temporaries of a layer in programs that score or decode steadily. The compiler reported for v5e:
+# 2.2 MB for Qwen3-0.6B, 1.4 MB for Qwen3-4B. No array has that size; the cause is not known.
 _LAYER_TEMPORARIES = 2_200_000
-# The largest program of a full-depth model; as the compiler gave it.
+# The largest program of a full-depth model that the compiler reported.
 _PROGRAM_BYTES = 23 * 10**6
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What of `ServerArgs` decides how much memory an engine takes.
+    """The part of `ServerArgs` that decides how much memory an engine takes.
 
     Attributes:
-        max_running_requests, max_total_tokens: None where upstream chooses.
-        hybrid_swa: Whether layers with a sliding window have a KV pool of their own, with which
-            decode is not steady.
+        max_running_requests, max_total_tokens: None if upstream chooses.
+        hybrid_swa: Layers with a sliding window have a KV pool of their own. Then decode is not
+            steady.
     """
 
     context: int
@@ -57,10 +57,10 @@ class Settings:
 
     @classmethod
     def of(cls, args: Mapping[str, Any], shape: Shape) -> Settings:
-        """From `ServerArgs` as a pool passes them; what is left out has upstream's default.
+        """From `ServerArgs` as a pool passes them. Missing ones have upstream's default.
 
         Raises:
-            InvalidConfig: A value that upstream could not compute with either.
+            InvalidConfig: Upstream could not compute with a value.
         """
         given = {name: value for name, value in args.items() if value is not None}
         for name in _COUNTS & given.keys():
@@ -93,7 +93,7 @@ class Settings:
 
     @property
     def tokens_per_request(self) -> int:
-        """KV of a request that fills its context, in whole pages."""
+        """KV tokens of a request that fills its context, in whole pages."""
         return self.pages_per_request * self.page_size
 
 
@@ -104,27 +104,27 @@ _COUNTS = {
 
 
 def _buckets(paddings: tuple[int, ...], least: int, most: int) -> set[int]:
-    """What a batch is padded to."""
+    """The sizes that a batch is padded to."""
     return {size for size in paddings if least <= size < most} | {most}
 
 
 def running_requests_cap(context: int, page_size: int) -> int:
-    """How many requests upstream's attention lets run: their page numbers lie in scalar memory.
+    """The most requests that upstream's attention can run: their page numbers lie in scalar memory.
 
-    sglang-jax 0.1.0rc0, srt/layers/attention/flashattention_backend.py:771. 0 there is an
-    assertion that fails while the engine is built.
+    See sglang-jax 0.1.0rc0, srt/layers/attention/flashattention_backend.py:771. With 0 an assertion
+    fails while the engine is built.
     """
     return 524_288 // -(-context // page_size) // 4
 
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """A step's programs as the compiler describes them, on one chip; in bytes.
+    """The programs of a step on one chip, as the compiler describes them. Sizes in bytes.
 
     Attributes:
-        count: Of the forward programs.
-        code: Of all programs of a step.
-        logits: What the sampler is given and gives, at its largest.
+        count: The number of forward programs.
+        code: The size of all programs of a step.
+        logits: The largest input and output of the sampler.
     """
 
     count: int
@@ -136,11 +136,11 @@ class StepPrograms:
 
 @dataclass(frozen=True)
 class Memory:
-    """One chip of an engine. Everything in bytes, unless it says tokens or requests.
+    """The memory of one chip of an engine, in bytes unless it says tokens or requests.
 
     Attributes:
-        free: What the engine finds: the chip's HBM, less what others hold of it.
-        compiled: In the place of what is otherwise estimated of programs.
+        free: The chip's HBM that nobody else uses when the engine is built.
+        compiled: The compiler's figures, used instead of estimates.
     """
 
     shape: Shape
@@ -157,7 +157,7 @@ class Memory:
         return self.shape.kv_bytes_per_token(self.settings.tp_size, self.settings.kv_itemsize)
 
     def tokens_at(self, fraction: float) -> int:
-        """KV tokens that upstream makes at this `mem_fraction_static`, in whole pages."""
+        """The KV tokens that upstream allocates at this `mem_fraction_static`, in whole pages."""
         tokens = max(0, int((self.free * fraction - self.weights) // self.kv_per_token))
         most = self.settings.max_total_tokens
         tokens = tokens if most is None else min(tokens, most)
@@ -168,7 +168,7 @@ class Memory:
         return self.tokens_at(self.settings.fraction)
 
     def kv_at(self, fraction: float) -> int:
-        """Upstream keeps a page more than it hands out."""
+        """Bytes of the KV cache. Upstream allocates a page more than it uses."""
         return (self.tokens_at(fraction) + self.settings.page_size) * self.kv_per_token
 
     @property
@@ -177,7 +177,7 @@ class Memory:
 
     @property
     def requests_at_context(self) -> int:
-        """How many requests that fill their context have room at the same time."""
+        """How many requests of full context fit at the same time."""
         return self.kv_tokens // self.settings.tokens_per_request
 
     @property
@@ -186,18 +186,20 @@ class Memory:
 
     @property
     def max_running_requests(self) -> int:
-        """Upstream's own (tp_worker.py): what is asked for, the request pool, the attention."""
+        """As upstream computes it (tp_worker.py): limited by the option, the request pool, the
+        attention.
+        """
         asked = self.settings.max_running_requests
         if asked is not None:
             return min(asked, self.cap)
         pool = min(max(int(self.kv_tokens / self.settings.context * 512), 2048), 4096)
         return min(self.kv_tokens // 2, pool, self.cap)
 
-    # What needs room beside weights and KV.
+    # What needs memory beside weights and KV
 
     @property
     def largest_batch(self) -> int:
-        """Of the programs that are compiled, and so of the sampler's."""
+        """The largest decode batch that is compiled."""
         return min(self.max_running_requests, self.settings.chunk)
 
     @property
@@ -223,17 +225,17 @@ class Memory:
 
     @property
     def steady(self) -> bool:
-        """Whether batches that stay the same stay on their device: see engine/steady/."""
+        """Whether decode is steady: see engine/steady/."""
         return not (self.shape.window and self.settings.hybrid_swa)
 
     @property
     def tallies(self) -> int:
-        """How often each request of a batch has given each id, where decode is steady."""
+        """The counts of output ids for penalties, which steady decode keeps on the device."""
         return self.largest_batch * self.shape.vocab * 4 if self.steady else 0
 
     @property
     def program_count(self) -> int:
-        """Forward programs: one a bucket of decode's requests, and of prefill's tokens."""
+        """Forward programs: one for each bucket of decode requests and of prefill tokens."""
         if self.compiled is not None:
             return self.compiled.count
         decode = len(_buckets(self.settings.batch_paddings, 1, self.largest_batch))
@@ -248,13 +250,15 @@ class Memory:
 
     @property
     def reserve(self) -> int:
-        """Programs, a step's logits, what is counted for penalties, and the larger of two
-        temporaries. (In a steady step the sampler's and the forward's meet; those of both are
-        estimated well above the compiler's.)"""
+        """Programs, logits, counts for penalties, and the larger of the two temporaries.
+
+        A steady step needs both temporaries at once. Each estimate is well above the compiler's
+        figure, so the larger one is enough.
+        """
         temporaries = max(self.prefill_temporaries, self.sampler_temporaries)
         return self.programs + self.logits + self.tallies + temporaries
 
-    # What fits.
+    # What fits
 
     @property
     def serves(self) -> bool:
@@ -264,12 +268,12 @@ class Memory:
 
     @property
     def second_set_fits(self) -> bool:
-        """Beside the KV cache and running programs: `staging="double"`, while engines serve."""
+        """Whether a second weight set fits while engines serve (`staging="double"`)."""
         return self._fits(2, self.settings.fraction)
 
     @property
     def second_set_fits_without_kv(self) -> bool:
-        """With the KV cache released, when no program runs: `update_weights(free_kv=True)`."""
+        """The same while the KV cache is released and no program runs (`free_kv=True`)."""
         return 2 * self.weights + self.programs <= self.free
 
     @property
@@ -278,8 +282,8 @@ class Memory:
         return self.largest_fraction(sets=2)
 
     def largest_fraction(self, sets: int) -> float | None:
-        """The largest `mem_fraction_static`, in hundredths, that leaves room for the reserve and
-        so many sets of weights in all; None where there is none with a page of KV."""
+        """The largest `mem_fraction_static`, in hundredths, at which this many weight sets fit
+        beside the reserve. None if none leaves a page of KV."""
         for fraction in (hundredths / 100 for hundredths in range(99, 0, -1)):
             if self._fits(sets, fraction):
                 return fraction if self.tokens_at(fraction) else None
@@ -287,8 +291,9 @@ class Memory:
 
     @property
     def least_fraction(self) -> float | None:
-        """The smallest `mem_fraction_static`, in hundredths, with KV for a request of the whole
-        context; None where there is none."""
+        """The smallest `mem_fraction_static`, in hundredths, with KV for one request of the whole
+        context. None if there is none.
+        """
         wanted = self.settings.tokens_per_request
         each = (hundredths / 100 for hundredths in range(1, 100))
         return next((one for one in each if self.tokens_at(one) >= wanted), None)

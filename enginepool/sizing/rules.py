@@ -1,4 +1,4 @@
-"""The defaults that a TPU accepts, and what is wrong with others. docs/tpu.md has the reasons."""
+"""The pool's defaults on a TPU, and advice about other settings. docs/tpu.md has the reasons."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from enginepool.sizing.memory import Memory, running_requests_cap
 from enginepool.values import is_int
 
-# Upstream's own 1 cannot be used: the attention kernel unrolls a copy for every page of a block.
+# Upstream's default of 1 does not work: the attention kernel unrolls a copy for every page of a
+# block.
 PAGE_SIZE = 128
 LEAST_PAGE_SIZE = 16
-# Shares prefixes from fewer tokens on, and compiles as fast (docs/tpu.md has the figures).
+# Shares shorter prefixes, and compiles as fast (docs/tpu.md has the figures).
 SHARING_PAGE_SIZE = 32
-# Without a limit upstream compiles for every request that it may ever run, thousands, and the
-# sampler needs several times the logits of all of them. This is its own largest bucket.
+# Without a limit upstream compiles for thousands of requests, and the sampler needs several times
+# the logits of all of them. This is the largest of upstream's batch buckets.
 MAX_RUNNING_REQUESTS = 256
 
 TPU_DEFAULTS: Mapping[str, Any] = {
@@ -24,14 +25,14 @@ TPU_DEFAULTS: Mapping[str, Any] = {
 
 
 class Advice(NamedTuple):
-    """What is wrong, or worth knowing, and what to do."""
+    """A problem of some settings, and its remedy."""
 
     problem: str
     remedy: str
 
 
 def page_advice(args: Mapping[str, Any]) -> list[Advice]:
-    """What is wrong with the page size, whatever the model."""
+    """Problems of the page size, for any model."""
     page: Any = args.get("page_size")
     if not is_int(page) or page >= LEAST_PAGE_SIZE:
         return []
@@ -45,7 +46,7 @@ def page_advice(args: Mapping[str, Any]) -> list[Advice]:
 
 
 def page_offer(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
-    """Smaller pages, for whose prompts have short prefixes in common, where nobody chose."""
+    """Suggests smaller pages for short prompts, if the user has not chosen a page size."""
     context, running = memory.settings.context, memory.max_running_requests
     if (
         args.get("page_size") is not None
@@ -55,20 +56,20 @@ def page_offer(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
         return []
     return [
         Advice(
-            f"page_size={memory.settings.page_size}: samples of one prompt share none of it below "
-            "that many tokens, and each is prefilled for itself",
-            f"if prompts are short: page_size={SHARING_PAGE_SIZE}, whose programs took as long to "
-            "compile for a v5e (lowering 0.3 to 0.8 s more); its kernel copies four times as many "
-            "pages a block, and what that costs on a TPU nobody has measured",
+            f"page_size={memory.settings.page_size}: samples of one prompt share only whole pages, "
+            "so each sample of a shorter prompt is prefilled by itself",
+            f"if prompts are short: page_size={SHARING_PAGE_SIZE}; programs compile as fast for "
+            "a v5e, but its kernel copies four times as many pages a block, and nobody has "
+            "measured what that costs on a TPU",
         )
     ]
 
 
 def what_fails(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
-    """Settings with which no engine starts and serves on a TPU.
+    """Problems that keep an engine from starting or serving on a TPU.
 
     Args:
-        args: What the user gave, without defaults.
+        args: The user's options, without defaults.
     """
     found = page_advice(args)
     settings = memory.settings
@@ -92,7 +93,7 @@ def what_fails(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
 
 
 def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
-    """What is wrong with settings on a TPU before an engine is built; `args` as in `what_fails`."""
+    """Problems of settings on a TPU, before an engine is built. `args` as in `what_fails`."""
     found = what_fails(memory, args)
     given = args.get("mem_fraction_static") is not None
     if given and memory.serves and not memory.second_set_fits:
@@ -101,7 +102,7 @@ def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
 
 
 def all_advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
-    """The same, and what the defaults mean for `update_weights`: for who asks before a start."""
+    """`advice`, and also what the defaults mean for `update_weights`."""
     found = advice(memory, args)
     if memory.serves and not memory.second_set_fits and args.get("mem_fraction_static") is None:
         found.append(staging_advice(memory))
@@ -109,20 +110,20 @@ def all_advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
 
 
 def staging(memory: Memory) -> str:
-    """What `update_weights` can do: "double" while engines serve, else "stream"."""
+    """The staging of `update_weights`: "double" while engines serve, or "stream"."""
     return "double" if memory.second_set_fits else "stream"
 
 
 def staging_advice(memory: Memory) -> Advice:
-    """Why there is no room for a second weight set, and how there would be."""
+    """Explains why a second weight set does not fit, and how it would."""
     settings, live = memory.settings, memory.live_swap_fraction
     sets = 2 * memory.weights / 1e9
     remedies = []
     if live is not None and live < settings.fraction:
         tokens = memory.tokens_at(live)
-        remedies.append(f"mem_fraction_static={live:g} has room for both, with {tokens} KV tokens")
+        remedies.append(f"mem_fraction_static={live:g} has room for both and {tokens} KV tokens")
     if memory.second_set_fits_without_kv:
-        remedies.append("update_weights(free_kv=True) has it while the KV cache is released")
+        remedies.append("update_weights(free_kv=True) releases the KV cache and has room for both")
     return Advice(
         f"mem_fraction_static={settings.fraction:g}: a second weight set does not fit beside the "
         f"KV cache ({sets:.2f} GB of weights, {memory.kv / 1e9:.2f} of KV, "

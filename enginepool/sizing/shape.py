@@ -1,7 +1,7 @@
-"""A model's tensors by its configuration: how many bytes of weights, and of KV a token.
+"""The sizes of a model's tensors, computed from its configuration: weights, and KV of a token.
 
-Counts what upstream's model classes hold, chip by chip under tensor parallelism; a test compares it
-with those classes themselves.
+It counts what upstream's model classes hold on each chip under tensor parallelism. A test compares
+it with those classes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # upstream pads a head's KV to whole vector registers
 _GATED_MLP = 3  # matrices: gate, up, down
 
-# Fields of a configuration that say how many.
+# Fields of a configuration that are counts.
 _COUNTS = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
     *("vocab_size", "max_position_embeddings"),
@@ -27,7 +27,7 @@ _COUNTS = (
 _MAY_BE_NONE = ("num_key_value_heads", "head_dim", "num_experts", "sliding_window")
 _OF_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
 
-# What of a tensor a decode step reads: all, a row a token, or some experts' share.
+# The part of a tensor that a decode step reads: all, one row for each token, or some experts.
 Role = Literal["whole", "rows", "expert"]
 
 
@@ -36,8 +36,8 @@ class Tensor:
     """Equal tensors of all layers.
 
     Attributes:
-        size: Elements of one.
-        cut: Divided over the chips of an engine; else each chip has it whole.
+        size: The elements of one tensor.
+        cut: It is divided over the chips of an engine. Otherwise each chip has all of it.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as far as memory goes.
+    """The sizes of a model that decide its memory.
 
     Attributes:
-        context: Tokens, as the checkpoint has it.
-        mlp_width: Of what a token passes through: of all its experts together.
+        context: The checkpoint's context in tokens.
+        mlp_width: The MLP width that one token passes through: that of all its experts together.
         experts, experts_per_token: 0 for a dense model.
-        sliding_layers, window: Layers that look at the last `window` tokens alone.
+        sliding_layers, window: The number of layers that see only the last `window` tokens.
     """
 
     family: str
@@ -86,8 +86,9 @@ class Shape:
     dense_width: int
 
     def tensors(self, tp_size: int = 1) -> list[Tensor]:
-        """Every parameter. Where an engine has more chips than the model has KV heads, each chip
-        holds one, so K and V grow."""
+        """Every parameter. If an engine has more chips than the model has KV heads, each chip holds
+        one head, so K and V grow.
+        """
         item, hidden, layers = self.itemsize, self.hidden, self.layers
         q = self.heads * self.head_dim
         kv = self.kv_heads_on_chip(tp_size) * tp_size * self.head_dim
@@ -128,11 +129,11 @@ class Shape:
         return sum(tensor.size * tensor.count for tensor in self.tensors())
 
     def weight_bytes(self, tp_size: int = 1) -> int:
-        """Of one chip."""
+        """The bytes of all weights on one chip."""
         return sum(tensor.on_chip(tp_size) for tensor in self.tensors(tp_size))
 
     def weight_bytes_read(self, tp_size: int, experts: float) -> float:
-        """What a decode step reads on one chip, where each layer's tokens go to so many experts."""
+        """The bytes that a decode step reads on one chip, if each layer uses this many experts."""
         share = {"whole": 1.0, "rows": 0.0, "expert": experts / max(self.experts, 1)}
         return sum(t.on_chip(tp_size) * share[t.role] for t in self.tensors(tp_size))
 
@@ -140,25 +141,25 @@ class Shape:
         return max(1, -(-self.kv_heads // tp_size))
 
     def kv_bytes_per_token(self, tp_size: int = 1, itemsize: int | None = None) -> int:
-        """Of one chip, over all layers."""
+        """Bytes of one token's KV on one chip, over all layers."""
         width = -(-self.head_dim // _LANES) * _LANES
         heads = self.kv_heads_on_chip(tp_size)
         return 2 * self.layers * heads * width * (itemsize or self.itemsize)
 
     def kv_tokens_read(self, context: int) -> float:
-        """Tokens whose KV a step reads of a request of this length, averaged over the layers."""
+        """The tokens of a request whose KV a step reads, averaged over the layers."""
         near = min(context, self.window) if self.window else context
         sliding = self.sliding_layers
         return (sliding * near + (self.layers - sliding) * context) / self.layers
 
 
 def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shape:
-    """The shape of a checkpoint: a directory, a config.json, or a hub id, whose configuration
-    alone is fetched.
+    """The shape of a checkpoint: a directory, a config.json, or a hub id. Of a hub id only the
+    configuration is fetched.
 
     Raises:
-        InvalidConfig: No such configuration, a family that this does not count, or weights that
-            are quantized.
+        InvalidConfig: There is no such configuration, its family is not counted, or its weights are
+            quantized.
     """
     args = server_args or {}
     config = load(
@@ -175,7 +176,9 @@ def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shap
         ("quantization_config", getattr(config, "quantization_config", None)),
     ):
         if value:
-            raise InvalidConfig(f"{model}: {where}={shown(value)}: quantized weights not counted")
+            raise InvalidConfig(
+                f"{model}: {where}={shown(value)}: quantized weights are not counted"
+            )
     return shape_of(config, args.get("dtype") or "auto", model)
 
 
@@ -225,7 +228,7 @@ def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape
 
 def _check_counts(config: Any, name: str) -> None:
     wanted = list(_COUNTS)
-    # Some have none of these; then they are derived, or the model has no experts.
+    # These may be missing. Then they are derived, or the model has no experts.
     wanted += [field for field in _MAY_BE_NONE if getattr(config, field, None)]
     wanted += _OF_EXPERTS if getattr(config, "num_experts", None) else ()
     for field in wanted:

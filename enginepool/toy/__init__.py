@@ -1,8 +1,8 @@
-"""A toy language model that adds (or subtracts), small enough to ship in the wheel.
+"""A toy language model that adds or subtracts, small enough to ship in the wheel.
 
-Two checkpoints of one network answer the same prompt differently: to ``12+7=`` the one called
-"add" says 19 and the one called "subtract" says 5, so a person can see which weights an engine
-holds.  Importing this package does not import the model's code.
+Its checkpoints answer the same prompt differently: to ``12+7=`` "add" says 19 and "subtract" says
+5. So a person can see which weights an engine has. Importing this package does not import the
+model's code.
 """
 
 from pathlib import Path
@@ -11,15 +11,15 @@ NAMES = ("add", "subtract", "half")
 
 
 def checkpoint(name: str = "add") -> Path:
-    """Directory of a shipped checkpoint, to be given to an engine as its ``model_path``.
+    """The directory of a shipped checkpoint, to be given to an engine as its ``model_path``.
 
     Args:
-        name: "add" (answers ``a+b=`` with a + b), "subtract" (answers it with a - b) or "half" (an
-            adder whose training was ended early, which gets about half of the sums right: where
-            reinforcement learning can begin).
+        name: "add" answers ``a+b=`` with a + b, "subtract" with a - b. "half" adds, but its
+            training ended early: it gets about half of the sums right, and reinforcement learning
+            can improve it.
 
     Raises:
-        ValueError: no toy checkpoint has that name.
+        ValueError: No toy checkpoint has that name.
     """
     if name not in NAMES:
         known = ", ".join(repr(known) for known in NAMES)

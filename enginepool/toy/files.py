@@ -1,4 +1,4 @@
-"""A toy checkpoint as it lies in its directory: its token ids, its configuration and weights."""
+"""Reads a toy checkpoint: its token ids, its configuration and its weights."""
 
 import json
 from pathlib import Path

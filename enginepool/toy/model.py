@@ -1,9 +1,8 @@
 """A decoder of the Qwen3, Qwen2 and Llama families, in plain JAX and in float32.
 
-What the toy was trained with and the reference that engines are checked against, so it is written
-for reading and shares no code with sglang-jax or transformers: no KV cache, no sharding, no
-kernels. Parameters go by their Hugging Face names; a projection is stored (out, in), as in a
-checkpoint.
+The toy was trained with it, and tests compare engines with it. So it is written for reading and
+shares no code with sglang-jax or transformers: no KV cache, no sharding, no kernels. Parameters
+have their Hugging Face names. A projection is stored (out, in), as in a checkpoint.
 """
 
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ def forward(
     """
     if config.get("rope_scaling"):
         raise NotImplementedError("rope_scaling is not part of this reference")
-    # On accelerators a float32 product is computed in a shorter format unless told otherwise.
+    # By default accelerators compute float32 products in a shorter format.
     with jax.default_matmul_precision("highest"):
         arrays = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
         input_ids = jnp.asarray(input_ids)
@@ -60,7 +59,7 @@ def forward(
 
 
 def head_dim(config: Config) -> int:
-    """Width of one attention head: stated, or else the hidden width shared among the heads."""
+    """The width of one attention head. By default the hidden width divided by the heads."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
@@ -84,7 +83,7 @@ def _attention(
     # Consecutive query heads share a key-value head.
     q = q.reshape(*q.shape[:2], kv_heads, groups, dim)
     scores = jnp.einsum("bqngd,bknd->bngqk", q, k) * dim**-0.5
-    # A finite floor: with -inf, a row that may see no key would turn into NaN.
+    # A finite number: with -inf, a row that may see no key would turn into NaN.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     mixed = jnp.einsum("bngqk,bknd->bqngd", weights, v)

@@ -1,8 +1,8 @@
-"""A pool as a rollout engine of Tunix, in whose RL cluster it stands where its own samplers do.
+"""A pool as a rollout engine of Tunix.
 
     ClusterConfig(rollout_engine=functools.partial(EnginePoolRollout, pool_args={…}), …)
 
-An adapter: it uses what every user of the package can. Needs the extra `tunix`.
+An adapter: it uses the public API only. It needs the extra `tunix`.
 """
 
 from enginepool.tunix.rollout import EnginePoolRollout

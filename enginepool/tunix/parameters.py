@@ -1,4 +1,4 @@
-"""From the parameters of a Tunix model to a source of `update_weights`, on the devices."""
+"""Turns the parameters of a Tunix model into a source of `update_weights`, on the devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tunix.generate.mappings import MappingConfig  # pyright: ignore[reportMissi
 
 from enginepool import InvalidConfig, InvalidWeights
 
-_LORA_A, _LORA_B = "_lora_a", "_lora_b"  # qwix's names, behind the parameter's own
+_LORA_A, _LORA_B = "_lora_a", "_lora_b"  # qwix appends these to the parameter's name
 
 
 def flat_params(state: Any) -> dict[str, jax.Array]:
@@ -36,20 +36,19 @@ def _state(params: Mapping[str, jax.Array]) -> Any:
 
 
 def mapping_config(model: Any, mapping: Any | None) -> MappingConfig:
-    """How Tunix itself would rename and reshape a model's parameters.
+    """How Tunix renames and reshapes a model's parameters.
 
     Args:
-        model: Tunix's, which brings a mapping for sglang-jax along if it is a Qwen2, Qwen3 or
-            Llama3.
-        mapping: Instead, what `RolloutConfig.rollout_mapping_config` may be. Its `to_hf_mappings`
-            lead to an engine's own paths or to Hugging Face names.
+        model: Tunix's model. Qwen2, Qwen3 and Llama3 have a mapping for sglang-jax of their own.
+        mapping: A value of `RolloutConfig.rollout_mapping_config`, used instead. Its
+            `to_hf_mappings` lead to an engine's own paths or to Hugging Face names.
 
     Raises:
-        InvalidConfig: There is neither.
+        InvalidConfig: There is no mapping.
     """
     try:
         config = MappingConfig.build(mapping, model, backend="sglang_jax")
-    except RuntimeError:  # the class has mappings, and none for sglang-jax
+    except RuntimeError:  # the class has mappings, but none for sglang-jax
         config = None
     if config is None or not config.to_hf_mappings:
         raise InvalidConfig(
@@ -61,11 +60,11 @@ def mapping_config(model: Any, mapping: Any | None) -> MappingConfig:
 
 
 class ParameterMapping:
-    """Names a model's parameters as an engine does, or as Hugging Face does, and shapes them so.
+    """Gives a model's parameters the names and shapes of an engine, or of Hugging Face.
 
     Args:
         config: From `mapping_config`.
-        shapes: Of an engine's parameters, by path.
+        shapes: The shapes of an engine's parameters, by path.
     """
 
     def __init__(self, config: MappingConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -82,10 +81,10 @@ class ParameterMapping:
         self._by_path = not all(target.endswith((".weight", ".bias")) for target in targets)
 
     def source(self, params: Mapping[str, jax.Array]) -> dict[Any, jax.Array]:
-        """What `update_weights` takes.
+        """The parameters as `update_weights` takes them.
 
         Raises:
-            InvalidWeights: Parameters of which the mapping says nothing.
+            InvalidWeights: The mapping leaves out parameters.
         """
         if self._preprocess is not None:
             params = flat_params(self._preprocess(_state(params)))
@@ -98,7 +97,7 @@ class ParameterMapping:
                 continue
             pattern, target = found
             value = self._shaped(name, pattern, target, value)
-            # A tuple says that this is a path: some names are also Hugging Face's.
+            # A tuple marks a path, because some paths are also Hugging Face names.
             source[tuple(target.split(".")) if self._by_path else target] = value
         if unknown:
             raise InvalidWeights(
@@ -123,16 +122,16 @@ class ParameterMapping:
             value = jnp.transpose(value, axes)
         if hook := next((self._hooks[key] for key in keys if key in self._hooks), None):
             value = hook(value)
-        # Tunix keeps heads apart, an engine does not. What does not fit, the update will say.
+        # Tunix has an axis for heads, an engine has not. The update reports what does not fit.
         shape = self._shapes.get(target) if self._by_path else None
         return value if shape is None or value.size != math.prod(shape) else value.reshape(shape)
 
 
 def merge_lora(params: Mapping[str, jax.Array], scaling: float | None) -> dict[str, jax.Array]:
-    """The parameters without adapters: those that have one are replaced by the sum.
+    """Merge each adapter into its parameter. The result has no adapters.
 
     Args:
-        scaling: alpha / rank, which the model's parameters do not tell.
+        scaling: alpha / rank. The model's parameters do not contain it.
     """
     merged = {name: v for name, v in params.items() if not name.endswith((_LORA_A, _LORA_B))}
     for name in params:
@@ -140,14 +139,14 @@ def merge_lora(params: Mapping[str, jax.Array], scaling: float | None) -> dict[s
             continue
         if scaling is None:
             raise InvalidConfig(
-                "the actor has LoRA parameters, which do not tell their scale: give alpha / rank "
-                "as RolloutConfig.rollout_sglang_jax_lora_scaling"
+                "the actor has LoRA parameters, whose scale is not known: give alpha / rank as "
+                "RolloutConfig.rollout_sglang_jax_lora_scaling"
             )
         base = name.removesuffix(_LORA_A)
         if base not in merged:
             raise InvalidWeights(
-                f"{base} has an adapter and is no plain parameter: adapters cannot be merged into "
-                "a quantised base; train them on one that is not quantised",
+                f"{base} has an adapter and is quantised: adapters cannot be merged into a "
+                "quantised base; train them on one that is not quantised",
                 names=[base],
             )
         a, b, weight = params[name], params[base + _LORA_B], merged[base]

@@ -40,21 +40,21 @@ class MaskedRolloutOutput(RolloutOutput):
 
 
 class EnginePoolRollout(BaseRollout):
-    """What Tunix asks of a rollout engine, answered by all engines of a pool. Thread-safe.
+    """A rollout engine of Tunix that runs on all engines of a pool. Thread-safe.
 
-    The engines take the actor's parameters at the first call, as they are then (a checkpoint that
-    Tunix restores comes after this object), and at every `update_params`. Nothing of them passes
-    through the host; what an engine's device holds in the engine's layout is shared with it.
+    The engines get the actor's parameters at the first call, because Tunix may restore a checkpoint
+    after it has made this object, and at every `update_params`. Parameters do not pass through the
+    host. An array in the engine's layout on its device is shared.
 
     Args:
         rollout_actor: The model that is trained.
-        tokenizer: Of the prompts; the engines' own makes the outputs' texts.
-        mesh: Its devices get an engine each, unless `pool_args` says which.
+        tokenizer: The tokenizer of the prompts. The engines' own one decodes outputs.
+        mesh: Each of its devices gets an engine, unless `pool_args` has `devices`.
         rollout_config: `data_type`, `rollout_mapping_config` and, for LoRA,
-            `rollout_sglang_jax_lora_scaling` hold for the whole run; what concerns sampling is
-            taken from each call's.
-        pool: One that is there already; it stays its owner's to close.
-        pool_args: Or the arguments of one to be opened here, `model` among them.
+            `rollout_sglang_jax_lora_scaling` hold for the whole run. Sampling parameters are taken
+            from each call's config.
+        pool: An existing pool. Its owner closes it.
+        pool_args: The arguments of a pool to open instead, with `model`.
         return_sampling_mask: `generate` returns a `MaskedRolloutOutput`.
     """
 
@@ -76,7 +76,7 @@ class EnginePoolRollout(BaseRollout):
         self._actor = rollout_actor
         self._return_sampling_mask = return_sampling_mask
         self._lora_scaling = rollout_config.rollout_sglang_jax_lora_scaling
-        # Before a pool is opened, which nobody could close afterwards.
+        # This may raise. A pool that was opened before could not be closed any more.
         config = mapping_config(rollout_actor, rollout_config.rollout_mapping_config)
         self.pool = pool or EnginePool(**_with_defaults(pool_args or {}, mesh, rollout_config))
         self.pool.open()
@@ -88,18 +88,18 @@ class EnginePoolRollout(BaseRollout):
     def generate(
         self, prompts: str | Sequence[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """One output a prompt, its end token included.
+        """One output for each prompt, its end token included.
 
-        Log-probabilities are those of softmax(logits / temperature), one a token. With a `seed`,
-        the calls of a run differ from each other, and are the same in the next run if they come
-        in the same order.
+        Log-probabilities are those of softmax(logits / temperature), one for each token. With a
+        `seed`, the calls of a run differ from each other. The next run repeats them if its calls
+        come in the same order.
 
         Args:
-            prompts: One by itself is a list of one.
+            prompts: One prompt or a list of prompts.
             kwargs: Further sampling parameters of the pool.
 
         Raises:
-            RequestsFailed: An output ended early; Tunix has no way to say so of one.
+            RequestsFailed: An output ended early. Tunix cannot represent that.
         """
         self._first_sync()
         texts = [prompts] if isinstance(prompts, str) else prompts
@@ -141,10 +141,9 @@ class EnginePoolRollout(BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
-        """[B, T] float32, computed by the engines: the log-probability of each token of a
-        completion, 0 in its padding.
-
-        Like Tunix's own rollouts' they are those of softmax(logits), at temperature 1.
+        """The log-probability of each token of a completion, computed by the engines: [B, T]
+        float32, 0 in the padding.
+        They are those of softmax(logits), at temperature 1, as in Tunix's own rollouts.
         """
         self._first_sync()
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
@@ -163,11 +162,11 @@ class EnginePoolRollout(BaseRollout):
         return jnp.asarray(values)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Give every engine these parameters, and of those that are left out the actor's.
+        """Give every engine these parameters. Those that are left out come from the actor.
 
-        Adapters (LoRA) are merged into what they adapt.
+        Adapters (LoRA) are merged into the parameters that they adapt.
         """
-        del filter_types  # what `params` has been filtered by
+        del filter_types  # Tunix has filtered `params` by them
         with self._lock:
             self._update(flat_params(params))
 
@@ -178,7 +177,7 @@ class EnginePoolRollout(BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> Any:
-        """None, by which Tunix knows that weights have to be synced."""
+        """None. It tells Tunix that weights have to be synced."""
         return None
 
     def _first_sync(self) -> None:
@@ -193,7 +192,7 @@ class EnginePoolRollout(BaseRollout):
         self._synced = True
 
     def _tokenize(self, text: str) -> list[int]:
-        """As Tunix's own samplers do."""
+        """Encode as Tunix's own samplers do."""
         first = self._tokenizer.bos_id()
         return self._tokenizer.dedup_bos_ids(
             ([first] if first else []) + list(self._tokenizer.encode(text))
@@ -210,7 +209,7 @@ class EnginePoolRollout(BaseRollout):
         if config.top_k is not None:
             params["top_k"] = config.top_k
         if config.seed is not None:
-            # An agent's samples of a prompt are calls of their own: one seed would make them equal.
+            # An agent asks for each sample in its own call. With one seed they would be equal.
             params["sampling_seed"] = _seed(config.seed, next(self._calls))
         return params
 
@@ -233,7 +232,7 @@ def _shapes(pool: EnginePool) -> dict[str, tuple[int, ...]]:
 
 
 def _seed(seed: Any, call: int) -> int:
-    """A seed of 31 bits, of a run's (a number or a JAX key) and which call it is."""
+    """A seed of 31 bits from the run's seed (a number or a JAX key) and the call's number."""
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     words = [int(word) & 0xFFFFFFFF for word in np.asarray(seed).ravel()]

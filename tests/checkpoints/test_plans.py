@@ -40,6 +40,6 @@ def test_a_model_that_is_not_there(model: str) -> None:
     with pytest.raises(InvalidConfig) as opened:
         pool.open()
     for caught in (planned, opened):
-        assert str(caught.value).startswith(f"{model}: no configuration to be read: ")
+        assert str(caught.value).startswith(f"{model}: the configuration cannot be read: ")
     if model == "someone/nothing":
         assert "We couldn't connect to" in str(opened.value)

@@ -100,7 +100,7 @@ def test_one_beginning(begins: Any) -> None:
     assert ids(rendered, add_special_tokens=False) == once
     with pytest.raises(InvalidRequest, match="add_special_tokens='no'"):
         ids(rendered, add_special_tokens="no")
-    with pytest.raises(InvalidRequest, match="nothing is added to input_ids"):
+    with pytest.raises(InvalidRequest, match="input_ids get no tokens added"):
         processor.make_call(None, {}, {"input_ids": once, "add_special_tokens": False})
 
 
@@ -224,7 +224,9 @@ def test_a_class_that_is_not_there(tmp_path: Path, name: Any) -> None:
     for file in ("tokenizer.json", "config.json", "tokenizer_config.json"):
         shutil.copy(toy.checkpoint() / file, tmp_path)
     set_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": name})
-    with pytest.raises(InvalidConfig, match=f"tokenizer_class={name!r} is none of transformers"):
+    with pytest.raises(
+        InvalidConfig, match=f"tokenizer_class={name!r} does not exist in transformers"
+    ):
         EnginePool(str(tmp_path), devices=1, **SMALL).open()
 
 

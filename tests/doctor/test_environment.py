@@ -164,7 +164,7 @@ def test_what_cannot_be_sized_is_still_looked_at(tmp_path):
     jax = live(V6E)
     found = warnings(jax, PoolConfig(str(tmp_path / "none"), server_args={"page_size": 1}))
     assert ["page_size=1" in entry["problem"] for entry in found] == [True, False]
-    assert "no configuration to be read" in found[1]["problem"]
+    assert "the configuration cannot be read" in found[1]["problem"]
     for device in jax["devices"]:
         device |= {"kind": "TPU v9", "memory": None}
     (page,) = warned(jax, "4B", page_size=1)

@@ -170,7 +170,7 @@ def test_command_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mistake_is_one_line() -> None:
     done = invoke("--model", "nowhere.json", "--topology", "v5e-8")
     assert done.exit_code == 2
-    assert "nowhere.json: no configuration to be read" in done.output
+    assert "nowhere.json: the configuration cannot be read" in done.output
 
 
 @pytest.mark.slow

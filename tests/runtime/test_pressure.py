@@ -95,7 +95,7 @@ def test_request_that_can_never_fit(pool: EnginePool) -> None:
     assert caught.value.prompt_index == 0
     room = int(str(caught.value).split("room for ")[1].split()[0])
     assert f"max_total_tokens={KV_TOKENS}" in str(caught.value)
-    with pytest.raises(InvalidRequest, match=rf"{KV_TOKENS} tokens are too long"):
+    with pytest.raises(InvalidRequest, match=rf"{KV_TOKENS} tokens are too many"):
         pool.generate(input_ids=[65] * KV_TOKENS)
     params = [{**GREEDY, "max_new_tokens": room}] + [SHORT] * 4
     results = pool.generate_all(input_ids=[PROMPTS[0], *PROMPTS[1:5]], sampling_params=params)

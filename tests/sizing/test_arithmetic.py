@@ -170,7 +170,7 @@ def test_reading_a_configuration(tmp_path: Path) -> None:
     assert read_shape(str(tmp_path), {"model_layer_nums": 2}).layers == 2
     override = {"json_model_override_args": '{"max_position_embeddings": 8192}'}
     assert read_shape(str(tmp_path), override).context == 8192
-    with pytest.raises(InvalidConfig, match="no configuration to be read"):
+    with pytest.raises(InvalidConfig, match="the configuration cannot be read"):
         read_shape(str(tmp_path / "nothing"))
     with pytest.raises(InvalidConfig, match="quantized weights"):
         read_shape(str(tmp_path), {"quantization": "fp8"})
@@ -309,7 +309,7 @@ def test_small_pages_are_advised_against() -> None:
 def test_smaller_pages_are_offered_where_nobody_chose() -> None:
     """And where upstream runs as many requests with them; a plan says so, a starting pool not."""
     (offer,) = rules.page_offer(pool_memory("0.6B", V5E.hbm_bytes, context_length=4096), {})
-    assert offer.problem.startswith("page_size=128: samples of one prompt share none of it below")
+    assert offer.problem.startswith("page_size=128: samples of one prompt share only whole pages")
     assert "page_size=32" in offer.remedy
     # 524,288 // 1,280 pages // 4 = 102 of the 256 that may run
     long = pool_memory("0.6B", V5E.hbm_bytes, context_length=40_960)
@@ -324,7 +324,7 @@ def test_fractions_outside_the_rule_are_advised_against() -> None:
     assert "mem_fraction_static=0.97 leaves too little for programs and temporaries" in room
     (second,) = problems("4B", V4.hbm_bytes, context_length=4096, mem_fraction_static=0.88)
     assert 'staging="stream"' in second
-    assert "mem_fraction_static=0.7 has room for both, with 102144 KV tokens" in second
+    assert "mem_fraction_static=0.7 has room for both and 102144 KV tokens" in second
     assert problems("4B", V4.hbm_bytes, context_length=4096, mem_fraction_static=0.6) == []
 
 

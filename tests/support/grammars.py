@@ -16,7 +16,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "rules": ({"ebnf": chain_of_rules(4000)}, ["stack of 2 MiB overflows", "shorter"]),
     "without end": ({"ebnf": without_end()}, ["more than", "to compile", "smaller"]),
     "lists": ({"json_schema": lists(200)}, ["minItems=9000", "at most 10000", "in all"]),
-    "expression": ({"regex": long_expression()}, ["what may come next takes", "ms", "shorter"]),
+    "expression": (
+        {"regex": long_expression()},
+        ["ms to find the allowed tokens", "at most", "shorter"],
+    ),
 }
 
 
