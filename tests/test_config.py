@@ -58,7 +58,7 @@ OWN = ("warmup", "tp_size", "max_decode_steps", "devices")
         ({"lora_paths": ["a"]}, "LoRA is not supported in a pool yet"),
         ({"enable_lora": True}, "LoRA is not supported in a pool yet"),
         ({"multimodal": True}, "not supported in a pool"),
-        ({"allow_auto_truncate": True}, "too long is an error here, never cut"),
+        ({"allow_auto_truncate": True}, "a pool never cuts a prompt"),
         ({"enable_mixed_chunk": True}, "mixes prefill and decode"),
     ],
 )

@@ -116,7 +116,7 @@ def test_some_token_must_be_left_to_sample(pool: EnginePool) -> None:
     masked, and NaN resets engines. With one id left, that one is sampled."""
     size = pool.runtime.input_processor.limits.vocab_size
     everything = {"min_new_tokens": 2, "max_new_tokens": 2, "stop_token_ids": list(range(size))}
-    with pytest.raises(InvalidRequest, match="none may be sampled; leave one out"):
+    with pytest.raises(InvalidRequest, match="no token may be sampled; leave one out"):
         pool.generate(input_ids=[5], sampling_params=everything)
     left = everything | {"stop_token_ids": list(range(1, size)), "temperature": 0}
     assert pool.generate(input_ids=[5], sampling_params=left)["output_ids"] == [0, 0]

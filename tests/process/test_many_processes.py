@@ -127,7 +127,7 @@ def test_what_is_not_whole_here_is_refused(both: list[dict[str, Any]]) -> None:
 
 def test_devices_of_another_process(both: list[dict[str, Any]]) -> None:
     for number, found in enumerate(both):
-        assert f"is of process {1 - number}" in found["elsewhere"]
+        assert f"belongs to process {1 - number}" in found["elsewhere"]
         assert found["processes"] == [2, number]
 
 

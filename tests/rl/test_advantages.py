@@ -61,7 +61,7 @@ def test_what_is_left_out_may_be_anything() -> None:
     [
         ([1.0, float("inf")], [3, 4], "prompt 4: sample 1 has reward inf"),
         ([1.0, 2.0], [0], r"rewards \(2,\), prompt_index \(1,\)"),
-        ([[1.0], [2.0]], [[0], [0]], "in one dimension"),
+        ([[1.0], [2.0]], [[0], [0]], "expected one dimension"),
     ],
 )
 def test_what_is_refused(rewards: Any, groups: Any, said: str) -> None:
