@@ -54,7 +54,9 @@ def test_refusal() -> None:
     """It names the numbers and the remedy, and leaves the queue as it was."""
     queue, gate = limited(4, "raise")
     gate.enter(make_call(3))
-    with pytest.raises(QueueFull, match=r"3 requests wait and this call has 2: at most max_queued=4"):
+    with pytest.raises(
+        QueueFull, match=r"3 requests wait and this call has 2: at most max_queued=4"
+    ):
         gate.enter(make_call(2))
     gate.enter(make_call(1))
     assert (len(queue), len(gate)) == (4, 0)
