@@ -144,6 +144,6 @@ def _asks_nothing(name: str, value: Any, config: Any, neutral: Mapping[str, Any]
 
 def _ignored(name: str, value: Any, family: str) -> str:
     return (
-        f"config.json: {name}={shown(value)}: {family} of this sglang-jax does not compute it, so "
-        "outputs would be wrong"
+        f"config.json: {name}={shown(value)}: the {family} of this sglang-jax does not compute it, "
+        "so outputs would be wrong"
     )

@@ -109,7 +109,7 @@ def test_a_context_of_before_beside_the_scaling(tmp_path: Path) -> None:
     before = {"max_position_embeddings": 512, "original_max_position_embeddings": 32}
     make(tmp_path, "llama", config=SCALED["llama"] | before)
     pool = EnginePool(str(tmp_path), devices=1, warmup="none", **SMALL)
-    with pytest.raises(InvalidConfig, match=r"embeddings=32 beside rope_scaling, which is of 128"):
+    with pytest.raises(InvalidConfig, match=r"embeddings=32, but rope_scaling has 128"):
         pool.open()
     for family in ("llama", "qwen3"):
         same = config_of(model_type=family, rope_scaling=YARN, original_max_position_embeddings=128)
