@@ -60,9 +60,13 @@ demo: setup ## Four engines on four virtual CPU devices answer prompts side by s
 	@JAX_PLATFORMS=cpu $(BIN)/python -m enginepool.cli.demo $(ARGS)
 
 .PHONY: test
-test: setup ## Run the tests but the slow ones; which lines they ran: .venv/bin/coverage report --skip-covered
+test: setup ## Run the tests but the slow ones
+	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS)
+
+.PHONY: coverage
+coverage: setup ## The same, and say which lines ran in the tests' own processes
 	$(BIN)/python $(PYTEST) -m "not slow" --cov --cov-report= $(ARGS)
-	@echo "Lines that ran in the tests' own processes: $$($(BIN)/coverage report --format=total) %"
+	@$(BIN)/coverage report --skip-covered
 
 .PHONY: test-slow
 test-slow: setup ## Run whole commands and benchmarks as their users run them

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from types import TracebackType
 from typing import Any, Self
 
 from enginepool import EnginePool
@@ -36,12 +35,7 @@ class Load:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stopped = True
         self._thread.join()
         if self._error is not None and error is None:

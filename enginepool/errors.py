@@ -113,16 +113,18 @@ class QueueFull(EnginePoolError):
     """Raised with `when_full="raise"` if the queue has no room for a call. It has not started."""
 
 
-class PoolClosed(EnginePoolError):
+class _WithResults(EnginePoolError):
+    def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.results = list(results)
+
+
+class PoolClosed(_WithResults):
     """Raised by calls on a closed pool, and by calls that wait when the pool closes.
 
     Attributes:
         results: The results of a call that waited, as in `PoolFailed`. Empty for other calls.
     """
-
-    def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
-        super().__init__(message)
-        self.results = list(results)
 
 
 class ForkedProcess(EnginePoolError):
@@ -170,17 +172,13 @@ class NotFinite(EnginePoolError):
         self.alone = alone
 
 
-class PoolFailed(EnginePoolError):
+class PoolFailed(_WithResults):
     """Raised if no engine is left to serve.
 
     Attributes:
         results: One result a sample, in order, with the tokens that it has. A sample that was not
             finished has `finish_reason {"type": "abort", ...}`.
     """
-
-    def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
-        super().__init__(message)
-        self.results = list(results)
 
 
 class NoWeights(PoolFailed):

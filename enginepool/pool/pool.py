@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from enum import Enum
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio.to_thread
@@ -236,24 +235,14 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
     def __enter__(self) -> Self:
         return self.open()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         await self._async_runtime()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self, python_is_gone: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -12,7 +12,7 @@ from sgl_jax.srt.managers.scheduler import Scheduler
 from enginepool import EnginePool
 from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, running, until, waiting
-from tests.support.marks import steady_decode
+from tests.support.marks import slow, steady_decode
 from tests.support.pools import NATIVE_PAGES, MakePool, same
 from tests.support.steady import (
     GREEDY,
@@ -40,7 +40,7 @@ PAGES: dict[str, Any] = OPTIONS | {
 }
 
 
-@pytest.fixture(scope="module", params=[1, 16, 128])
+@pytest.fixture(scope="module", params=[1, *slow(16), 128])
 def size(request: pytest.FixtureRequest) -> int:
     if request.param > 1 and not NATIVE_PAGES:
         pytest.skip("this upstream's native attention knows no pages")

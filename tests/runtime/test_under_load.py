@@ -29,8 +29,8 @@ from tests.support.spans import assert_each_span_is_its_versions, assert_spans
 GREEDY = {"temperature": 0, "ignore_eos": True}
 PROMPTS = [[i + 1, 2 * i + 3, 200 - i] * (1 + i % 3) for i in range(12)]
 MODES = ["drain", "retract", "abort", "in_place"]
-SWAPS = 8
-IN_FLIGHT = 64
+SWAPS = 5
+IN_FLIGHT = 48
 STEPS = 16  # of four engines, between two swaps: an output of 60 tokens sees several
 LENGTHS = (6, 10, 14, 60)
 
