@@ -164,7 +164,8 @@ def test_metrics(one_sum: EnginePool) -> None:
             late.result()
             # It waited, and the figures say for how long.
             assert samples(client)["request_queue_time_seconds_count", "0"] == 4
-        client.post("/admin/reload_weights", json={"model_path": one_sum.config.model})
+        reload = {"model_path": one_sum.config.model, "weight_version": 1}
+        client.post("/admin/reload_weights", json=reload)
         seen = samples(client)
         assert seen["weight_version", "1"] == 1
         assert seen["weight_update_seconds_count", "total"] == 1

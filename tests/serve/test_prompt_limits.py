@@ -51,7 +51,6 @@ def test_a_template_beside_the_messages(plain: Running) -> None:
 FIRST, *OTHERS = CONNECTIONS
 USUAL = (
     "template", "messages", "prompt", "many ids", "131,072 requests", "schema",
-    "grammar without end",
 )  # fmt: skip
 
 
