@@ -54,4 +54,4 @@ def _of_pool(config: PoolConfig, free: int | None) -> list[rules.Advice]:
         return [*rules.page_advice(config.server_args), unknown]
     args = config.engine_args("tpu", free, shape)
     memory = Memory(shape, Settings.of(args, shape), free)
-    return rules.all_advice(memory, config.server_args)
+    return rules.advice(memory, config.server_args, defaults=True)

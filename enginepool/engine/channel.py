@@ -97,15 +97,6 @@ class Channel:
     def load(self) -> int:
         return len(self.running)
 
-    def progressed(self) -> bool:
-        """See `RunningRequests.progressed`."""
-        return self.running.progressed()
-
-    @property
-    def last_output(self) -> float:
-        """When a request last ended here, in `time.perf_counter`."""
-        return self.running.last_output
-
     def kv_usage(self) -> tuple[int, int]:
         """Tokens of KV cache: how many are in use, and how many there are. What the prefix cache
         may evict counts as free."""
@@ -253,14 +244,6 @@ class Channel:
             self.running.hold(requests)
             raise EngineBroken(f"could not release its requests: {error!r}") from error
         return requests
-
-    def set_weights(self, version: int | str, update: int) -> None:
-        """See `RunningRequests.set_weights`."""
-        self.running.set_weights(version, update)
-
-    def end_step(self) -> None:
-        """End a step that failed, and so does not reach its boundary."""
-        self.limiter.release()
 
     def has_work(self) -> bool:
         """Whether the engine has requests, or its scheduler has work."""

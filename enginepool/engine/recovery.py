@@ -200,7 +200,7 @@ class Recovery:
     def _count(self, engine: PinnedEngine) -> int:
         """Count a failure of this engine. Returns how many there are in a row."""
         now = time.perf_counter()
-        since = max(engine.channel.last_output, now - WINDOW_SECONDS)
+        since = max(engine.channel.running.last_output, now - WINDOW_SECONDS)
         times = self._times.get(engine.index, [])
         self._times[engine.index] = [at for at in times if at > since] + [now]
         return len(self._times[engine.index])

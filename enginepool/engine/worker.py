@@ -142,7 +142,7 @@ class EngineWorker(PinnedEngine):
             except StopEngine:
                 return None
             except BaseException as error:
-                self.channel.end_step()
+                self.channel.limiter.release()  # it does not reach its boundary
                 if self.condition.abandoned:
                     return error  # its requests were taken away: there is nothing to unload
                 lost = scheduler.leaves.lost_by_owner()

@@ -183,14 +183,10 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
     def _opened(self, on_engine: Callable[[dict[str, Any]], None] | None) -> Runtime:
         runtime = self.make_runtime(self.config, self.name)
         self._process = runtime.dispatch.process
-        report = None
-        if on_engine is not None:
-            report = lambda worker: on_engine(statistics.engine(worker))  # noqa: E731
         try:
-            runtime.open(report)
-            from enginepool.pool.tokenizer_manager import (
-                connect,  # imports sgl_jax; patches come first
-            )
+            runtime.open(on_engine and (lambda worker: on_engine(statistics.engine(worker))))
+            # It imports sgl_jax; patches come first.
+            from enginepool.pool.tokenizer_manager import connect
 
             connect(runtime)
         except BaseException:

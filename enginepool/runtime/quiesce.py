@@ -166,7 +166,7 @@ class _Stop:
         if self._mode == "drain":
             return not (worker.channel.has_work() or self._queue.begun())
         if self._mode == "retract":
-            return worker.channel.progressed() and not self._queue.has_retracted()
+            return worker.channel.running.progressed() and not self._queue.has_retracted()
         return True
 
     def _stop(self, worker: EngineWorker) -> None:

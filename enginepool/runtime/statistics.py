@@ -51,7 +51,7 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         "steady_dispatches": worker.channel.steady_dispatches,
         "fallback_steps": worker.channel.fallback_steps,
         # From the first step after idling to the last output: of the work at hand, or of the last.
-        "busy_seconds": max(0.0, worker.channel.last_output - worker.channel.busy_since),
+        "busy_seconds": max(0.0, worker.channel.running.last_output - worker.channel.busy_since),
         "build_seconds": worker.assembly.build_seconds,
         "warmup_seconds": worker.assembly.warmup_seconds,
     }

@@ -162,7 +162,7 @@ class Update:
     def _label(self, worker: EngineWorker) -> None:
         """On the engine's thread: label its next tokens with the new version."""
         if worker.index not in self.failed:
-            worker.channel.set_weights(self.version, self.number)
+            worker.channel.running.set_weights(self.version, self.number)
             worker.load()
 
     def _leave_if_failed(self, worker: EngineWorker) -> None:

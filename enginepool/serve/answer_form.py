@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sgl_jax.srt.entrypoints.openai.protocol import ToolChoice
@@ -23,6 +23,10 @@ from sgl_jax.srt.function_call.utils import get_json_schema_constraint
 
 from enginepool.dispatch.grammar import KINDS
 from enginepool.serve.error_replies import Refused
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.entrypoints.openai.protocol import Tool
+    from sgl_jax.srt.server_args import ServerArgs
 
 # Inside of a schema: llguidance's own keyword.
 _COMPACT = {"x-guidance": {"whitespace_flexible": False}}
@@ -62,7 +66,7 @@ class StructuredOutputs(BaseModel):
         return {kind: value for kind, value in named.items() if value is not None}
 
 
-def form_of(body: Any, server_args: Any, special_tokens: Collection[str]) -> dict[str, Any]:
+def form_of(body: Any, server_args: ServerArgs, special_tokens: Collection[str]) -> dict[str, Any]:
     """The grammar that a body asks for, if any, as sampling parameters of a pool.
 
     Raises:
@@ -73,6 +77,7 @@ def form_of(body: Any, server_args: Any, special_tokens: Collection[str]) -> dic
     text = _of_format(getattr(body, "response_format", None))
     if getattr(body, "tools", None) and body.tool_choice != "none":
         parser = server_args.tool_call_parser
+        assert parser is not None, "check_fields refuses tools without one"
         compact = server_args.constrained_json_disable_any_whitespace
         schema = text.pop("json_schema", None)  # of the text, if there is any
         asked["tools"] = _of_tools(
@@ -153,7 +158,11 @@ def _of_tools(
 
 
 def _of_free_choice(
-    body: Any, parser_name: str, parser: Any, own_form: bool, json_options: Mapping[str, Any]
+    body: Any,
+    parser_name: str,
+    parser: Any,
+    own_form: bool,
+    json_options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The grammar of an answer of text and calls. Only `strict` calls are constrained."""
     if not body.parallel_tool_calls:
@@ -176,7 +185,7 @@ def _of_free_choice(
     return {"structural_tag": tag}
 
 
-def _chosen(body: Any) -> Sequence[Any]:
+def _chosen(body: Any) -> Sequence[Tool]:
     """The tools that the answer may call."""
     if not isinstance(body.tool_choice, ToolChoice):
         return body.tools
@@ -227,5 +236,5 @@ def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _shown(choice: Any) -> str:
+def _shown(choice: str | ToolChoice) -> str:
     return repr(choice if isinstance(choice, str) else choice.function.name)

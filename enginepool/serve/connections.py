@@ -1,4 +1,5 @@
-"""Closes connections whose request headers do not come in time, and logs dropped connections.
+"""Connections: closed if request headers do not come in time, logged if dropped, watched while a
+request is served.
 
 uvicorn only limits the time between two requests.
 """
@@ -9,8 +10,10 @@ import asyncio
 import errno
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
 
 from enginepool.logs import logger
 
@@ -92,3 +95,21 @@ def patient_for(seconds: float, on_connection: Callable[[], None]) -> type[async
             self.transport.close()
 
     return Patient
+
+
+async def while_present(raw: Request, work: Awaitable[Response]) -> Response | None:
+    """Await `work` while the client is there; cancel it, and return None, when it leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_left(raw))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _left(raw: Request) -> None:
+    while (await raw.receive())["type"] != "http.disconnect":
+        pass

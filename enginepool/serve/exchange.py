@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,6 +18,7 @@ from enginepool.dispatch.thinking import Thinking
 from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.sampling_mask import MASK
 from enginepool.frontend.score_input import prompt_entries
+from enginepool.serve.connections import while_present
 from enginepool.serve.error_replies import error_object, error_reply
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.record import (
@@ -40,11 +41,13 @@ from enginepool.serve.sampling_wire import as_taken, has_grammar
 from enginepool.serve.wire_extras import name_tokens
 
 if TYPE_CHECKING:
+    from sgl_jax.srt.managers.io_struct import GenerateReqInput
+
     from enginepool.pool.tokenizer_manager import FrontEnd
 
 # So many log-probabilities are written in a few milliseconds.
 _MANY_VALUES = 1 << 11
-_DONE = ("data: [DONE]\n\n", b"data: [DONE]\n\n")  # upstream's, and ours
+_DONE = "data: [DONE]\n\n"
 
 
 class ExchangeHost(Protocol):
@@ -109,7 +112,7 @@ class Exchange:
         """The reply, or that of its error. If the client leaves, its requests are aborted."""
         self._host.began(self)
         try:
-            response = await _while_present(self._raw, reply())
+            response = await while_present(self._raw, reply())
         except Exception as error:
             response = error_reply(error)
             self.failure = error
@@ -124,7 +127,7 @@ class Exchange:
 
     async def begin(
         self,
-        obj: Any,
+        obj: GenerateReqInput,
         id_prefix: str | None = None,
         prompt_logprobs: int | None = None,
         thinking: Thinking | None = None,
@@ -163,7 +166,7 @@ class Exchange:
 
     def _make_call(
         self,
-        obj: Any,
+        obj: GenerateReqInput,
         prompt_logprobs: int | None,
         thinking: Thinking | None,
         special_tokens: bool | None,
@@ -192,6 +195,12 @@ class Exchange:
             self.failure = error
             raise ValueError(str(error)) from error  # the only kind that all of upstream's catch
 
+    async def chunks(self, obj: GenerateReqInput) -> AsyncIterator[Any]:
+        """Those of a stream of our own. An error ends them, and `stream` tells it."""
+        with contextlib.suppress(ValueError):
+            async for chunk in self.generate_request(obj):
+                yield chunk
+
     def stream(self, pieces: AsyncIterator[Any]) -> StreamingResponse:
         """Server-sent events. An error, or an output that was cut short, is an error object at the
         end, which OpenAI's clients raise."""
@@ -201,11 +210,11 @@ class Exchange:
         async for piece in pieces:
             if self.failure is not None:
                 break
-            if piece not in _DONE:
+            if piece != _DONE:
                 yield piece
         if (error := self._early_end()) is not None:
             yield f"data: {json.dumps(error_object(error))}\n\n"
-        yield _DONE[0]
+        yield _DONE
 
     def end(self, status: int) -> None:
         """Tell the server, and abort requests that nobody waits for any more."""
@@ -289,21 +298,3 @@ class _Stream(StreamingResponse):
             call, failure = self._exchange.call, self._exchange.failure
             gone = failure is None and call is not None and not call.done
             self._exchange.end(CLIENT_GONE if gone else self.status_code)
-
-
-async def _while_present(raw: Request, work: Awaitable[Response]) -> Response | None:
-    """Await `work` while the client is there; cancel it, and return None, when it leaves."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_left(raw))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _left(raw: Request) -> None:
-    while (await raw.receive())["type"] != "http.disconnect":
-        pass

@@ -114,6 +114,13 @@ def router(service: Service) -> APIRouter:
         """sglang's: requests and KV cache of each engine."""
         return _loads(service, raw)
 
+    _state_routes(routes, service)
+    return routes
+
+
+def _state_routes(routes: APIRouter, service: Service) -> None:
+    """What the engines do now."""
+
     @routes.get("/is_sleeping")
     async def is_sleeping() -> Sleeping:
         """Whether memory was given back."""
@@ -132,8 +139,6 @@ def router(service: Service) -> APIRouter:
             raise Refused(503, "the server is about to end")
         await check_engines(service.runtime, service.engine_of(raw))
         return PlainTextResponse("ok")
-
-    return routes
 
 
 def _loads(service: Service, raw: Request) -> Loads:

@@ -112,6 +112,13 @@ def router(service: Service) -> APIRouter:
         await admin.flush_cache()
         return Status()
 
+    _memory_routes(routes, service)
+    return routes
+
+
+def _memory_routes(routes: APIRouter, service: Service) -> None:
+    admin = service.admin
+
     @routes.post("/sleep")
     async def sleep(
         raw: Request, query: Annotated[SleepQuery, Query()], body: SleepQuery | None = None
@@ -140,5 +147,3 @@ def router(service: Service) -> APIRouter:
         """sglang's: weights are read again from where those that were served came from."""
         await admin.resume_memory((body or MemoryTags()).tags)
         return Done()
-
-    return routes

@@ -61,20 +61,15 @@ def router(service: Service) -> APIRouter:
 
 async def _reply(exchange: Exchange, body: GenerateBody) -> Response:
     await exchange.begin(body)
-    outputs = exchange.generate_request(body)
     if body.stream:
-        return exchange.stream(_events(outputs))
-    result = await anext(outputs)
+        return exchange.stream(_events(exchange.chunks(body)))
+    result = await anext(exchange.generate_request(body))
     return Response(_json(result), media_type="application/json")
 
 
 async def _events(outputs: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    try:
-        async for output in outputs:
-            yield b"data: " + _json(output) + b"\n\n"
-    except ValueError:
-        yield b""  # the exchange knows why, and tells
-    yield b"data: [DONE]\n\n"
+    async for output in outputs:
+        yield b"data: " + _json(output) + b"\n\n"
 
 
 def _json(value: Any) -> bytes:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginepool.pool.tokenizer_manager import UNSUPPORTED
 from enginepool.serve.error_replies import Refused
+from enginepool.serve.openai_models import ChatBody, CompletionBody
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.server_args import ServerArgs
 
 # Fields that upstream's models have and its classes or the pool do nothing with.
 _UNSERVED = ("suffix", "session_params", "return_routed_experts", *UNSUPPORTED)
 
 
-def check_fields(body: Any, server_args: Any) -> None:
+def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> None:
     """
     Raises:
         Refused: A field would be ignored, or does not go with another.
@@ -42,7 +46,7 @@ def check_fields(body: Any, server_args: Any) -> None:
         raise Refused(400, "prompt=[]: there is no prompt", param="prompt")
     if body.stream_options is not None and not body.stream:
         raise Refused(400, "stream_options are for stream=true only", param="stream_options")
-    chat = hasattr(body, "messages")
+    chat = isinstance(body, ChatBody)
     if body.return_tokens_as_token_ids and not (
         body.logprobs if chat else body.logprobs is not None
     ):
@@ -56,7 +60,7 @@ def check_fields(body: Any, server_args: Any) -> None:
     )
     # Its attribute warns: OpenAI calls `max_tokens` deprecated.
     _check_lengths(vars(body), scored=scored)
-    if chat:
+    if isinstance(body, ChatBody):
         _check_chat(body, server_args)
         _check_reasoning(body, server_args.reasoning_parser)
 
@@ -74,7 +78,7 @@ def _check_lengths(given: dict[str, Any], *, scored: bool) -> None:
         )  # fmt: skip
 
 
-def _check_chat(body: Any, server_args: Any) -> None:
+def _check_chat(body: ChatBody, server_args: ServerArgs) -> None:
     if body.top_logprobs and not body.logprobs:
         raise Refused(
             400, f"top_logprobs={body.top_logprobs} without logprobs=true", param="top_logprobs"
@@ -101,7 +105,7 @@ def _check_chat(body: Any, server_args: Any) -> None:
         )
 
 
-def _check_reasoning(body: Any, parser: str | None) -> None:
+def _check_reasoning(body: ChatBody, parser: str | None) -> None:
     """Both fields are true by default."""
     if parser is None and body.separate_reasoning and "separate_reasoning" in body.model_fields_set:
         raise Refused(
@@ -117,7 +121,7 @@ def _check_reasoning(body: Any, parser: str | None) -> None:
         )  # fmt: skip
 
 
-def check_template_options(body: Any, names: set[str]) -> None:
+def check_template_options(body: ChatBody, names: set[str]) -> None:
     """Refuse a template of the client's, which would run here without a time limit."""
     for name in body.chat_template_kwargs or ():
         if name in names:

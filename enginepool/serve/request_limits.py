@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -20,6 +20,9 @@ from enginepool.errors import InvalidRequest
 from enginepool.serve.error_replies import Refused, error_reply
 from enginepool.serve.options import ServeOptions
 from enginepool.values import shown
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
 MAX_RID = 256  # characters of a request's id
 MAX_VALUES = 1 << 20  # log-probabilities of prompts in one reply
@@ -74,7 +77,9 @@ class BodyLimit:
         return f"the body has {size}: at most {self._limit} are taken (--max-body-bytes)"
 
 
-def check_counts(obj: Any, prompts: int, options: ServeOptions, max_queued: int | None) -> None:
+def check_counts(
+    obj: GenerateReqInput, prompts: int, options: ServeOptions, max_queued: int | None
+) -> None:
     """Limit the prompts and samples of one body."""
     if not prompts:
         raise InvalidRequest("there is no prompt")
@@ -145,7 +150,7 @@ def _samples(params: Any) -> int:
     return n if isinstance(n, int) else 1
 
 
-def count_prompts(obj: Any) -> int:
+def count_prompts(obj: GenerateReqInput) -> int:
     """How many prompts upstream's GenerateReqInput has."""
     if obj.text is not None:
         return 1 if isinstance(obj.text, str) else len(obj.text)

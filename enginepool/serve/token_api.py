@@ -89,11 +89,10 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     )
     exchange.token_names = token_name
     await exchange.begin(obj, prompt_logprobs=sampling.prompt_logprobs)
-    outputs = exchange.generate_request(obj)
     if body.stream:
         exchange.reads_new = True
-        return exchange.stream(_chunks(outputs))
-    made = await anext(outputs)
+        return exchange.stream(_chunks(exchange.chunks(obj)))
+    made = await anext(exchange.generate_request(obj))
     results = made if isinstance(made, list) else [made]
     choices = [_choice(index, result, 0) for index, result in enumerate(results)]
     reply = TokensOut(request_id=_id(results[0]), choices=choices, usage=_usage(results))
@@ -108,16 +107,12 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
 
 async def _chunks(outputs: AsyncIterator[Any]) -> AsyncIterator[str]:
     sent: dict[int, int] = {}
-    try:
-        async for output in outputs:
-            index = output["index"]
-            choice = _choice(index, output, sent.get(index, 0))
-            sent[index] = len(output["output_ids"])
-            chunk = TokensOut(request_id=_id(output), choices=[choice])
-            yield f"data: {json.dumps(chunk.model_dump())}\n\n"
-    except ValueError:
-        yield ""  # the exchange knows why, and tells
-    yield "data: [DONE]\n\n"
+    async for output in outputs:
+        index = output["index"]
+        choice = _choice(index, output, sent.get(index, 0))
+        sent[index] = len(output["output_ids"])
+        chunk = TokensOut(request_id=_id(output), choices=[choice])
+        yield f"data: {json.dumps(chunk.model_dump())}\n\n"
 
 
 def _choice(index: int, result: dict[str, Any], sent: int) -> TokenChoice:

@@ -92,19 +92,15 @@ def what_fails(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
     return found
 
 
-def advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
-    """Problems of settings on a TPU, before an engine is built. `args` as in `what_fails`."""
+def advice(memory: Memory, args: Mapping[str, Any], *, defaults: bool = False) -> list[Advice]:
+    """Problems of settings on a TPU, before an engine is built. `args` as in `what_fails`.
+
+    Args:
+        defaults: Also say what the defaults mean for `update_weights`.
+    """
     found = what_fails(memory, args)
-    given = args.get("mem_fraction_static") is not None
-    if given and memory.serves and not memory.second_set_fits:
-        found.append(staging_advice(memory))
-    return found
-
-
-def all_advice(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
-    """`advice`, and also what the defaults mean for `update_weights`."""
-    found = advice(memory, args)
-    if memory.serves and not memory.second_set_fits and args.get("mem_fraction_static") is None:
+    asked = defaults or args.get("mem_fraction_static") is not None
+    if asked and memory.serves and not memory.second_set_fits:
         found.append(staging_advice(memory))
     return found
 

@@ -165,7 +165,10 @@ def _memory(memory: Memory, given: Mapping[str, Any]) -> dict[str, Any]:
         "kv_tokens_at_upstreams_fraction": memory.tokens_at(FRACTION),
         "advice": [
             entry._asdict()
-            for entry in [*rules.all_advice(memory, given), *rules.page_offer(memory, given)]
+            for entry in (
+                *rules.advice(memory, given, defaults=True),
+                *rules.page_offer(memory, given),
+            )
         ],
     }
 

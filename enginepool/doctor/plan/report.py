@@ -19,8 +19,8 @@ def show(plan: dict[str, Any]) -> None:
         ("A decode step", _decode(plan)),
     ):
         console.print(title, style="bold")
-        width = max(len(name) for name, _ in lines)
-        for name, text in lines:
+        width = max(map(len, lines))
+        for name, text in lines.items():
             console.print(f"  {name:{width}}  {text}")
     names = ("tp_size", "engines", "KV tokens", "requests", "ms a step", "all-reduces", "tokens/s")
     table = Table(*names, "fits", box=None)
@@ -47,133 +47,97 @@ def show(plan: dict[str, Any]) -> None:
         console.print(f"  {entry['problem']}\n    → {entry['remedy']}")
 
 
-def _inputs(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    return [
-        ("model", f"{plan['model']}: {plan['family']}, {plan['parameters']:,} parameters"),
-        ("dtype", plan["dtype"]),
-        (
-            "host",
-            (
-                f"{plan['topology']}: {plan['chips']} chips, each {plan['hbm_bytes']:,} bytes of "
-                f"HBM at {plan['hbm_bytes_per_second'] / 1e9:,.0f} GB/s"
-            ),
-        ),
-        ("pool", f"engines: {plan['engines']}, chips of each (tp_size): {plan['tp_size']}"),
-        ("context", f"{plan['context']:,} tokens a request"),
-        ("batch", f"{plan['batch']:,} requests in flight on the host"),
-        ("page_size", str(plan["page_size"])),
-        ("mem_fraction_static", f"{plan['mem_fraction_static']:g}"),
-    ]
+def _inputs(plan: dict[str, Any]) -> dict[str, str]:
+    hbm, speed = plan["hbm_bytes"], plan["hbm_bytes_per_second"] / 1e9
+    return {
+        "model": f"{plan['model']}: {plan['family']}, {plan['parameters']:,} parameters",
+        "dtype": plan["dtype"],
+        "host": f"{plan['topology']}: {plan['chips']} chips, each {hbm:,} bytes of HBM at "
+        f"{speed:,.0f} GB/s",
+        "pool": f"engines: {plan['engines']}, chips of each (tp_size): {plan['tp_size']}",
+        "context": f"{plan['context']:,} tokens a request",
+        "batch": f"{plan['batch']:,} requests in flight on the host",
+        "page_size": str(plan["page_size"]),
+        "mem_fraction_static": f"{plan['mem_fraction_static']:g}",
+    }
 
 
-def _memory(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    page, context = plan["page_size"], plan["context"]
-    pages = -(-context // page)
-    return [
-        ("weights", _bytes(plan["weight_bytes"])),
-        (
-            "KV a token",
-            (
-                f"{plan['kv_bytes_per_token']:,} bytes: 2 × {plan['layers']} layers × KV heads of "
-                "a chip × head width in steps of 128 × bytes a value"
-            ),
-        ),
-        (
-            "KV tokens",
-            (
-                f"{plan['kv_tokens']:,} in {plan['kv_pages']:,} pages: (HBM × "
-                "mem_fraction_static - weights) / KV a token, in whole pages"
-            ),
-        ),
-        ("KV", f"{_bytes(plan['kv_bytes'])}: a page more than that"),
-        ("requests of that context", f"{plan['requests_at_context']:,} have room at a time"),
-        (
-            "running requests",
-            (
-                f"{plan['max_running_requests']:,} at most; upstream's attention caps them at "
-                f"{plan['running_requests_cap']:,} = 524,288 // {pages} pages // 4"
-            ),
-        ),
-        (
-            "programs",
-            (
-                f"{_bytes(plan['program_bytes'])}: {plan['program_count']} forward programs"
-                + ("" if plan["compiled"] else " of 23 MB at most each")
-            ),
-        ),
-        ("logits", _bytes(plan["logits_bytes"])),
-        (
-            "temporaries",
-            (
-                f"prefill {_bytes(plan['prefill_temporary_bytes'])}, sampler "
-                f"{_bytes(plan['sampler_temporary_bytes'])}; the larger counts"
-            ),
-        ),
-        (
-            "in all",
-            (
-                f"{_bytes(plan['weight_bytes'] + plan['kv_bytes'] + plan['reserve_bytes'])} of "
-                f"{_bytes(plan['hbm_bytes'])}: {'fits' if plan['fits'] else 'does not fit'}"
-            ),
-        ),
-    ]
+def _memory(plan: dict[str, Any]) -> dict[str, str]:
+    return {**_weights_and_kv(plan), **_beside_them(plan)}
 
 
-def _compiled(plan: dict[str, Any]) -> list[tuple[str, str]]:
+def _weights_and_kv(plan: dict[str, Any]) -> dict[str, str]:
+    pages = -(-plan["context"] // plan["page_size"])
+    return {
+        "weights": _bytes(plan["weight_bytes"]),
+        "KV a token": f"{plan['kv_bytes_per_token']:,} bytes: 2 × {plan['layers']} layers × KV "
+        "heads of a chip × head width in steps of 128 × bytes a value",
+        "KV tokens": f"{plan['kv_tokens']:,} in {plan['kv_pages']:,} pages: (HBM × "
+        "mem_fraction_static - weights) / KV a token, in whole pages",
+        "KV": f"{_bytes(plan['kv_bytes'])}: a page more than that",
+        "requests of that context": f"{plan['requests_at_context']:,} have room at a time",
+        "running requests": f"{plan['max_running_requests']:,} at most; upstream's attention caps "
+        f"them at {plan['running_requests_cap']:,} = 524,288 // {pages} pages // 4",
+    }
+
+
+def _beside_them(plan: dict[str, Any]) -> dict[str, str]:
+    each = "" if plan["compiled"] else " of 23 MB at most each"
+    prefill, sampler = plan["prefill_temporary_bytes"], plan["sampler_temporary_bytes"]
+    whole = plan["weight_bytes"] + plan["kv_bytes"] + plan["reserve_bytes"]
+    fits = "fits" if plan["fits"] else "does not fit"
+    return {
+        "programs": f"{_bytes(plan['program_bytes'])}: {plan['program_count']} forward "
+        f"programs{each}",
+        "logits": _bytes(plan["logits_bytes"]),
+        "temporaries": f"prefill {_bytes(prefill)}, sampler {_bytes(sampler)}; the larger counts",
+        "in all": f"{_bytes(whole)} of {_bytes(plan['hbm_bytes'])}: {fits}",
+    }
+
+
+def _compiled(plan: dict[str, Any]) -> dict[str, str]:
     found = plan["compiled"]
 
     def beside(name: str) -> str:
         return f"{_bytes(found[name])}; by arithmetic {_bytes(found[f'{name}_by_arithmetic'])}"
 
-    lines = [
-        ("arguments", f"{beside('argument_bytes')}: weights, KV and a batch's numbers"),
-        ("beside them", f"{beside('reserve_bytes')}: programs, logits, temporaries"),
-        ("in all", beside("memory_bytes")),
-        ("decode's temporaries", _bytes(found["decode_temporary_bytes"])),
-        (
-            "start-up",
-            (
-                f"{found['startup_cpu_seconds']:,.0f} CPU seconds: {found['programs']} programs of "
-                f"a step in {found['cpu_seconds_of_an_engine']:,.0f} here, × {plan['engines']} "
-                "engines, which share none"
-            ),
-        ),
-    ]
-    return lines + [("problem", text) for text in found["problems"]]
+    lines = {
+        "arguments": f"{beside('argument_bytes')}: weights, KV and a batch's numbers",
+        "beside them": f"{beside('reserve_bytes')}: programs, logits, temporaries",
+        "in all": beside("memory_bytes"),
+        "decode's temporaries": _bytes(found["decode_temporary_bytes"]),
+        "start-up": f"{found['startup_cpu_seconds']:,.0f} CPU seconds: {found['programs']} "
+        f"programs of a step in {found['cpu_seconds_of_an_engine']:,.0f} here, × "
+        f"{plan['engines']} engines, which share none",
+    }
+    numbered = enumerate(found["problems"], 1)
+    return lines | {f"problem {number}": text for number, text in numbered}
 
 
-def _swap(plan: dict[str, Any]) -> list[tuple[str, str]]:
+def _swap(plan: dict[str, Any]) -> dict[str, str]:
     live = plan["live_swap_mem_fraction_static"]
-    return [
-        ("staging", plan["staging"]),
-        ("second set beside KV", "fits" if plan["second_weight_set_fits"] else "does not fit"),
-        (
-            "with the KV released",
-            "fits" if plan["second_weight_set_fits_without_kv"] else "does not fit",
-        ),
-        ("live swap up to", "none" if live is None else f"mem_fraction_static={live:g}"),
-        ("KV without that room", f"{plan['kv_tokens_at_upstreams_fraction']:,} tokens at 0.88"),
-    ]
+    without_kv = plan["second_weight_set_fits_without_kv"]
+    return {
+        "staging": plan["staging"],
+        "second set beside KV": "fits" if plan["second_weight_set_fits"] else "does not fit",
+        "with the KV released": "fits" if without_kv else "does not fit",
+        "live swap up to": "none" if live is None else f"mem_fraction_static={live:g}",
+        "KV without that room": f"{plan['kv_tokens_at_upstreams_fraction']:,} tokens at 0.88",
+    }
 
 
-def _decode(plan: dict[str, Any]) -> list[tuple[str, str]]:
+def _decode(plan: dict[str, Any]) -> dict[str, str]:
     if not plan["running_requests"]:
-        return [("requests", "none: it does not fit")]
+        return {"requests": "none: it does not fit"}
     least, uniform = plan["decode_ms_no_faster_than"], plan["decode_ms_uniform_routing"]
-    lines = [
-        ("requests", f"{plan['running_requests']:,} in one engine's step"),
-        (
-            "no faster than",
-            (
-                f"{least:.2f} ms: ({_bytes(plan['decode_weight_bytes'])} of weights + "
-                f"{_bytes(plan['decode_kv_bytes'])} of KV) / bandwidth"
-            ),
-        ),
-    ]
+    weights, kv = plan["decode_weight_bytes"], plan["decode_kv_bytes"]
+    lines = {
+        "requests": f"{plan['running_requests']:,} in one engine's step",
+        "no faster than": f"{least:.2f} ms: ({_bytes(weights)} of weights + {_bytes(kv)} of KV) / "
+        "bandwidth",
+    }
     if uniform is not None:
-        lines.append(
-            ("with uniform routing", f"{uniform:.2f} ms: all experts wanted equally often")
-        )
+        lines["with uniform routing"] = f"{uniform:.2f} ms: all experts wanted equally often"
     return lines
 
 
