@@ -76,9 +76,9 @@ test-slow: setup ## Run whole commands and benchmarks as their users run them
 ABOVE_UPSTREAM := $(addprefix tests/,benchmarks cli ray reference rl sizing toy test_errors.py test_logs.py \
 	test_page_blocks.py test_pages.py test_public_api.py test_setup.py frontend/test_fair_lock.py \
 	frontend/test_grammar_compiler.py process/test_tuning.py runtime/test_pool_logic.py) \
-	$(addprefix tests/serve/test_,admin.py bodies.py command.py connections.py cut_short.py deploy.py \
+	$(addprefix tests/serve/test_,admin.py bodies.py chat_messages.py command.py connections.py cut_short.py deploy.py \
 	event_loop.py log.py native.py not_quoted.py prompt_limits.py reload.py request_id.py rl_stacks.py schema.py \
-	scores.py token_wire.py trusted.py turns.py under_load.py)
+	scores.py token_wire.py trusted.py under_load.py)
 
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## Run the tests on sglang-jax 0.0.3rc99 that look at upstream; all: ABOVE_UPSTREAM=

@@ -13,7 +13,7 @@ from typing import Any
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.chat import check_messages
 from enginepool.frontend.tokenizer import Tokenizer
-from enginepool.serve.turns import as_turns
+from enginepool.serve.chat_messages import as_turns
 from enginepool.values import shown
 
 # Fields whose lists of token ids are as long as prompts are.

@@ -224,14 +224,10 @@ class Memory:
         return _SAMPLER_COPIES * self.logits
 
     @property
-    def steady(self) -> bool:
-        """Whether decode is steady: see engine/steady/."""
-        return not (self.shape.window and self.settings.hybrid_swa)
-
-    @property
     def tallies(self) -> int:
         """The counts of output ids for penalties, which steady decode keeps on the device."""
-        return self.largest_batch * self.shape.vocab * 4 if self.steady else 0
+        steady = not (self.shape.window and self.settings.hybrid_swa)
+        return self.largest_batch * self.shape.vocab * 4 if steady else 0
 
     @property
     def program_count(self) -> int:

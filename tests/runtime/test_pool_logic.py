@@ -360,6 +360,7 @@ class PoolLogic(RuleBasedStateMachine):
         for worker in self.workers:
             worker.strikes = self.workers[0].strikes
         self.runtime.add_engines(self.workers)
+        self.let_in = self.dispatch.queue.on_taken
         self.dispatch.queue.on_taken = self.on_taken
         self.on_the_way: list[Request] = []  # to be cancelled when requests leave the queue next
         self.closes = closes
@@ -448,7 +449,7 @@ class PoolLogic(RuleBasedStateMachine):
             assert all(r in held or r.finish_reason is not None for r in group)
 
     def on_taken(self) -> None:
-        self.dispatch.queue_limit._let_in()
+        self.let_in()
         group, self.on_the_way = self.on_the_way, []
         self.dispatch.abort(group, "the caller left", "cancelled")
 

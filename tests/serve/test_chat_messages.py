@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.serve.turns import as_turns
+from enginepool.serve.chat_messages import as_turns
 
 
 @pytest.mark.parametrize(
