@@ -54,17 +54,17 @@ print(json.dumps({
 
 
 def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str, Any]:
-    """Make the report. Problems are in it, and never raised.
+    """Make the report. Problems are part of it and never raised.
 
     Args:
         timeout: Seconds that JAX may take to start.
-        config: Of the pool that is to run here, if that is known.
+        config: The configuration of the pool that is to run here, if it is known.
 
     Returns:
-        The findings; under `problems` what stands in the way of a pool, and under `warnings` what
-        a TPU makes of its settings and what else will not work: lists of `{"problem", "remedy"}`.
+        The findings. `problems` keep a pool from running. `warnings` are about its settings on a
+        TPU and about other defects. Both are lists of `{"problem", "remedy"}`.
     """
-    # First: the process below, which starts JAX, would hold the TPU itself.
+    # Before the process below starts JAX and holds the TPU itself.
     holders, hidden = device_holders()
     lock = lock_file(LOCK_FILE, holders, hidden)
     report: dict[str, Any] = {
@@ -92,7 +92,7 @@ def versions() -> dict[str, str | None]:
 
 
 def start_jax(command: Sequence[str], timeout: float) -> dict[str, Any]:
-    """Backend and devices as `command` prints them, or `error` with what went wrong."""
+    """Backend and devices as `command` prints them, or `error` with the reason."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
@@ -109,8 +109,8 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
     """Processes that have a TPU's device file or libtpu's lock file open.
 
     Returns:
-        `{"pid", "command", "files"}` of each, and how many processes cannot be looked into (of
-        other users). Without a /proc: nothing.
+        `{"pid", "command", "files"}` of each, and how many processes of other users cannot be
+        examined. Nothing without a /proc.
     """
     found, hidden = [], 0
     for folder in proc.glob("[0-9]*"):
@@ -148,7 +148,7 @@ def lock_file(path: Path, holders: Sequence[dict[str, Any]], hidden: int) -> dic
 
 
 def needed_patches() -> list[dict[str, Any]]:
-    """Each patch with whether the installed upstream needs it, or why that cannot be told."""
+    """For each patch: whether the installed upstream needs it, or why that is not known."""
     import patches
 
     answers = []
@@ -156,14 +156,14 @@ def needed_patches() -> list[dict[str, Any]]:
         answer: dict[str, Any] = {"name": patch.name, "issue": patch.issue}
         try:
             answer["needed"] = patch.is_needed()
-        except Exception as error:  # upstream may be absent, or unlike any that is known
+        except Exception as error:  # upstream may be missing or unknown
             answer |= {"needed": None, "error": f"{type(error).__name__}: {error}"}
         answers.append(answer)
     return answers
 
 
 def modules() -> list[dict[str, str]]:
-    """Problems of modules that a pool does not need."""
+    """Problems of modules that only some uses of a pool need."""
     from patches.overwritten_msgpack import find_overwritten
 
     found = find_overwritten()

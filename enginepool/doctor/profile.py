@@ -17,18 +17,19 @@ _PROMPT = 4  # tokens
 
 
 def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict[str, Any]:
-    """Keep the first engine busy, with the others idle, and look at its steps.
+    """Keep the first engine busy, with the others idle, and measure its steps.
 
     Args:
-        requests: In a batch, all the time.
-        tokens: How many each of them gets; the run has so many decode steps. A list says it by
-            request: those that do not fit the batch are prefilled as others end.
+        requests: The size of the batch throughout.
+        tokens: The output tokens of each request, and so the decode steps of the run. A list has
+            one number for each request. Requests that do not fit the batch are prefilled when
+            others end.
 
     Returns:
-        Milliseconds a step: `step_ms`, of which `gil_ms` with the GIL (an upper bound: the
-        thread's processor time), and both by section; `saturates_at`, the number of engines
-        whose steps take all of the GIL's time; `idle_cpu_percent` of one core, and
-        `compilations` while it ran, both of which should be 0.
+        Milliseconds a step: `step_ms`, of which `gil_ms` with the GIL (an upper bound: the thread's
+            processor time), and both by section. `saturates_at`: the number of engines whose steps
+            take all of the GIL's time. `idle_cpu_percent` of one core and `compilations` while it
+            ran should be 0.
     """
     engine: Any = pool.engines[0]
     prompts = [[1 + i, *range(2, _PROMPT + 1)] for i in range(requests)]
@@ -40,7 +41,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict
     started = time.perf_counter()
     with profiled(pool.runtime.workers[0]) as found:
         engine.generate(input_ids=prompts, sampling_params=params)
-    # Looked at only here: the thread goes on after its caller has the answer.
+    # Read only now: the thread goes on after its caller has the answer.
     seconds = time.perf_counter() - started
     step, gil = seconds / found.steps, found.per_step(found.cpu)
     return {
@@ -63,7 +64,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict
 
 
 def idle_cpu_percent(seconds: float) -> float:
-    """The share of one core that this process takes while nothing is asked of it."""
+    """The share of one core that this process takes while the pool is idle."""
     process = psutil.Process()
     process.cpu_percent()
     time.sleep(seconds)

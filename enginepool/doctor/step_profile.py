@@ -31,13 +31,13 @@ _ALLOCATOR = dict.fromkeys(("alloc", "alloc_extend", "free"), "KV pages")
 _WORKER = {"forward_batch_generation": "transfers"}
 _RUNNER = {"forward": "prefill", "sample": "sampling", "compute_logprobs": "sampling"}
 _ADMISSION = {"admit": "join"}
-# Of decode steps that stay on the device; they begin with what is launched.
+# Sections of steady decode. They begin with the launch.
 _DEVICE_WAIT = {"until_ready": "device"}
 _STEADY = {"append": "tokens"}
 _STEADY_PROGRAM = {"step": "launch", **dict.fromkeys(("begin", "set_rows", "tally"), "join")}
 _SENDER = {"batch": "join"}
 _PREFILLS, _STEPS = ("forward_batch_generation",), ("step",)
-# What decode steps cost whether or not anybody is prefilled between them.
+# The cost of decode steps, with or without prefills between them.
 DECODE = ("launch", "device", "tokens")
 SECTIONS = (
     *("admission", "scheduling", "prefix cache", "KV pages", "batch", "transfers", "prefill"),
@@ -47,14 +47,14 @@ SECTIONS = (
 
 @dataclass
 class StepProfile:
-    """An engine's steps while they were measured.
+    """The measured steps of an engine.
 
     Attributes:
-        steps: How many it took.
-        prefills: How many of them were prefills.
-        tokens: How many its requests gained.
-        wall: By section, without the time of other sections inside it.
-        cpu: The same in processor time of the thread, which holds the GIL nearly all of it.
+        steps: The number of steps.
+        prefills: The number of steps that were prefills.
+        tokens: The output tokens of its requests.
+        wall: Seconds by section, without the time of sections inside it.
+        cpu: The thread's processor time in the same way. Nearly all of it is with the GIL.
     """
 
     steps: int = 0

@@ -32,8 +32,9 @@ def warnings(jax: Mapping[str, Any], config: PoolConfig | None) -> list[dict[str
 
 
 def free_bytes(devices: Sequence[Mapping[str, Any]]) -> int | None:
-    """Free HBM of the device that has least, by its own count or else by its kind; None for an
-    unknown kind."""
+    """Free HBM of the device that has least: by its own count, or by its kind. None for an unknown
+    kind.
+    """
     free = []
     for device in devices:
         memory, chip = device.get("memory") or {}, chip_of(device["kind"])

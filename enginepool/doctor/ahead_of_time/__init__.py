@@ -1,1 +1,1 @@
-"""What a TPU would refuse, found without one: a pool's programs, compiled ahead of time."""
+"""Compiles a pool's programs ahead of time, to find what a TPU would refuse."""

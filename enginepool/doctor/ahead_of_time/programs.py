@@ -34,17 +34,17 @@ def compile_programs(
     further: Callable[[Any, list[Any], Record], None] = lambda *_: None,
     said: Callable[[Compiled], None] = lambda _: None,
 ) -> Record:
-    """Compile what one engine of a pool on this host runs, and see that it runs nothing else;
-    nothing is run.
+    """Compile the programs of one engine of a pool on this host, and check that its steps need no
+    others. Nothing is run.
 
-    Takes the process for itself meanwhile.
+    The process can do nothing else meanwhile.
 
     Args:
-        config: The model's, as in its config.json.
-        server_args, max_decode_steps: As a pool is given them.
-        kinds: Which programs; all of them, if None.
-        without: Names of patches to leave out, to see what they are good for.
-        further: Called with scheduler, chips and record once the engine is warm, for programs that
+        config: The model's config.json.
+        server_args, max_decode_steps: The options of a pool.
+        kinds: The kinds of programs to compile. None: all.
+        without: Names of patches to leave out, to see their effect.
+        further: Called with scheduler, chips and record when the engine is warm, for programs that
             no step runs.
         said: Called with each program when it is done.
     """
@@ -55,7 +55,7 @@ def compile_programs(
     with libtpu_environment(), _patched(without), pool_config(config, tp_size, server_args) as pool:
         chips = chips_of(host)
         args = pool.for_engine("tpu", list(range(tp_size)), hbm_bytes)
-        # The pool's own tokenizer is no part of the programs, and the folder has no weights.
+        # Programs do not depend on the tokenizer, and the folder has no weights.
         args |= {"skip_tokenizer_init": True, "load_format": "dummy"}
         with upstream_without_device(chips, hbm_bytes, record), suppress(NotLowered):
             _compile(args, chips, record, max_decode_steps, further)
@@ -95,8 +95,8 @@ def _compile(
         engine: Any = build_engine(
             server_args, chips[: server_args["tp_size"]], channel, MatmulPrecision()
         )
-    except (AssertionError, ValueError) as error:  # how upstream refuses sizes
-        raise InvalidConfig(f"no engine can be built of this: {error}") from error
+    except (AssertionError, ValueError) as error:  # upstream refuses sizes in this way
+        raise InvalidConfig(f"upstream cannot build such an engine: {error}") from error
     try:
         scheduler = engine.scheduler_info["scheduler"]
         record.listening = True
@@ -112,8 +112,8 @@ def _compile(
 
 @contextmanager
 def _patched(without: Collection[str]) -> Iterator[None]:
-    """The patches that change programs. Optimisations change the host's part of a step alone, and
-    hold on to arrays, which are none here."""
+    """The patches that change programs. Optimisations change only the host's part of a step, and
+    hold arrays, which do not exist here."""
     if unknown := set(without) - {patch.name for patch in patches.ALL}:
         raise InvalidConfig(f"without: no patch is called {', '.join(sorted(unknown))}")
     wanted = [p for p in patches.ALL if not p.optimisation and p.name not in without]

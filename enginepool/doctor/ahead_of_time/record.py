@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 
-# Of a step, by what upstream and the pool call the functions that they jit.
+# The programs of a step, by the names of the functions that upstream and the pool jit.
 _STEPS = {
     "jitted_sampler": "sampler",
     "jitted_compute_logprobs": "logprobs",
     "top": "top_logprobs",
     "zeros": "kv_zeros",
 }
-# Of a change of weights: one for each shape of leaf.
+# The programs of a change of weights: one for each shape of a leaf.
 WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
 FORWARD = ("decode", "steady", "prefill")
 STEP = (*FORWARD, "begin", "set_rows", "tally", "sampler", "logprobs", "top_logprobs")
@@ -26,26 +26,26 @@ KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 
 _MIB = 2**20
 
-# What is donated, where it is not the KV cache alone.
+# The donated arguments, if they are not only the KV cache.
 _IN_PLACE = {"steady": "KV cache and state", "set_rows": "state", "tally": "state"}
 
 
 @dataclass
 class Compiled:
-    """A program as the compiler describes it; sizes in bytes, on one chip.
+    """A program as the compiler describes it. Sizes are in bytes on one chip.
 
     Attributes:
-        kind: What it does: decode, prefill, sampler, …
-        size: Its bucket, or the shape of what it works on.
-        lowering_seconds: Tracing it and writing it down for the compiler, in CPU seconds.
-        seconds: Compiling it, on the clock; other work of the machine makes them more.
-        cpu_seconds: The same, of this process.
-        temporaries: Beside arguments and results, while it runs.
-        donated: Of the arguments, those whose memory the results have to take over: the KV cache,
-            and what of a batch a steady step leaves to the next one.
-        aliased: Those whose memory they do take over.
-        page_copies: Of the KV cache, into one block of an attention kernel: instructions that are
-            written out one by one, and issued for every block. The most of its kernels.
+        kind: Its purpose: decode, prefill, sampler, …
+        size: Its bucket, or the shape of its argument.
+        lowering_seconds: CPU seconds of tracing and lowering.
+        seconds: Wall seconds of compiling. Other work of the machine adds to them.
+        cpu_seconds: CPU seconds of compiling.
+        temporaries: Memory beside arguments and results while it runs.
+        donated: Arguments whose memory the results must take over: the KV cache, and the state that
+            a steady step leaves to the next one.
+        aliased: The part of `donated` that the results do take over.
+        page_copies: How many copies of KV pages an attention kernel issues for one block. Each is
+            an instruction of its own. The largest of its kernels.
         error: Why there is no such program.
     """
 
@@ -65,7 +65,7 @@ class Compiled:
 
     @property
     def problem(self) -> str | None:
-        """What a TPU would refuse, or what breaks a promise."""
+        """Why a TPU would refuse it, or which promise it breaks."""
         if self.error is not None:
             return self.error
         if self.aliased < self.donated:
@@ -77,8 +77,9 @@ class Compiled:
 
     @property
     def allowed(self) -> float:
-        """The most temporaries that docs/tpu.md promises of the pool's own programs.
-        Upstream's may have what fits."""
+        """The most temporaries that docs/tpu.md allows the pool's own programs. Upstream's programs
+        may have as many as fit.
+        """
         if self.kind == "top_logprobs":
             return self.arguments + _MIB  # the log-probabilities once more
         if self.kind == "gather":
@@ -96,22 +97,22 @@ class Compiled:
 
 
 class NotLowered(Exception):
-    """Raised to leave a warm-up whose program cannot even be lowered: its results are unknown."""
+    """Raised to leave a warm-up when a program cannot be lowered: its results are unknown."""
 
 
 class Record:
-    """Compiles what it is handed, each program once, and keeps what came of it.
+    """Compiles each program that it gets once, and keeps the outcome.
 
     Args:
-        kinds: What to compile; all of it, if None.
+        kinds: The kinds to compile. None: all.
         said: Called with each program when it is done.
 
     Attributes:
-        listening: Set once an engine is built: programs that make its arrays are of no interest.
-        kv_bytes: Of its KV cache, on the chip.
-        warm: Set once the warm-up is over: from here on a program is a mistake.
-        steps: How many were taken since.
-        steady_steps: Of these, those that stayed on their device.
+        listening: Set when the engine is built. Programs that make its arrays before do not count.
+        kv_bytes: The size of its KV cache on the chip.
+        warm: Set when the warm-up is over. Any new program is a mistake from then on.
+        steps: The number of steps since.
+        steady_steps: The number of these that were steady.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Record:
     def compile(
         self, function: str, lowered: Any, args: tuple[Any, ...], lowering_seconds: float
     ) -> None:
-        """Compile a program of a warm-up. One of a step after it is not compiled, but wrong."""
+        """Compile a program of the warm-up. A new program of a later step is a mistake."""
         if self.warm:
             late = "a step needs it, and the warm-up has not compiled it"
             self._keep(Compiled(*_described(function, args), lowering_seconds, error=late))

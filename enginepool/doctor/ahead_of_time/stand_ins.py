@@ -36,7 +36,7 @@ from enginepool.doctor.ahead_of_time.record import Record
 
 
 class AbstractArray(jax.Array):
-    """An array without its numbers: all that a program is compiled from."""
+    """An array without its numbers. Compiling a program needs no more."""
 
     __slots__ = ("_dtype", "_shape", "_sharding")
 
@@ -98,7 +98,7 @@ class AbstractArray(jax.Array):
     def __array__(
         self, dtype: Any = None, context: Any = None, copy: bool | None = None
     ) -> np.ndarray:
-        """What a program would have given back is zeros."""
+        """Zeros, in place of a program's result."""
         return np.zeros(self._shape, self._dtype if dtype is None else dtype)
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class AbstractArray(jax.Array):
 
 
 class _Program:
-    """In the place of a jitted function."""
+    """Replaces a jitted function."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], record: Record):
         self._jitted = _jit(function, **options)
@@ -163,7 +163,7 @@ def _traced(tree: Any) -> bool:
 
 
 def _signature(tree: Any) -> Any:
-    """What JAX tells programs of one function apart by."""
+    """What distinguishes the programs that JAX makes of one function."""
     leaves, form = jax.tree.flatten(tree)
     return form, tuple(map(_kind, leaves))
 
@@ -222,8 +222,8 @@ def _free_memory(hbm_bytes: int) -> Callable[[Any], int]:
 def upstream_without_device(
     devices: Sequence[Any], hbm_bytes: int, record: Record
 ) -> Iterator[None]:
-    """Let an engine be built and warmed up on these chips. For the whole process, so that nothing
-    else of it may use JAX meanwhile.
+    """Let an engine be built and warmed up on these chips. This holds for the whole process, so no
+    other code of it may use JAX meanwhile.
 
     Args:
         record: Gets every program that is made.

@@ -1,11 +1,11 @@
-"""Whether a step ever needs a program that the warm-up has not compiled.
+"""Checks that no step needs a program that the warm-up has not compiled.
 
-The engine that was built and warmed up for a chip that is not here serves requests, through its own
-queue, channel and loop. What a program would have given back is zeros; which program each step asks
-for is what it would be on the chip. Once warm, the record takes any other one for a mistake.
+The engine that was built and warmed up for an absent chip serves requests through its own queue,
+channel and loop. Results of programs are zeros, but each step asks for the same program as on the
+chip. Once warm, the record takes any new program for a mistake.
 
-A step's shape is upstream's bucket of how many requests it decodes, or of how many tokens it
-prefills: all counts of requests come up, and of tokens both ends of every bucket.
+A step's shape is upstream's bucket of its decode requests or its prefill tokens. All numbers of
+requests are tried, and both ends of every bucket of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from enginepool.engine.channel import Channel
 from enginepool.engine.jobs import StopEngine
 from enginepool.frontend.sampling import make_sampling
 
-# What a caller may ask of the sampler: alone, and then all in one batch.
+# Sampling options: each alone, and then all in one batch.
 _SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.7},
@@ -35,7 +35,7 @@ _SAMPLING: tuple[Mapping[str, Any], ...] = (
 
 
 def take_steps(scheduler: Any, channel: Channel, record: Record) -> None:
-    """Serve requests of every shape; programs that were not there before are problems."""
+    """Serve requests of every shape. Programs that did not exist before are problems."""
     # All that upstream's penalties ask a tokenizer for; none was built.
     scheduler.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
     channel.attach(scheduler)
@@ -55,7 +55,7 @@ def _serve(scheduler: Any, channel: Channel, requests: list[Request]) -> None:
 
 
 def _waves(scheduler: Any) -> Iterator[list[Request]]:
-    """Requests that are there at the same time."""
+    """Groups of requests that run at the same time."""
     manager = scheduler.tp_worker.worker.compilation_manager
     vocabulary = scheduler.model_config.vocab_size
     longest = scheduler.max_req_input_len

@@ -43,10 +43,10 @@ _DESCRIPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def chips_of(host: Topology) -> list[Any]:
-    """Its chips, as devices that can be compiled for and nothing else.
+    """The host's chips, as devices that can only be compiled for.
 
     Raises:
-        InvalidConfig: libtpu is not installed, or knows no such host.
+        InvalidConfig: libtpu is not installed, or does not know the host.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise InvalidConfig(
@@ -64,10 +64,10 @@ def chips_of(host: Topology) -> list[Any]:
 
 @contextmanager
 def libtpu_environment() -> Iterator[None]:
-    """What libtpu and upstream look for in the environment, while it lasts.
+    """A block with the environment variables that libtpu and upstream read.
 
-    JAX itself runs on the CPU: it has read its platform when it started. `ServerArgs` reads it
-    again, and wants to see the device that it is given.
+    JAX itself runs on the CPU: it has read its platform at its start. `ServerArgs` reads it again,
+    and must find the device that it is given.
     """
     import jax
 

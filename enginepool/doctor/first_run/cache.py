@@ -73,8 +73,8 @@ def conclude(
 ) -> None:
     """One finding from the outcomes of the two processes.
 
-    It is a question to the platform, so that programs of devices above the first are not taken
-    from the cache, or crash, is an answer; only the first device must.
+    The check answers a question. So "programs of devices above the first are not read from the
+    cache" and "it crashes" are answers. Only the first device must work.
     """
     found.seen["written"] = [_short(outcome) for outcome in written]
     found.seen["read"] = [_short(outcome) for outcome in read]

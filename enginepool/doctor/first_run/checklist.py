@@ -20,8 +20,8 @@ class Finding:
     """What a check has found so far. It stays if the check raises.
 
     Attributes:
-        seen: Figures, for whoever reads the report.
-        problems: What should not be so; none means "ok".
+        seen: Figures for the reader of the report.
+        problems: What is wrong. Empty means "ok".
     """
 
     seen: dict[str, Any] = field(default_factory=dict)
@@ -33,11 +33,11 @@ class Finding:
 
 
 class Checklist:
-    """Runs checks and hands on an outcome of each: `check`, `status` ("ok", "failed", "error" for
+    """Runs checks and reports an outcome for each: `check`, `status` ("ok", "failed", "error" for
     one that raised, "skipped"), `seconds`, `seen`, and `problems` unless it is ok.
 
     Args:
-        seconds: Until when a check may begin.
+        seconds: No check begins later than this.
         report: Called with every outcome.
     """
 
@@ -53,10 +53,10 @@ class Checklist:
         self._report(skipped(name, why))
 
     def run(self, name: str, check: Callable[[Finding], None], needs: float = 0.0) -> bool:
-        """Run a check, if it fits; returns whether it was ok.
+        """Run a check if there is time. Returns whether it was ok.
 
         Args:
-            needs: Seconds without which it is not begun.
+            needs: The seconds that must be left.
         """
         if self.left < needs:
             self.skip(name, f"needs {needs:.0f} s, {max(0.0, self.left):.0f} s are left")

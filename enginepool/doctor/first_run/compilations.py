@@ -27,7 +27,7 @@ class Program(NamedTuple):
 
 @contextmanager
 def counted() -> Iterator[list[Program]]:
-    """Every program that is compiled, or loaded, meanwhile, on any thread."""
+    """Every program that is compiled or loaded in the block, on any thread."""
     programs: list[Program] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
@@ -43,7 +43,7 @@ def counted() -> Iterator[list[Program]]:
 
 @contextmanager
 def cache_events() -> Iterator[dict[str, int]]:
-    """How often the persistent cache was asked meanwhile, and how often it had the program."""
+    """How often the persistent cache was asked in the block, and how often it had the program."""
     counts = {"asked": 0, "hits": 0}
 
     def listen(event: str, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The toy's sums: what every engine must answer, alone and with the others at work."""
+"""The toy's sums, which every engine must answer: alone, and while the others work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def serving(pool: EnginePool) -> list[int]:
 
 
 def missing(pool: EnginePool, took_part: set[int]) -> list[str]:
-    """Which engines did not take part, and why not."""
+    """The engines that did not take part, and why."""
     return [
         f"engine {engine['engine_index']} took no part: {engine['state']}, {engine['reason']}"
         for engine in pool.stats()["engines"]
@@ -102,7 +102,7 @@ def together(pool: EnginePool, found: Finding) -> None:
 
 
 def long(pool: EnginePool, found: Finding) -> None:
-    """One long output past a page, held against plain JAX without a cache, pages or kernels."""
+    """One long output past a page, compared with plain JAX without a cache, pages or kernels."""
     params = {**GREEDY, "max_new_tokens": LONG_TOKENS, "ignore_eos": True}
     (result,) = pool.generate_all(PROMPTS[:1], params, timeout=CALL_SECONDS)
     ids, prompt = result["output_ids"], list(PROMPTS[0].encode())

@@ -1,4 +1,4 @@
-"""All engines at work at once, and none of them: wall time, steps, the cost of idling."""
+"""Times all engines at work, and the idle pool: wall time, steps, the cost of idling."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def step(pool: EnginePool, found: Finding) -> None:
 
 
 def idle(pool: EnginePool, found: Finding) -> None:
-    """What the open pool costs while nothing is asked of it."""
+    """The cost of the open pool while it is idle."""
     percent = idle_cpu_percent(_IDLE_SECONDS)
     found.seen["cpu_percent_of_a_core"] = percent
     found.expect(

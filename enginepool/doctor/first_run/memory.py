@@ -1,4 +1,4 @@
-"""New weights and back, and the KV cache's memory given back and made again."""
+"""Swaps weights and back, and releases the KV cache and makes it again."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ _EVENT = ("event", "engine", "reason", "exception")  # what is told of one
 
 
 def check_pool(devices: DeviceSpec, checklist: Checklist, say: Callable[[str], None]) -> None:
-    """Build engines on all devices and look at everything.
+    """Build engines on all devices and run every check.
 
-    Where one device's engine does not start, the others are built once more without it.
+    If the engine of one device does not start, the others are built once more without it.
     """
     pools: list[EnginePool] = []
 
@@ -110,8 +110,7 @@ def check_variant(
 def opened(
     devices: DeviceSpec, found: Finding, say: Callable[[str], None], **options: Any
 ) -> EnginePool:
-    """An open pool of the toy; what its engines took to build goes to `found`, also of those that
-    were built before one failed."""
+    """An open pool of the toy. `found` gets the build times of its engines, even if one fails."""
     entries = found.seen["engines"] = []
     settings = {"restart": False, "step_timeout": STEP_SECONDS, **SERVER_ARGS, **options}
     pool = EnginePool(devices=devices, **settings)
@@ -146,7 +145,7 @@ def _built(engine: dict[str, Any], programs: list[Program]) -> dict[str, Any]:
 
 
 def engines(pool: EnginePool, found: Finding) -> None:
-    """In which state everything above left the engines, and what their devices hold."""
+    """The state of the engines after all checks, and what their devices hold."""
     states = pool.stats()
     found.seen["states"] = [engine["state"] for engine in states["engines"]]
     found.seen["memory"] = states["memory"]

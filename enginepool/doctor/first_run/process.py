@@ -24,9 +24,9 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def run_stage(job: dict[str, Any], report: Report, say: Callable[[str], None]) -> None:
-    """Run a stage for `job["seconds"]` at most, and report an outcome of every check it planned.
+    """Run a stage for `job["seconds"]` at most, and report an outcome of every planned check.
 
-    JAX's persistent cache is left out of it: what compiling costs is to be seen.
+    It does not use JAX's persistent cache, because the time of compiling is measured.
     """
     env = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     command = [sys.executable, "-X", "faulthandler", "-m", "enginepool.doctor.first_run.stages"]

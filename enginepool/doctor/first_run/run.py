@@ -1,4 +1,4 @@
-"""The first run as a whole: its stages one after the other, and the report that is sent in."""
+"""The first run: all stages one after the other, and the report to send in."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from enginepool.doctor.first_run.scrub import scrub
 from enginepool.sizing import rules
 
 BUDGET = 600.0
-# What is not begun with less: a process imports upstream, starts the platform, builds an engine.
+# The seconds that a stage needs: it imports upstream, starts the platform and builds an engine.
 _POOL_SECONDS, _ENGINE_SECONDS, _CACHE_SECONDS = 45.0, 45.0, 30.0
 _PAGE_SIZES = {"tpu": (rules.PAGE_SIZE, 32, rules.LEAST_PAGE_SIZE)}
 _OTHER_PAGE_SIZES = (1, rules.LEAST_PAGE_SIZE)
-# What weights and KV are in elsewhere; the toy's own is float32, so all else here is.
+# The usual dtype of weights and KV. The toy's own is float32, which all other checks use.
 _SHORTER = "bfloat16"
 _CACHE_CHECK = "persistent_cache"
 
@@ -31,16 +31,16 @@ Say = Callable[[str], None]
 def first_run(
     devices: DeviceSpec = None, *, budget: float = BUDGET, start: float = 60.0, say: Say = print
 ) -> dict[str, Any]:
-    """Look at everything that nobody has seen on a TPU, with the toy.
+    """Check with the toy everything that was never run on a TPU.
 
     Args:
-        devices: A count or ids, as of EnginePool.
-        budget: Seconds for all of it; what does not fit is skipped.
+        devices: A count or ids, as for EnginePool.
+        budget: Seconds for all checks. Checks that do not fit are skipped.
         start: Seconds that JAX may take to start.
-        say: Gets progress, for a person.
+        say: Gets lines about the progress.
 
     Returns:
-        What to send in. Nothing in it says whose host it was.
+        The report to send in. It does not identify the host.
     """
     return _Run(devices, budget, say).run(start)
 
@@ -60,7 +60,7 @@ class _Run:
         try:
             if self._report["devices"]:
                 self._look_at_devices()
-        except KeyboardInterrupt:  # what took minutes is not thrown away
+        except KeyboardInterrupt:  # keeps results that took minutes
             interrupted = True
         bad = [check["check"] for check in self._checks if check["status"] in ("failed", "error")]
         return {

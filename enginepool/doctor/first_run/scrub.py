@@ -18,7 +18,7 @@ _LEAST_VALUE, _LEAST_NAME = 8, 4
 
 
 def scrub(value: Any) -> Any:
-    """The value, of dicts, lists and texts, without what must stay on the host."""
+    """A copy of the value (dicts, lists and texts) without what must stay on the host."""
     if isinstance(value, dict):
         return {key: scrub(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Whether a model fits a host, and how its chips are best shared out: `enginepool plan`.
+"""Computes whether a model fits a host and how to share out its chips: `enginepool plan`.
 
-By arithmetic on a configuration: nothing is built, loaded or compiled.
+By arithmetic on a configuration. Nothing is built, loaded or compiled.
 """

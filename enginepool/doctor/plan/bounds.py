@@ -1,4 +1,4 @@
-"""How fast a decode step can be at best: the bytes that it must read, over the chip's bandwidth."""
+"""The fastest possible decode step: the bytes that it must read, over the chip's bandwidth."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from enginepool.sizing.memory import Memory
 
 # The assumed time of an all-reduce, by which layouts are compared. It is no part of the bound.
 ALL_REDUCE_MS = 0.010
-# Smaller engines are preferred until another layout promises so many times the tokens. A bound is
-# no measurement, and smaller engines fail, swap and wait alone.
+# Smaller engines are preferred unless another layout promises this many times their tokens. A bound
+# is no measurement, and smaller engines fail, swap and wait alone.
 CLEARLY_FASTER = 1.5
 
 LEFT_OUT = (
@@ -22,10 +22,10 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A host's chips as engines of `tp_size` chips each, with some requests in flight on all.
+    """A host's chips as engines of `tp_size` chips each, with requests in flight on all.
 
     Attributes:
-        memory: Of one chip, with this layout's `ServerArgs`.
+        memory: The memory of one chip, with this layout's `ServerArgs`.
         batch: Requests in flight on the host.
     """
 
@@ -44,7 +44,7 @@ class Layout:
 
     @cached_property
     def running(self) -> int:
-        """Requests in one engine's step: its share, as far as they have room."""
+        """Requests in one engine's step: its share, limited by memory."""
         if not self.memory.serves:
             return 0
         share = -(-self.batch // self.engines)
@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def decode_ms(self) -> float:
-        """No step is faster."""
+        """The lower bound of a decode step's time."""
         return self._step_ms(self.least_experts)
 
     @property

@@ -17,8 +17,8 @@ from enginepool.sizing.memory import Memory, StepPrograms
 def compile_steps(
     model: str, where: Topology, layout: Layout, server_args: Mapping[str, Any]
 ) -> list[Compiled]:
-    """Compile every program of a step of one engine of this layout; nothing is run. A line of
-    progress for each goes to standard error.
+    """Compile every program of a step of one engine of this layout. Nothing is run. Standard error
+    gets a line for each program.
 
     Raises:
         InvalidConfig: libtpu is not installed, or upstream refuses the sizes.
@@ -53,7 +53,7 @@ def step_programs(programs: Sequence[Compiled]) -> StepPrograms:
 def by_the_compiler(
     programs: Sequence[Compiled], arithmetic: Memory, memory: Memory, engines: int
 ) -> dict[str, Any]:
-    """The compiler's figures, beside those of the arithmetic."""
+    """The compiler's figures beside those of the arithmetic."""
     forward = [program for program in programs if program.kind in FORWARD]
     arguments = _most("arguments", forward)
     counted = arithmetic.weights + arithmetic.kv

@@ -1,4 +1,4 @@
-"""Putting a plan together: the pool's own `ServerArgs` for a host, and what they come to there."""
+"""Makes a plan: the pool's `ServerArgs` for a host, and their consequences there."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ def make(
     server_args: Mapping[str, Any] | None = None,
     by_compiler: bool = False,
 ) -> dict[str, Any]:
-    """The plan of a pool on a host, as one flat dict; bytes are those of one chip.
+    """The plan of a pool on a host, as one flat dict. Bytes are those of one chip.
 
     Args:
-        model: A directory, a config.json or a hub id; nothing but its configuration is read.
+        model: A directory, a config.json or a hub id. Only its configuration is read.
         host: A topology, such as v5e-8.
-        context: Tokens of a request, prompt and output; the checkpoint's own if left out.
+        context: Tokens of a request, prompt and output. None: the checkpoint's context.
         batch: Requests in flight on the host.
         tp_size: Chips of one engine of the pool.
-        by_compiler: Compile the engine's programs, and take what they need from the compiler
-            instead of estimating it. Takes minutes, and the process for itself.
+        by_compiler: Use the compiler's figures instead of estimates. It takes minutes, and the
+            process can do nothing else meanwhile.
 
     Raises:
-        InvalidConfig: An unknown topology or option, a model that cannot be counted, or no libtpu.
+        InvalidConfig: The topology or an option is unknown, the model cannot be counted, or libtpu
+            is missing.
     """
     given = dict(server_args or {})
     if context is not None:

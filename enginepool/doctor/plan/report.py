@@ -6,7 +6,7 @@ from typing import Any
 
 
 def show(plan: dict[str, Any]) -> None:
-    """Print it."""
+    """Print the plan."""
     from rich.console import Console
     from rich.table import Table
 
