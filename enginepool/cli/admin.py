@@ -1,4 +1,4 @@
-"""`enginepool admin`: ask running servers for what administrators may."""
+"""`enginepool admin`: the client of servers' administrators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ admin = typer.Typer(
 
 @dataclass(frozen=True)
 class Servers:
-    """Who is asked, and how."""
+    """The servers to ask, and how to reach them."""
 
     urls: list[str]
     token: str | None
@@ -106,15 +106,15 @@ def pause(context: typer.Context, mode: Annotated[PauseMode, typer.Option()] = "
 
 @admin.command("continue")
 def resume(context: typer.Context) -> None:
-    """Let them go on."""
+    """Let all engines continue."""
     _ask(context, "POST", "continue")
 
 
 def addresses(base_url: str) -> list[str]:
-    """The URL with each address that its host's name has, in their order.
+    """The URL with each address of its host's name, in their order.
 
     Raises:
-        InvalidConfig: It has none.
+        InvalidConfig: The name has no address.
     """
     parts = urlsplit(base_url)
     try:

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how EnginePool's arguments are read from them."""
+"""Options that several commands share, and the arguments of EnginePool made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ServerArg = Annotated[
 ]
 WarmupOption = Annotated[Warmup, typer.Option(help="How programs are compiled.")]
 
-# They have an option of their own.
+# These have options of their own.
 _OWN_OPTIONS = ("model", "devices", "tp_size", "warmup")
 
 

@@ -1,4 +1,4 @@
-"""`--config FILE`: the options of `serve` from a file. What the command line says goes before."""
+"""`--config FILE`: the options of `serve` from a file. The command line overrides it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _read(path: Path) -> dict[Any, Any]:
     if kind is None:
         raise InvalidConfig(f"--config {path}: expected a name in {', '.join(_KINDS)}")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows begins a file with a mark
+        text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
         found = tomllib.loads(text) if kind == "TOML" else yaml.load(text, _NoDuplicates)
     except OSError as error:
         raise InvalidConfig(f"--config {path}: {error.strerror}") from None
@@ -60,7 +60,7 @@ def _read(path: Path) -> dict[Any, Any]:
 
 
 class _NoDuplicates(yaml.SafeLoader):
-    """YAML's own rule, which PyYAML does not keep: the last one would hold, in silence."""
+    """YAML without duplicate names. PyYAML alone would silently take the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

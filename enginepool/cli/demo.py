@@ -1,4 +1,4 @@
-"""The demonstration: engines come up, answer sums side by side, and say how long it took."""
+"""The demonstration: engines start, answer sums side by side, and report their times."""
 
 from __future__ import annotations
 

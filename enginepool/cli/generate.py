@@ -144,7 +144,7 @@ def _generate(
     if all(line.kind == "prompt" for line in lines):
         results: Any = pool.async_as_completed([line.value for line in lines], params, **options)
     else:
-        # One call for all kinds, so that seeds and `prompt_index` count the lines of the input.
+        # One call for all kinds, so seeds and `prompt_index` count the lines of the input.
         ids = [_token_ids(pool, index, line) for index, line in enumerate(lines)]
         results = pool.async_as_completed(sampling_params=params, input_ids=ids, **options)
     written = ResultLines(sys.stdout.buffer, output, [_samples(one or {}) for one in params])
@@ -200,5 +200,5 @@ def _token_ids(pool: EnginePool, index: int, line: PromptLine) -> Any:
         return tokenizer(line.value)["input_ids"]
     try:
         return tokenizer.apply_chat_template(line.value, tokenize=True, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise anything
         raise InvalidRequest(f"messages: {error}", prompt_index=index) from error

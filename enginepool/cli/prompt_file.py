@@ -35,13 +35,13 @@ class PromptLine:
 
 
 def decode(lines: Iterable[bytes], source: str) -> Iterator[str]:
-    """Lines as text: UTF-8, whatever the locale.
+    """Decode lines as UTF-8, in every locale.
 
     Raises:
         InvalidRequest: With `source` and the line's number.
     """
     for number, line in enumerate(lines, start=1):
-        try:  # editors on Windows begin a file with a mark that is no part of the first prompt
+        try:  # editors on Windows begin a file with a byte order mark
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise InvalidRequest(

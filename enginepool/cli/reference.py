@@ -34,7 +34,7 @@ app = typer.Typer(
 
 
 class WeightForm(StrEnum):
-    """What weights come as."""
+    """The form of the weights."""
 
     CHECKPOINT = "checkpoint"
     FLAX_TREE = "flax-tree"

@@ -1,4 +1,4 @@
-"""Results to standard output as they end, each written at once."""
+"""Writes results to standard output, each as soon as it ends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from enginepool.cli.prompt_file import Format
 
 
 class ResultLines:
-    """Writes results: JSON as it comes, text in input order, each as soon as its turn has come.
+    """Writes results: JSON when they end, text in input order.
 
-    Both are UTF-8, whatever the locale, as the prompts are.
+    Both are UTF-8 in every locale, like the prompts.
 
     Args:
-        samples: How many each prompt has.
+        samples: The number of samples of each prompt.
     """
 
     def __init__(self, stream: BinaryIO, form: Format, samples: Sequence[int]) -> None:
@@ -40,7 +40,7 @@ class ResultLines:
             self._write(text)
 
     def rest(self) -> None:
-        """Write what has ended and whose turn does not come any more, in input order."""
+        """Write results that have ended but whose turn has not come, in input order."""
         for place in sorted(self._early):
             self._write(self._early.pop(place))
 

@@ -22,10 +22,10 @@ _OTHERS = "Other options"
 
 @dataclass(frozen=True)
 class FromFile:
-    """Options of a file that the command itself does not have.
+    """Options of a file that the command itself does not know.
 
     Attributes:
-        own: The options that it has.
+        own: The options that the command knows.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""A caller's outputs, and how the caller hears of them."""
+"""The outputs of a caller, and how the caller gets them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from enginepool import RequestFailed, RequestsFailed
 from enginepool.ray.wire import Attempt
 
-# Prompts that begin with as many equal tokens stay together.
+# Prompts that share this many first tokens stay together.
 _SHARED = 64
-# How often a host says what an output has: what is newer is made again when the host is lost.
+# Tokens between two reports of a host. When it is lost, later tokens are made again.
 _REPORT_EVERY = 16
 
 
@@ -22,10 +22,10 @@ class Output:
     """One sample of one prompt.
 
     Attributes:
-        position: In its call's results.
-        options: As `Attempt` has them, without what there is already.
-        latest: What there is, as a result; the result in the end.
-        lost_on: The host that was lost with it, if there is no new token since.
+        position: Its position in the results of its call.
+        options: The options of an `Attempt`, without the tokens so far.
+        latest: The output so far, as a result. In the end it is the result.
+        lost_on: The host that was lost with it. None if it has a new token since.
     """
 
     call: RayCall
@@ -42,7 +42,7 @@ class Output:
 
     @property
     def suspect(self) -> bool:
-        """Whether it may be what takes hosts down."""
+        """Whether it may be the reason for a lost host."""
         return self.lost_on is not None
 
     @property
@@ -50,10 +50,10 @@ class Output:
         return 0 if self.latest is None else len(self.latest["output_ids"])
 
     def attempt(self, key: int) -> Attempt:
-        """The next attempt, which goes on with what there is."""
+        """The next attempt, which continues the output so far."""
         params, options = self.sampling_params, self.options
         if params is not None and self.suspect:
-            params = {**params, "stream_interval": 1}  # its next token clears it
+            params = {**params, "stream_interval": 1}  # its next token proves it harmless
         if self.tokens:
             options = {**options, "partial_outputs": [self.latest]}
         return Attempt(key, self.input_ids, params, options)
@@ -65,7 +65,8 @@ class Output:
             self.lost_on = None
 
     def lost_with(self, host: int) -> bool:
-        """A host was lost with it; returns whether it may go on. After two it may not."""
+        """Record that a host was lost with it. Returns whether it may continue; after two hosts it
+        may not."""
         if self.lost_on is not None:
             message = f"hosts {self.lost_on} and {host} were lost with it, without a token between"
             self.end("poisoned", message)
@@ -74,7 +75,7 @@ class Output:
         return True
 
     def end(self, err_type: str, message: str) -> None:
-        """End with what there is."""
+        """End it with the tokens so far."""
         result = self.latest or {
             "text": "",
             "output_ids": [],
@@ -160,7 +161,7 @@ class RayCall:
             self.close()
 
     def fail(self, error: Exception) -> None:
-        """End what is not finished, and raise this where the caller waits."""
+        """End the unfinished outputs. The waiting caller raises the error."""
         self.failure = self.failure or error
         for output in self.outputs:
             if not output.done:

@@ -1,8 +1,7 @@
-"""Which waiting outputs go to which host: one pure function, which knows nothing of Ray.
+"""Chooses which waiting outputs go to which host: one pure function, without Ray.
 
-A host is asked for a quarter more than it can run, so that it never waits for the driver, and
-every output that ends gives its credit back at once: credits that come back in chunks are worse
-than a static split.
+A host gets a quarter more outputs than it can run, so it never waits for the driver. Each output
+that ends returns its credit at once. Credits that return in chunks are worse than a static split.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HostLoad:
-    """A host that may be given something now.
+    """A host that may get outputs now.
 
     Attributes:
         slots: How many outputs it runs at a time.
-        outstanding: How many it was given and has not answered.
-        suspect: One of them may be what takes hosts down, so it gets no second of that kind.
+        outstanding: How many outputs it has got and not answered.
+        suspect: It has an output that may be the reason for a lost host. It gets no second one.
     """
 
     index: int
@@ -29,19 +28,19 @@ class HostLoad:
 
     @property
     def window(self) -> int:
-        """The most that may be outstanding."""
+        """The most outputs that it may have."""
         return math.ceil(self.slots * 1.25)
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """One output that waits.
+    """One waiting output.
 
     Attributes:
-        group: What shares a prompt, or the beginning of one, stays on a host where it can.
-        home: The host that the group's last one went to, if there is one.
-        suspect: It may be what takes hosts down. A host has one of them at a time: were it lost
-            with two, nobody could say which of them it was.
+        group: Outputs that share a prompt or its beginning. They stay on one host if possible.
+        home: The host that got the last output of the group. None if there is none.
+        suspect: It may be the reason for a lost host. A host gets one such output at a time,
+            because with two nobody could tell which one it was.
     """
 
     group: Hashable
@@ -50,10 +49,9 @@ class Waiting:
 
 
 def assign(hosts: Sequence[HostLoad], waiting: Sequence[Waiting]) -> list[tuple[int, int]]:
-    """Give out the oldest first, until no host has credit.
+    """Give out the oldest outputs first, until no host has credit.
 
-    A group stays on its host, and waits for it while no other one would stand idle; those behind
-    it may pass.
+    A group waits for its host as long as no other host is idle. Outputs behind it may pass.
 
     Returns:
         (position in `waiting`, host index), in the order of `waiting`.

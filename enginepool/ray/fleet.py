@@ -1,7 +1,7 @@
-"""The hosts: started, listened to, started again; all on one event loop, in a thread of its own.
+"""Starts the hosts, listens to them and restarts them, on one event loop in its own thread.
 
-Ray does placement, processes, restarts and transport. What is here is hosts that are lost, and
-hosts that are barred until they have the current weights.
+Ray does placement, processes, restarts and transport. This module handles lost hosts, and keeps out
+hosts that do not have the current weights.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Fleet:
                 self.router.pump()
 
     def _lost(self, host: HostLink, error: Exception) -> None:
-        """Its outputs go on elsewhere; one that hangs is ended."""
+        """Move the outputs of a lost host to other hosts. End its process if it hangs."""
         ended_by_us = host.state == "lost"
         if not ended_by_us:
             host.state, host.reason = "lost", str(error)
@@ -180,7 +180,7 @@ class Fleet:
         return all(host.state == "failed" for host in self.hosts)
 
     def failure(self) -> EnginePoolError:
-        """What to raise where no host can do it."""
+        """The error to raise if no host can run an output."""
         if self.closed:
             return PoolClosed("the pool is already closed")
         said = "; ".join(f"host {h.index}: {h.state} ({h.reason})" for h in self.hosts)
@@ -230,7 +230,7 @@ class Fleet:
     async def on_all(
         self, method: str, *args: Any, hosts: Iterable[HostLink] | None = None
     ) -> dict[int, Any]:
-        """Ask hosts at the same time; what each says, or its error, by host index."""
+        """Ask all hosts at the same time. Returns each one's answer or error, by host index."""
         asked = self.serving() if hosts is None else list(hosts)
         answers: list[Awaitable[Any]] = [host.ask(method, *args, watched=True) for host in asked]
         said = await asyncio.gather(*answers, return_exceptions=True)

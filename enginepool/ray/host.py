@@ -20,7 +20,7 @@ from enginepool import (
 )
 from enginepool.ray.wire import Attempt, ErrorReply, News, unpack_tree
 
-# How long a host that has nothing to say waits with its answer.
+# How long a host without news delays its answer.
 _PATIENCE = 1.0
 
 
@@ -89,7 +89,7 @@ class Host:
     async def check(
         self, prompts: Any, sampling_params: Any, options: Mapping[str, Any]
     ) -> list[tuple[list[int], int]]:
-        """Each prompt's token ids, and how many samples are wanted; nothing starts.
+        """Each prompt's token ids, and the number of its samples. Nothing starts.
 
         Raises:
             InvalidRequest: As the call itself would.
@@ -124,20 +124,20 @@ class Host:
         return True
 
     async def cancel(self, keys: Sequence[int]) -> None:
-        """End these attempts. Nothing more is told of them."""
+        """End these attempts. They are not reported any more."""
         for key in keys:
             if (task := self._tasks.get(key)) is not None:
                 task.cancel()
 
     @_answering
     async def poll(self, seen: int) -> News:
-        """What has happened since the last answer. Waits a while for something to happen.
+        """The events since the last answer. Waits a while for one.
 
         Args:
-            seen: The number of the news that were heard last; later ones are told again.
+            seen: The number of the last events that arrived. Later ones are sent again.
 
         Raises:
-            PoolClosed: Nothing will ever happen: this process is another one than before.
+            PoolClosed: This process has replaced the one that was asked before.
         """
         self._open()
         if seen >= self._told.number:
@@ -239,7 +239,7 @@ class Host:
         return await asyncio.to_thread(self._open().stats)
 
     async def ping(self) -> None:
-        """Whether somebody is there."""
+        """Whether the host answers."""
 
     def _open(self) -> EnginePool:
         if self._pool is None:

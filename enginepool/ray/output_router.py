@@ -1,4 +1,4 @@
-"""Which host makes which output, and what hosts say of them; on the fleet's loop."""
+"""Decides which host runs which output, and takes the hosts' reports. On the fleet's loop."""
 
 from __future__ import annotations
 
