@@ -130,6 +130,7 @@ class PoolConfig:
     max_queued: int | None = None
     when_full: WhenFull = "block"
     tune_host: bool = False
+    progress: bool = True
     server_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -139,6 +140,7 @@ class PoolConfig:
         object.__setattr__(self, "server_args", given)
         self._require("restart", isinstance(self.restart, bool), "True or False")
         self._require("tune_host", isinstance(self.tune_host, bool), "True or False")
+        self._require("progress", isinstance(self.progress, bool), "True or False")
         if isinstance(self.devices, str):
             raise InvalidConfig(
                 f"devices={shown(self.devices)}: expected a count, a list of device ids, or None "

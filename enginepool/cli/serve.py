@@ -158,7 +158,7 @@ def serve(
             model, devices=parse_devices(devices), warmup=warmup, restart=restart,
             max_restarts=max_restarts, step_timeout=step_timeout,
             max_decode_steps=max_decode_steps, max_queued=max_queued_requests,
-            when_full="raise", **server_args,
+            when_full="raise", progress=False, **server_args,  # its log says more
         )  # fmt: skip
         _serve(pool, options, server_args.get("log_level"))
 

@@ -31,6 +31,7 @@ from jax.sharding import AxisType, Mesh
 
 from enginepool.engine.channel import Channel
 from enginepool.engine.config_reads import check_made, check_model
+from enginepool.engine.start_stages import StartStages
 from enginepool.errors import EnginePoolError, InvalidConfig
 from enginepool.process.guest import preserved
 from enginepool.process.precision import MatmulPrecision
@@ -52,14 +53,20 @@ class Assembly:
             another object after `rebuild`.
         leaves: Its weights.
         precision: Of every program that is traced for it, also after `rebuild`.
+        start: Where its latest build and warm-up are, or what they took.
     """
 
     def __init__(
-        self, server_args: dict[str, Any], devices: Sequence[jax.Device], channel: Channel
+        self,
+        server_args: dict[str, Any],
+        devices: Sequence[jax.Device],
+        channel: Channel,
+        start: StartStages,
     ) -> None:
         self.engine: Engine | None = None
         self.leaves: EngineLeaves | None = None
         self.precision = MatmulPrecision()
+        self.start = start
         self.build_seconds = self.warmup_seconds = 0.0
         self._server_args = server_args
         self._devices = devices
@@ -82,7 +89,8 @@ class Assembly:
         self._compile_programs = compile_programs
         started = time.perf_counter()
         if compile_programs:
-            warm_up(self._built())
+            with self.start.listening(), self.start.stage("warm_up"):
+                warm_up(self._built(), self.start)
         self.warmup_seconds = time.perf_counter() - started
 
     def reset(self) -> None:
@@ -115,15 +123,17 @@ class Assembly:
 
     def _build(self, server_args: dict[str, Any], source: EngineLeaves | None = None) -> None:
         started = time.perf_counter()
-        self.engine = build_engine(
-            server_args, self._devices, self._channel, self.precision, source
-        )
-        scheduler = self._built()
-        self.leaves = scheduler.leaves
-        if source is None and server_args.get("load_format") != "dummy":  # else one was checked
-            runner = scheduler.tp_worker.worker.model_runner
-            with self.precision.on_this_thread():
-                check_model(runner, self.engine.server_args, scheduler.config_reads)
+        self.start.clear()
+        with self.start.listening():
+            self.engine = build_engine(
+                server_args, self._devices, self._channel, self.precision, self.start, source
+            )
+            scheduler = self._built()
+            self.leaves = scheduler.leaves
+            if source is None and server_args.get("load_format") != "dummy":  # else one was checked
+                runner = scheduler.tp_worker.worker.model_runner
+                with self.start.stage("check"), self.precision.on_this_thread():
+                    check_model(runner, self.engine.server_args, scheduler.config_reads)
         self._channel.attach(scheduler)
         self.build_seconds = time.perf_counter() - started
 
@@ -133,6 +143,7 @@ def build_engine(
     devices: Sequence[jax.Device],
     channel: Channel,
     precision: MatmulPrecision,
+    start: StartStages,
     source: EngineLeaves | None = None,
 ) -> Engine:
     """Build an Engine whose scheduler the calling thread must run.
@@ -142,9 +153,10 @@ def build_engine(
     sets `tokenizer_manager` and `loop` before users get the Engine. A failure leaves nothing
     behind: no thread, no file, no process-wide state.
     """
-    from sgl_jax.srt.entrypoints.engine import Engine
-    from sgl_jax.srt.managers.template_manager import TemplateManager
-    from sgl_jax.srt.server_args import ServerArgs
+    with start.stage("import"):
+        from sgl_jax.srt.entrypoints.engine import Engine
+        from sgl_jax.srt.managers.template_manager import TemplateManager
+        from sgl_jax.srt.server_args import ServerArgs
 
     mesh = Mesh(
         np.array(devices).reshape(1, len(devices)),
@@ -152,6 +164,7 @@ def build_engine(
         axis_types=(AxisType.Explicit,) * 2,
     )
     with (
+        start.stage("build"),
         preserved(),
         precision.building(),
         as_single_process(),
@@ -162,7 +175,7 @@ def build_engine(
         _check_pages(args)
         templates = TemplateManager()
         templates.initialize_templates(model_path=args.model_path)
-        scheduler = _build_scheduler(args, mesh, channel, source)
+        scheduler = _build_scheduler(args, mesh, channel, start, source)
     engine: Any = Engine.__new__(Engine)
     engine.server_args = args
     engine.port_args = None
@@ -182,7 +195,11 @@ def build_engine(
 
 
 def _build_scheduler(
-    args: ServerArgs, mesh: Mesh, channel: Channel, source: EngineLeaves | None
+    args: ServerArgs,
+    mesh: Mesh,
+    channel: Channel,
+    start: StartStages,
+    source: EngineLeaves | None,
 ) -> PinnedScheduler:
     from enginepool.engine.scheduler import PinnedScheduler
     from enginepool.weights.loader import loader_for
@@ -190,7 +207,10 @@ def _build_scheduler(
     load_format = args.load_format
     if load_format != "dummy":
         check = functools.partial(check_made, args)
-        loader: Any = loader_for(mesh, source, check) or load_format  # upstream takes a class, too
+        reading = functools.partial(start.stage, "read_weights")
+        loader: Any = (
+            loader_for(mesh, source, check, reading) or load_format
+        )  # upstream takes a class, too
         args.load_format = loader
     scheduler = PinnedScheduler.__new__(PinnedScheduler)
     try:

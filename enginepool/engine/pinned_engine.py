@@ -12,6 +12,8 @@ from enginepool.dispatch.queue import RequestQueue
 from enginepool.engine.build import Assembly
 from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter
+from enginepool.engine.start_stages import StartStages
+from enginepool.logs import logger
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
@@ -48,7 +50,9 @@ class PinnedEngine:
         self.channel = Channel(
             index, queue, process_limiter(), self.condition, max_decode_steps=max_decode_steps
         )
-        self.assembly = Assembly(server_args, self.devices, self.channel)
+        self.assembly = Assembly(
+            server_args, self.devices, self.channel, StartStages(self._log_stage)
+        )
         self.kept: Mapping[str, jax.Array] = {}
 
     def __repr__(self) -> str:
@@ -56,6 +60,9 @@ class PinnedEngine:
         held = self.channel.load()
         state = self.condition.state.value
         return f"<{type(self).__name__} {self.index} device {devices} [{state}, {held} running]>"
+
+    def _log_stage(self, stage: str) -> None:
+        logger().info("enginepool.stage_begun", engine=self.index, stage=stage)
 
     @property
     def engine(self) -> Engine | None:

@@ -20,14 +20,18 @@ import numpy as np
 
 from enginepool.engine.executable_cache import compiling_ahead
 from enginepool.engine.scheduler import PinnedScheduler
+from enginepool.engine.start_stages import StartStages
 from enginepool.process.guest import no_progress_bars
 from enginepool.process.upstream import expect
 
 _REMEDY = 'open the pool with warmup="none"'
 
 
-def warm_up(scheduler: PinnedScheduler) -> None:
+def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     """Compile the engine's programs, on its thread. Afterwards serving compiles nothing.
+
+    Args:
+        start: Gets every bucket that begins.
 
     Raises:
         EnginePoolError: This upstream warms up otherwise.
@@ -36,7 +40,7 @@ def warm_up(scheduler: PinnedScheduler) -> None:
     worker: Any = scheduler.tp_worker.worker
     expect(worker, "compilation_manager", "run_precompile", remedy=_REMEDY)
     manager = worker.compilation_manager
-    expect(manager, "_make_dummy_batch", remedy=_REMEDY)
+    expect(manager, "_make_dummy_batch", "token_buckets", "bs_buckets", remedy=_REMEDY)
     make_dummy_batch = manager._make_dummy_batch
 
     def seeded(*args: Any, **kwargs: Any) -> Any:
@@ -44,13 +48,23 @@ def warm_up(scheduler: PinnedScheduler) -> None:
         batch.sampling_info.sampling_seeds = np.zeros(batch.real_bs, dtype=np.int32)
         return batch
 
-    manager._make_dummy_batch = seeded
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        start.next_bucket()
+        return seeded(*args, **kwargs)
+
+    def compile_ahead() -> None:
+        with start.listening():
+            scheduler.steady.compile_ahead(start.next_bucket)
+
+    start.buckets = len(manager.token_buckets) + len(manager.bs_buckets)
+    manager._make_dummy_batch = counted
     if scheduler.steady.able:  # no decode step is upstream's own
         manager._precompile_decode = lambda *_, **__: None
     scheduler.warm_top_logprobs(True)
     try:
-        with no_progress_bars(), compiling_ahead(scheduler.steady.compile_ahead):
+        with no_progress_bars(), compiling_ahead(compile_ahead):
             worker.run_precompile()
+            manager._make_dummy_batch = seeded
             scheduler.prefill_program.compile()
             scheduler.kv_cache.compile()
         scheduler.steady.compile()

@@ -89,6 +89,8 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         tune_host: Tune this process for many engines until the pool closes. Threads hand over the
             GIL after 0.5 ms instead of 5 ms. The garbage collector skips the objects that exist
             when the pool has opened (`gc.freeze`).
+        progress: Show on standard error where opening is, in one line that is gone at the end.
+            Nothing is shown if that is no terminal.
         server_args: All other options of upstream's `ServerArgs`, under their own names.
 
     Raises:
@@ -109,6 +111,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         max_queued: int | None = None,
         when_full: WhenFull = "block",
         tune_host: bool = False,
+        progress: bool = True,
         **server_args: Any,
     ) -> None:
         self._state = PoolState.UNOPENED
@@ -135,6 +138,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             max_queued=max_queued,
             when_full=when_full,
             tune_host=tune_host,
+            progress=progress,
             server_args=server_args,
         )
 

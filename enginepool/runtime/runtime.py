@@ -14,6 +14,7 @@ from typing import TypeVar
 import jax
 
 from enginepool.config import PoolConfig
+from enginepool.console.start_line import start_line
 from enginepool.devices import resolve_devices
 from enginepool.dispatch.condition import DesiredState
 from enginepool.dispatch.dispatch import Dispatch, EngineRecord
@@ -23,11 +24,13 @@ from enginepool.dispatch.steering_lock import SteeringLock
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.recovery import Recovery
+from enginepool.engine.start_stages import StartStages
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolClosed
 from enginepool.logs import logger
 from enginepool.process.quiet import quiet_logger
 from enginepool.process.tuning import tuned
+from enginepool.runtime.start_report import where
 from enginepool.runtime.startup import (
     advise,
     make_input_processor,
@@ -50,6 +53,7 @@ class Runtime:
         dispatch: Takes requests.
         workers: One for each engine, in order.
         input_processor: Checks and tokenizes callers' input.
+        start: What opening takes.
         guards: Undone when the pool closes.
     """
 
@@ -74,6 +78,7 @@ class Runtime:
             self.events,
             self.workers,
         )
+        self.start = StartStages()
         self.guards = ExitStack()
         self._discard_staged: Callable[[str], None] | None = None
         self._closing = threading.Lock()  # a second `close` waits for the first
@@ -86,25 +91,47 @@ class Runtime:
         Args:
             on_engine: Called each time an engine begins to serve, to show progress.
         """
+        started = time.perf_counter()
         groups = resolve_devices(self.config.devices, self.config.tp_size)
+
+        def line() -> str:
+            return where(self.name, self.start, self.workers, time.perf_counter() - started)
+
         try:
-            self.guards.enter_context(quiet_logger("sgl_jax"))
-            self.guards.enter_context(patched())
-            self.config.check_model()  # or an error that names the model, and no engine's
-            self.add_engines([self._make_worker(i, group) for i, group in enumerate(groups)])
-            defaults = read_defaults(self.config)
-            start_workers(self.workers, self.config.warmup, on_engine)
-            self.input_processor = make_input_processor(self.workers, defaults, self.name)
-            self.guards.callback(self.input_processor.grammars.close)
-            if (limit := self.config.step_timeout) is not None:
-                watch = watching(self.name, self.workers, limit, self.recovery)
-                self.guards.enter_context(watch)
-            if self.config.tune_host:
-                self.guards.enter_context(tuned())
+            with start_line(line, self.config.progress):
+                self._open(groups, on_engine)
         except BaseException:
             self.close(timeout=None)
             raise
-        logger().info("enginepool.opened", pool=self.name, engines=len(self.workers))
+        logger().info(
+            "enginepool.opened",
+            pool=self.name,
+            engines=len(self.workers),
+            seconds=dict(self.start.seconds),
+        )
+
+    def _open(
+        self,
+        groups: Sequence[Sequence[jax.Device]],
+        on_engine: Callable[[EngineWorker], None] | None,
+    ) -> None:
+        self.guards.enter_context(quiet_logger("sgl_jax"))
+        with self.start.stage("patches"):
+            self.guards.enter_context(patched())
+        with self.start.stage("checkpoint"):
+            self.config.check_model()  # or an error that names the model, and no engine's
+            self.add_engines([self._make_worker(i, group) for i, group in enumerate(groups)])
+            defaults = read_defaults(self.config)
+        with self.start.stage("engines"):
+            start_workers(self.workers, self.config.warmup, on_engine)
+        with self.start.stage("front_end"):
+            self.input_processor = make_input_processor(self.workers, defaults, self.name)
+        self.guards.callback(self.input_processor.grammars.close)
+        if (limit := self.config.step_timeout) is not None:
+            watch = watching(self.name, self.workers, limit, self.recovery)
+            self.guards.enter_context(watch)
+        if self.config.tune_host:
+            self.guards.enter_context(tuned())
 
     def add_engines(self, workers: Sequence[EngineWorker]) -> None:
         """Add engines to the pool."""

@@ -110,7 +110,12 @@ def start_workers(
                 worker.warm_up(compile_programs=warmup != "none")
             for worker in batch:
                 _wait(worker, worker.warm)
-                logger().info("enginepool.engine_started", engine=worker.index, of=len(workers))
+                logger().info(
+                    "enginepool.engine_started",
+                    engine=worker.index,
+                    of=len(workers),
+                    **worker.assembly.start.report(),
+                )
                 if on_engine is not None:
                     on_engine(worker)
 

@@ -32,6 +32,7 @@ def pool(runtime: Runtime) -> dict[str, Any]:
         "prompt_tokens": runtime.dispatch.counts.prompt_tokens,
         "completion_tokens": runtime.dispatch.counts.completion_tokens,
         "weight_version": runtime.desired.weight_version,
+        "start": {"seconds": dict(runtime.start.seconds)},
         "executables": {"compiled": runtime.cache.compiled, "reused": runtime.cache.reused},
         "memory": memory([device for worker in runtime.workers for device in worker.devices]),
     }
@@ -54,6 +55,7 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         "busy_seconds": max(0.0, worker.channel.running.last_output - worker.channel.busy_since),
         "build_seconds": worker.assembly.build_seconds,
         "warmup_seconds": worker.assembly.warmup_seconds,
+        "start": worker.assembly.start.report(),
     }
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -44,18 +45,23 @@ class _Loading(NamedTuple):
         source: What it is to copy, if anything.
         mesh: Where it wants that.
         check: Called once it is known to load as others do, before anything is read.
+        reading: Entered while the weights are read or copied.
     """
 
     source: EngineLeaves | None
     mesh: Mesh
     check: Callable[[], None]
+    reading: Callable[[], AbstractContextManager[object]]
 
 
 _loading: ContextVar[_Loading] = ContextVar("loading")
 
 
 def loader_for(
-    mesh: Mesh, source: EngineLeaves | None = None, check: Callable[[], None] = lambda: None
+    mesh: Mesh,
+    source: EngineLeaves | None = None,
+    check: Callable[[], None] = lambda: None,
+    reading: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> type[JAXModelLoader] | None:
     """A class of loader for an engine on this mesh, for upstream's `load_format`; None if this
     upstream makes its models otherwise.
@@ -66,6 +72,7 @@ def loader_for(
 
     Args:
         check: Raises if the model that was made is not to be filled.
+        reading: Entered while the weights are read or copied.
     """
     if not _makes_models():
         less = "weights_not_checked" if source is None else "weights_not_copied"
@@ -80,7 +87,7 @@ def loader_for(
             return _of_ours(super()._initialize_model(model_config))
 
         def load_model(self, model_config: Any) -> Any:
-            token = _loading.set(_Loading(source, mesh, check))
+            token = _loading.set(_Loading(source, mesh, check, reading))
             try:
                 model = super().load_model(model_config)
             finally:
@@ -115,9 +122,10 @@ def _of_ours(model_class: Any) -> Any:
         replaced_class = model_class
 
         def load_weights(self, model_config: Any) -> None:
-            source, mesh, check = _loading.get()
-            if source is None or not _copy(self, source, mesh):
-                read(self, model_class.load_weights, model_config, check)
+            source, mesh, check, reading = _loading.get()
+            with reading():
+                if source is None or not _copy(self, source, mesh):
+                    read(self, model_class.load_weights, model_config, check)
 
     return Model
 

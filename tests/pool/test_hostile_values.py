@@ -161,7 +161,7 @@ def test_engines_own_generate(pool: EnginePool, ask: Asked) -> None:
 def test_constructor(value: Any) -> None:
     """The pool's own options: refused by name, before anything starts."""
     for name in ("tp_size", "max_restarts", "max_queued", "step_timeout", "restart", "tune_host",
-                 "warmup", "when_full", "max_decode_steps"):  # fmt: skip
+                 "progress", "warmup", "when_full", "max_decode_steps"):  # fmt: skip
         message = name
         try:
             EnginePool(**{name: value})

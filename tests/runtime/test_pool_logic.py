@@ -26,6 +26,7 @@ from enginepool.dispatch.request import Call, Request
 from enginepool.dispatch.routing import MIN_SHARED_PREFIX
 from enginepool.engine.build import Assembly
 from enginepool.engine.gil_limiter import Limiter
+from enginepool.engine.start_stages import StartStages
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolFailed, QueueFull, StepTimeout
 from enginepool.runtime.runtime import Runtime
@@ -225,7 +226,7 @@ class ScriptedAssembly(Assembly):
     """Makes scripted engines, or fails to as often as it is told."""
 
     def __init__(self, worker: "ScriptedWorker", queue: RequestQueue) -> None:
-        super().__init__({}, (), worker.channel)
+        super().__init__({}, (), worker.channel, StartStages())
         self._make: Callable[[], Any] = lambda: ScriptedScheduler(worker, queue)
         self.failures = 0
 

@@ -14,6 +14,7 @@ from enginepool.dispatch.condition import EngineCondition
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter
+from enginepool.engine.start_stages import StartStages
 from enginepool.process.precision import MatmulPrecision
 from tests.support import faults
 from tests.support.layouts import own_layout, serves, tensors
@@ -78,7 +79,7 @@ def test_leaves_of_another_model(
     args = PoolConfig(str(model_dir("llama")), server_args=SMALL).for_engine("cpu", [1])
     devices = jax.devices()[1:2]
     channel = Channel(1, RequestQueue(), process_limiter(), EngineCondition())
-    engine: Any = build_engine(args, devices, channel, MatmulPrecision(), source)
+    engine: Any = build_engine(args, devices, channel, MatmulPrecision(), StartStages(), source)
     try:
         assert reads[-1:] == devices
         leaves = engine.scheduler_info["scheduler"].leaves

@@ -17,6 +17,7 @@ from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
 from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
 from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter
+from enginepool.engine.start_stages import StartStages
 from enginepool.errors import InvalidConfig
 from enginepool.process.precision import MatmulPrecision
 from enginepool.sizing.chips import Topology
@@ -92,9 +93,8 @@ def _compile(
         max_decode_steps=max_decode_steps,
     )
     try:
-        engine: Any = build_engine(
-            server_args, chips[: server_args["tp_size"]], channel, MatmulPrecision()
-        )
+        devices = chips[: server_args["tp_size"]]
+        engine: Any = build_engine(server_args, devices, channel, MatmulPrecision(), StartStages())
     except (AssertionError, ValueError) as error:  # upstream refuses sizes in this way
         raise InvalidConfig(f"upstream cannot build such an engine: {error}") from error
     try:
@@ -103,7 +103,7 @@ def _compile(
         # Of all chips together.
         kv_bytes = scheduler.kv_cache.describe()["fused_bytes_total"]
         record.kv_bytes = kv_bytes // server_args["tp_size"]
-        warm_up(scheduler)
+        warm_up(scheduler, StartStages())
         further(scheduler, chips, record)
         take_steps(scheduler, channel, record)
     finally:

@@ -66,10 +66,14 @@ class SteadyDecode:
         self._pace = Pace(channel.max_decode_steps)
         self._read_at: float | None = None  # when the last launch's output was, in this run
 
-    def compile_ahead(self) -> None:
-        """Compile the step program on any thread, while upstream's own programs run."""
+    def compile_ahead(self, next_bucket: Callable[[], None]) -> None:
+        """Compile the step program on any thread, while upstream's own programs run.
+
+        Args:
+            next_bucket: Called before each bucket.
+        """
         if self.program is not None:
-            self.program.compile_ahead(BlockTable.width(self._scheduler))
+            self.program.compile_ahead(BlockTable.width(self._scheduler), next_bucket)
 
     def compile(self) -> None:
         """Run the step program once for each bucket. Later steps compile nothing."""
