@@ -85,6 +85,8 @@ def test_startup_benchmark_opens_the_pools_that_it_says(tmp_path):
     assert list(runs) == ["1", "2"]
     for engines, kinds in runs.items():
         ((cold,), (warm,)) = kinds["cold"], kinds["warm"]
+        for kind in ("cold", "warm"):
+            assert kinds[f"upstream {kind}"][0]["seconds"] > 0
         for one in (cold, warm):
             assert len(one["build"]) == len(one["warmup"]) == int(engines)
             assert one["seconds"] > sum(one["build"]) + sum(one["warmup"])
@@ -96,7 +98,7 @@ def test_startup_benchmark_opens_a_checkpoint_of_a_size(tmp_path):
     file = tmp_path / "figures.json"
     options = ["--checkpoint-gb", 0.02, "--engines", 1, "--rounds", 1, "--warmup", "none"]
     assert "0.019 GB of weights" in run("benchmarks.startup", *options, "--json", file)
-    ((cold,), (warm,)) = json.loads(file.read_text())["runs"]["1"].values()
+    ((cold,), (warm,), _, _) = json.loads(file.read_text())["runs"]["1"].values()
     for one in (cold, warm):
         assert one["seconds"] > one["build"][0] > 0
 
