@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from enginepool import InvalidConfig
 from enginepool.doctor.ahead_of_time import stand_ins
 from enginepool.doctor.ahead_of_time.programs import compile_programs
-from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record, page_copies
+from enginepool.doctor.ahead_of_time.record import Compiled, NotLowered, Record
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray, upstream_without_device
 from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
 from enginepool.sizing.chips import GIB, TOPOLOGIES
@@ -89,20 +89,6 @@ def test_more_memory_than_documented_is_a_problem(kind, most):
     wrong = Compiled(kind, "", **sizes, temporaries=most + 2**20 + 1).problem
     assert f"{most + 2**20:,} are documented" in wrong
     assert Compiled("prefill", "", **sizes, temporaries=10**9).problem is None
-
-
-def test_page_copies_are_read_from_the_kernels_name():
-    """The most of a program's kernels; none where there is no such name."""
-
-    def attention(array):
-        with jax.named_scope("RPAp-p_16-bq_32_32-bkv_512_512"):
-            array = array + 1
-        with jax.named_scope("RPAd-p_16-bq_1_1-bkv_2048_2048"):
-            return array * 2
-
-    text = jax.jit(attention).lower(ONE).as_text(debug_info=True)
-    assert page_copies(text) == 128
-    assert page_copies(jax.jit(jnp.sin).lower(ONE).as_text(debug_info=True)) == 0
 
 
 def test_each_program_is_compiled_once():
@@ -239,7 +225,6 @@ def test_v4_compiles_with_its_patch():
     assert (code, steady["problem"]) == (0, None), said
     assert 0 < steady["donated"] <= steady["aliased"] < steady["arguments"]
     assert steady["arguments"] + steady["temporaries"] < report["hbm_bytes"]
-    assert steady["page_copies"] == 2  # blocks of 256 tokens, in pages of 128
 
 
 @needs_libtpu

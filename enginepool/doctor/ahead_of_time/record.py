@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -44,8 +43,6 @@ class Compiled:
         donated: Arguments whose memory the results must take over: the KV cache, and the state that
             a steady step leaves to the next one.
         aliased: The part of `donated` that the results do take over.
-        page_copies: How many copies of KV pages an attention kernel issues for one block. Each is
-            an instruction of its own. The largest of its kernels.
         error: Why there is no such program.
     """
 
@@ -60,7 +57,6 @@ class Compiled:
     code: int = 0
     donated: int = 0
     aliased: int = 0
-    page_copies: int = 0
     error: str | None = None
 
     @property
@@ -149,8 +145,7 @@ class Record:
         if not self.wants(kind):
             return
         # One bucket may have several programs; a program that comes again is not compiled again.
-        text = lowered.as_text()
-        key = (kind, size, hash(text))
+        key = (kind, size, hash(lowered.as_text()))
         if key in self._seen:
             return
         self._seen.add(key)
@@ -158,9 +153,7 @@ class Record:
         donated = sum(math.prod(array.shape) * array.dtype.itemsize for array in state)
         if kind in FORWARD:
             donated += self.kv_bytes
-        program = Compiled(
-            kind, size, lowering_seconds, donated=donated, page_copies=page_copies(text)
-        )
+        program = Compiled(kind, size, lowering_seconds, donated=donated)
         if any(array.donated for array in kept):
             program.error = "it is given for good what the next step needs as well"
         self._measure(program, lowered)
@@ -214,12 +207,6 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     # The largest: a sampler has a key of random numbers and its seeds before the logits.
     shape = max(arrays, key=lambda array: array.size).shape if arrays else ()
     return _STEPS.get(function, function), "x".join(map(str, shape))
-
-
-def page_copies(text: str) -> int:
-    """From the name that upstream gives its kernel, which has the sizes of pages and blocks."""
-    named = re.findall(r"RPA\w*-p_(\d+)-bq_\d+_\d+-bkv_(\d+)_", text)
-    return max((int(block) // int(page) for page, block in named), default=0)
 
 
 def _said(error: Exception) -> str:
