@@ -86,7 +86,7 @@ def leaf(name: str) -> tuple[str, bool]:
     """The path of the leaf for a Hugging Face tensor, and whether it is transposed."""
     if name.endswith("norm.weight"):
         return name.removesuffix("weight") + "scale", False
-    if name.endswith("embed_tokens.weight"):
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         return name.removesuffix("weight") + "embedding", False
     return name, True
 

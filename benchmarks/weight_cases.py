@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -35,12 +36,15 @@ class Case:
     peer: Callable[[Any], Any] | None
 
 
-def cases(directory: Path, devices: Sequence[jax.Device], other: jax.Device) -> list[Case]:
+def cases(
+    directory: Path, devices: Sequence[jax.Device], other: jax.Device, *, cast: bool = False
+) -> list[Case]:
     """Every kind of source.
 
     Args:
         devices: The engines', one each.
         other: The trainer's device. An engine's only if there is no other.
+        cast: With a source of another width than the engines'.
     """
     count, own = len(devices), functools.partial(own_layout, directory)
     found = [
@@ -72,6 +76,18 @@ def cases(directory: Path, devices: Sequence[jax.Device], other: jax.Device) -> 
             lambda source: convert(tensors(source), devices, private=True),
         ),
     ]
+    if cast:
+        found.append(
+            Case(
+                "HF names, on an engine's device, cast",
+                lambda: {
+                    name: jax.device_put(array, devices[0]).astype(jnp.bfloat16)
+                    for name, array in tensors(directory)
+                },
+                count,
+                lambda source: convert(source.items(), devices, dtype=jnp.float32),
+            )
+        )
     # With one engine or without another device some are the same.
     return found if other not in devices and count > 1 else [found[0], *found[4:]]
 

@@ -15,8 +15,6 @@ from benchmarks.synthetic import leaf
 
 Leaves = dict[str, jax.Array]
 
-_transpose = jax.jit(lambda array: array.T)
-
 
 def put(leaves: Leaves, devices: Sequence[jax.Device]) -> list[Leaves]:
     """Copy the leaves to each of these devices, and wait for them."""
@@ -39,23 +37,31 @@ def convert(
     devices: Sequence[jax.Device],
     *,
     private: bool = False,
+    dtype: Any = None,
 ) -> list[Leaves]:
-    """Hugging Face tensors in the model's layout, on each device. They are put on the first, XLA
-    transposes each there, and they are copied to the others.
+    """Hugging Face tensors in the model's layout, on each device. They are put on the first in one
+    call, one program transposes (and casts) them there, and one call a device copies them.
 
     Args:
         private: Nobody else uses the tensors' memory, so a leaf may use it. Otherwise a NumPy array
             is copied, as a pool does.
     """
     first, *others = devices
-    made: Leaves = {}
-    for name, tensor in tensors:
-        path, turned = leaf(name)
-        may_alias = None if turned or private or isinstance(tensor, jax.Array) else False
-        array = jax.device_put(tensor, first, may_alias=may_alias)
-        made[path] = _transpose(array) if turned else array
-        del tensor, array
+    named = dict(tensors)
+    paths, turned = zip(*map(leaf, named), strict=True)
+    arrays = list(named.values())
+    aliases = [
+        turn or private or isinstance(x, jax.Array) for x, turn in zip(arrays, turned, strict=True)
+    ]
+    there = jax.device_put(arrays, first, may_alias=aliases)
+    made = dict(zip(paths, _converted(there, turned, dtype), strict=True))
     return jax.block_until_ready([made, *(jax.device_put(made, device) for device in others)])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _converted(arrays: list[jax.Array], turned: tuple[bool, ...], dtype: Any) -> list[jax.Array]:
+    made = [x.T if turn else x for x, turn in zip(arrays, turned, strict=True)]
+    return made if dtype is None else [x.astype(dtype) for x in made]
 
 
 def memcpy_seconds(nbytes: int) -> float:

@@ -1,11 +1,18 @@
 """How fast `update_weights` is, beside plain JAX on the same bytes in the same run.
 
     python -m benchmarks.weight_update --size-gb 1 --engines 4 --rounds 3
+    python -m benchmarks.weight_update --leaves 399
 
 The model is a Qwen3 of random weights. Compared are the phases "stage" and "commit" of the report,
 with idle engines: from the call until all engines have the new weights. The fingerprint of every
 engine's weights, which follows while engines generate, and the total are columns of their own. The
 pause is measured with engines that generate.
+
+With --leaves the model has many tiny leaves, and the figures are the host's: processor time a leaf
+and engine, of `stage_weights` and of plain JAX that moves all leaves in one call, and of a whole
+update. "First" is the wall time of a source's first staging. "Decode meanwhile" is the speed of
+engines on a simulated accelerator of 20 ms steps while weights are staged without a pause, over
+their undisturbed speed.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from benchmarks.command import arguments, plain, write_json
 from benchmarks.load import Load
 from benchmarks.synthetic import sized_config, weight_bytes, write_model
 from benchmarks.weight_cases import cases, measure, own_layout
+from benchmarks.weight_leaves import measure as measure_leaves
 from benchmarks.weight_peers import Leaves, memcpy_seconds
 from enginepool import EnginePool, InvalidConfig
 from enginepool.devices import resolve_devices
@@ -58,6 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--size-gb", type=float, default=1.0, help="10^9 bytes of weights; default: 1")
     add("--engines", type=int, default=4, help="at most; fewer if memory is short")
+    add("--leaves", type=int, help="instead of a size: the host's time for so many tiny leaves")
     add("--rounds", type=int, default=3, help="ours and the peer in turn; default: 3")
     add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, else bfloat16")
     add(
@@ -73,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     _return_memory_at_once()
     devices, other = _devices(args.engines)
+    if args.leaves:
+        measure_leaves(args, devices, other)
+        return
     on_cpu = devices[0].platform == "cpu"
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     config = sized_config(args.size_gb * 1e9, dtype)
