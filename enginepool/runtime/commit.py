@@ -1,20 +1,21 @@
-"""Puts new weights in place: staged sets on all engines or on none, or leaf by leaf."""
+"""Puts new weights in place: staged sets on all engines or on none, or batch by batch."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import jax
 
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
+from enginepool.errors import WeightUpdateFailed
 from enginepool.logs import logger
 from enginepool.runtime.quiesce import StoppedEngines
-from enginepool.runtime.staging import Staged, naming
-from enginepool.weights.placement import place
-from enginepool.weights.plan import Plan
+from enginepool.runtime.staging import Staged, naming, put, wait
+from enginepool.weights.plan import Piece, Plan
 
 # An engine's leaves before they were replaced, and which of them were shared.
 Before = tuple[dict[str, jax.Array], set[str]]
@@ -48,7 +49,8 @@ def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Befo
 def stream(
     plan: Plan, engines: StoppedEngines, copy: bool
 ) -> tuple[dict[int, Staged], dict[int, str]]:
-    """Replace the leaves of stopped engines one by one: there is never more than a set and a leaf.
+    """Replace the leaves of stopped engines, a batch at a time: there is never more than a set and
+    the largest leaf.
 
     The first engine gets them from the source. The others copy the first one's, except leaves of
     the source that lie on their own devices. If the first engine's set fails half way, its old
@@ -63,24 +65,20 @@ def stream(
     usable = not lead.leaves.lost()
     touched: list[str] = []
     try:
-        for piece in plan.pieces():
-            touched.append(piece.path)
-            make = functools.partial(plan.make, piece, copy=copy)
-            if _exchange(lead, piece.path, make):
-                counts[lead.index].shared.add(piece.path)
-            del piece, make
+        for batch in plan.batches(by_leaf=True):
+            touched += [piece.path for piece in batch]
+            counts[lead.index].shared |= _replace(lead, plan, batch, copy)
+            del batch
     except BaseException as error:
         if usable:
-            _restore(lead, others, touched, error)
+            _restore(lead, others, plan, touched, error)
         raise
     failed = {}
     for worker in others:
         try:
             again = plan.again(lead.leaves, worker.leaves.specs)
-            for piece in again.pieces():
-                make = functools.partial(again.make, piece, copy=copy)
-                if _exchange(worker, piece.path, make):
-                    counts[worker.index].shared.add(piece.path)
+            for batch in again.batches(by_leaf=True):
+                counts[worker.index].shared |= _replace(worker, again, batch, copy)
         except Exception as error:
             failed[worker.index] = f"it missed an update of weights: {error}"
             logger().warning(
@@ -91,22 +89,42 @@ def stream(
     return counts, failed
 
 
-def _exchange(
-    worker: EngineWorker, path: str, make: Callable[[jax.ShapeDtypeStruct], tuple[jax.Array, bool]]
-) -> bool:
-    """Drop one leaf, then put the new one in place; both as jobs of the engine."""
+def _replace(worker: EngineWorker, plan: Plan, batch: Sequence[Piece], copy: bool) -> set[str]:
+    """Drop the leaves of a batch, then put the new ones in place; both as jobs of the engine.
+
+    Returns:
+        Those that are the source's own buffers.
+    """
     leaves = worker.leaves
-    with naming(worker, path):
-        worker.channel.run(lambda: leaves.drop([path]) and None).result()
-        array, shared = make(leaves.specs[path])
-        array.block_until_ready()
-        mine = [path] if shared else []
-        worker.channel.run(lambda: leaves.replace({path: array}, mine) and None).result()
+    _run(worker, {piece.path: leaves.specs[piece.path] for piece in batch}, ())
+    ((_, arrays, shared),) = put(plan, batch, [worker], copy)
+    wait([worker], [arrays])
+    _run(worker, arrays, shared)
     return shared
 
 
+def _run(worker: EngineWorker, leaves: Mapping[str, Any], shared: Collection[str]) -> None:
+    """Put leaves in place as a job of the engine; one by one if that fails, to name the leaf."""
+
+    def run(some: Mapping[str, Any], name: str | None) -> None:
+        job = partial(worker.leaves.replace, some, set(shared).intersection(some))
+        with naming(worker, name):
+            worker.channel.run(lambda: job() and None).result()
+
+    if len(leaves) > 1:
+        with suppress(WeightUpdateFailed):
+            run(leaves, None)
+            return
+    for path, leaf in leaves.items():
+        run({path: leaf}, path)
+
+
 def _restore(
-    lead: EngineWorker, others: Sequence[EngineWorker], paths: Sequence[str], error: BaseException
+    lead: EngineWorker,
+    others: Sequence[EngineWorker],
+    plan: Plan,
+    paths: Sequence[str],
+    error: BaseException,
 ) -> None:
     """Give the first engine its old weights back. If that fails too, it is left without weights."""
     reason = f"an update of weights failed half way, with no sibling to restore from: {error!r}"
@@ -115,10 +133,9 @@ def _restore(
         if have.lost():
             continue
         try:
-            for path in paths:
-                old = have[path]
-                make = lambda spec, old=old: (place(old, spec.sharding, spec.dtype), False)  # noqa: E731
-                _exchange(lead, path, make)
+            back = plan.copying({path: have[path] for path in paths})
+            for batch in back.batches(by_leaf=True):
+                _replace(lead, back, batch, copy=False)
         except Exception as again:
             reason = f"an update of weights failed half way, and so did going back: {again}"
             continue

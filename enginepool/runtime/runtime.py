@@ -39,6 +39,7 @@ from enginepool.runtime.startup import (
     start_workers,
 )
 from enginepool.runtime.watchdog import watching
+from enginepool.weights.fit import Fits
 from enginepool.weights.placement import least_free_bytes
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class Runtime:
         steering: The lock that whoever changes engines holds.
         dispatch: Takes requests.
         workers: One for each engine, in order.
+        fits: What sources of updates were found to be.
         input_processor: Checks and tokenizes callers' input.
         start: What opening takes.
         guards: Undone when the pool closes.
@@ -70,6 +72,7 @@ class Runtime:
         self.dispatch = Dispatch(name, config, self.desired, self.steering)
         self.workers: list[EngineWorker] = []
         self.events = EngineEvents(name)
+        self.fits = Fits()
         self.recovery = Recovery(
             self.dispatch,
             Policy(config.restart, config.max_restarts, config.step_timeout),

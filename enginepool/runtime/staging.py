@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import jax
@@ -11,7 +11,8 @@ import jax
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EnginePoolError, WeightUpdateFailed
-from enginepool.weights.placement import free_bytes, lies_there, place
+from enginepool.weights.arrays import Array
+from enginepool.weights.placement import free_bytes, lies_there
 from enginepool.weights.plan import Piece, Plan
 
 
@@ -46,38 +47,79 @@ def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, 
         InvalidWeights: A streamed source is wrong.
     """
     staged = {worker.index: Staged() for worker in workers}
-    for piece in plan.pieces():
-        for worker, array, shared in _everywhere(plan, piece, workers, copy):
-            mine = staged[worker.index]
-            mine.arrays[piece.path] = array
-            if shared:
-                mine.shared.add(piece.path)
-        del piece  # else it is kept while the next tensor is read
-    for worker in workers:
-        for path, array in staged[worker.index].arrays.items():
-            with naming(worker, path):
-                array.block_until_ready()
+    running: list[dict[str, jax.Array]] = []
+    for batch in plan.batches(by_leaf=False):
+        wait(workers, running)  # so that there is never more than one beside the new set
+        running = []
+        for worker, arrays, shared in put(plan, batch, workers, copy):
+            staged[worker.index].arrays |= arrays
+            staged[worker.index].shared |= shared
+            running.append(arrays)
+        del batch  # else it is kept while the next tensors are read
+    wait(workers, running)
     return staged
 
 
-def _everywhere(
-    plan: Plan, piece: Piece, workers: Sequence[EngineWorker], copy: bool
-) -> Iterator[tuple[EngineWorker, jax.Array, bool]]:
-    first = None
-    specs = [worker.leaves.specs[piece.path] for worker in workers]
+def put(
+    plan: Plan, batch: Sequence[Piece], workers: Sequence[EngineWorker], copy: bool
+) -> list[tuple[EngineWorker, dict[str, jax.Array], set[str]]]:
+    """Put a batch on every engine's device.
+
+    Returns:
+        For each engine its leaves, and which of them are the source's own buffers.
+    """
+    try:
+        return _put(plan, batch, workers, copy)
+    except WeightUpdateFailed:
+        if len(batch) == 1:
+            raise
+    # One by one, to name the leaf. If all of them can be put so, they are.
+    parts = [_put(plan, [piece], workers, copy) for piece in batch]
+    return [
+        (
+            worker,
+            {path: array for part in parts for path, array in part[index][1].items()},
+            {path for part in parts for path in part[index][2]},
+        )
+        for index, worker in enumerate(workers)
+    ]
+
+
+def _put(
+    plan: Plan, batch: Sequence[Piece], workers: Sequence[EngineWorker], copy: bool
+) -> list[tuple[EngineWorker, dict[str, jax.Array], set[str]]]:
+    lead = workers[0]
+    name = batch[0].path if len(batch) == 1 else None
+    with naming(lead, name):
+        ready = plan.ready(batch, [worker.leaves.specs for worker in workers])
+    made = []
+    arrays: dict[str, Array] = ready
     for worker in workers:
-        spec = worker.leaves.specs[piece.path]
-        assert spec.sharding is not None
-        with naming(worker, piece.path):
-            if first is None:
-                piece = plan.whole(piece, specs)
-            if first is None or lies_there(piece.array, spec.sharding):
-                array, shared = plan.make(piece, spec, copy=copy)
-            else:
-                array, shared = place(first, spec.sharding, spec.dtype), False
-        if first is None:
-            first = array
-        yield worker, array, shared
+        specs = worker.leaves.specs
+        with naming(worker, name):
+            if worker is not lead:  # from what the first one made, unless it is there already
+                first = made[0][1]
+                arrays = {
+                    path: array if lies_there(array, specs[path].sharding) else first[path]
+                    for path, array in ready.items()
+                }
+            made.append((worker, *plan.put(batch, arrays, specs, copy=copy)))
+    return made
+
+
+def wait(workers: Sequence[EngineWorker], made: Sequence[Mapping[str, jax.Array]]) -> None:
+    """Wait until these leaves of each engine are there.
+
+    Raises:
+        WeightUpdateFailed: One is not; the error names the engine and the leaf.
+    """
+    for worker, arrays in zip(workers, made, strict=False):
+        with suppress(Exception):
+            jax.block_until_ready(list(arrays.values()))
+            continue
+        for path, array in arrays.items():
+            with naming(worker, path):
+                array.block_until_ready()
 
 
 @contextmanager

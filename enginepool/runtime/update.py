@@ -104,7 +104,8 @@ class Update:
                 revision=args.revision,
             )
             mapping = None if source.by_path else scheduler.hugging_face
-            plan = Plan(source, scheduler.leaves, mapping, strict=self.options.strict)
+            strict, fits = self.options.strict, self.runtime.fits
+            plan = Plan(source, scheduler.leaves, mapping, fits, strict=strict)
             if source.directory is not None and self.options.strict:
                 check_config(source.directory, self.runtime.config)
         self.check_complete(plan)
@@ -244,7 +245,8 @@ class Update:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def _report(self, started: float) -> SwapReport:
-        with self._timed("fingerprint"):
+        # A program is compiled once for all engines' devices, where these can share it.
+        with self._timed("fingerprint"), self.runtime.cache.sharing():
             staged, engines = self._fingerprints()
         self._add("total", time.perf_counter() - started)
         return SwapReport(

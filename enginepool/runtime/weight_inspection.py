@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def checksum(runtime: Runtime) -> str:
     """See `EnginePool.checksum`."""
     weights = _weights(runtime)
-    return _one(dict(zip(weights, fingerprints(list(weights.values())), strict=True)))
+    with runtime.cache.sharing():
+        sums = fingerprints(list(weights.values()))
+    return _one(dict(zip(weights, sums, strict=True)))
 
 
 def quick_checksum(runtime: Runtime) -> float:

@@ -16,6 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from enginepool.weights.arrays import outside_meshes
+from enginepool.weights.batches import BYTES, batched
+
+# In one program: more take a TPU's compiler long, and its programs more memory than a MiB.
+LEAVES = 8
 
 _COLUMN, _ROW = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _WORD = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -29,10 +33,24 @@ def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
         RuntimeError: JAX's, for an array that was deleted.
     """
     arrays = [dict(leaves) for leaves in sets]
-    different = {id(array): array for leaves in arrays for array in leaves.values()}
-    with outside_meshes():
-        sums = jax.device_get({key: _of_array(array) for key, array in different.items()})
-    return [_joined(leaves, sums) for leaves in arrays]
+    sums: list[jax.Array] = []  # of a batch, on a device
+    where: dict[int, list[tuple[int, int]]] = {}  # for each part of an array: in which, and where
+    for leaves in arrays:
+        new = {path: array for path, array in leaves.items() if id(array) not in where}
+        for batch in batched(new, str, lambda path, new=new: new[path].nbytes, BYTES, LEAVES):
+            parts: dict[jax.Device, tuple[int, list[jax.Array]]] = {}
+            for path in batch:
+                mine = where[id(new[path])] = []
+                for part in _parts(new[path]):
+                    (device,) = part.devices()
+                    number, here = parts.setdefault(device, (len(sums) + len(parts), []))
+                    mine.append((number, len(here)))
+                    here.append(part)
+            with outside_meshes():
+                sums += [weighted_sums(some) for _, some in parts.values()]
+    values = jax.device_get(sums)
+    found = {key: [values[batch][i] for batch, i in its] for key, its in where.items()}
+    return [_joined(leaves, found) for leaves in arrays]
 
 
 def _joined(leaves: Mapping[str, jax.Array], sums: Mapping[int, list[np.ndarray]]) -> str:
@@ -43,17 +61,24 @@ def _joined(leaves: Mapping[str, jax.Array], sums: Mapping[int, list[np.ndarray]
     return digest.hexdigest()
 
 
-def _of_array(array: jax.Array) -> list[jax.Array]:
-    """A sum for each distinct part of an array, in the order of their places."""
+def _parts(array: jax.Array) -> list[jax.Array]:
+    """Each distinct part of an array, in the order of their places."""
+    if len(array.sharding.device_set) == 1:
+        return [array.addressable_data(0)]
     parts = {}
     for shard in array.addressable_shards:
         place = tuple(part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True))
         parts.setdefault(place, shard.data)
-    return [weighted_sum(parts[place]) for place in sorted(parts)]
+    return [parts[place] for place in sorted(parts)]
 
 
 @jax.jit
-def weighted_sum(array: jax.Array) -> jax.Array:
+def weighted_sums(arrays: list[jax.Array]) -> jax.Array:
+    """A sum for each of these arrays, of one device."""
+    return jnp.stack([_weighted_sum(array) for array in arrays])
+
+
+def _weighted_sum(array: jax.Array) -> jax.Array:
     """The sum of all words, each times a factor of its own place."""
     words = jax.lax.bitcast_convert_type(array, _WORD[array.dtype.itemsize]).astype(jnp.uint32)
     words = words.reshape(-1, words.shape[-1] if words.ndim else 1)

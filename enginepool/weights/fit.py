@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,39 @@ from enginepool.weights.tied import HEAD
 
 # Tensors that checkpoints carry and models do not need.
 _TOLERATED = ("rotary_emb.inv_freq",)
+# So many kinds of sources are remembered: a trainer has one or two.
+_KNOWN = 4
+
+
+class Fits:
+    """What the sources of a pool's updates were found to be. The next that is alike in names,
+    shapes and dtypes is not looked at again. Only used by one update at a time."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, Fit] = OrderedDict()
+
+    def fit(self, source: Source, specs: Specs, mapping: Any, *, strict: bool) -> Fit:
+        """
+        Raises:
+            InvalidWeights: With the names in question.
+        """
+        alike = (
+            source.by_path,
+            strict,
+            tuple((name, tuple(each.shape), each.dtype) for name, each in source.specs.items()),
+            tuple(source.origins.items()),
+        )
+        fit = self._known.pop(alike, None)
+        if fit is None:
+            fit = Fit(source, specs, mapping, strict=strict)
+            fit.resolve()
+            for path, names in fit.parts.items():
+                fit.check(path, {name: source.specs[name] for name in names})
+            fit.forget_source()
+        self._known[alike] = fit
+        if len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+        return fit
 
 
 class Fit:
@@ -39,7 +73,8 @@ class Fit:
             mapping: The `HuggingFaceMapping`; None if the source goes by path.
             opening: The checkpoint that an engine opens with, where this is no update.
         """
-        self._source = source
+        self._source: Source | None = source
+        self._by_path, self._origins = source.by_path, source.origins
         self._specs = specs
         self._mapping = mapping
         self._strict = strict
@@ -55,8 +90,9 @@ class Fit:
         Raises:
             InvalidWeights: Something is missing, or unknown.
         """
+        assert self._source is not None
         names = self._source.specs
-        if self._source.by_path:
+        if self._by_path:
             wanted: Mapping[str, tuple[str, ...]] = {path: (path,) for path in self._specs}
         else:
             wanted = self._mapping.names
@@ -91,7 +127,7 @@ class Fit:
             InvalidWeights: Another shape or dtype.
         """
         spec = self._specs[path]
-        by_path = self._source.by_path
+        by_path = self._by_path
         expected = spec.shape if by_path else self._mapping.source_shape(path)
         for name, tensor in tensors.items():
             if expected is not None and tuple(tensor.shape) != expected:
@@ -115,6 +151,10 @@ class Fit:
                     f"it has {spec.shape}",
                     names=list(tensors),
                 )
+
+    def forget_source(self) -> None:
+        """Keep no array of it."""
+        self._source = None
 
     # From a stream, which cannot be read ahead
 
@@ -150,7 +190,7 @@ class Fit:
 
     def said(self, name: str) -> str:
         """What the caller calls it."""
-        return self._source.origins.get(name, name)
+        return self._origins.get(name, name)
 
     def _tolerated(self, name: str) -> bool:
         tied = name == HEAD and "lm_head.embedding" not in self._specs

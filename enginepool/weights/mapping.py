@@ -32,6 +32,8 @@ from sgl_jax.srt.utils.weight_utils import WeightLoader, WeightMapping
 from enginepool.errors import EnginePoolError
 from enginepool.process.guest import no_progress_bars
 from enginepool.process.upstream import expect
+from enginepool.weights.arrays import jax_dtype, outside_meshes
+from enginepool.weights.converters import Converter, traced
 from enginepool.weights.placement import place
 
 # How a tensor gets to where a step of the conversion wants it.
@@ -84,12 +86,13 @@ class HuggingFaceMapping:
                 self._entries[path] = (key, entry)
                 self.names[path] = names
         self.paths = {name: path for path, names in self.names.items() for name in names}
-        self._shapes: dict[str, tuple[int, ...] | None] = {}
-        self._known: dict[Any, tuple[int, ...] | None] = {}
-        self._kept: dict[Any, bool] = {}
+        self._kinds: dict[str, Any] = {}
+        self._shapes: dict[Any, tuple[int, ...] | None] = {}
+        self._converters: dict[Any, Converter | None] = {}
 
     def convert(self, path: str, shapes: Mapping[str, Any], put: Put) -> jax.Array:
-        """Make a leaf of its tensors, with the dtype and sharding that the model wants.
+        """Make a leaf of its tensors step by step, with the dtype and sharding that the model
+        wants: for what no single program makes (an engine of several devices).
 
         Args:
             shapes: Something with `shape` and `dtype` for each of the leaf's names.
@@ -102,6 +105,19 @@ class HuggingFaceMapping:
         assert sharding is not None
         return place(value, sharding, value.dtype)
 
+    def converter(self, path: str, shapes: Mapping[str, Any]) -> Converter | None:
+        """What makes a leaf of its tensors, in the order of their names; None if that cannot be
+        told without running it."""
+        names = self.names[path]
+        tensors = [(tuple(shapes[name].shape), jax_dtype(shapes[name].dtype)) for name in names]
+        like = (self.kind(path), *tensors)
+        if like not in self._converters:
+            try:
+                self._converters[like] = self._traced(path, tensors)
+            except Exception:  # whatever upstream raises while it is traced
+                self._converters[like] = None
+        return self._converters[like]
+
     def _feed(self, path: str, shapes: Mapping[str, Any], put: Put) -> jax.Array:
         with no_progress_bars():
             return self._loader.feed(self._entries[path], path, self._specs[path], shapes, put)
@@ -112,57 +128,47 @@ class HuggingFaceMapping:
 
     def source_shape(self, path: str) -> tuple[int, ...] | None:
         """The shape that each tensor of this leaf must have; None if it cannot be told."""
-        if path not in self._shapes:
-            kind = self.kind(path)
-            if kind not in self._known:
-                self._known[kind] = self._find_shape(path, self._specs[path])
-            self._shapes[path] = self._known[kind]
-        return self._shapes[path]
+        kind = self.kind(path)
+        if kind not in self._shapes:
+            self._shapes[kind] = self._find_shape(path, self._specs[path])
+        return self._shapes[kind]
 
     def keeps(self, path: str) -> bool:
         """Whether the leaf is its one tensor as it is, but for the dtype."""
-        kind = self.kind(path)
-        if kind not in self._kept:
-            spec = self._specs[path]
-            as_it_is = len(self.names[path]) == 1 and self.source_shape(path) == spec.shape
-            self._kept[kind] = as_it_is and self._does_nothing(path, spec)
-        return self._kept[kind]
+        spec = self._specs[path]
+        if len(self.names[path]) > 1 or self.source_shape(path) != spec.shape:
+            return False
+        converter = self.converter(path, dict.fromkeys(self.names[path], spec))
+        return converter is not None and converter.does_nothing
 
     def kind(self, path: str) -> Any:
         """What the mapping does for a leaf, wherever it is: layers of a kind are equal."""
-        entry = self._entries[path][1]
-        fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
-        shape = self._specs[path].shape
-        return str(fields), shape, len(self.names[path]), path.rpartition(".")[2]
+        if path not in self._kinds:
+            entry = self._entries[path][1]
+            fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
+            name = tuple(path.split(".")[-2:])  # upstream looks at names too
+            self._kinds[path] = str(fields), self._specs[path].shape, len(self.names[path]), name
+        return self._kinds[path]
 
     def result_shape(self, path: str, shapes: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape that these tensors would make, by tracing upstream's conversion.
 
         Raises whatever upstream does for tensors that it cannot use.
         """
+        tensors = [(shapes[name].shape, jax_dtype(shapes[name].dtype)) for name in self.names[path]]
+        return self._traced(path, tensors).shape
 
-        return self.traced(path, shapes, jax.eval_shape).shape
+    def _traced(self, path: str, tensors: Sequence[Any]) -> Converter:
+        names = self.names[path]
+        specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in tensors]
+        shapes = dict(zip(names, specs, strict=True))
 
-    def _does_nothing(self, path: str, spec: jax.ShapeDtypeStruct) -> bool:
-        tensor = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-        try:
-            program = self.traced(path, dict.fromkeys(self.names[path], tensor), _program)
-        except Exception:  # whatever upstream raises while it is traced; then it is converted
-            return False
-        return all(step.primitive.name == "device_put" for step in program.eqns)
+        def make(*arrays: jax.Array) -> jax.Array:
+            given = dict(zip(names, arrays, strict=True))
+            return self._feed(path, shapes, lambda name, sharding: given[name])
 
-    def traced(self, path: str, shapes: Mapping[str, Any], tracer: Callable[..., Any]) -> Any:
-        """What `tracer` makes of upstream's conversion of tensors of these shapes to the leaf."""
-
-        def trace(arrays: dict[str, jax.Array]) -> jax.Array:
-            return self._feed(path, shapes, lambda name, sharding: arrays[name])
-
-        abstract = {
-            name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype)
-            for name in self.names[path]
-        }
-        with jax.set_mesh(self._loader.mesh):
-            return tracer(trace, abstract)
+        with outside_meshes():
+            return traced(make, specs)
 
     def _find_shape(self, path: str, spec: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
         stacked = len(self.names[path]) > 1
@@ -176,10 +182,6 @@ class HuggingFaceMapping:
             if result == spec.shape:
                 return guess
         return None
-
-
-def _program(function: Callable[..., Any], arguments: Any) -> Any:
-    return jax.make_jaxpr(function)(arguments).jaxpr
 
 
 class _Captured(Exception):
@@ -226,8 +228,8 @@ class _FedLoader(WeightLoader):
         return self._slot
 
     def _shard_weight(self, weight: jax.Array, sharding_spec: Any, mesh: Any = None) -> jax.Array:
-        if isinstance(weight, Tracer):
-            return super()._shard_weight(weight, sharding_spec, mesh)
+        if isinstance(weight, Tracer):  # where a leaf lies is no part of a converter
+            return weight
         # Upstream's device_put brings what is to be cut for several chips to the host first.
         target = NamedSharding(mesh or self.mesh, PartitionSpec(*sharding_spec))
         return place(weight, target, weight.dtype)

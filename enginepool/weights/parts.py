@@ -1,5 +1,5 @@
-"""An array in another sharding, made of its parts: cut where they lie, copied straight to the
-device that wants them, and joined there.
+"""Arrays in another sharding, made of their parts: cut where they lie, copied straight to the
+devices that want them, and joined there.
 
 No program here is of several devices. Engines of several chips serve meanwhile, and a trainer may
 compute on a thread of its own: two programs whose devices wait for one another, started by two
@@ -9,7 +9,8 @@ threads at once, may wait for ever. On no device is there more than what it gets
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 # Start, stop and step along each axis; the step is 1.
 Box = tuple[tuple[int, int, int], ...]
-Holders = Mapping[Box, Mapping[jax.Device, jax.Array]]
 
 
 def bounds(index: Any, shape: tuple[int, ...]) -> Box:
@@ -27,74 +27,153 @@ def bounds(index: Any, shape: tuple[int, ...]) -> Box:
     return tuple(part.indices(size) for part, size in zip(index or (), shape, strict=True))
 
 
-def holders(array: jax.Array) -> Holders:
-    """Which device has which part."""
-    found: dict[Box, dict[jax.Device, jax.Array]] = {}
-    for shard in array.addressable_shards:
-        found.setdefault(bounds(shard.index, array.shape), {})[shard.device] = shard.data
-    return found
-
-
-def wanted(shape: tuple[int, ...], sharding: Sharding) -> dict[jax.Device, Box]:
-    """What each device is to have."""
+def boxes(shape: tuple[int, ...], sharding: Sharding) -> dict[jax.Device, Box]:
+    """What each device has, or is to have."""
     places = sharding.addressable_devices_indices_map(shape)
     return {device: bounds(index, shape) for device, index in places.items()}
 
 
-def nearest(having: Mapping[jax.Device, jax.Array], device: jax.Device) -> jax.Array:
-    """A part as this device has it; or else as one of the others does, not always the same."""
-    return having[device] if device in having else [*having.values()][device.id % len(having)]
+@dataclass
+class _Part:
+    """What one device is to have of an array.
+
+    Attributes:
+        pieces: What it is made of, from where it lies now to where it is to be.
+        places: Where in the part each piece begins.
+    """
+
+    there: SingleDeviceSharding
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: list[jax.Array] = field(default_factory=list)
+    places: list[tuple[int, ...]] = field(default_factory=list)
+    cuts: list[Any] = field(default_factory=list)  # of each piece: what is cut out, the new dtype
 
 
-def resharded(array: jax.Array, sharding: Sharding, dtype: Any) -> jax.Array:
-    """The array in this sharding and dtype. Waits for the devices: the parts are free again
-    before the next array comes."""
-    have = holders(array)
-    kind = sharding.memory_kind
-    made = [
-        _part(have, box, SingleDeviceSharding(device, memory_kind=kind), np.dtype(dtype))
-        for device, box in wanted(array.shape, sharding).items()
+def resharded(
+    arrays: Sequence[jax.Array], shardings: Sequence[Sharding], dtypes: Sequence[Any]
+) -> list[jax.Array]:
+    """The arrays in these shardings and dtypes. Waits for the devices: the parts are free again
+    before the next arrays come."""
+    parts: list[list[_Part]] = []
+    for array, sharding, dtype in zip(arrays, shardings, dtypes, strict=True):
+        parts.append(_parts(array, sharding, np.dtype(dtype)))
+    flat = [part for each in parts for part in each]
+    _cut_pieces(flat)
+    _move_pieces(flat)
+    joined = iter(_joined(flat))
+    return jax.block_until_ready(
+        [
+            jax.make_array_from_single_device_arrays(
+                array.shape, sharding, [next(joined) for _ in each]
+            )
+            for array, sharding, each in zip(arrays, shardings, parts, strict=True)
+        ]
+    )
+
+
+def _parts(array: jax.Array, sharding: Sharding, dtype: np.dtype) -> list[_Part]:
+    have: dict[Box, dict[jax.Device, jax.Array]] = {}
+    for shard in array.addressable_shards:
+        have.setdefault(bounds(shard.index, array.shape), {})[shard.device] = shard.data
+    parts = []
+    for device, box in boxes(array.shape, sharding).items():
+        there = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        part = _Part(there, tuple(stop - start for start, stop, _ in box), dtype)
+        for theirs, holders in have.items():
+            both = [
+                (max(a, c), min(b, d)) for (a, b, _), (c, d, _) in zip(theirs, box, strict=True)
+            ]
+            if any(start >= stop for start, stop in both):
+                continue
+            part.pieces.append(_nearest(holders, device))
+            part.places.append(tuple(b - a for (a, _, _), (b, _) in zip(box, both, strict=True)))
+            part.cuts.append(
+                tuple((b - a, c - a) for (a, _, _), (b, c) in zip(theirs, both, strict=True))
+            )
+        parts.append(part)
+    return parts
+
+
+def _nearest(holders: Mapping[jax.Device, jax.Array], device: jax.Device) -> jax.Array:
+    """As this device has it; or else as one of the others does, not always the same."""
+    return holders[device] if device in holders else [*holders.values()][device.id % len(holders)]
+
+
+def _cut_pieces(parts: Sequence[_Part]) -> None:
+    """Cut out what is wanted of each piece, by one program for each device that has some."""
+    aside = [
+        (part, index)
+        for part in parts
+        for index, piece in enumerate(part.pieces)
+        if piece.sharding.memory_kind != part.there.memory_kind
+    ]  # a trainer's, put aside on the host
+    own = [
+        SingleDeviceSharding(*part.pieces[i].devices(), memory_kind=part.there.memory_kind)
+        for part, i in aside
     ]
-    whole = jax.make_array_from_single_device_arrays(array.shape, sharding, made)
-    return whole.block_until_ready()
+    for (part, i), piece in zip(
+        aside, jax.device_put([part.pieces[i] for part, i in aside], own), strict=True
+    ):
+        part.pieces[i] = piece
+    by_device: dict[jax.Device, list[tuple[_Part, int, Any]]] = {}
+    for part in parts:
+        for index, (piece, cut) in enumerate(zip(part.pieces, part.cuts, strict=True)):
+            # What gets narrower does so before it moves.
+            narrower = part.dtype.itemsize < piece.dtype.itemsize
+            becomes = part.dtype if narrower else piece.dtype
+            if piece.dtype != becomes or cut != tuple((0, size) for size in piece.shape):
+                (device,) = piece.devices()
+                by_device.setdefault(device, []).append((part, index, (cut, becomes)))
+    for wanted in by_device.values():
+        pieces = [part.pieces[index] for part, index, _ in wanted]
+        for (part, index, _), piece in zip(
+            wanted, _cut(pieces, tuple(cut for *_, cut in wanted)), strict=True
+        ):
+            part.pieces[index] = piece
 
 
-def _part(have: Holders, box: Box, there: SingleDeviceSharding, dtype: np.dtype) -> jax.Array:
-    (device,) = there.device_set
-    pieces, places = [], []
-    for theirs, having in have.items():
-        both = [(max(a, c), min(b, d)) for (a, b, _), (c, d, _) in zip(theirs, box, strict=True)]
-        if any(start >= stop for start, stop in both):
-            continue
-        part = nearest(having, device)
-        if part.sharding.memory_kind != there.memory_kind:  # a trainer's, put aside on the host
-            own = SingleDeviceSharding(*part.devices(), memory_kind=there.memory_kind)
-            part = jax.device_put(part, own)
-        # What gets narrower does so before it moves.
-        becomes = dtype if dtype.itemsize < part.dtype.itemsize else part.dtype
-        cut = tuple((b - a, c - a) for (a, _, _), (b, c) in zip(theirs, both, strict=True))
-        if part.dtype != becomes or cut != tuple((0, size) for size in part.shape):
-            part = _cut(part, cut, becomes)
-        pieces.append(part)
-        places.append(tuple(b - a for (a, _, _), (b, _) in zip(box, both, strict=True)))
-    pieces = jax.device_put(pieces, there)
-    shape = tuple(stop - start for start, stop, _ in box)
-    if len(pieces) == 1 and pieces[0].dtype == dtype:
-        return pieces[0]
-    return _join(pieces, tuple(places), shape, dtype)
+def _move_pieces(parts: Sequence[_Part]) -> None:
+    there = [part.there for part in parts for _ in part.pieces]
+    moved = iter(jax.device_put([piece for part in parts for piece in part.pieces], there))
+    for part in parts:
+        part.pieces = [next(moved) for _ in part.pieces]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _cut(part: jax.Array, box: tuple[tuple[int, int], ...], dtype: np.dtype) -> jax.Array:
-    return jax.lax.slice(part, *zip(*box, strict=True)).astype(dtype)
+def _joined(parts: Sequence[_Part]) -> list[jax.Array]:
+    """Each part as one array, by one program for each device."""
+    made: list[Any] = [None] * len(parts)
+    by_device: dict[Any, list[int]] = {}
+    for index, part in enumerate(parts):
+        if len(part.pieces) == 1 and part.pieces[0].dtype == part.dtype:
+            made[index] = part.pieces[0]
+        else:
+            by_device.setdefault(part.there, []).append(index)
+    for indices in by_device.values():
+        mine = [parts[index] for index in indices]
+        how = tuple((tuple(part.places), part.shape, part.dtype) for part in mine)
+        for index, whole in zip(indices, _join([part.pieces for part in mine], how), strict=True):
+            made[index] = whole
+    for part in parts:
+        part.pieces = []  # free with their wholes
+    return made
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _join(
-    pieces: list[jax.Array], places: Any, shape: tuple[int, ...], dtype: np.dtype
-) -> jax.Array:
-    # One after the other into the same memory: a concatenation along two axes would need more.
-    whole = jnp.zeros(shape, dtype)
-    for piece, place in zip(pieces, places, strict=True):
-        whole = jax.lax.dynamic_update_slice(whole, piece.astype(dtype), place)
-    return whole
+@functools.partial(jax.jit, static_argnums=1)
+def _cut(pieces: list[jax.Array], cuts: Any) -> list[jax.Array]:
+    return [
+        jax.lax.slice(piece, *zip(*box, strict=True)).astype(dtype)
+        for piece, (box, dtype) in zip(pieces, cuts, strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _join(parts: list[list[jax.Array]], how: Any) -> list[jax.Array]:
+    wholes = []
+    for pieces, (places, shape, dtype) in zip(parts, how, strict=True):
+        # One after the other into the same memory: a concatenation along two axes would need more.
+        whole = jnp.zeros(shape, dtype)
+        for piece, place in zip(pieces, places, strict=True):
+            whole = jax.lax.dynamic_update_slice(whole, piece.astype(dtype), place)
+        wholes.append(whole)
+    return wholes

@@ -1,4 +1,4 @@
-"""Putting an array where an engine wants it, without a copy wherever the bytes lie there already.
+"""Putting arrays where an engine wants them, without a copy wherever the bytes lie there already.
 
 The rules of `jax.device_put` that this rests on were measured (JAX 0.8.1 and 0.10.2): between two
 descriptions of one device it keeps the buffer, on the CPU platform it reads a NumPy array in
@@ -19,89 +19,194 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from enginepool.weights.arrays import Array, for_jax, outside_meshes
-from enginepool.weights.parts import holders, nearest, resharded, wanted
+from enginepool.weights.converters import COPY, Converter, cast, convert, program
+from enginepool.weights.parts import boxes, resharded
 
 # Two programs of several devices that two threads start at once may wait for each other for ever.
 _gathering = threading.Lock()
 
+# For each device that is to have a part: the device that has just that.
+Route = tuple[tuple[jax.Device, jax.Device], ...]
+
 
 def place(array: Array, sharding: Sharding, dtype: Any, *, private: bool = False) -> jax.Array:
-    """The array with this sharding and dtype.
+    """`place_all` of one array."""
+    return place_all([array], [sharding], [dtype], private=private)[0]
 
-    A JAX array whose shards lie where `sharding` wants them is used as it is: same buffers, so
-    its owner's `delete` or donation takes them away. A NumPy array is copied, unless `private`
-    says that nobody else has it.
+
+def place_all(
+    arrays: Sequence[Array],
+    shardings: Sequence[Sharding],
+    dtypes: Sequence[Any],
+    *,
+    private: bool = False,
+    copy: Sequence[bool] | None = None,
+) -> list[jax.Array]:
+    """The arrays with these shardings, all over the same devices, and dtypes.
+
+    A JAX array whose shards lie where its sharding wants them is used as it is: same buffers, so
+    its owner's `delete` or donation takes them away.
+
+    Args:
+        private: Nobody else has the NumPy arrays. Otherwise they are copied.
+        copy: Which JAX arrays are copied even so.
     """
     with outside_meshes():
-        return _place(array, sharding, dtype, private)
+        placed, rest = _moved(arrays, shardings, dtypes, private)
+        if rest:
+            cut: list[Any] = [arrays[i] for i in rest]
+            made = resharded(cut, [shardings[i] for i in rest], [dtypes[i] for i in rest])
+            for index, array in zip(rest, made, strict=True):
+                placed[index] = array
+    change: dict[int, Converter] = {}
+    for index, (array, dtype) in enumerate(zip(placed, dtypes, strict=True)):
+        if array.dtype != dtype:
+            change[index] = cast(np.dtype(dtype))
+        elif copy is not None and copy[index]:
+            change[index] = COPY
+    made = convert(
+        [*change.values()], [[placed[i]] for i in change], [shardings[i] for i in change]
+    )
+    for index, array in zip(change, made, strict=True):
+        placed[index] = array
+    return placed
 
 
-def _place(array: Array, sharding: Sharding, dtype: Any, private: bool) -> jax.Array:
-    if isinstance(array, np.ndarray):
-        on_host = any(device.platform == "cpu" for device in sharding.device_set)
-        native = for_jax(array)
-        if on_host and not private and native is array and array.dtype == dtype:
-            native = np.array(array)
-        placed = jax.device_put(native, sharding)
-    elif (shards := _shards(array, sharding)) is not None:
-        placed = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
-    else:
-        return resharded(array, sharding, dtype)
-    if placed.dtype == dtype:
-        return placed
-    return jax.device_put(placed.astype(dtype), sharding)
+def _moved(
+    arrays: Sequence[Array], shardings: Sequence[Sharding], dtypes: Sequence[Any], private: bool
+) -> tuple[list[Any], list[int]]:
+    """The arrays on their devices, by one call, and which of them are cut otherwise."""
+    placed: list[Any] = [None] * len(arrays)
+    rest: list[int] = []
+    parts: list[Array] = []
+    places: list[Sharding] = []
+    shards: dict[int, slice] = {}  # of an array that is put together from what moves
+    for index, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
+        if isinstance(array, np.ndarray):
+            shards[index] = slice(len(parts), len(parts) + 1)
+            parts.append(_readable(array, sharding, dtypes[index], private))
+            places.append(sharding)
+        elif (way := route(array.sharding, sharding, array.shape)) is None:
+            rest.append(index)
+        elif all(device == source for device, source in way):
+            own = [_part(array, device) for device, _ in way]
+            placed[index] = jax.make_array_from_single_device_arrays(array.shape, sharding, own)
+        else:
+            shards[index] = slice(len(parts), len(parts) + len(way))
+            parts += [_part(array, source) for _, source in way]
+            kind = sharding.memory_kind
+            places += [sharding] if len(way) == 1 else [on(device, kind) for device, _ in way]
+    there = jax.device_put(parts, places)
+    for index, span in shards.items():
+        made = there[span]
+        placed[index] = (
+            made[0]
+            if len(made) == 1
+            else jax.make_array_from_single_device_arrays(
+                arrays[index].shape, shardings[index], made
+            )
+        )
+    return placed, rest
 
 
-def in_parts(array: Array, shardings: Sequence[Sharding]) -> bool:
-    """Whether these, of engines of one device each, all want the whole of what is cut over some of
-    their devices: one program gathers it for all of them."""
-    if not isinstance(array, jax.Array) or array.is_fully_replicated:
-        return False
-    if array.sharding.memory_kind != shardings[0].memory_kind:
-        return False
-    theirs = {device for sharding in shardings for device in sharding.device_set}
-    alone = all(len(sharding.device_set) == 1 for sharding in shardings)
-    return alone and array.sharding.device_set <= theirs
+def _readable(array: np.ndarray, sharding: Sharding, dtype: Any, private: bool) -> np.ndarray:
+    """What `device_put` may read in place."""
+    native = for_jax(array)
+    if private or native is not array or array.dtype != dtype:
+        return native
+    on_host = any(device.platform == "cpu" for device in sharding.device_set)
+    return np.array(array) if on_host else native
 
 
-def gathered(array: jax.Array, dtype: Any) -> jax.Array:
-    """The whole of a sharded array, in this dtype, on each of its devices. Waits for them: what
-    is not kept of it is free again before the next is gathered."""
-    # Its devices in its own order, as `jit` wants them; the mesh that it came on may be anything.
-    mesh = Mesh(np.array(list(array.sharding.devices_indices_map(array.shape))), ("all",))
-    with _gathering, jax.set_mesh(mesh):
-        gather = gather_program(NamedSharding(mesh, PartitionSpec()), np.dtype(dtype))
-        return gather(array).block_until_ready()
+def _part(array: jax.Array, device: jax.Device) -> jax.Array:
+    if len(array.sharding.device_set) == 1:
+        return array
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
-@functools.lru_cache(maxsize=16)  # so that a program is compiled once for each shape
-def gather_program(everywhere: NamedSharding, dtype: np.dtype) -> Any:
-    """The program that brings a sharded array to `everywhere`, in this dtype."""
-    return jax.jit(lambda array: array.astype(dtype), out_shardings=everywhere)
+@functools.cache
+def on(device: jax.Device, memory_kind: str | None = None) -> SingleDeviceSharding:
+    """The whole of an array on this device."""
+    return SingleDeviceSharding(device, memory_kind=memory_kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route | None:
+    """Who has just the parts that `target` wants: a device itself if it can. None where the array
+    is cut otherwise, or lies in another kind of memory."""
+    if source.memory_kind != target.memory_kind:
+        return None
+    have: dict[Any, list[jax.Device]] = {}
+    for device, box in boxes(shape, source).items():
+        have.setdefault(box, []).append(device)
+    way = []
+    for device, box in boxes(shape, target).items():
+        if (holders := have.get(box)) is None:
+            return None
+        # From another than itself, not always from the same.
+        way.append((device, device if device in holders else holders[device.id % len(holders)]))
+    return tuple(way)
 
 
 def lies_there(array: Any, sharding: Sharding) -> bool:
     """Whether `place` would start from the array's own buffers, and use them if no cast is due."""
-    if not isinstance(array, jax.Array) or array.sharding.memory_kind != sharding.memory_kind:
+    if not isinstance(array, jax.Array):
         return False
-    have = holders(array)
-    places = wanted(array.shape, sharding).items()
-    return all(device in have.get(box, ()) for device, box in places)
+    way = route(array.sharding, sharding, array.shape)
+    return way is not None and all(device == source for device, source in way)
 
 
-def _shards(array: jax.Array, sharding: Sharding) -> list[jax.Array] | None:
-    """For each device just what it wants of the array, from itself if it has that, or a copy; None
-    where the array is cut otherwise."""
-    have, places = holders(array), wanted(array.shape, sharding)
-    if not have.keys() >= set(places.values()):
+def lends(array: Array, sharding: Sharding, dtype: Any) -> bool:
+    """Whether `place` would use one of the array's own buffers."""
+    if not isinstance(array, jax.Array) or array.dtype != dtype:
+        return False
+    way = route(array.sharding, sharding, array.shape)
+    return way is not None and any(device == source for device, source in way)
+
+
+def gathering_devices(
+    arrays: Iterable[Array], shardings: Sequence[Sharding]
+) -> tuple[jax.Device, ...] | None:
+    """The devices that these arrays are cut over, in their order, if it is the same for all and
+    the engines that want them whole are of one device each: one program gathers them. None if it
+    is otherwise."""
+    found: set[tuple[jax.Device, ...] | None] = set()
+    for array in arrays:
+        if not isinstance(array, jax.Array) or array.is_fully_replicated:
+            return None
+        found.add(_cut_over(array.sharding, array.shape, tuple(shardings)))
+    return found.pop() if len(found) == 1 else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut_over(
+    source: Sharding, shape: tuple[int, ...], shardings: tuple[Sharding, ...]
+) -> tuple[jax.Device, ...] | None:
+    theirs = {device for sharding in shardings for device in sharding.device_set}
+    alone = all(len(sharding.device_set) == 1 for sharding in shardings)
+    if not alone or source.memory_kind != shardings[0].memory_kind:
         return None
-    return [
-        jax.device_put(
-            nearest(have[box], device),
-            SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
-        )
-        for device, box in places.items()
-    ]
+    # In its own order, as `jit` wants them; the mesh that it came on may be anything.
+    return tuple(source.devices_indices_map(shape)) if source.device_set <= theirs else None
+
+
+def gathered(
+    converters: Sequence[Converter],
+    tensors: Sequence[Sequence[jax.Array]],
+    devices: tuple[jax.Device, ...],
+) -> list[jax.Array]:
+    """The leaves that are made of sharded tensors, whole on each of their devices. Waits for them:
+    what is not kept of it is free again before the next are gathered."""
+    everywhere = NamedSharding(mesh := mesh_of(devices), PartitionSpec())
+    make = program(tuple(converters), (everywhere,) * len(converters))
+    with _gathering, jax.set_mesh(mesh):
+        return jax.block_until_ready(make([list(group) for group in tensors]))
+
+
+@functools.cache
+def mesh_of(devices: tuple[jax.Device, ...]) -> Mesh:
+    """Of one axis, "all"."""
+    return Mesh(np.array(devices), ("all",))
 
 
 def free_bytes(device: jax.Device) -> int | None:

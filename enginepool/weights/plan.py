@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,9 +15,19 @@ import numpy as np
 from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
+from enginepool.weights import batches
 from enginepool.weights.arrays import Array, jax_dtype, lies_in, same_buffer
-from enginepool.weights.fit import Fit
-from enginepool.weights.placement import gathered, in_parts, lies_there, place
+from enginepool.weights.converters import Converter, cast, convert
+from enginepool.weights.fit import Fit, Fits
+from enginepool.weights.placement import (
+    gathered,
+    gathering_devices,
+    lends,
+    lies_there,
+    on,
+    place,
+    place_all,
+)
 from enginepool.weights.sources import Source, Specs
 from enginepool.weights.tied import HEAD, TiedHead
 
@@ -32,6 +43,7 @@ class Piece:
         path: The leaf.
         array: The whole leaf if the source has it in the model's layout, so that any engine may
             take its own shard of it; None if the tensors must be converted first.
+        tensors: By name, in the order that the model wants them in.
     """
 
     path: str
@@ -46,18 +58,21 @@ class Plan:
         paths: The leaves that will change; for a stream, all of them until it has ended.
     """
 
-    def __init__(self, source: Source, leaves: EngineLeaves, mapping: Any, *, strict: bool) -> None:
+    def __init__(
+        self, source: Source, leaves: EngineLeaves, mapping: Any, fits: Fits, *, strict: bool
+    ) -> None:
         """
         Args:
             mapping: The `HuggingFaceMapping` of the engine that converts; None if there is none.
+            fits: What is known of sources like this.
 
         Raises:
             InvalidWeights: With the names in question.
         """
         self._source = source
+        self._private = source.private or source.stream is not None
         self._specs = leaves.specs
         self._mapping = mapping
-        self._fit = Fit(source, leaves.specs, mapping, strict=strict)
         self._tied = TiedHead(leaves.specs if strict else {})
         if leaves.quantized:
             raise InvalidWeights(
@@ -65,13 +80,12 @@ class Plan:
                 names=leaves.quantized,
             )
         if source.stream is not None:
+            self._fit = Fit(source, leaves.specs, mapping, strict=strict)
             self.paths = list(leaves.specs)
             return
-        self._fit.resolve()
-        self._parts = self._fit.parts
-        self.paths = [path for path in leaves.specs if path in self._parts]
-        for path in self.paths:
-            self._fit.check(path, {name: source.specs[name] for name in self._parts[path]})
+        self._fit = fits.fit(source, leaves.specs, mapping, strict=strict)
+        self._parts: Mapping[str, tuple[str, ...]] = self._fit.parts
+        self.paths = list(self._parts)
         if self._tied.path is not None and HEAD in source.specs and source.load is not None:
             (embedding,) = self._parts[self._tied.path]
             self._tied.compare(source.load(HEAD), source.load(embedding), self._fit.said(HEAD))
@@ -92,9 +106,8 @@ class Plan:
         return sum(self._specs[p].size * self._specs[p].dtype.itemsize for p in self.paths)
 
     def arriving(self, specs: Specs, *, copied: bool) -> int:
-        """Bytes that each of an engine's devices needs beside the set that it has, the largest
-        tensor's copy for a conversion among them; what it has already, in the right layout, needs
-        none."""
+        """Bytes that each of an engine's devices needs beside the set that it has, a batch's copy
+        for a conversion among them; what it has already, in the right layout, needs none."""
         parts, beside = [0], [0]
         for path in self.paths:
             spec = specs[path]
@@ -102,85 +115,158 @@ class Plan:
             source = self._as_it_is(path)
             shared = lies_there(source, spec.sharding) and source.dtype == spec.dtype
             if copied or not shared:
-                part = math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+                part = _part_size(spec) * spec.dtype.itemsize
                 parts.append(part)
                 # What is converted is whole first, on each of them.
                 beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
-        return sum(parts) + max(beside)
+        return sum(parts) + max(*beside, min(sum(beside), batches.BYTES))
 
     def again(self, made: Mapping[str, jax.Array], specs: Specs) -> Plan:
         """The same update for another engine, of these leaves: from what the first one made, and
         from the source where its device holds that already. Nothing is read, gathered or
         converted a second time."""
-        twin = copy.copy(self)
         arrays = {}
         for path in self.paths:
             sharding, source = specs[path].sharding, self._as_it_is(path)
             assert sharding is not None
             arrays[path] = source if lies_there(source, sharding) else made[path]
+        return self.copying(arrays)
+
+    def copying(self, arrays: Mapping[str, jax.Array]) -> Plan:
+        """An update of these leaves, from these arrays."""
+        twin = copy.copy(self)
         twin._source = Source(True, arrays, arrays.__getitem__)
         twin._parts = {path: (path,) for path in arrays}
+        twin.paths = list(arrays)
         return twin
 
-    def pieces(self) -> Iterator[Piece]:
-        """The leaves one after the other; tensors are read when their turn comes.
+    def batches(self, *, by_leaf: bool) -> Iterator[list[Piece]]:
+        """The leaves in batches, one after the other; tensors are read when their turn comes.
+
+        Args:
+            by_leaf: A batch takes no more memory than the largest leaf does.
 
         Raises:
             InvalidWeights: From a stream, which cannot be read ahead.
         """
         if self._source.stream is not None:
-            yield from self._streamed(self._source.stream)
+            pieces = self._streamed(self._source.stream)
+            if by_leaf:  # what its owner makes next may be large too
+                yield from ([piece] for piece in pieces)
+            else:
+                size = lambda piece: self._size(piece.path)  # noqa: E731
+                yield from batches.batched(pieces, lambda p: p.path, size, batches.BYTES)
+            self._tied.forget()
             return
         load = self._source.load
         assert load is not None
-        for path in self.paths:
-            yield self._piece(path, {name: load(name) for name in self._parts[path]})
+        largest = max(map(self._size, self.paths), default=0)
+        limit = largest if by_leaf else max(largest, batches.BYTES)
+        for paths in batches.batched(self.paths, str, self._size, limit):
+            yield [
+                self._piece(path, {name: load(name) for name in self._parts[path]})
+                for path in paths
+            ]
 
-    def whole(self, piece: Piece, specs: Sequence[jax.ShapeDtypeStruct]) -> Piece:
-        """The piece with an array that is cut over these engines' devices gathered, at once for
-        all of them."""
-        shardings = [spec.sharding for spec in specs if spec.sharding is not None]
-        if not isinstance(piece.array, jax.Array) or not in_parts(piece.array, shardings):
-            return piece
-        return replace(piece, array=gathered(piece.array, specs[0].dtype))
+    def ready(self, batch: Sequence[Piece], engines: Sequence[Specs]) -> dict[str, Array]:
+        """The leaves of a batch in the model's layout, wherever they lie: the source's own arrays,
+        or what one program has made of them. It runs on the first engine's device, or, where the
+        source is cut over the engines' devices, on all of these."""
+        made: dict[str, Array] = {}
+        work: dict[Any, list[tuple[str, Converter, list[Array]]]] = {}
+        shardings = [specs[batch[0].path].sharding for specs in engines]
+        for piece in batch:
+            spec, tensors = engines[0][piece.path], list(piece.tensors.values())
+            devices = gathering_devices(tensors, shardings)
+            if devices is None and piece.array is not None:
+                made[piece.path] = piece.array
+                continue
+            if piece.array is not None:
+                converter: Any = cast(spec.dtype)
+            else:
+                converter = self._mapping.converter(piece.path, piece.tensors)
+            if converter is None or (devices is None and len(shardings[0].device_set) > 1):
+                made[piece.path] = self._converted_in_steps(piece)
+            else:
+                work.setdefault(devices, []).append((piece.path, converter, tensors))
+        for devices, jobs in work.items():
+            paths, converters, groups = zip(*jobs, strict=True)
+            if devices is not None:
+                leaves = gathered(converters, groups, devices)
+            else:
+                leaves = self._converted(converters, groups, [engines[0][p] for p in paths])
+            made |= zip(paths, leaves, strict=True)
+        return {piece.path: made[piece.path] for piece in batch}
 
-    def make(
-        self, piece: Piece, spec: jax.ShapeDtypeStruct, *, copy: bool
-    ) -> tuple[jax.Array, bool]:
-        """A piece on an engine. What must be converted comes from the mapping's own devices, which
-        are another engine's where that one has failed since.
+    def put(
+        self,
+        batch: Sequence[Piece],
+        arrays: Mapping[str, Array],
+        specs: Specs,
+        *,
+        copy: bool,
+    ) -> tuple[dict[str, jax.Array], set[str]]:
+        """A batch on an engine's devices.
+
+        Args:
+            arrays: What `ready` has made of it, or another engine's leaves.
 
         Returns:
-            The leaf, and whether it is the source's own buffer.
+            The leaves, and which of them are the source's own buffers.
         """
-        private = self._source.private
-        assert spec.sharding is not None
-        if piece.array is not None:
-            made = place(piece.array, spec.sharding, spec.dtype, private=private)
-        else:
-            made = place(self._convert(piece), spec.sharding, spec.dtype)
-        shared = any(same_buffer(made, tensor) for tensor in piece.tensors.values())
-        if shared and copy:
-            made = jax.device_put(jnp.array(made, copy=True), made.sharding)
-        if self._source.stream is not None:
-            self._tied.made(piece.path, made)
-        return made, shared and not copy
+        wanted = [specs[piece.path] for piece in batch]
+        given = [arrays[piece.path] for piece in batch]
+        lent = [
+            array is piece.array and lends(array, spec.sharding, spec.dtype)
+            for piece, array, spec in zip(batch, given, wanted, strict=True)
+        ]
+        made = place_all(
+            given,
+            [spec.sharding for spec in wanted],
+            [spec.dtype for spec in wanted],
+            private=self._private,
+            copy=lent if copy else None,
+        )
+        leaves = dict(zip((piece.path for piece in batch), made, strict=True))
+        if self._source.stream is not None and self._tied.path in leaves:
+            self._tied.made(self._tied.path, leaves[self._tied.path])
+        shared = {piece.path for piece, its in zip(batch, lent, strict=True) if its and not copy}
+        return leaves, shared
 
-    def _convert(self, piece: Piece) -> jax.Array:
-        # Conversion makes new memory, mostly, and is over before the caller can write to the old:
-        # no copy is needed first. A stream's owner may fill the same memory anew in between.
-        private = self._source.private
-        lasting = self._source.stream is None
+    def _converted(
+        self,
+        converters: Sequence[Converter],
+        groups: Sequence[Sequence[Array]],
+        specs: Sequence[jax.ShapeDtypeStruct],
+    ) -> list[jax.Array]:
+        shardings: list[Any] = [spec.sharding for spec in specs]
+        (device,) = shardings[0].device_set
+        flat = [tensor for group in groups for tensor in group]
+        dtypes = [jax_dtype(tensor.dtype) for tensor in flat]
+        # A program makes new memory, and is over before the caller can write to the old: no copy.
+        there = [on(device, shardings[0].memory_kind)] * len(flat)
+        placed = iter(place_all(flat, there, dtypes, private=True))
+        return convert(converters, [[next(placed) for _ in group] for group in groups], shardings)
 
+    def _converted_in_steps(self, piece: Piece) -> jax.Array:
         def put(name: str, sharding: Sharding) -> jax.Array:
             tensor = piece.tensors[name]
-            return place(tensor, sharding, jax_dtype(tensor.dtype), private=private or lasting)
+            return place(tensor, sharding, jax_dtype(tensor.dtype), private=True)
 
         made = self._mapping.convert(piece.path, piece.tensors, put)
-        host = [x for x in piece.tensors.values() if isinstance(x, np.ndarray)]
-        if not private and any(lies_in(made, memory) for memory in host):
+        # A step may leave a tensor as it is.
+        theirs = piece.tensors.values()
+        host = [x for x in theirs if isinstance(x, np.ndarray) and not self._private]
+        if any(lies_in(made, x) for x in host) or any(same_buffer(made, x) for x in theirs):
             made = jax.device_put(jnp.array(made, copy=True), made.sharding)
         return made
+
+    def _size(self, path: str) -> int:
+        """Bytes that a leaf takes on a device until it is made; a source may be wider."""
+        spec = self._specs[path]
+        names = () if self._source.stream is not None else self._parts[path]
+        wide = [jax_dtype(self._source.specs[name].dtype).itemsize for name in names]
+        return _part_size(spec) * max(spec.dtype.itemsize, *wide, 0)
 
     def _piece(self, path: str, tensors: dict[str, Array]) -> Piece:
         as_it_is = self._source.by_path or self._mapping.keeps(path)
@@ -198,6 +284,8 @@ class Plan:
         waiting: dict[str, dict[str, Array]] = {}
         done: set[str] = set()
         for name, array in stream:
+            if isinstance(array, np.ndarray):  # whose owner may fill the same memory anew
+                array = np.array(array)
             path = self._mapping.paths.get(name)
             if path is None:
                 self._fit.unknown(name)
@@ -207,12 +295,24 @@ class Plan:
                 raise InvalidWeights(f"{name}: came twice", names=[name])
             group = waiting.setdefault(path, {})
             group[name] = array
+            del array
             if len(group) == len(self._mapping.names[path]):
                 self._fit.check(path, group)
                 done.add(path)
+                tensors = {each: group[each] for each in self._mapping.names[path]}
                 # No reference stays here: a tensor can go when its leaf is made.
-                del group, array
-                yield self._piece(path, waiting.pop(path))
-        self._tied.forget()
+                del group, waiting[path]
+                yield self._piece(path, tensors)
+                del tensors
         self.paths = [path for path in self._specs if path in done]
         self._fit.ended(done, waiting)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shard_size(sharding: Sharding, shape: tuple[int, ...]) -> int:
+    return math.prod(sharding.shard_shape(shape))
+
+
+def _part_size(spec: Any) -> int:
+    """Elements of a leaf on each of its devices."""
+    return _shard_size(spec.sharding, spec.shape)

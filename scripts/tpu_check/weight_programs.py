@@ -1,88 +1,116 @@
-"""The programs that a change of weights runs on an engine's chip, for every shape of leaf.
-
-Upstream's conversion of a checkpoint's tensors is one program here. A swap runs it operation by
-operation, so that this shows that it compiles, and not what it holds in between.
+"""The programs that a change of weights runs on an engine's chip, for every kind of batch.
 
 Imports sgl_jax: import it only after the patches are applied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from enginepool.doctor.ahead_of_time.record import Record
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray
-from enginepool.weights import fingerprint, placement, tied
+from enginepool.weights import batches, converters, fingerprint, placement, tied
 
 
 def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
     """Compile fingerprints, casts, copies, gathering and the conversion of a checkpoint."""
-    mapping = scheduler.hugging_face
+    specs, mapping = scheduler.leaves.specs, scheduler.hugging_face
     seen: set[Any] = set()
-    for path, spec in scheduler.leaves.specs.items():
-        shape = (spec.shape, spec.dtype)
-        size = f"{path.rpartition('layers.0.')[2]} {'x'.join(map(str, spec.shape))}"
-        if shape not in seen:
-            seen.add(shape)
-            _of_shape(spec, chips, size, record)
-        kind = mapping.kind(path) if path in mapping.names else None
-        if kind is not None and kind not in seen and not mapping.keeps(path):
-            seen.add(kind)
-            _conversion(mapping, path, spec, size, record)
-    _tied_head(scheduler.leaves.specs, chips[0], record)
 
+    def size(path: str) -> int:
+        return specs[path].size * specs[path].dtype.itemsize
 
-def _of_shape(spec: Any, chips: list[Any], size: str, record: Record) -> None:
-    on_chip = SingleDeviceSharding(chips[0])
-    leaf = AbstractArray(spec.shape, spec.dtype, on_chip)
-    wide = AbstractArray(spec.shape, jnp.float32, on_chip)
+    def name(batch: Sequence[str]) -> str:
+        first = batch[0].rpartition("layers.0.")[2]
+        return f"{first} and {len(batch) - 1} more" if len(batch) > 1 else first
+
+    limit = max(batches.BYTES, *map(size, specs))
+    for batch in batches.batched(specs, str, size, limit):
+        leaves = [specs[path] for path in batch]
+        shapes = tuple((spec.shape, spec.dtype) for spec in leaves)
+        if shapes not in seen:
+            seen.add(shapes)
+            _of_leaves(leaves, chips, name(batch), record)
+        # Of the engine's own layout there is nothing to make.
+        paths = [path for path in batch if path in mapping.names and not mapping.keeps(path)]
+        kinds = tuple(map(mapping.kind, paths))
+        if paths and kinds not in seen:
+            seen.add(kinds)
+            _conversion(
+                mapping, [(path, specs[path]) for path in paths], chips, name(batch), record
+            )
     if record.wants("fingerprint"):
-        record.add("fingerprint", size, fingerprint.weighted_sum.lower(leaf))
+        for batch in batches.batched(specs, str, size, batches.BYTES, fingerprint.LEAVES):
+            arrays = [_on(chips[0], specs[path]) for path in batch]
+            record.add("fingerprint", name(batch), fingerprint.weighted_sums.lower(arrays))
+    _tied_head(specs, chips[0], record)
+
+
+def _on(chip: Any, spec: Any) -> AbstractArray:
+    return AbstractArray(spec.shape, spec.dtype, SingleDeviceSharding(chip))
+
+
+def _of_leaves(leaves: Sequence[Any], chips: list[Any], name: str, record: Record) -> None:
+    arrays = [_on(chips[0], spec) for spec in leaves]
+    wide = [[_on(chips[0], jax.ShapeDtypeStruct(spec.shape, jnp.float32))] for spec in leaves]
+    casts = [converters.cast(spec.dtype) for spec in leaves]
+    there = [spec.sharding for spec in leaves]
     if record.wants("cast"):
-        cast: Any = jax.jit(lambda array: array.astype(spec.dtype))
-        record.add("cast", size, cast.lower(wide).program)
+        record.add("cast", name, _lowered(casts, wide, there))
     if record.wants("copy"):
-        copy: Any = jax.jit(lambda array: jnp.array(array, copy=True))
-        record.add("copy", size, copy.lower(leaf).program)
-    if record.wants("gather") and any(n % len(chips) == 0 for n in spec.shape):
-        _gathered(spec, chips, spec.dtype, size, record)
-        _gathered(spec, chips, jnp.float32, size, record)
+        copies = [converters.COPY] * len(leaves)
+        record.add("copy", name, _lowered(copies, [[array] for array in arrays], there))
+    if record.wants("gather"):
+        for dtype in {jnp.dtype(jnp.float32), leaves[0].dtype}:
+            tensors = [[_cut(spec.shape, dtype, chips)] for spec in leaves]
+            _gathered(casts, tensors, chips, name, record)
 
 
-def _gathered(spec: Any, chips: list[Any], dtype: Any, size: str, record: Record) -> None:
-    """From a trainer that has the leaf in parts, in this dtype, on all chips."""
-    axis = next(i for i, n in enumerate(spec.shape) if n % len(chips) == 0)
-    mesh = Mesh(np.array(chips), ("all",))
-    cut = NamedSharding(mesh, PartitionSpec(*[None] * axis, "all"))
+def _conversion(
+    mapping: Any, leaves: Sequence[Any], chips: list[Any], name: str, record: Record
+) -> None:
+    """Upstream's transposes, reshapes and stacking: on one chip, and of what is cut over all."""
+    on_chip = SingleDeviceSharding(chips[0])
+    makes, there, whole, cut = [], [], [], []
+    for path, spec in leaves:
+        shape = mapping.source_shape(path)
+        tensor = jax.ShapeDtypeStruct(shape, spec.dtype)
+        makes.append(mapping.converter(path, dict.fromkeys(mapping.names[path], tensor)))
+        count = len(mapping.names[path])
+        whole.append([AbstractArray(shape, spec.dtype, on_chip)] * count)
+        cut.append([_cut(shape, spec.dtype, chips)] * count)
+        there.append(spec.sharding)
+    if record.wants("convert"):
+        record.add("convert", name, _lowered(makes, whole, there))
+    if record.wants("gather"):
+        _gathered(makes, cut, chips, f"and convert {name}", record)
+
+
+def _cut(shape: Any, dtype: Any, chips: list[Any]) -> AbstractArray:
+    """Of a trainer that has it in parts on all chips; whole where it cannot be cut."""
+    axis = next((i for i, n in enumerate(shape) if n % len(chips) == 0), None)
+    spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "all")
+    return AbstractArray(shape, dtype, NamedSharding(placement.mesh_of(tuple(chips)), spec))
+
+
+def _gathered(
+    makes: Sequence[Any], tensors: Any, chips: list[Any], name: str, record: Record
+) -> None:
+    mesh = placement.mesh_of(tuple(chips))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    gather = placement.gather_program.__wrapped__(everywhere, np.dtype(spec.dtype))
     with jax.set_mesh(mesh):
-        lowered = gather.lower(AbstractArray(spec.shape, dtype, cut))
-    record.add("gather", size, lowered.program)
+        record.add("gather", name, _lowered(makes, tensors, [everywhere] * len(makes)))
 
 
-def _conversion(mapping: Any, path: str, spec: Any, size: str, record: Record) -> None:
-    """Upstream's transposes, reshapes and stacking, from tensors that lie on the chip."""
-    if not record.wants("convert"):
-        return
-    shape = mapping.source_shape(path)
-    tensor = jax.ShapeDtypeStruct(shape, spec.dtype, sharding=_replicated(spec))
-    tensors = dict.fromkeys(mapping.names[path], tensor)
-
-    def lower(trace: Any, arrays: Any) -> Any:
-        convert: Any = jax.jit(trace, out_shardings=spec.sharding)
-        return convert.lower(arrays).program
-
-    record.add("convert", size, mapping.traced(path, tensors, lower))
-
-
-def _replicated(spec: Any) -> NamedSharding:
-    return NamedSharding(spec.sharding.mesh, PartitionSpec())
+def _lowered(makes: Sequence[Any], tensors: Any, shardings: Sequence[Any]) -> Any:
+    # Not from its cache: `jax.jit` is another one here.
+    program = converters.program.__wrapped__(tuple(makes), tuple(shardings))
+    return program.lower(tensors).program
 
 
 def _tied_head(specs: Any, chip: Any, record: Record) -> None:

@@ -191,8 +191,11 @@ def full_while(state: str, pool: EnginePool, engine: int, times: int) -> Iterato
     device_put, refused = jax.device_put, []
 
     def put(array: Any, where: Any = None, *args: Any, **options: Any) -> Any:
-        devices = {one.id for one in getattr(where, "device_set", ())}
-        if engine in devices and states(pool)[engine] == state and len(refused) < times:
+        if (
+            engine in faults.placed_on(where)
+            and states(pool)[engine] == state
+            and len(refused) < times
+        ):
             refused.append(state)
             raise faults.Fault(f"device {engine} is full")
         return device_put(array, where, *args, **options)

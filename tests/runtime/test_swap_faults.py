@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
@@ -29,21 +30,44 @@ from tests.support.pools import MakePool, in_use, same
 
 FULL = "RESOURCE_EXHAUSTED: out of memory"
 FOR_EVER = range(5, 10**9)
+LEAF = "model.layers.0.mlp.up_proj.weight"
 
 
 @contextmanager
 def full(device: int, placements: range) -> Iterator[None]:
-    """Of this thread's placements on a device, these fail as on one that has no room left.
+    """Of the arrays that this thread puts on a device, these fail as on one that has no room left.
 
     The steps of an engine place arrays too, on its own thread; those go on.
     """
     put, number, updating = jax.device_put, count(), threading.get_ident()
 
-    def device_put(array: Any, where: Any = None, *args: Any, **options: Any) -> Any:
-        devices = {one.id for one in getattr(where, "device_set", ())}
-        if threading.get_ident() == updating and device in devices and next(number) in placements:
+    def device_put(arrays: Any, where: Any = None, *args: Any, **options: Any) -> Any:
+        if threading.get_ident() == updating:
+            for place in where if isinstance(where, list) else [where]:
+                devices = {one.id for one in getattr(place, "device_set", ())}
+                if device in devices and next(number) in placements:
+                    raise RuntimeError(FULL)
+        return put(arrays, where, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_put", device_put)
+        yield
+
+
+def in_halves(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """In another width, so that they are cast on the devices, and put there as they are."""
+    return {path: value.astype(np.float16) for path, value in params.items()}
+
+
+@contextmanager
+def refused(array: np.ndarray) -> Iterator[None]:
+    """This array fits nowhere."""
+    put = jax.device_put
+
+    def device_put(arrays: Any, *args: Any, **options: Any) -> Any:
+        if any(one is array for one in (arrays if isinstance(arrays, list) else [arrays])):
             raise RuntimeError(FULL)
-        return put(array, where, *args, **options)
+        return put(arrays, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "device_put", device_put)
@@ -103,6 +127,18 @@ def test_staging(four: EnginePool, target: Callable[[str], Path], engine: int) -
         del caught  # it refers to what was staged
 
 
+@pytest.mark.parametrize("staging", ["double", "stream"])
+def test_a_leaf_of_a_batch(four: EnginePool, target: Callable[[str], Path], staging: Any) -> None:
+    """One that cannot be placed is named, also in the middle of a batch, and nothing changed."""
+    source = in_halves(leaves(target("qwen3")))
+    with unchanged(four):
+        with refused(source[LEAF]), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
+            four.update_weights(source, staging=staging)
+        assert (caught.value.engine_index, caught.value.name) == (0, LEAF)
+        assert LEAF in str(caught.value)
+        del caught
+
+
 @pytest.mark.parametrize("strategy", ["atomic", "rolling"])
 def test_commit(four: EnginePool, target: Callable[[str], Path], strategy: Any) -> None:
     """One engine's new weights cannot be put in place when its siblings' have been: all go back."""
@@ -143,9 +179,10 @@ def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> 
 
 def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
     """It gets the leaves that it has lost already back from a sibling."""
+    source = in_halves(leaves(target("qwen3")))
     with unchanged(four):
-        with full(0, range(5, 6)), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
-            four.update_weights(leaves(target("qwen3")), staging="stream")
+        with refused(source[LEAF]), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
+            four.update_weights(source, staging="stream")
         assert caught.value.engine_index == 0
         assert str(jax.devices()[0]) in str(caught.value)
         del caught
@@ -154,7 +191,7 @@ def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path
 def test_a_leaf_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
     """One that cannot be put in place names itself and its engine, which has the old ones again."""
     with unchanged(four):
-        raise_in_commit(four, 0)
+        raise_in_commit(four, 0, times=2)  # and again for the leaf by itself
         with pytest.raises(WeightUpdateFailed, match="does not take weights") as caught:
             four.update_weights(leaves(target("qwen3")), staging="stream")
         assert caught.value.engine_index == 0
@@ -182,7 +219,7 @@ def test_only_engine_of_a_stream(
 ) -> None:
     """Without a sibling there is nothing to go back to: calls say so until the next update."""
     pool = make_pool("qwen3", 1)
-    with full(0, range(5, 6)), pytest.raises(WeightUpdateFailed, match=FULL):
+    with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
         pool.update_weights(leaves(target("qwen3")), staging="stream")
     with pytest.raises(NoWeights, match=FULL):
         answers(pool)

@@ -69,8 +69,9 @@ def _everywhere(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> 
     return undo
 
 
-def once(places: list[tuple[Any, str]], at: int, wrong: Callable[..., Any]) -> None:
-    """Let the so-manieth call of one of these methods from now be `wrong(original, *args)`."""
+def once(places: list[tuple[Any, str]], at: int, wrong: Callable[..., Any], times: int = 1) -> None:
+    """Let the so-manieth call of one of these methods from now be `wrong(original, *args)`, and so
+    many in all."""
     calls = 0
 
     def change(original: Any) -> Any:
@@ -79,7 +80,8 @@ def once(places: list[tuple[Any, str]], at: int, wrong: Callable[..., Any]) -> N
             calls += 1
             if calls < at:
                 return original(*args, **kwargs)
-            undo()
+            if calls == at + times - 1:
+                undo()
             return wrong(original, *args, **kwargs)
 
         return counting
@@ -190,13 +192,13 @@ def raise_in_reset(pool: EnginePool, engine_index: int) -> None:
     once([(scheduler_of(pool, engine_index).kv_cache, "renew")], 1, wrong)
 
 
-def raise_in_commit(pool: EnginePool, engine_index: int) -> None:
-    """The next time new weights are put in place, that fails."""
+def raise_in_commit(pool: EnginePool, engine_index: int, times: int = 1) -> None:
+    """The next times new weights are put in place, that fails."""
 
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault(f"device {engine_index} does not take weights")
 
-    once([(scheduler_of(pool, engine_index).leaves, "replace")], 1, wrong)
+    once([(scheduler_of(pool, engine_index).leaves, "replace")], 1, wrong, times)
 
 
 def raise_in_decode(pool: EnginePool) -> None:
@@ -208,18 +210,24 @@ def raise_in_decode(pool: EnginePool) -> None:
     once([(pool.engines[0].tokenizer_manager.tokenizer, "decode")], 1, wrong)
 
 
+def placed_on(where: Any) -> set[int]:
+    """The ids of the devices that a `device_put` of one array or of many is for."""
+    places = where if isinstance(where, list) else [where]
+    return {device.id for place in places for device in getattr(place, "device_set", ())}
+
+
 @contextmanager
 def refusing_devices() -> Iterator[set[int]]:
-    """Add a device's id to the set, and the next `device_put` onto it raises."""
+    """Add a device's id to the set, and the next `device_put` onto it raises. So does the next of a
+    single array, if that was one of many: these are tried one by one then."""
     refusing: set[int] = set()
     device_put = jax.device_put
 
     def put(x: Any, device: Any = None, **options: Any) -> Any:
-        places = getattr(device, "device_set", ())
-        for place in places:
-            if place.id in refusing:
-                refusing.discard(place.id)
-                raise Fault(f"device {place.id} takes nothing")
+        for refused in refusing & placed_on(device):
+            if not isinstance(device, list) or len(device) == 1:
+                refusing.discard(refused)
+            raise Fault(f"device {refused} takes nothing")
         return device_put(x, device, **options)
 
     jax.device_put = put

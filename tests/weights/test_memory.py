@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from enginepool import EnginePool
 from enginepool.runtime.statistics import memory
-from enginepool.weights import parts
+from enginepool.weights import batches, parts, plan
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.forced import assert_greedy
 from tests.support.layouts import PROMPTS, answers, leaves, placed, tensors
@@ -59,8 +59,9 @@ def device_bytes(devices: list[jax.Device]) -> dict[int, int]:
 
 @contextmanager
 def peaks(devices: list[jax.Device]) -> Iterator[dict[int, int]]:
-    """The most that was in use on each of these devices, looked at after every placement, joining
-    or gathering and at every exchange of leaves."""
+    """The most that was in use on each of these devices, looked at after every placement,
+    conversion, joining or gathering and at every exchange of leaves. A batch beside a second set is
+    no larger here than the largest leaf."""
     gc.collect()
     most = device_bytes(devices)
 
@@ -77,10 +78,13 @@ def peaks(devices: list[jax.Device]) -> Iterator[dict[int, int]]:
         return wrapper
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "BYTES", 0)
         for name in ("device_put", "make_array_from_single_device_arrays"):
             patch.setattr(jax, name, looking(getattr(jax, name)))
         for name in ("_cut", "_join"):
             patch.setattr(parts, name, looking(getattr(parts, name)))
+        for name in ("convert", "gathered"):
+            patch.setattr(plan, name, looking(getattr(plan, name)))
         patch.setattr(EngineLeaves, "replace", looking(EngineLeaves.replace))
         yield most
 
