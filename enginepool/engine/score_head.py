@@ -69,8 +69,15 @@ class ScoreHead:
 
     def _slice(self, lm_head: Any, hidden: jax.Array, ids: jax.Array, whose: jax.Array) -> Any:
         replicated = PartitionSpec(None)
-        logits = self._processor._get_logits(hidden, lm_head).astype(jnp.float32)
-        total = jax.sharding.reshard(jax.nn.logsumexp(logits, axis=-1), replicated)
+        logits = self._processor._get_logits(hidden, lm_head)
+        if logits.dtype == jnp.bfloat16:
+            # As a decode step has them. XLA would keep more precision here.
+            logits = jax.lax.reduce_precision(logits, 8, 7)
+        logits = logits.astype(jnp.float32)
+        # In the order of `jax.nn.log_softmax`, which a decode step takes: it rounds the same way.
+        best = jax.sharding.reshard(logits.max(axis=-1), replicated)
+        logits = logits - best[:, None]
+        total = jax.sharding.reshard(jnp.log(jnp.exp(logits).sum(axis=-1)), replicated)
         own = logits.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
 
         def top(logits: jax.Array) -> Any:

@@ -347,3 +347,18 @@ def test_reference_is_independent(model_dir: ModelDir) -> None:
     rows = reference(model_dir("qwen3"), [ids(10)], [ids(5, 1)])[0]
     shifted = chosen(np.roll(rows, 1, axis=0), ids(5, 1))
     assert np.abs(chosen(rows, ids(5, 1)) - shifted).max() > 100 * LOGPROB_TOLERANCE
+
+
+def test_of_what_was_sampled_in_bfloat16() -> None:
+    """Logits are rounded as a decode step rounds them: nearly all values are the sampled token's
+    own, to the last bit. (Batches of other shapes round differently inside the model.)"""
+    prompts = [list(f"{a}+{b}=".encode()) for a in (1, 12, 77) for b in (3, 40, 55, 8)]
+    params = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True, "sampling_seed": 1}
+    with EnginePool(devices=1, dtype="bfloat16", warmup="none") as pool:
+        results = pool.generate_all(input_ids=prompts, sampling_params=params, return_logprob=True)
+        scores = pool.score(
+            input_ids=prompts, continuation_ids=[result["output_ids"] for result in results]
+        )
+    sampled = [value for one in results for value, *_ in one["meta_info"]["output_token_logprobs"]]
+    scored = [value for one in scores for value in one["logprobs"]]
+    assert np.mean(np.float32(sampled) == np.float32(scored)) > 0.9
