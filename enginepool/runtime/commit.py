@@ -15,7 +15,8 @@ from enginepool.errors import WeightUpdateFailed
 from enginepool.logs import logger
 from enginepool.runtime.quiesce import StoppedEngines
 from enginepool.runtime.staging import Staged, naming, put, wait
-from enginepool.weights.plan import Piece, Plan
+from enginepool.weights.conversion import Piece
+from enginepool.weights.plan import Plan
 
 # An engine's leaves before they were replaced, and which of them were shared.
 Before = tuple[dict[str, jax.Array], set[str]]

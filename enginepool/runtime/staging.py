@@ -12,8 +12,9 @@ from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EnginePoolError, WeightUpdateFailed
 from enginepool.weights.arrays import Array
+from enginepool.weights.conversion import Piece
 from enginepool.weights.placement import free_bytes, lies_there
-from enginepool.weights.plan import Piece, Plan
+from enginepool.weights.plan import Plan
 
 
 @dataclass

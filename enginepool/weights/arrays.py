@@ -19,6 +19,8 @@ from enginepool.weights.addressable import addressable
 
 Array = np.ndarray | jax.Array
 
+_USUAL = {np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)}  # JAX has them however configured
+
 
 # A trainer's `with jax.set_mesh(mesh)` holds for its thread: a program over other devices than the
 # mesh's is refused there. Left only around what computes on engines' devices, and not for a whole
@@ -118,7 +120,10 @@ def convertible(source: Any, target: Any) -> bool:
 
 def jax_dtype(dtype: Any) -> np.dtype:
     """What JAX makes of weights of this dtype: native, and no wider than it is configured for."""
-    dtype = np.dtype(dtype).newbyteorder("=")
+    dtype = np.dtype(dtype)
+    if dtype in _USUAL:
+        return dtype
+    dtype = dtype.newbyteorder("=")
     return jax.dtypes.canonicalize_dtype(np.float64 if dtype == np.longdouble else dtype)
 
 

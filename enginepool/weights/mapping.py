@@ -88,6 +88,7 @@ class HuggingFaceMapping:
         self.paths = {name: path for path, names in self.names.items() for name in names}
         self._kinds: dict[str, Any] = {}
         self._shapes: dict[Any, tuple[int, ...] | None] = {}
+        self._kept: dict[str, bool] = {}
         self._converters: dict[Any, Converter | None] = {}
 
     def convert(self, path: str, shapes: Mapping[str, Any], put: Put) -> jax.Array:
@@ -135,11 +136,12 @@ class HuggingFaceMapping:
 
     def keeps(self, path: str) -> bool:
         """Whether the leaf is its one tensor as it is, but for the dtype."""
-        spec = self._specs[path]
-        if len(self.names[path]) > 1 or self.source_shape(path) != spec.shape:
-            return False
-        converter = self.converter(path, dict.fromkeys(self.names[path], spec))
-        return converter is not None and converter.does_nothing
+        if path not in self._kept:
+            spec = self._specs[path]
+            alike = len(self.names[path]) == 1 and self.source_shape(path) == spec.shape
+            made = self.converter(path, dict.fromkeys(self.names[path], spec)) if alike else None
+            self._kept[path] = made is not None and made.does_nothing
+        return self._kept[path]
 
     def kind(self, path: str) -> Any:
         """What the mapping does for a leaf, wherever it is: layers of a kind are equal."""

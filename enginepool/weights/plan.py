@@ -6,49 +6,23 @@ import copy
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
 from enginepool.weights import batches
-from enginepool.weights.arrays import Array, jax_dtype, lies_in, same_buffer
-from enginepool.weights.converters import Converter, cast, convert
+from enginepool.weights.arrays import Array, jax_dtype
+from enginepool.weights.conversion import Piece, in_layout
 from enginepool.weights.fit import Fit, Fits
-from enginepool.weights.placement import (
-    gathered,
-    gathering_devices,
-    lends,
-    lies_there,
-    on,
-    place,
-    place_all,
-)
+from enginepool.weights.placement import lends, lies_there, place_all
 from enginepool.weights.sources import Source, Specs
 from enginepool.weights.tied import HEAD, TiedHead
 
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One leaf and what it is made of.
-
-    Attributes:
-        path: The leaf.
-        array: The whole leaf if the source has it in the model's layout, so that any engine may
-            take its own shard of it; None if the tensors must be converted first.
-        tensors: By name, in the order that the model wants them in.
-    """
-
-    path: str
-    array: Array | None
-    tensors: Mapping[str, Array]
 
 
 class Plan:
@@ -169,34 +143,8 @@ class Plan:
             ]
 
     def ready(self, batch: Sequence[Piece], engines: Sequence[Specs]) -> dict[str, Array]:
-        """The leaves of a batch in the model's layout, wherever they lie: the source's own arrays,
-        or what one program has made of them. It runs on the first engine's device, or, where the
-        source is cut over the engines' devices, on all of these."""
-        made: dict[str, Array] = {}
-        work: dict[Any, list[tuple[str, Converter, list[Array]]]] = {}
-        shardings = [specs[batch[0].path].sharding for specs in engines]
-        for piece in batch:
-            spec, tensors = engines[0][piece.path], list(piece.tensors.values())
-            devices = gathering_devices(tensors, shardings)
-            if devices is None and piece.array is not None:
-                made[piece.path] = piece.array
-                continue
-            if piece.array is not None:
-                converter: Any = cast(spec.dtype)
-            else:
-                converter = self._mapping.converter(piece.path, piece.tensors)
-            if converter is None or (devices is None and len(shardings[0].device_set) > 1):
-                made[piece.path] = self._converted_in_steps(piece)
-            else:
-                work.setdefault(devices, []).append((piece.path, converter, tensors))
-        for devices, jobs in work.items():
-            paths, converters, groups = zip(*jobs, strict=True)
-            if devices is not None:
-                leaves = gathered(converters, groups, devices)
-            else:
-                leaves = self._converted(converters, groups, [engines[0][p] for p in paths])
-            made |= zip(paths, leaves, strict=True)
-        return {piece.path: made[piece.path] for piece in batch}
+        """See `in_layout`."""
+        return in_layout(batch, engines, self._mapping, private=self._private)
 
     def put(
         self,
@@ -232,34 +180,6 @@ class Plan:
             self._tied.made(self._tied.path, leaves[self._tied.path])
         shared = {piece.path for piece, its in zip(batch, lent, strict=True) if its and not copy}
         return leaves, shared
-
-    def _converted(
-        self,
-        converters: Sequence[Converter],
-        groups: Sequence[Sequence[Array]],
-        specs: Sequence[jax.ShapeDtypeStruct],
-    ) -> list[jax.Array]:
-        shardings: list[Any] = [spec.sharding for spec in specs]
-        (device,) = shardings[0].device_set
-        flat = [tensor for group in groups for tensor in group]
-        dtypes = [jax_dtype(tensor.dtype) for tensor in flat]
-        # A program makes new memory, and is over before the caller can write to the old: no copy.
-        there = [on(device, shardings[0].memory_kind)] * len(flat)
-        placed = iter(place_all(flat, there, dtypes, private=True))
-        return convert(converters, [[next(placed) for _ in group] for group in groups], shardings)
-
-    def _converted_in_steps(self, piece: Piece) -> jax.Array:
-        def put(name: str, sharding: Sharding) -> jax.Array:
-            tensor = piece.tensors[name]
-            return place(tensor, sharding, jax_dtype(tensor.dtype), private=True)
-
-        made = self._mapping.convert(piece.path, piece.tensors, put)
-        # A step may leave a tensor as it is.
-        theirs = piece.tensors.values()
-        host = [x for x in theirs if isinstance(x, np.ndarray) and not self._private]
-        if any(lies_in(made, x) for x in host) or any(same_buffer(made, x) for x in theirs):
-            made = jax.device_put(jnp.array(made, copy=True), made.sharding)
-        return made
 
     def _size(self, path: str) -> int:
         """Bytes that a leaf takes on a device until it is made; a source may be wider."""

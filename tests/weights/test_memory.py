@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from enginepool import EnginePool
 from enginepool.runtime.statistics import memory
-from enginepool.weights import batches, parts, plan
+from enginepool.weights import batches, conversion, parts
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.forced import assert_greedy
 from tests.support.layouts import PROMPTS, answers, leaves, placed, tensors
@@ -84,7 +84,7 @@ def peaks(devices: list[jax.Device]) -> Iterator[dict[int, int]]:
         for name in ("_cut", "_join"):
             patch.setattr(parts, name, looking(getattr(parts, name)))
         for name in ("convert", "gathered"):
-            patch.setattr(plan, name, looking(getattr(plan, name)))
+            patch.setattr(conversion, name, looking(getattr(conversion, name)))
         patch.setattr(EngineLeaves, "replace", looking(EngineLeaves.replace))
         yield most
 
