@@ -23,13 +23,21 @@ GRACE = 15.0
 Report = Callable[[dict[str, Any]], None]
 
 
-def run_stage(job: dict[str, Any], report: Report, say: Callable[[str], None]) -> None:
+def run_stage(
+    job: dict[str, Any],
+    report: Report,
+    say: Callable[[str], None],
+    module: str = "enginepool.doctor.first_run.stages",
+) -> None:
     """Run a stage for `job["seconds"]` at most, and report an outcome of every planned check.
 
     It does not use JAX's persistent cache, because the time of compiling is measured.
+
+    Args:
+        module: Runs a stage when it is the main module, as `stages` does.
     """
     env = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
-    command = [sys.executable, "-X", "faulthandler", "-m", "enginepool.doctor.first_run.stages"]
+    command = [sys.executable, "-X", "faulthandler", "-m", module]
     lock_was_there = LOCK_FILE.exists()
     said: list[str] = []  # since the last outcome
 

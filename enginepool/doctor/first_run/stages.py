@@ -41,7 +41,7 @@ def main(job: dict[str, Any], line: Line) -> None:
         pools.check_variant(job["name"], job["options"], checklist, say)
 
 
-def _standard_output() -> Line:
+def standard_output() -> Line:
     """Keep standard output for these lines: all other output goes to standard error."""
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -53,4 +53,4 @@ def _standard_output() -> Line:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), _standard_output())
+    main(json.loads(sys.argv[1]), standard_output())

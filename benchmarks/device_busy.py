@@ -1,0 +1,76 @@
+"""The share of time in which a device computes, by JAX's profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# Where a device's work is told: a GPU's streams, a TPU's programs.
+_LANES = ("Stream", "XLA Modules")
+_GAP = 50.0  # microseconds from which on a gap counts as one
+
+
+def busy_share(folder: Path, seconds: float, work: Callable[[], Any]) -> dict[str, Any]:
+    """Trace so many seconds in the middle of `work`. CPU's trace has no device: the figures are
+    missing."""
+    thread = threading.Thread(target=work)
+    started = time.perf_counter()
+    work()  # how long it takes
+    pause = max(0.0, (time.perf_counter() - started - seconds) / 2)
+    thread.start()
+    time.sleep(pause)
+    jax.profiler.start_trace(str(folder), create_perfetto_trace=True)
+    time.sleep(seconds)
+    jax.profiler.stop_trace()
+    thread.join()
+    (file, *_) = sorted(folder.glob("**/perfetto_trace.json.gz"))
+    with gzip.open(file) as opened:
+        return shares(json.load(opened))
+
+
+def shares(trace: Any) -> dict[str, Any]:
+    """From a trace's events: the share of the time from the first to the last in which one runs."""
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    lanes = {
+        (event["pid"], event.get("tid")): event["args"].get("name", "")
+        for event in events
+        if event.get("ph") == "M" and event.get("name") in ("process_name", "thread_name")
+    }
+    spans = sorted(
+        (event["ts"], event["ts"] + event.get("dur", 0))
+        for event in events
+        if event.get("ph") == "X"
+        and "/device:" in _process(lanes, event["pid"])
+        and lanes.get((event["pid"], event["tid"]), "").startswith(_LANES)
+    )
+    return _busy(spans) if spans else {}
+
+
+def _process(lanes: dict[tuple[int, Any], str], pid: int) -> str:
+    names = (name for (one, _), name in lanes.items() if one == pid)
+    return next((name for name in names if name.startswith("/device:")), "")
+
+
+def _busy(spans: Iterable[tuple[float, float]]) -> dict[str, Any]:
+    (begin, end), *others = spans
+    busy, gaps = end - begin, []
+    for start, stop in others:
+        if start > end:
+            gaps.append(start - end)
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    longer = [gap for gap in gaps if gap > _GAP]
+    return {
+        "percent": 100 * busy / (end - begin),
+        "window_ms": (end - begin) / 1000,
+        "gaps_over_50_us": len(longer),
+        "gaps_over_50_us_ms": sum(longer) / 1000,
+        "longest_gap_ms": max(gaps, default=0.0) / 1000,
+    }
