@@ -13,7 +13,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from enginepool.doctor.environment import usable_cores
+from enginepool.process.cores import usable_cores
 
 CORES = usable_cores()
 

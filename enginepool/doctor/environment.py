@@ -20,6 +20,7 @@ import psutil
 
 from enginepool.config import REFUSED_ENVIRONMENT, PoolConfig
 from enginepool.doctor.tpu_warnings import warnings
+from enginepool.process.cores import usable_cores
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 # TPU chips by driver generation: one device file a chip, or one a VFIO group.
@@ -236,8 +237,3 @@ def show(report: dict[str, Any]) -> None:
             console.print(f"  {entry['problem']}\n    → {entry['remedy']}")
     if not report["problems"]:
         console.print("No problems found", style="bold")
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,7 +20,7 @@ import functools
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ import jax
 from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.gil_limiter import Limiter
 from enginepool.logs import logger
+from enginepool.process.cores import usable_cores
 from enginepool.process.precision import MatmulPrecision
 
 _thread = threading.local()
@@ -40,6 +41,8 @@ _original: Any = None
 
 # A warm-up that traces and lowers for so many seconds without compiling hangs.
 _PATIENCE = 60.0
+# Each has a program in XLA, which takes memory of the host.
+_THREADS_AHEAD = 8
 
 
 class _Jax(NamedTuple):
@@ -148,32 +151,37 @@ class ExecutableCache:
 
 
 @contextmanager
-def compiling_ahead(compile_ahead: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, let another thread compile what this thread needs after it. So XLA uses
+def compiling_ahead(jobs: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """While the block runs, let other threads compile what this thread needs after it. So XLA uses
     several cores. A thread that shares no cache compiles nothing ahead.
 
+    Args:
+        jobs: Each compiles something. They begin in this order.
+
     Raises:
-        Exception: What `compile_ahead` raised, at the end of the block.
+        Exception: What a job raised, at the end of the block.
     """
     cache: ExecutableCache | None = getattr(_thread, "cache", None)
-    if cache is None:
+    if cache is None or not jobs:
         yield
         return
 
     precision = MatmulPrecision()
 
-    def ahead() -> None:
+    def ahead(job: Callable[[], None]) -> None:
         with cache.sharing(), cache.limiter.held(), precision.on_this_thread():
-            compile_ahead()
+            job()
 
-    with ThreadPoolExecutor(1, "compile-ahead") as executor:
-        compiling = executor.submit(ahead)
+    threads = min(_THREADS_AHEAD, max(1, usable_cores() - 1))
+    with ThreadPoolExecutor(threads, "compile-ahead") as executor:
+        compiling = [executor.submit(ahead, job) for job in jobs]
         try:
             yield
         finally:
             with cache.limiter.released():
-                wait([compiling])
-        compiling.result()
+                wait(compiling)
+        for each in compiling:
+            each.result()
 
 
 def common_programs() -> CommonPrograms:

@@ -14,6 +14,8 @@ Remove when: The dummy batches can be given seeds. A manager without the method 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,17 +54,19 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
         start.next_bucket()
         return seeded(*args, **kwargs)
 
-    def compile_ahead() -> None:
+    def noted(job: Callable[[], None]) -> None:
+        start.next_bucket()
         with start.listening():
-            scheduler.steady.compile_ahead(start.next_bucket)
+            job()
 
     start.buckets = len(manager.token_buckets) + len(manager.bs_buckets)
+    ahead = [partial(noted, job) for job in scheduler.steady.ahead()]
     manager._make_dummy_batch = counted
     if scheduler.steady.able:  # no decode step is upstream's own
         manager._precompile_decode = lambda *_, **__: None
     scheduler.warm_top_logprobs(True)
     try:
-        with no_progress_bars(), compiling_ahead(compile_ahead):
+        with no_progress_bars(), compiling_ahead(ahead):
             worker.run_precompile()
             manager._make_dummy_batch = seeded
             scheduler.prefill_program.compile()

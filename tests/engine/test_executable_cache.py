@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as hosts
 
+from enginepool.engine import executable_cache
 from enginepool.engine.executable_cache import ExecutableCache, compiling_ahead
+from tests.support.liveness import SECONDS
 
 
 @pytest.fixture
@@ -71,13 +74,32 @@ def test_another_thread_compiles_ahead() -> None:
         ahead.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)).compile()
 
     with cache.sharing(), cache.limiter.held():
-        with compiling_ahead(compile_ahead):
+        with compiling_ahead([compile_ahead]):
             assert float(jax.jit(lambda x: 29 * x)(x)) == 58
         assert (cache.compiled, cache.reused) == (2, 0)
         assert float(ahead(x)) == 46
     assert (cache.compiled, cache.reused) == (2, 0)
     assert threads != [threading.current_thread()]
     assert not threads[0].is_alive()
+
+
+def test_several_threads_compile_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host with cores for it XLA has two programs at once: each waits for the other there."""
+    monkeypatch.setattr(executable_cache, "usable_cores", lambda: 3)
+    both = threading.Barrier(2, timeout=SECONDS)
+
+    class Waiting(ExecutableCache):
+        def load_or_compile(self, *args: Any) -> Any:
+            both.wait()
+            return super().load_or_compile(*args)
+
+    x = jax.ShapeDtypeStruct((), np.float32)
+    programs = [jax.jit(lambda x: 31 * x), jax.jit(lambda x: 37 * x)]
+    cache = Waiting()
+    jobs = [lambda one=one: one.lower(x).compile() for one in programs]
+    with cache.sharing(), cache.limiter.held(), compiling_ahead(jobs):
+        pass
+    assert cache.compiled == 2
 
 
 def test_what_fails_ahead_is_raised() -> None:
@@ -88,9 +110,9 @@ def test_what_fails_ahead_is_raised() -> None:
     with (
         ExecutableCache().sharing(),
         pytest.raises(ValueError, match="cannot be"),
-        compiling_ahead(compile_ahead),
+        compiling_ahead([compile_ahead]),
     ):
         done.append("what is in the block")
     assert done
-    with ExecutableCache().sharing(), pytest.raises(KeyError), compiling_ahead(compile_ahead):
+    with ExecutableCache().sharing(), pytest.raises(KeyError), compiling_ahead([compile_ahead]):
         raise KeyError("of the block itself")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,14 +67,13 @@ class SteadyDecode:
         self._pace = Pace(channel.max_decode_steps)
         self._read_at: float | None = None  # when the last launch's output was, in this run
 
-    def compile_ahead(self, next_bucket: Callable[[], None]) -> None:
-        """Compile the step program on any thread, while upstream's own programs run.
-
-        Args:
-            next_bucket: Called before each bucket.
-        """
-        if self.program is not None:
-            self.program.compile_ahead(BlockTable.width(self._scheduler), next_bucket)
+    def ahead(self) -> list[Callable[[], None]]:
+        """What compiles the step program for each bucket, on any threads, while upstream's own
+        programs run."""
+        if self.program is None:
+            return []
+        width = BlockTable.width(self._scheduler)
+        return [partial(self.program.compile_ahead, rows, width) for rows in self.program.buckets]
 
     def compile(self) -> None:
         """Run the step program once for each bucket. Later steps compile nothing."""

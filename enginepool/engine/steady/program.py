@@ -97,19 +97,16 @@ class StepProgram:
         """How many rows a batch of so many requests has."""
         return next(size for size in self.buckets if size >= requests)
 
-    def compile_ahead(self, pages: int, next_bucket: Callable[[], None]) -> None:
-        """Compile the program of every bucket, on any thread.
+    def compile_ahead(self, rows: int, pages: int) -> None:
+        """Compile the program of a bucket, on any thread.
 
         Args:
             pages: How many pages a row of the block table has.
-            next_bucket: Called before each bucket.
         """
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
-        for rows in self.buckets:
-            next_bucket()
-            state, batch = self._empty(rows, pages)
-            leaves = self._runner.model_state_leaves
-            self._step.compile(leaves, self._sampler, kv, state, batch, self._counts[1])
+        state, batch = self._empty(rows, pages)
+        leaves = self._runner.model_state_leaves
+        self._step.compile(leaves, self._sampler, kv, state, batch, self._counts[1])
 
     def compile(self, pages: int) -> None:
         """Run every program once, on batches without requests. The engine does not change."""
