@@ -66,7 +66,7 @@ def replay(
         InvalidRequest: A result was made without `return_logprob`.
     """
     parts = [
-        _Part(index, result, prompts, sampling_params, start, end)
+        _Replayed(index, result, prompts, sampling_params, start, end)
         for index, result in enumerate(results)
         for start, end, label in result["meta_info"]["weight_versions"]
         if label == version
@@ -95,7 +95,7 @@ def replay(
     )
 
 
-class _Part:
+class _Replayed:
     """The tokens of one result that one version of the weights has sampled."""
 
     def __init__(
