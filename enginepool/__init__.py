@@ -29,10 +29,12 @@ from enginepool.errors import (
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
+    from enginepool.runtime.adapters import AdapterReport
     from enginepool.runtime.staged_weights import StagedWeights
     from enginepool.runtime.swap_report import SwapReport
 
 __all__ = [
+    "AdapterReport",
     "EnginePool",
     "EnginePoolError",
     "EngineStartFailed",
@@ -62,6 +64,8 @@ def __getattr__(name: str) -> object:
     """Import what needs JAX on first use, so that `enginepool --help` does not import JAX."""
     if name == "EnginePool":
         from enginepool.pool.pool import EnginePool as found
+    elif name == "AdapterReport":
+        from enginepool.runtime.adapters import AdapterReport as found
     elif name == "StagedWeights":
         from enginepool.runtime.staged_weights import StagedWeights as found
     elif name == "SwapReport":

@@ -61,6 +61,10 @@ REFUSED: Mapping[str, str] = {
     "grammar_backend": "the pool compiles grammars itself, with llguidance",
     "use_sort_for_toppk_minp": "that path of upstream's sampler draws from another distribution",
     "enable_mixed_chunk": "a batch that mixes prefill and decode has no log-probabilities",
+    "lora_paths": "adapters are loaded once the pool is open, by load_lora_adapter",
+    "lora_eviction_policy": "the slot of the adapter that was not used for longest is taken first",
+    "enable_static_lora": "use enable_lora; load_lora_adapter replaces an adapter at any time",
+    "lora_scaling": "load_lora_adapter takes it from the adapter's configuration",
     "allow_auto_truncate": "a pool never cuts a prompt; one that is too long is an error",
 }
 # The same for families of options.
@@ -68,11 +72,6 @@ REFUSED_PREFIXES: Mapping[str, str] = {
     "speculative_": "speculative decoding is not supported in a pool",
     "disaggregation_": "disaggregation is not supported in a pool",
     "pd_": "disaggregation is not supported in a pool",
-    "lora_": "LoRA is not supported in a pool yet",
-    "enable_lora": "LoRA is not supported in a pool yet",
-    "enable_static_lora": "LoRA is not supported in a pool yet",
-    "max_lora": "LoRA is not supported in a pool yet",
-    "max_loaded_loras": "LoRA is not supported in a pool yet",
 }
 
 # Environment variables of upstream that are not possible in a pool, with the reason.
@@ -94,6 +93,8 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "precompile_bs_paddings": [1, 8],
 }
 GPU_DEFAULTS: Mapping[str, Any] = {"attention_backend": "native"}
+# The linear layers that adapters can change, as upstream has them.
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PLATFORM_DEFAULTS = {
     "cpu": CPU_DEFAULTS,
     "gpu": GPU_DEFAULTS,
@@ -159,6 +160,7 @@ class PoolConfig:
             self._require_count("max_queued", 1, "a count, or None for no limit")
         seconds("step_timeout", self.step_timeout, error=InvalidConfig)
         _check_server_args(self.server_args)
+        _check_lora(self.server_args)
         for name, reason in REFUSED_ENVIRONMENT.items():
             if os.environ.get(name, "0") not in ("", "0"):
                 raise InvalidConfig(
@@ -272,6 +274,30 @@ class PoolConfig:
         except InvalidConfig as error:
             logger().info("enginepool.model_not_sized", reason=str(error))
             return None
+
+
+_LORA = ("max_lora_rank", "lora_target_modules")
+
+
+def _check_lora(args: Mapping[str, Any]) -> None:
+    defaults = _server_args_fields()
+    given = {name: args[name] for name in args if "lora" in name and args[name] != defaults[name]}
+    if not given.pop("enable_lora", False):
+        if given:
+            name = next(iter(given))
+            raise InvalidConfig(f"{name}={shown(given[name])} without enable_lora=True")
+        return
+    if missing := [name for name in _LORA if name not in given]:
+        raise InvalidConfig(f"enable_lora=True needs {' and '.join(missing)} as well")
+    for name in ("max_lora_rank", "max_loras_per_batch", "max_loaded_loras"):
+        if name in given and not (is_int(given[name]) and given[name] > 0):
+            raise InvalidConfig(f"{name}={shown(given[name])}: expected a count, 1 or more")
+    targets = given["lora_target_modules"]
+    known = (*_TARGETS, "all")
+    if not isinstance(targets, list | tuple | set) or not targets or set(targets) - set(known):
+        raise InvalidConfig(
+            f"lora_target_modules={shown(targets)}: expected a list of {', '.join(known)}"
+        )
 
 
 def server_args_class() -> Any:

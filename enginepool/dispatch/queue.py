@@ -167,6 +167,7 @@ class RequestQueue:
         cached: Callable[[Request], int],
         begun: bool = False,
         prefilling: bool = False,
+        may_start: Callable[[Request], bool] = lambda _: True,
     ) -> list[Request]:
         """Remove and return the requests that an engine should run now.
 
@@ -179,15 +180,17 @@ class RequestQueue:
             begun: Take only requests that have output tokens of this pool, because the engine
                 drains.
             prefilling: The engine has prompts to prefill already.
+            may_start: Says whether the engine can start a request. It is asked for the oldest
+                first, and may remember what it said.
         """
         if room <= 0 or not len(self):
             return []
         with self._lock:
             taken = None
             if self._alone:
-                taken = self._take_alone(engine_index, load, begun, prefilling)
+                taken = self._take_alone(engine_index, load, begun, prefilling, may_start)
             if taken is None:
-                taken = self._take_some(engine_index, load, room, cached, begun)
+                taken = self._take_some(engine_index, load, room, cached, begun, may_start)
         if any(request.retracted for request in taken):
             self.wake_all()  # other engines may wait for `has_retracted` to change
         self._left(taken)
@@ -204,13 +207,14 @@ class RequestQueue:
         room: int,
         cached: Callable[[Request], int],
         begun: bool,
+        may_start: Callable[[Request], bool],
     ) -> list[Request]:
         pinned = self._pinned.get(engine_index, {})
         waiting = len(pinned) + len(self._resumed) + len(self._fresh)
         free = chain(self._resumed.values(), () if begun else self._fresh.values())
         order = chain(pinned.values(), (r for r in free if self._may_run(r, engine_index)))
-        may_start = (r for r in order if r.begun or not begun)
-        window = list(islice(may_start, max(WINDOW, 2 * room)))
+        able = (r for r in order if (r.begun or not begun) and may_start(r))
+        window = list(islice(able, max(WINDOW, 2 * room)))
         loads = [load if i == engine_index else other() for i, (other, _) in self._engines.items()]
         chosen = routing.choose(
             [request.candidate for request in window],
@@ -230,7 +234,12 @@ class RequestQueue:
         return taken
 
     def _take_alone(
-        self, engine_index: int, load: int, begun: bool, prefilling: bool
+        self,
+        engine_index: int,
+        load: int,
+        begun: bool,
+        prefilling: bool,
+        may_start: Callable[[Request], bool],
     ) -> list[Request] | None:
         """Take a request that must run or start alone.
 
@@ -244,7 +253,7 @@ class RequestQueue:
                 mine = self._may_run(request, engine_index)
             mine = mine and bool(request.begun or not begun)
             if mine and self._reserved.setdefault(key, engine_index) == engine_index:
-                if load if request.faults.runs_alone else prefilling:
+                if (load if request.faults.runs_alone else prefilling) or not may_start(request):
                     return []
                 del self._reserved[key]
                 return [self._alone.pop(key)]

@@ -22,6 +22,7 @@ from enginepool.dispatch.routing import MIN_SHARED_PREFIX, Candidate
 from enginepool.dispatch.sampling_mask import Kept
 from enginepool.dispatch.scoring import Scored, Scoring
 from enginepool.dispatch.thinking import Thinking
+from enginepool.lora.adapter import Adapter
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req
@@ -82,6 +83,7 @@ class Request:
     return_routed_experts: bool = False
     stream: bool = False
     extra_key: str | None = None
+    adapter: Adapter | None = None  # that it runs under; None: the base alone
     pinned_to: int | None = None  # the only engine that may run it
     scoring: Scoring | None = None  # the prompt scores that are wanted
     grammar: Grammar | None = None  # the grammar of its output
@@ -97,6 +99,7 @@ class Request:
     kept: list[Kept] = field(default_factory=list)  # by token, with `return_sampling_mask`
     experts: RoutedTokens | None = None  # of its positions, if engines return them
     weight_versions: list[list[Any]] = field(default_factory=list)
+    lora_versions: list[list[Any]] = field(default_factory=list)  # the same of its adapter
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
     scored: Scored | None = None  # the result of `scoring`
@@ -116,7 +119,8 @@ class Request:
     def __post_init__(self) -> None:
         prefix = None
         if len(self.input_ids) > MIN_SHARED_PREFIX:
-            prefix = hash((self.extra_key, *self.input_ids[:MIN_SHARED_PREFIX]))
+            name = self.adapter.name if self.adapter is not None else None
+            prefix = hash((self.extra_key, name, *self.input_ids[:MIN_SHARED_PREFIX]))
         self.candidate = Candidate(prefix, pinned=self.pinned_to is not None)
 
     @property
@@ -154,13 +158,19 @@ class Request:
         del self.kept[count:]
         if self.experts is not None:
             self.experts.cut(len(self.input_ids) + count - 1)
-        spans = self.weight_versions
-        while spans and spans[-1][0] >= count:
-            spans.pop()
-        if spans and (spans[-1][2] == version or spans[-1][1] > count):
-            spans[-1][1] = count
-        elif count > (start := spans[-1][1] if spans else self.given):
-            spans.append([start, count, version])
+        _extend(self.weight_versions, self.given, count, version)
+        if self.adapter is not None:
+            _extend(self.lora_versions, self.given, count, self.adapter.version)
+
+
+def _extend(spans: list[list[Any]], given: int, count: int, version: int | str) -> None:
+    """Make the spans of an output's versions end at this token, which has this version."""
+    while spans and spans[-1][0] >= count:
+        spans.pop()
+    if spans and (spans[-1][2] == version or spans[-1][1] > count):
+        spans[-1][1] = count
+    elif count > (start := spans[-1][1] if spans else given):
+        spans.append([start, count, version])
 
 
 class Call:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from enginepool.lora.adapter import Adapter
+
 
 class Scored(NamedTuple):
     """The scores of a prompt's tokens under one set of weights.
@@ -16,6 +18,7 @@ class Scored(NamedTuple):
         named_logprobs: The log-probabilities of `Scoring.named_ids` at each, if there are any.
         version: The label of the weights.
         update: The number of the update that brought the weights.
+        adapter: That they were computed with, if any.
     """
 
     logprobs: list[float | None]
@@ -23,6 +26,7 @@ class Scored(NamedTuple):
     named_logprobs: list[list[float] | None]
     version: int | str
     update: int
+    adapter: Adapter | None
 
 
 @dataclass(slots=True, eq=False)

@@ -46,11 +46,14 @@ def message(request: Request, extra_key: str | None) -> TokenizedGenerateReqInpu
 
 
 def resume(req: Req, request: Request) -> None:
-    """Put the outputs that a request already has, and its grammar, into upstream's request."""
+    """Put what a request has beside its message into upstream's request: its outputs so far, its
+    grammar, and that it has an adapter."""
     if request.output_ids:
         req.output_ids = list(request.output_ids)
         req.output_token_logprobs_val = list(request.logprobs)
         req.output_token_logprobs_idx = list(request.output_ids)
+    if request.adapter is not None:
+        req.lora_id = request.internal_rid  # its adapter may be replaced
     if request.grammar is not None:
         ends = end_ids(req.eos_token_ids, req.tokenizer)
         held: Any = req

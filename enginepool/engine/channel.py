@@ -22,6 +22,7 @@ from enginepool.engine.running import RunningRequests
 from enginepool.engine.scheduler_protocol import StepScheduler
 from enginepool.engine.single_stepping import SingleStepping
 from enginepool.errors import StepTimeout
+from enginepool.lora.adapter import Adapters
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req
@@ -35,6 +36,7 @@ class Channel:
     Attributes:
         condition: What the engine may do. It is read before every step.
         running: The requests that the engine has.
+        adapters: The pool's.
         max_decode_steps: How many decode steps one launch may have.
         single_stepping: Whether it launches one step at a time, as it is to stop with others.
         limiter: Shared with other engines. An engine holds a slot during a step, except while it
@@ -54,12 +56,14 @@ class Channel:
         condition: EngineCondition,
         *,
         max_decode_steps: int = 1,
+        adapters: Adapters | None = None,
     ) -> None:
         self.engine_index = engine_index
         self.queue = queue
         self.limiter = limiter
         self.condition = condition
         self.max_decode_steps = max_decode_steps
+        self.adapters = Adapters() if adapters is None else adapters
         self.single_stepping = SingleStepping()
         self.running = RunningRequests(condition.weights)
         self.steps = self.steady_steps = self.steady_dispatches = self.fallback_steps = 0
@@ -266,6 +270,7 @@ class Channel:
             cached=scheduler.cached_prefix,
             begun=self.condition.draining,
             prefilling=scheduler.prefilling(),
+            may_start=scheduler.may_start(),
         )
         running.hold(taken)
         now = time.perf_counter()

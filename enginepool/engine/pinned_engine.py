@@ -14,6 +14,7 @@ from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter
 from enginepool.engine.start_stages import StartStages
 from enginepool.logs import logger
+from enginepool.lora.adapter import Adapters
 
 if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.engine import Engine
@@ -42,13 +43,19 @@ class PinnedEngine:
         queue: RequestQueue,
         *,
         max_decode_steps: int,
+        adapters: Adapters,
     ) -> None:
         self.index = index
         self.devices = tuple(devices)
         self.queue = queue
         self.condition = EngineCondition()
         self.channel = Channel(
-            index, queue, process_limiter(), self.condition, max_decode_steps=max_decode_steps
+            index,
+            queue,
+            process_limiter(),
+            self.condition,
+            max_decode_steps=max_decode_steps,
+            adapters=adapters,
         )
         self.assembly = Assembly(
             server_args, self.devices, self.channel, StartStages(self._log_stage)

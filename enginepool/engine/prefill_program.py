@@ -31,11 +31,14 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardM
 
 from enginepool.dispatch.request import MAX_NAMED_IDS
 from enginepool.dispatch.routed_experts import Routing
+from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.common_programs import OnAnyDevice, WithoutDevices
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.routed_experts import routing_of, stacked
 from enginepool.engine.score_head import ScoreHead
 from enginepool.errors import InvalidConfig
+from enginepool.lora.adapter import Adapter
+from enginepool.lora.layers import on_batch
 from enginepool.process.upstream import expect
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class PrefillPiece:
         slots: The KV cache's slots for prefix and piece, in whole pages.
         targets: The ids that follow the last tokens of the piece, one each.
         named: Ids whose log-probabilities are wanted beside each target's.
+        adapter: That it is computed with, if any.
     """
 
     ids: list[int]
@@ -60,6 +64,7 @@ class PrefillPiece:
     slots: np.ndarray
     targets: list[int]
     named: Sequence[int] = ()
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,12 @@ class PrefillProgram:
         tokens, sequences, slots: The most that one run can take; slots count whole pages.
     """
 
-    def __init__(self, worker: ModelWorker, experts: np.dtype | None = None) -> None:
+    def __init__(
+        self,
+        worker: ModelWorker,
+        adapters: AdapterSlots | None = None,
+        experts: np.dtype | None = None,
+    ) -> None:
         """
         Args:
             experts: The type of the experts' numbers, if prefill steps return these.
@@ -99,6 +109,7 @@ class PrefillProgram:
         self.slots: int = manager.cache_loc_buckets[-1]
         self.refusal = _refusal(runner, manager)
         self._runner: Any = runner
+        self._adapters = adapters
         self._manager = manager
         self._templates: dict[int, ModelWorkerBatch] = {}
         programs = common_programs()
@@ -234,6 +245,9 @@ class PrefillProgram:
         batch.extend_seq_lens = _padded(self.sequences, [lengths])
         batch.extend_prefix_lens = _padded(self.sequences, [prefixes])
         batch.logits_indices = np.zeros(self.sequences, np.int32)
+        if self._adapters is not None:
+            rows = [self._adapters.row(piece.adapter) for piece in pieces]
+            self._adapters.fill(batch, rows, lengths)
         return batch
 
     def _wanted(
@@ -287,7 +301,8 @@ def _program(vocab_size: int, batch: int, experts: np.dtype | None) -> OnAnyDevi
         model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
         # The module itself counts its arrays; this is none of them.
         vars(model)["logits_processor"] = head(model.logits_processor, wanted)
-        *others, layers = model(forward_batch, memory_pools, logits_metadata)
+        with on_batch(forward_batch):
+            *others, layers = model(forward_batch, memory_pools, logits_metadata)
         return *others, layers if experts is None else stacked(layers, experts)
 
     return OnAnyDevice(prefill)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from enginepool.dispatch.condition import WeightsCondition
 from enginepool.dispatch.request import Request, aborted, not_finite
 from enginepool.engine.grammar import RequestGrammar
 from enginepool.errors import NotFinite
+from enginepool.lora.adapter import Adapter
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req
@@ -59,9 +61,11 @@ class RunningRequests:
         A request that has KV cache when weights are replaced keeps its key, so what it adds stays
         out of the new namespace. See `PinnedScheduler.get_new_batch_prefill`.
         """
-        if not self._weights.update and request.extra_key is None:
+        update, adapter = self._weights.update, request.adapter
+        if not update and request.extra_key is None and adapter is None:
             return None
-        return f"{self._weights.update}/{request.extra_key or ''}"
+        of_adapter = "" if adapter is None else f":{adapter.number}"
+        return f"{update}{of_adapter}/{request.extra_key or ''}"
 
     def prefilled(self, request: Request, *, goes_on: bool) -> None:
         """A step computes KV cache of the prompt: all of it, or a chunk.
@@ -94,6 +98,25 @@ class RunningRequests:
         for request in self.held.values():
             self.take_over(request, keep=True)
         self._weights.replaced(version, update)
+
+    def adapters(self) -> Counter[int]:
+        """By number of an adapter: how many requests run under it."""
+        adapters = [request.adapter for request in self.held.values()]
+        return Counter(adapter.number for adapter in adapters if adapter is not None)
+
+    def replace_adapter(self, name: str, adapter: Adapter) -> dict[Request, Adapter]:
+        """The next tokens of this adapter's requests come from another version of it. Those so far
+        are booked on the old one.
+
+        Returns:
+            What each request had.
+        """
+        before = {}
+        for request in self.held.values():
+            if request.adapter is not None and request.adapter.name == name:
+                self.take_over(request, keep=True)
+                before[request], request.adapter = request.adapter, adapter
+        return before
 
     def hold(self, requests: Iterable[Request]) -> None:
         """Add requests that the engine holds from now on."""

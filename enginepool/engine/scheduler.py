@@ -13,7 +13,7 @@ Imports sgl_jax: import it only after the patches are applied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ except ImportError:
 
 from enginepool.dispatch.request import aborted
 from enginepool.dispatch.scoring import Scored
+from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.admission import message, resume
 from enginepool.engine.common_programs import share
 from enginepool.engine.config_reads import noted_reads
@@ -41,12 +42,15 @@ from enginepool.engine.routed_experts import RoutedExperts, expert_dtype
 from enginepool.engine.scoring import Scorer, running_count
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.top_logprobs import TopLogprobs
+from enginepool.lora.adapter import Adapter
+from enginepool.lora.layers import adapting
+from enginepool.lora.turn import AdapterTurn
 from enginepool.process.upstream import expect
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping
 
 if TYPE_CHECKING:
-    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
     from sgl_jax.srt.managers.scheduler import GenerationBatchResult
     from sgl_jax.srt.server_args import ServerArgs
 
@@ -74,6 +78,7 @@ class PinnedScheduler(Scheduler):
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, channel: Channel) -> None:
         self.running, self.condition = channel.running, channel.condition
+        self._pool_adapters = channel.adapters
         expect(Scheduler, *_OVERRIDDEN)
         check_upstream()
         # Upstream's capturer of experts is one a process.
@@ -82,7 +87,10 @@ class PinnedScheduler(Scheduler):
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
-        with noted_reads() as self.config_reads:  # to here: models are alike without the notes
+        with (
+            adapting(),
+            noted_reads() as self.config_reads,
+        ):  # to here: models are alike without the notes
             super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         expect(self, *_USED)
         model_runner: Any = self.tp_worker.worker.model_runner
@@ -91,8 +99,13 @@ class PinnedScheduler(Scheduler):
         self.device_wait = DeviceWait(model_runner, channel.limiter)
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
+        self.adapters = None
+        if self.leaves.adapter_specs:
+            self.adapters = AdapterSlots(model_runner.model, self.leaves)
+            worker: Any = self.tp_worker.worker
+            worker.prepare_lora_batch = self._prepare_adapters
         experts = expert_dtype(model_runner.model_config) if with_experts else None
-        self.prefill_program = PrefillProgram(self.tp_worker.worker, experts)
+        self.prefill_program = PrefillProgram(self.tp_worker.worker, self.adapters, experts)
         self.routed_experts = (
             RoutedExperts(self, self.prefill_program.routing(), self.running)
             if with_experts
@@ -106,7 +119,7 @@ class PinnedScheduler(Scheduler):
             cannot_hold=self._cannot_hold,
         )
         self.steady = SteadyDecode(
-            self, channel, self.scorer, self.device_wait, self.routed_experts
+            self, channel, self.scorer, self.device_wait, self.adapters, self.routed_experts
         )
 
     # What upstream calls
@@ -169,6 +182,16 @@ class PinnedScheduler(Scheduler):
         if batch is not None:
             self._note_prefilled(batch, waiting, in_chunks)
         return batch
+
+    def _prepare_adapters(self, batch: ModelWorkerBatch) -> None:
+        """Called by upstream before each forward, in place of its own."""
+        assert self.adapters is not None
+
+        def find(lora_id: str) -> Adapter | None:
+            request = self.running.held.get(lora_id)
+            return None if request is None else request.adapter
+
+        self.adapters.prepare(batch, find)
 
     def check_memory(self) -> None:
         """Upstream's check for lost pages. It does not know the pages of scored prompts."""
@@ -235,6 +258,7 @@ class PinnedScheduler(Scheduler):
             None for a request whose prompt is scored first, which `_scored` admits again; and for
             one that ends here, as it was only to be scored or its given output is complete.
         """
+        self._admit_adapter(request)
         if self.scorer.takes(request):
             return None
         if request.scoring is not None and request.scoring.alone:
@@ -250,6 +274,27 @@ class PinnedScheduler(Scheduler):
                 self.running.deliver(request, req)
                 return None
         return req
+
+    def may_start(self) -> Callable[[Request], bool]:
+        """See `StepScheduler.may_start`: whether a request's adapter finds a slot."""
+        if (slots := self.adapters) is None:
+            return lambda _: True
+        turn = AdapterTurn(slots.numbers, self.running.adapters(), slots.count)
+        adapters = self._pool_adapters
+
+        def ask(request: Request) -> bool:
+            # From here on it has this version, whatever is loaded meanwhile.
+            request.adapter = adapters.for_start(request.adapter, begun=request.begun)
+            return turn.may_start(None if request.adapter is None else request.adapter.number)
+
+        return ask
+
+    def _admit_adapter(self, request: Request) -> None:
+        if request.adapter is None:
+            return
+        assert self.adapters is not None
+        if not self.adapters.load(request.adapter, self.running.adapters()):
+            raise RuntimeError(f"no slot is free for adapter {request.adapter.name!r}")
 
     def abort(self, internal_rid: str) -> None:
         """End one request, at once or after one more step."""
@@ -319,6 +364,8 @@ class PinnedScheduler(Scheduler):
         """`release_all`, and new KV buffers: a failed step may have consumed the old ones."""
         self.release_all()
         self.kv_cache.renew()
+        if self.adapters is not None:
+            self.adapters.renew()
 
     def dispose(self) -> None:
         """Drop everything, even what a constructor made before it failed.

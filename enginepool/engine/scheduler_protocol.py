@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from enginepool.dispatch.request import Request
@@ -30,6 +31,10 @@ class StepScheduler(Protocol):
 
     def cached_prefix(self, request: Request) -> int:
         """How many tokens of the prompt the engine's prefix cache has."""
+        ...
+
+    def may_start(self) -> Callable[[Request], bool]:
+        """A function that says of waiting requests, oldest first, whether they can start."""
         ...
 
     def admit(self, request: Request) -> Req | None:

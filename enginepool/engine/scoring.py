@@ -19,6 +19,7 @@ from enginepool.dispatch.condition import WeightsCondition
 from enginepool.dispatch.request import Request
 from enginepool.dispatch.scoring import Scored, Scoring
 from enginepool.engine.prefill_program import PrefillPiece, PrefillProgram, Values
+from enginepool.lora.adapter import Adapter
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.scheduler import Scheduler
@@ -32,6 +33,7 @@ class _Prompt:
 
     def __init__(self, request: Request, scoring: Scoring) -> None:
         self.ids, self.scoring, self.requests = request.input_ids, scoring, [request]
+        self.adapter: Adapter | None = None
         self.slots: np.ndarray | None = None
         self.begin_anew()
 
@@ -48,6 +50,7 @@ class _Prompt:
         self.computed = 0
         self.version: int | str = 0
         self.update: int | None = None
+        self.adapter = self.requests[0].adapter
         first = self.scoring.start == 0
         self.logprobs: list[float | None] = [None] if first else []
         self.top_logprobs: list[tuple[list[float], list[int]] | None] = [None] if first else []
@@ -65,7 +68,8 @@ class _Prompt:
         targets = self.ids[max(self.computed + 1, self.scoring.start) : end + 1]
         slots = self.slots[: _whole_pages(end, page)]
         named = self.scoring.named_ids
-        return PrefillPiece(self.ids[self.computed : end], self.computed, slots, targets, named)
+        ids = self.ids[self.computed : end]
+        return PrefillPiece(ids, self.computed, slots, targets, named, self.adapter)
 
     def take(self, piece: PrefillPiece, values: Values) -> None:
         self.computed += len(piece.ids)
@@ -81,7 +85,12 @@ class _Prompt:
     def result(self) -> Scored:
         assert self.update is not None
         return Scored(
-            self.logprobs, self.top_logprobs, self.named_logprobs, self.version, self.update
+            self.logprobs,
+            self.top_logprobs,
+            self.named_logprobs,
+            self.version,
+            self.update,
+            self.adapter,
         )
 
 
@@ -129,8 +138,8 @@ class Scorer:
         scoring = request.scoring
         if scoring is None or request.scored is not None:
             return False
-        latest = scoring.latest
-        if latest is not None and latest.update == self._weights.update:
+        latest, mine = scoring.latest, request.adapter
+        if latest is not None and latest.update == self._weights.update and latest.adapter is mine:
             request.scored = latest
             return False
         prompt = _Prompt(request, scoring)
@@ -139,7 +148,7 @@ class Scorer:
             request.scored = prompt.result()
             return False
         for other in (*self._begun, *self._waiting):
-            if other.scoring is scoring:
+            if other.scoring is scoring and other.requests[0].adapter is request.adapter:
                 other.requests.append(request)
                 return True
         self._waiting.append(prompt)
@@ -177,7 +186,8 @@ class Scorer:
         room, slots = self.program.tokens, self.program.slots
         weights = self._weights
         for prompt in self._begun[: self.program.sequences]:
-            if prompt.update != weights.update:  # new ones were put in place meanwhile
+            replaced = prompt.adapter is not prompt.requests[0].adapter
+            if prompt.update != weights.update or replaced:  # new ones are in place since
                 prompt.begin_anew()
                 prompt.version, prompt.update = weights.version, weights.update
             piece = prompt.next_piece(room, self.program.page_size)

@@ -71,6 +71,8 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
             manager._make_dummy_batch = seeded
             scheduler.prefill_program.compile()
             scheduler.kv_cache.compile()
+            if scheduler.adapters is not None:
+                scheduler.adapters.compile()
         scheduler.steady.compile()
     finally:
         scheduler.warm_top_logprobs(False)

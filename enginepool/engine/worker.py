@@ -23,6 +23,7 @@ from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.engine.recovery import Recovery
 from enginepool.errors import StepTimeout
 from enginepool.logs import take_traceback
+from enginepool.lora.adapter import Adapters
 
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
@@ -55,8 +56,16 @@ class EngineWorker(PinnedEngine):
         name: str,
         recovery: Recovery,
         max_decode_steps: int,
+        adapters: Adapters,
     ) -> None:
-        super().__init__(index, devices, server_args, queue, max_decode_steps=max_decode_steps)
+        super().__init__(
+            index,
+            devices,
+            server_args,
+            queue,
+            max_decode_steps=max_decode_steps,
+            adapters=adapters,
+        )
         self.built: Future[None] = Future()
         self.warm: Future[None] = Future()
         self.stopping = threading.Event()

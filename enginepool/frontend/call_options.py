@@ -60,6 +60,9 @@ class CallOptions(TypedDict, total=False):
             the result has all of it. `max_new_tokens` and `completion_tokens` count the part;
             `prompt_tokens` does not. A complete output is returned without a step. Each prompt
             has one sample (n=1).
+        lora_path: The name of the adapter to generate with, for all prompts or one a prompt. None
+            is the base. `meta_info` then has `lora_path`, and in `lora_versions` the spans of the
+            adapter's versions, as `weight_versions` has those of the base.
         timeout: Seconds for the whole call. An output that is not finished then keeps its place
             in the results, with the tokens that it has and
             `finish_reason {"type": "abort", "err_type": "timeout"}`.
@@ -77,6 +80,7 @@ class CallOptions(TypedDict, total=False):
     prompt_indices: Sequence[int] | None
     sample_indices: Sequence[int] | None
     partial_outputs: Sequence[Mapping[str, Any] | None] | None
+    lora_path: str | Sequence[str | None] | None
     timeout: float | None
 
 

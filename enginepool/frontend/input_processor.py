@@ -25,6 +25,7 @@ from enginepool.frontend.sampling import (
     make_sampling,
 )
 from enginepool.frontend.tokenizer import Tokenizer
+from enginepool.lora.adapter import Adapter, Adapters
 from enginepool.values import described, flag, is_int, plain, shown
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ class InputProcessor:
         limits: Limits,
         defaults: GenerationDefaults,
         grammars: GrammarCompiler,
+        adapters: Adapters,
     ) -> None:
+        self.adapters = adapters
         self.tokenizer = tokenizer
         self.grammars = grammars
         self.limits = limits
@@ -85,6 +88,7 @@ class InputProcessor:
             check_length(index, prompt, one, self.limits, clamp=clamp)
         part = read_part(options, sampling, token_ids, logprobs, self.limits)
         grammars = self._grammars(sampling)
+        adapters = self.adapters_of(options.get("lora_path"), len(token_ids))
         call = Call(weight_version, lone=lone)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             make = partial(
@@ -96,6 +100,7 @@ class InputProcessor:
                 stream=stream,
                 pinned_to=pinned_to,
                 extra_key=extra_key,
+                adapter=adapters[index],
                 grammar=grammars[index],
                 thinking=thinking,
                 **logprobs.for_a_request(index, scored_only=one.params.max_new_tokens == 0),
@@ -182,6 +187,23 @@ class InputProcessor:
                     prompt_index=index,
                 )
         return texts, self.tokenizer.encode(texts, special_tokens=special_tokens), lone
+
+    def adapters_of(self, names: Any, count: int) -> list[Adapter | None]:
+        """The adapter of each prompt, or None for the base.
+
+        Args:
+            names: One name for all, or one a prompt; None for the base.
+        """
+        names = plain(names)
+        if names is None or isinstance(names, str):
+            names = [names] * count
+        names = _as_list("lora_path", names)
+        if len(names) != count:
+            raise InvalidRequest(
+                f"lora_path has {len(names)} entries for {count} prompts: give one name for all of "
+                "them, or one a prompt"
+            )
+        return [None if name is None else self.adapters.find(name) for name in names]
 
     def _sampling(self, params: Any, count: int, scored: bool) -> list[PromptSampling]:
         """The parameters of each prompt.

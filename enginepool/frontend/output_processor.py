@@ -77,6 +77,9 @@ def _as_dict(
         "weight_versions": spans,
         "prompt_weight_versions": list(request.prompt_weight_versions),
     }
+    if request.adapter is not None:
+        versions = [[a, min(b, count), v] for a, b, v in list(request.lora_versions) if a < count]
+        meta |= {"lora_path": request.adapter.name, "lora_versions": versions}
     if final:
         meta["e2e_latency"] = request.finished_at - request.created
         if request.scoring is not None:

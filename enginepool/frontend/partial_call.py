@@ -27,6 +27,7 @@ class Partial:
     named_logprobs: list[list[float]] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     weight_versions: list[list[Any]] = field(default_factory=list)
+    lora_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
 
     def for_a_request(self) -> dict[str, Any]:
@@ -41,6 +42,7 @@ class Partial:
             "named_logprobs": list(self.named_logprobs),
             "kept": list(self.kept),
             "weight_versions": [list(span) for span in self.weight_versions],
+            "lora_versions": [list(span) for span in self.lora_versions],
             "prompt_weight_versions": list(self.prompt_weight_versions),
         }
 
@@ -170,7 +172,8 @@ class _Reading:
             [([e[0] for e in entries], [e[1] for e in entries]) for entries in top or ()],
             self._named(meta, len(ids)),
             self._kept(meta, len(ids)),
-            self._spans(meta, len(ids)),
+            self._spans(meta, "weight_versions", len(ids)),
+            self._spans(meta, "lora_versions", len(ids)),
             list(meta.get("prompt_weight_versions") or ()),
         )
 
@@ -228,9 +231,9 @@ class _Reading:
             raise self._refusal(f"meta_info {name}: {have} for {count} output_ids: one each{why}")
         return list(entries)
 
-    def _spans(self, meta: Mapping[str, Any], count: int) -> list[list[Any]]:
-        """`weight_versions` of the partial output. Empty if it has none."""
-        spans = plain(meta.get("weight_versions")) or []
+    def _spans(self, meta: Mapping[str, Any], name: str, count: int) -> list[list[Any]]:
+        """The spans of the partial output's versions. Empty if it has none."""
+        spans = plain(meta.get(name)) or []
         try:
             spans = [[start, end, version] for start, end, version in spans]
             bounds = [bound for span in spans for bound in span[:2]]
@@ -239,7 +242,7 @@ class _Reading:
             fits = False
         if not fits:
             raise self._refusal(
-                f"meta_info weight_versions {shown(spans)}: expected [start, end, version] up to "
+                f"meta_info {name} {shown(spans)}: expected [start, end, version] up to "
                 f"{count}, as results have them"
             )
         return spans

@@ -22,6 +22,7 @@ def make_score_call(
     *,
     top_logprobs_num: int | None = None,
     token_ids_logprob: Any = None,
+    lora_path: Any = None,
     pinned_to: int | None = None,
     weight_version: int | str = 0,
 ) -> Call:
@@ -51,6 +52,7 @@ def make_score_call(
     named = check_named_ids(token_ids_logprob, len(before), limits.vocab_size)
     for index, (prompt, continuation) in enumerate(zip(before, after, strict=True)):
         _check_fits(prompt, continuation, index, limits)
+    adapters = processor.adapters_of(lora_path, len(before))
     call = Call(weight_version, lone=lone and one)
     for index, (prompt, continuation) in enumerate(zip(before, after, strict=True)):
         scoring = Scoring(len(prompt), top, named[index], alone=True)
@@ -60,6 +62,7 @@ def make_score_call(
             None,
             prompt_index=index,
             pinned_to=pinned_to,
+            adapter=adapters[index],
             scoring=scoring,
         )
         call.add(request)
@@ -94,6 +97,10 @@ def score_result(request: Request) -> dict[str, Any]:
     if named := scoring.named_ids:
         rows = [] if scored is None else scored.named_logprobs
         result["token_ids_logprobs"] = named_entries(rows, named)
+    of_adapter: dict[str, Any] = {}
+    if request.adapter is not None:
+        adapter = (scored and scored.adapter) or request.adapter
+        of_adapter = {"lora_path": adapter.name, "lora_version": adapter.version}
     return result | {
         "meta_info": {
             "id": request.shown_rid,
@@ -104,6 +111,7 @@ def score_result(request: Request) -> dict[str, Any]:
             "prompt_index": request.prompt_index,
             "weight_version": version,
             "e2e_latency": request.finished_at - request.created,
+            **of_adapter,
         },
     }
 

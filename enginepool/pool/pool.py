@@ -18,6 +18,7 @@ from enginepool.config import PoolConfig, Warmup, WhenFull
 from enginepool.devices import DeviceSpec
 from enginepool.engine.worker import on_engine_thread
 from enginepool.errors import PoolClosed
+from enginepool.pool.adapters import AdapterCalls
 from enginepool.pool.chat import ChatCalls
 from enginepool.pool.generate import GenerateCalls
 from enginepool.pool.score import ScoreCalls
@@ -54,7 +55,7 @@ def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
     return close
 
 
-class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCalls):
+class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCalls, AdapterCalls):
     """One sglang-jax engine on each device of a host, used as one object.
 
     The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or the

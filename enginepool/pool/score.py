@@ -30,6 +30,7 @@ class ScoreCalls(CallGroup):
         continuation_ids: Ids = None,
         top_logprobs_num: int | None = None,
         token_ids_logprob: Named = None,
+        lora_path: str | Sequence[str | None] | None = None,
         timeout: float | None = None,
         raise_on_error: bool = False,
     ) -> dict[str, Any] | list[dict[str, Any]]:
@@ -48,6 +49,8 @@ class ScoreCalls(CallGroup):
             top_logprobs_num: Also return the most probable ids at each token, 20 at most.
             token_ids_logprob: Also return the log-probabilities of these ids at each token. Give
                 one list for all continuations or one list a continuation, of 64 ids at most.
+            lora_path: The name of the adapter to score with, for all or one a continuation. None
+                is the base.
             timeout: Seconds for the whole call. A continuation that is not finished then keeps
                 its place in the results, without values and with
                 `finish_reason {"type": "abort", "err_type": "timeout"}`.
@@ -68,7 +71,7 @@ class ScoreCalls(CallGroup):
         timeout, raises = seconds("timeout", timeout), flag("raise_on_error", raise_on_error)
         runtime = self.runtime
         given = prompts, continuations, input_ids, continuation_ids
-        call = _make_call(runtime, given, top_logprobs_num, token_ids_logprob)
+        call = _make_call(runtime, given, top_logprobs_num, token_ids_logprob, lora_path)
         return _lone(call, run_call(runtime, call, timeout, raises))
 
     async def async_score(
@@ -80,6 +83,7 @@ class ScoreCalls(CallGroup):
         continuation_ids: Ids = None,
         top_logprobs_num: int | None = None,
         token_ids_logprob: Named = None,
+        lora_path: str | Sequence[str | None] | None = None,
         timeout: float | None = None,
         raise_on_error: bool = False,
     ) -> dict[str, Any] | list[dict[str, Any]]:
@@ -88,7 +92,7 @@ class ScoreCalls(CallGroup):
         runtime = await self._async_runtime()
         given = prompts, continuations, input_ids, continuation_ids
         call = await anyio.to_thread.run_sync(
-            _make_call, runtime, given, top_logprobs_num, token_ids_logprob
+            _make_call, runtime, given, top_logprobs_num, token_ids_logprob, lora_path
         )
         return _lone(call, await async_run_call(runtime, call, timeout, raises))
 
@@ -98,12 +102,14 @@ def _make_call(
     given: tuple[Any, ...],
     top_logprobs_num: int | None,
     token_ids_logprob: Named,
+    lora_path: Any,
 ) -> Call:
     return make_score_call(
         runtime.input_processor,
         *given,
         top_logprobs_num=top_logprobs_num,
         token_ids_logprob=token_ids_logprob,
+        lora_path=lora_path,
         weight_version=runtime.desired.weight_version,
     )
 

@@ -28,6 +28,7 @@ from enginepool.engine.start_stages import StartStages
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolClosed
 from enginepool.logs import logger
+from enginepool.lora.adapter import Adapters
 from enginepool.process.quiet import quiet_logger
 from enginepool.process.tuning import tuned
 from enginepool.runtime.start_report import where
@@ -52,6 +53,7 @@ class Runtime:
         desired: The state that every engine should have.
         steering: The lock that whoever changes engines holds.
         dispatch: Takes requests.
+        adapters: The adapters that are loaded.
         workers: One for each engine, in order.
         fits: What sources of updates were found to be.
         input_processor: Checks and tokenizes callers' input.
@@ -70,6 +72,10 @@ class Runtime:
         self.desired = DesiredState()
         self.steering = SteeringLock()
         self.dispatch = Dispatch(name, config, self.desired, self.steering)
+        self.adapters = Adapters(
+            enabled=bool(config.server_args.get("enable_lora")),
+            most=config.server_args.get("max_loaded_loras"),
+        )
         self.workers: list[EngineWorker] = []
         self.events = EngineEvents(name)
         self.fits = Fits()
@@ -128,7 +134,9 @@ class Runtime:
         with self.start.stage("engines"):
             start_workers(self.workers, self.config.warmup, on_engine)
         with self.start.stage("front_end"):
-            self.input_processor = make_input_processor(self.workers, defaults, self.name)
+            self.input_processor = make_input_processor(
+                self.workers, defaults, self.adapters, self.name
+            )
         self.guards.callback(self.input_processor.grammars.close)
         if (limit := self.config.step_timeout) is not None:
             watch = watching(self.name, self.workers, limit, self.recovery)
@@ -160,6 +168,7 @@ class Runtime:
             name=self.name,
             recovery=self.recovery,
             max_decode_steps=self.config.max_decode_steps,
+            adapters=self.adapters,
         )
 
     def close(self, timeout: float | None) -> bool:

@@ -18,6 +18,7 @@ from enginepool.frontend.input_processor import InputProcessor
 from enginepool.frontend.limits import Limits
 from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.logs import logger
+from enginepool.lora.adapter import Adapters
 from enginepool.model_config.generation import end_ids
 from enginepool.model_config.tokenizer import check_tokenizer_class
 from enginepool.process.tuning import frozen
@@ -145,7 +146,7 @@ def read_defaults(config: PoolConfig) -> GenerationDefaults:
 
 
 def make_input_processor(
-    workers: Sequence[EngineWorker], defaults: GenerationDefaults, name: str
+    workers: Sequence[EngineWorker], defaults: GenerationDefaults, adapters: Adapters, name: str
 ) -> InputProcessor:
     """Make what checks and tokenizes prompts. Its limits are those of the smallest engine: a device
     that is also used by something else has room for less KV cache."""
@@ -178,7 +179,7 @@ def make_input_processor(
         "whitespace_pattern": args.constrained_json_whitespace_pattern,
     }
     grammars = GrammarCompiler(tokenizer, limits.vocab_size, json_options, name)
-    return InputProcessor(tokenizer, limits, defaults, grammars)
+    return InputProcessor(tokenizer, limits, defaults, grammars, adapters)
 
 
 def _wait(worker: EngineWorker, future: Future[None]) -> None:

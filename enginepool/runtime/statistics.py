@@ -33,8 +33,27 @@ def pool(runtime: Runtime) -> dict[str, Any]:
         "completion_tokens": runtime.dispatch.counts.completion_tokens,
         "weight_version": runtime.desired.weight_version,
         "start": {"seconds": dict(runtime.start.seconds)},
+        **adapters(runtime),
         "executables": {"compiled": runtime.cache.compiled, "reused": runtime.cache.reused},
         "memory": memory([device for worker in runtime.workers for device in worker.devices]),
+    }
+
+
+def adapters(runtime: Runtime) -> dict[str, Any]:
+    """The adapters that are loaded, and which of them each engine has in its slots."""
+    if not runtime.adapters.enabled:
+        return {}
+    slots = [w.scheduler.adapters if w.condition.reachable else None for w in runtime.workers]
+    return {
+        "lora_adapters": {
+            adapter.name: {
+                "weight_version": adapter.version,
+                "rank": adapter.rank,
+                "nbytes": adapter.nbytes,
+                "engines": [i for i, mine in enumerate(slots) if mine and adapter in mine.held()],
+            }
+            for adapter in runtime.adapters.loaded()
+        }
     }
 
 

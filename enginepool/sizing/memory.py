@@ -18,6 +18,7 @@ from enginepool.values import is_int, is_number, shown
 # Upstream's defaults (ServerArgs.__post_init__, common_utils.PRECOMPILE_DEFAULT_*).
 FRACTION = 0.88
 CHUNK = 4096
+LORA_SLOTS = 8
 TOKEN_PADDINGS = tuple(1 << i for i in range(6, 14))
 BATCH_PADDINGS = tuple(1 << i for i in range(9))
 
@@ -41,6 +42,8 @@ class Settings:
         max_running_requests, max_total_tokens: None if upstream chooses.
         hybrid_swa: Layers with a sliding window have a KV pool of their own. Then decode is not
             steady.
+        lora_targets: The layers that adapters change; none without adapters.
+        lora_rank, lora_slots: How wide a slot for an adapter is, and how many there are.
     """
 
     context: int
@@ -54,6 +57,9 @@ class Settings:
     token_paddings: tuple[int, ...] = TOKEN_PADDINGS
     batch_paddings: tuple[int, ...] = BATCH_PADDINGS
     hybrid_swa: bool = True
+    lora_targets: tuple[str, ...] = ()
+    lora_rank: int = 0
+    lora_slots: int = 0
 
     @classmethod
     def of(cls, args: Mapping[str, Any], shape: Shape) -> Settings:
@@ -85,6 +91,7 @@ class Settings:
             token_paddings=tuple(given.get("precompile_token_paddings", TOKEN_PADDINGS)),
             batch_paddings=tuple(given.get("precompile_bs_paddings", BATCH_PADDINGS)),
             hybrid_swa=not given.get("disable_hybrid_swa_memory"),
+            **_lora(given),
         )
 
     @property
@@ -95,6 +102,16 @@ class Settings:
     def tokens_per_request(self) -> int:
         """KV tokens of a request that fills its context, in whole pages."""
         return self.pages_per_request * self.page_size
+
+
+def _lora(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not given.get("enable_lora"):
+        return {}
+    return {
+        "lora_targets": tuple(given["lora_target_modules"]),
+        "lora_rank": given["max_lora_rank"],
+        "lora_slots": given.get("max_loras_per_batch", LORA_SLOTS),
+    }
 
 
 _COUNTS = {
@@ -153,12 +170,26 @@ class Memory:
         return self.shape.weight_bytes(self.settings.tp_size)
 
     @cached_property
+    def adapter_slot(self) -> int:
+        """A slot for an adapter."""
+        settings = self.settings
+        if not settings.lora_targets:
+            return 0
+        return self.shape.adapter_bytes(settings.lora_rank, settings.lora_targets, settings.tp_size)
+
+    @property
+    def adapters(self) -> int:
+        """All slots."""
+        return self.adapter_slot * self.settings.lora_slots
+
+    @cached_property
     def kv_per_token(self) -> int:
         return self.shape.kv_bytes_per_token(self.settings.tp_size, self.settings.kv_itemsize)
 
     def tokens_at(self, fraction: float) -> int:
         """The KV tokens that upstream allocates at this `mem_fraction_static`, in whole pages."""
-        tokens = max(0, int((self.free * fraction - self.weights) // self.kv_per_token))
+        taken = self.weights + self.adapters
+        tokens = max(0, int((self.free * fraction - taken) // self.kv_per_token))
         most = self.settings.max_total_tokens
         tokens = tokens if most is None else min(tokens, most)
         return tokens // self.settings.page_size * self.settings.page_size
@@ -270,7 +301,7 @@ class Memory:
     @property
     def second_set_fits_without_kv(self) -> bool:
         """The same while the KV cache is released and no program runs (`free_kv=True`)."""
-        return 2 * self.weights + self.programs <= self.free
+        return 2 * self.weights + self.adapters + self.programs <= self.free
 
     @property
     def live_swap_fraction(self) -> float | None:
@@ -295,4 +326,5 @@ class Memory:
         return next((one for one in each if self.tokens_at(one) >= wanted), None)
 
     def _fits(self, sets: int, fraction: float) -> bool:
-        return sets * self.weights + self.kv_at(fraction) + self.reserve <= self.free
+        weights = sets * self.weights + self.adapters
+        return weights + self.kv_at(fraction) + self.reserve <= self.free

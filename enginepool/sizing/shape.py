@@ -6,7 +6,7 @@ it with those classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -119,6 +119,24 @@ class Shape:
             # upstream keeps the gate in float32
             found.append(Tensor("expert gate", hidden * self.experts, sparse, 4, cut=False))
         return found
+
+    def adapter_bytes(self, rank: int, targets: Collection[str], tp_size: int = 1) -> int:
+        """Of one chip: A and B of these layers, which are as wide as `rank`. Of a layer that is cut
+        by its outputs B is cut, else A."""
+        q, hidden = self.heads * self.head_dim, self.hidden
+        kv = self.kv_heads_on_chip(tp_size) * tp_size * self.head_dim
+        sizes = {  # what is whole on each chip, what is cut, in how many layers
+            "q_proj": (hidden, q, self.layers),
+            "k_proj": (hidden, kv, self.layers),
+            "v_proj": (hidden, kv, self.layers),
+            "o_proj": (hidden, q, self.layers),
+            "gate_proj": (hidden, self.dense_width, self.dense_layers),
+            "up_proj": (hidden, self.dense_width, self.dense_layers),
+            "down_proj": (hidden, self.dense_width, self.dense_layers),
+        }
+        wanted = [sizes[name] for name in (sizes if "all" in targets else targets)]
+        widths = ((whole + cut // tp_size) * count for whole, cut, count in wanted)
+        return sum(widths) * rank * self.itemsize
 
     @property
     def _norms(self) -> int:

@@ -27,8 +27,10 @@ class EngineLeaves(Mapping[str, jax.Array]):
     """The leaves of one engine by dotted nnx path, in the model's order.
 
     Reading is safe from any thread; `replace` and `drop` only between two steps of the engine.
+    Adapters have leaves of their own, which are none of these.
 
     Attributes:
+        adapter_specs: Of the leaves that hold adapters, by path.
         devices: Where they lie, in the order of the engine's mesh.
         shared: Leaves that somebody else holds too, and may delete or donate.
     """
@@ -56,11 +58,13 @@ class EngineLeaves(Mapping[str, jax.Array]):
             for path, array in zip(self._index, held, strict=True)
             if not _is_weight(array) or array.dtype.itemsize < 2
         ]
-        self.specs = {
+        specs = {
             path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             for path, array in zip(self._index, held, strict=True)
             if _is_weight(array)
         }
+        self.specs = {path: spec for path, spec in specs.items() if not _of_adapters(path)}
+        self.adapter_specs = {path: spec for path, spec in specs.items() if _of_adapters(path)}
 
     def __getitem__(self, path: str) -> jax.Array:
         if self._runner is None:
@@ -99,6 +103,15 @@ class EngineLeaves(Mapping[str, jax.Array]):
             assert wanted is not None
             if isinstance(array, jax.Array) and array.sharding.device_set != wanted.device_set:
                 raise EnginePoolError(f"{path} lies on {array.devices()}, not on {self.devices}")
+        before = self._put(arrays)
+        self.shared = (self.shared - arrays.keys()) | set(shared)
+        return before
+
+    def put_adapters(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Put leaves of adapters in place, at once."""
+        self._put(arrays)
+
+    def _put(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         # A new list: what holds on to the old one (a step that runs) keeps a whole set.
         leaves = list(self._runner.model_state_leaves)
         before: dict[str, jax.Array] = {}
@@ -112,7 +125,6 @@ class EngineLeaves(Mapping[str, jax.Array]):
                 self._variables[path].set_value(array)
             raise
         self._runner.model_state_leaves = leaves
-        self.shared = (self.shared - arrays.keys()) | set(shared)
         return before
 
     def drop(self, paths: Iterator[str] | list[str]) -> dict[str, Any]:
@@ -140,6 +152,10 @@ class EngineLeaves(Mapping[str, jax.Array]):
         """What is lost, if all of that was shared: who shared it took it away."""
         lost = self.lost() if self.shared else []
         return lost if self.shared.issuperset(lost) else []
+
+
+def _of_adapters(path: str) -> bool:
+    return path.endswith((".lora_A", ".lora_B"))
 
 
 def _is_weight(array: Any) -> bool:

@@ -138,6 +138,6 @@ def test_help_all_has_upstreams_flags_under_its_headings() -> None:
     memory = upstream.index("Memory and scheduling:")
     assert memory < upstream.index("--chunked-prefill-size") < kernels
     assert kernels < upstream.index("--attention-backend")
-    for flag in ("--host", "--dp-size", "--speculative-", "--lora"):
+    for flag in ("--host", "--dp-size", "--speculative-", "--lora-paths"):
         assert f"\n  {flag}" not in upstream
     assert "--help-all" in CliRunner().invoke(app, ["serve", "--help"]).output

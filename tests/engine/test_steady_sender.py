@@ -39,7 +39,9 @@ def test_a_batch_may_be_changed_once_it_is_sent() -> None:
     sampling.arrays = {name: aligned(array) for name, array in sampling.arrays.items()}
     penalties = Penalties(*map(aligned, Penalties.of(ROWS)))
 
-    batch: Any = sender.batch(limits, block_table, sampling, penalties, names, Features(named=True))
+    batch: Any = sender.batch(
+        limits, block_table, sampling, penalties, names, Features(named=True), None
+    )
     before = [np.array(leaf) for leaf in jax.tree.leaves(batch)]
     for array in (limits, block_table, names, *sampling.arrays.values(), *penalties):
         array[...] = 99

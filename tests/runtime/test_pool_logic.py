@@ -173,6 +173,9 @@ class ScriptedScheduler:
         """A step does all there is."""
         return False
 
+    def may_start(self) -> Callable[[Request], bool]:
+        return lambda _: True
+
     def cached_prefix(self, request: Request) -> int:
         return MIN_SHARED_PREFIX if request.candidate.prefix in self.prefixes else 0
 
@@ -271,6 +274,7 @@ class ScriptedWorker(EngineWorker):
             name="scripted",
             recovery=runtime.recovery,
             max_decode_steps=1,
+            adapters=runtime.adapters,
         )
         self.baton, self.outcome = Baton(), "ok"
         self.bell = self.channel._wake = Bell(self.baton)

@@ -11,6 +11,7 @@ from enginepool.frontend.grammar_compiler import GrammarCompiler
 from enginepool.frontend.input_processor import InputProcessor
 from enginepool.frontend.limits import Limits
 from enginepool.frontend.tokenizer import Tokenizer
+from enginepool.lora.adapter import Adapters
 from enginepool.toy.files import END_ID, VOCAB_SIZE
 
 
@@ -33,4 +34,4 @@ def input_processor(
     else:
         defaults = GenerationDefaults.read(str(folder), preferred=preferred)
     grammars = GrammarCompiler(tokenizer, VOCAB_SIZE, {}, "a test")
-    return InputProcessor(tokenizer, limits, defaults, grammars)
+    return InputProcessor(tokenizer, limits, defaults, grammars, Adapters())

@@ -144,6 +144,9 @@ def _inputs(layout: Layout, where: Topology) -> dict[str, Any]:
 def _memory(memory: Memory, given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "weight_bytes": memory.weights,
+        "adapter_slots": memory.settings.lora_slots,
+        "adapter_slot_bytes": memory.adapter_slot,
+        "adapter_bytes": memory.adapters,
         "kv_bytes_per_token": memory.kv_per_token,
         "kv_tokens": memory.kv_tokens,
         "kv_pages": memory.kv_tokens // memory.settings.page_size,

@@ -70,10 +70,11 @@ def _weights_and_kv(plan: dict[str, Any]) -> dict[str, str]:
     pages = -(-plan["context"] // plan["page_size"])
     return {
         "weights": _bytes(plan["weight_bytes"]),
+        **_adapters(plan),
         "KV a token": f"{plan['kv_bytes_per_token']:,} bytes: 2 × {plan['layers']} layers × KV "
         "heads of a chip × head width in steps of 128 × bytes a value",
         "KV tokens": f"{plan['kv_tokens']:,} in {plan['kv_pages']:,} pages: (HBM × "
-        "mem_fraction_static - weights) / KV a token, in whole pages",
+        "mem_fraction_static - weights and adapters) / KV a token, in whole pages",
         "KV": f"{_bytes(plan['kv_bytes'])}: a page more than that",
         "requests of that context": f"{plan['requests_at_context']:,} have room at a time",
         "running requests": f"{plan['max_running_requests']:,} at most; upstream's attention caps "
@@ -81,10 +82,19 @@ def _weights_and_kv(plan: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _adapters(plan: dict[str, Any]) -> dict[str, str]:
+    if not (slots := plan["adapter_slots"]):
+        return {}
+    each, whole = plan["adapter_slot_bytes"] / 1e6, plan["adapter_bytes"]
+    size = f"{_bytes(whole)}: {slots} slots of {each:,.0f} MB"
+    share = f"{whole / plan['weight_bytes']:.1%}"
+    return {"adapters": f"{size}; a step with adapters reads {share} more, others none of it"}
+
+
 def _beside_them(plan: dict[str, Any]) -> dict[str, str]:
     each = "" if plan["compiled"] else " of 23 MB at most each"
     prefill, sampler = plan["prefill_temporary_bytes"], plan["sampler_temporary_bytes"]
-    whole = plan["weight_bytes"] + plan["kv_bytes"] + plan["reserve_bytes"]
+    whole = plan["weight_bytes"] + plan["adapter_bytes"] + plan["kv_bytes"] + plan["reserve_bytes"]
     fits = "fits" if plan["fits"] else "does not fit"
     return {
         "programs": f"{_bytes(plan['program_bytes'])}: {plan['program_count']} forward "

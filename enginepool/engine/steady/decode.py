@@ -19,6 +19,7 @@ import numpy as np
 from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 import patches
+from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.routed_experts import RoutedExperts
 from enginepool.engine.steady.admission import Admission, drop_ended
@@ -27,6 +28,7 @@ from enginepool.engine.steady.in_flight import StepsInFlight
 from enginepool.engine.steady.input_batch import Extras, InputBatch, write_back_batch
 from enginepool.engine.steady.pace import Pace
 from enginepool.engine.steady.program import StepProgram, supported
+from enginepool.lora.adapter import Adapter
 
 if TYPE_CHECKING:
     import jax
@@ -55,6 +57,7 @@ class SteadyDecode:
         channel: Channel,
         scorer: Scorer,
         device_wait: DeviceWait,
+        adapters: AdapterSlots | None,
         experts: RoutedExperts | None,
     ) -> None:
         self._scheduler, self._channel = scheduler, channel
@@ -62,7 +65,8 @@ class SteadyDecode:
         able = patches.optimising() and supported(scheduler)
         routing = None if experts is None else experts.routing
         self._routes = experts is not None
-        self.program = StepProgram(scheduler, channel.max_decode_steps, routing) if able else None
+        most = channel.max_decode_steps
+        self.program = StepProgram(scheduler, most, adapters, routing) if able else None
         self.admission = Admission(scheduler, channel, scorer, device_wait)
         self._pace = Pace(channel.max_decode_steps)
         self._read_at: float | None = None  # when the last launch's output was, in this run
@@ -106,7 +110,7 @@ class SteadyDecode:
         self.admission.begin()
         self._read_at = None
         vocab_size = scheduler.model_config.vocab_size
-        batch = InputBatch(size, vocab_size, self._with_extras)
+        batch = InputBatch(size, vocab_size, self._with_extras, self._adapter_of)
         block_table = BlockTable(scheduler, size)
         limit = self.admission.most_steps()
         with channel.single_stepping.steps_in_flight():
@@ -250,6 +254,10 @@ class SteadyDecode:
         """The pool's request, if it wants more of each token than id and log-probability."""
         request = self._channel.running.held.get(req.rid)
         return request if request is not None and (self._routes or request.wants_more) else None
+
+    def _adapter_of(self, req: Req) -> Adapter | None:
+        request = self._channel.running.held.get(req.rid)
+        return None if request is None else request.adapter
 
 
 def _ids_and_logprobs(array: jax.Array, steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -68,6 +68,7 @@ class DeviceBatch(NamedTuple):
         names: By row: these ids.
         kept: Whether a row wants the ids that it is sampled from.
         mask: By row: which ids may come next, a bit each.
+        adapters: By row: its adapter's slot, and the scale. None if the engine has no adapters.
     """
 
     limits: jax.Array
@@ -79,6 +80,7 @@ class DeviceBatch(NamedTuple):
     names: jax.Array
     kept: jax.Array
     mask: jax.Array
+    adapters: tuple[jax.Array, jax.Array] | None
 
 
 class Features(NamedTuple):

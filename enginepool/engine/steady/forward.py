@@ -26,6 +26,7 @@ from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 from enginepool.dispatch.routed_experts import Routing
 from enginepool.engine.common_programs import CommonPrograms, structure_without_devices
 from enginepool.engine.routed_experts import stacked
+from enginepool.lora.layers import NO_SLOT, on_batch
 
 if TYPE_CHECKING:
     from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
@@ -73,6 +74,7 @@ class Forward:
         ids: jax.Array,
         lengths: jax.Array,
         block_table: jax.Array,
+        adapters: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[LogitsProcessorOutput, list[jax.Array], jax.Array, jax.Array | None]:
         """
         Args:
@@ -81,6 +83,7 @@ class Forward:
             ids: By row: its last id.
             lengths: By row: how many tokens it has, with the last one. 0 if it has ended.
             block_table: By row: its KV pages.
+            adapters: By row: the slot of its adapter, and the scale.
 
         Returns:
             The model's output, the KV buffers, the positions of the last ids, and the experts of
@@ -88,12 +91,17 @@ class Forward:
         """
         positions = jnp.where(lengths > 0, lengths - 1, 0)
         batch = self._batch(ids, lengths, positions, block_table)
+        if adapters is not None:
+            slots, scales = adapters
+            slots = jnp.where(lengths > 0, slots, NO_SLOT)
+            batch.lora_token_indices = put(self._mesh, slots, "data")
+            batch.lora_scalings = put(self._mesh, scales, "data")
         wanted = LogitsMetadata(
             forward_mode=ForwardMode.DECODE, capture_hidden_mode=CaptureHiddenMode.NULL
         )
         pools = jax.tree.unflatten(self._pools, kv)
         model = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
-        with jax.sharding.use_abstract_mesh(self._mesh):
+        with jax.sharding.use_abstract_mesh(self._mesh), on_batch(batch):
             output, updates, *_, layers = model(batch, pools, wanted)
             experts = None if self._routing is None else stacked(layers, self._routing.dtype)
         pools.replace_all(updates)

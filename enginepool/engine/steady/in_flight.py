@@ -132,7 +132,13 @@ class StepsInFlight:
         if self._stale:
             batch, pages = self.batch, self._block_table.pages
             self._on_device = sender.batch(
-                batch.limits, pages, batch.sampling, batch.penalties, batch.names, batch.features
+                batch.limits,
+                pages,
+                batch.sampling,
+                batch.penalties,
+                batch.names,
+                batch.features,
+                self._program.adapters_of(batch.adapters, len(batch.limits)),
             )
         elif self._table_stale:
             pages = sender.place(self._block_table.pages.copy())

@@ -21,6 +21,7 @@ from enginepool.engine.sampling_mask import kept_of
 from enginepool.engine.steady.device_batch import STOP_IDS, Features, SamplingArrays
 from enginepool.engine.steady.penalties import Penalties, recount
 from enginepool.engine.top_logprobs import named_values, top_values
+from enginepool.lora.adapter import Adapter
 from enginepool.model_config.generation import end_ids
 
 if TYPE_CHECKING:
@@ -71,17 +72,23 @@ class InputBatch:
         latest: The rows that got tokens from the last steps. Some of them have ended since.
         not_finite: Whether one of these rows got a log-probability that is not finite.
         limits, sampling, penalties, names: See `device_batch.DeviceBatch`.
+        adapters: By row: its adapter. None for the base, and for a free row.
         state: By row: the last id, and the length, when the request was added.
         steps: How many steps' tokens the requests have.
     """
 
     def __init__(
-        self, rows: int, vocab_size: int, with_extras: Callable[[Req], Request | None]
+        self,
+        rows: int,
+        vocab_size: int,
+        with_extras: Callable[[Req], Request | None],
+        adapter_of: Callable[[Req], Adapter | None],
     ) -> None:
         """
         Args:
             with_extras: Returns the pool's request for one of upstream's, if it wants more of
                 each token than its id and its log-probability.
+            adapter_of: Returns the adapter of one of upstream's requests.
         """
         self.reqs: list[Any] = [None] * rows
         self.active = np.zeros(0, np.int64)
@@ -93,13 +100,14 @@ class InputBatch:
         self.sampling = SamplingArrays.of(rows)
         self.penalties = Penalties.of(rows)
         self.names = np.zeros((rows, MAX_NAMED_IDS), np.int32)
+        self.adapters: list[Adapter | None] = [None] * rows
         self.state = np.zeros((2, rows), np.int32)
         self.steps = 0
         # By row: the first step that it takes part in, and the last one at most.
         self._first = np.zeros(rows, np.int64)
         self._last = np.zeros(rows, np.int64)
         self._extend: list[_Extend] = []
-        self._vocab_size = vocab_size
+        self._vocab_size, self._adapter_of = vocab_size, adapter_of
         self._with_extras, self._extras = with_extras, dict[int, Request]()
         self.latest = self.active
         self.not_finite = self._changed = False
@@ -148,6 +156,7 @@ class InputBatch:
             self.streamed.add(row)
         if self.penalties.set_row(row, req):
             self.penalised.add(row)
+        self.adapters[row] = self._adapter_of(req)
         if (request := self._with_extras(req)) is not None:
             self._extras[row] = request
             self.names[row, : len(request.named_ids)] = request.named_ids
@@ -282,6 +291,7 @@ class InputBatch:
         self.penalised.difference_update(ended)
         for row in ended:
             self._extras.pop(row, None)
+            self.adapters[row] = None
             self.grammars.pop(row, None)
         self._changed = True
 

@@ -29,6 +29,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from sgl_jax.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 
 from enginepool.dispatch.routed_experts import Routing
+from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.kv_cache import spec_of
@@ -51,6 +52,8 @@ from enginepool.engine.steady.penalties import (
 )
 from enginepool.engine.steady.sample import Sample
 from enginepool.engine.steady.sender import BatchSender, no_names
+from enginepool.lora.adapter import Adapter
+from enginepool.lora.layers import NO_SLOT
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.scheduler import Scheduler
@@ -68,13 +71,20 @@ class StepProgram:
         sender: Sends batches to the engine's device.
     """
 
-    def __init__(self, scheduler: Scheduler, most_steps: int, routing: Routing | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        most_steps: int,
+        adapters: AdapterSlots | None,
+        routing: Routing | None,
+    ) -> None:
         """
         Args:
             most_steps: How many steps a launch can have.
             routing: How the model routes, if its experts are wanted.
         """
         worker = scheduler.tp_worker.worker
+        self._adapters = adapters
         self._runner = worker.model_runner
         self._pool: Any = self._runner.token_to_kv_pool  # `supported` knows it
         self._sampler = jax.tree.leaves(nnx.split(self._runner.sampler)[1])
@@ -127,9 +137,21 @@ class StepProgram:
             Penalties.of(rows),
             no_names(rows),
             Features(),
+            self.adapters_of([], rows),
         )
         state = self.begin(np.zeros((2, rows), np.int32))
         return self.tally(state, [], entries([], [])), batch
+
+    def adapters_of(
+        self, adapters: Sequence[Adapter | None], size: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """The slots and the scales of so many rows. None if the engine has no adapters."""
+        if self._adapters is None:
+            return None
+        slots, scales = np.full(size, NO_SLOT, np.int32), np.zeros(size, np.float32)
+        for row, adapter in enumerate(adapters):
+            slots[row], scales[row] = self._adapters.row(adapter)
+        return slots, scales
 
     def begin(self, rows: np.ndarray) -> DecodeState:
         """The state of a new batch. All tallies are zero."""
@@ -230,7 +252,9 @@ def _build_step(
         longest, stops = batch.limits[:, 0], batch.limits[:, 1:]
         ids, lengths = state.rows
         lengths = jnp.where(longest > 0, lengths, 0)
-        output, kv, positions, experts = forward(leaves, kv, ids, lengths, batch.block_table)
+        output, kv, positions, experts = forward(
+            leaves, kv, ids, lengths, batch.block_table, batch.adapters
+        )
         output.next_token_logits = jax.lax.cond(
             batch.sampling.do_penalties,
             lambda logits: allowed(

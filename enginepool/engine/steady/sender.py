@@ -48,6 +48,7 @@ class BatchSender:
         penalties: Penalties,
         names: np.ndarray,
         features: Features,
+        adapters: tuple[np.ndarray, np.ndarray] | None,
     ) -> DeviceBatch:
         """Send a batch that allows all ids. The arrays may be changed afterwards."""
         size = len(limits)
@@ -61,6 +62,7 @@ class BatchSender:
             self.place(names.copy()) if features.named else self._no_names[size],
             self._flags[features.kept],
             self._no_mask[size],
+            None if adapters is None else (self.place(adapters[0]), self.place(adapters[1])),
         )
 
     def masked(self, batch: DeviceBatch, grammars: Mapping[int, RequestGrammar]) -> DeviceBatch:

@@ -1,0 +1,208 @@
+"""The slots of one engine: which adapter each holds, and what a batch's rows say of them.
+
+Reaches into upstream's batches: an extend batch gets a slot and a scale for each token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from enginepool.engine.common_programs import OnAnyDevice
+from enginepool.engine.executable_cache import common_programs
+from enginepool.lora.adapter import Adapter
+from enginepool.lora.layers import NO_SLOT, adapted_layers
+from enginepool.weights.placement import place
+
+if TYPE_CHECKING:
+    from enginepool.weights.leaves import EngineLeaves
+
+# An adapter on an engine's device: A and B by the layer's path, as large as a slot.
+type Placed = Mapping[str, tuple[jax.Array, jax.Array]]
+
+
+class AdapterSlots:
+    """The adapters that an engine's device has. Used on the engine's thread, except `place`.
+
+    Attributes:
+        layers: The paths of the layers that adapters can change.
+        count: How many slots there are.
+        rank: The highest rank of an adapter.
+    """
+
+    def __init__(self, model: Any, leaves: EngineLeaves) -> None:
+        layers = adapted_layers(model)
+        self.layers: dict[str, tuple[int, int]] = {}  # in, out
+        self._leaves = leaves
+        for path, layer in layers.items():
+            self.count, self.rank, size_in = layer.lora_A.shape
+            self.layers[path] = size_in, layer.lora_B.shape[1]
+        # By number, least recently used first.
+        self._held: OrderedDict[int, tuple[int, Adapter]] = OrderedDict()
+        self._write = common_programs().common(["write_adapter"], _build_write)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the adapters in slots, least recently used first."""
+        return list(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot."""
+        specs = self._leaves.adapter_specs.values()
+        return sum(spec.size * spec.dtype.itemsize for spec in specs) // self.count
+
+    def held(self) -> list[Adapter]:
+        """The adapters in slots. Any thread."""
+        return [adapter for _, adapter in list(self._held.values())]
+
+    def row(self, adapter: Adapter | None) -> tuple[int, float]:
+        """The slot and the scale of an adapter's rows. It must be in a slot."""
+        if adapter is None:
+            return NO_SLOT, 0.0
+        return self._held[adapter.number][0], adapter.scale
+
+    def place(self, arrays: Mapping[str, tuple[Any, Any]]) -> Placed:
+        """Put an adapter on the engine's device, beside the slots."""
+        return {
+            path: (
+                self._padded(path + ".lora_A", a, (0, self.rank - a.shape[0])),
+                self._padded(path + ".lora_B", b, (1, self.rank - b.shape[1])),
+            )
+            for path, (a, b) in arrays.items()
+        }
+
+    def _padded(self, path: str, array: Any, more: tuple[int, int]) -> jax.Array:
+        spec = self._leaves.adapter_specs[path]
+        assert isinstance(spec.sharding, NamedSharding)
+        sharding = NamedSharding(spec.sharding.mesh, PartitionSpec(*spec.sharding.spec[1:]))
+        axis, count = more
+        pads = [(0, count if at == axis else 0) for at in range(2)]
+        if isinstance(array, np.ndarray):
+            padded = np.pad(array.astype(spec.dtype, copy=False), pads)
+            return place(padded, sharding, spec.dtype)
+        placed = place(array, sharding, spec.dtype)
+        return jnp.pad(placed, pads) if count else placed
+
+    def load(self, adapter: Adapter, in_use: Collection[int], placed: Placed | None = None) -> bool:
+        """Put an adapter into a slot, if it is in none.
+
+        Args:
+            in_use: The numbers of adapters that must stay.
+            placed: It, on the device already.
+
+        Returns:
+            False if every slot is in use.
+        """
+        if adapter.number in self._held:
+            self._held.move_to_end(adapter.number)
+            return True
+        slot = self._free_slot(in_use)
+        if slot is None:
+            return False
+        self._put(slot, adapter, placed)
+        return True
+
+    def replace(self, numbers: Collection[int], adapter: Adapter, placed: Placed | None) -> None:
+        """Put an adapter in the place of others, of which at least one is in a slot."""
+        slots = [self._held.pop(number)[0] for number in numbers if number in self._held]
+        self._put(slots[0], adapter, placed)
+
+    def forget(self, number: int) -> None:
+        """Free an adapter's slot, if it has one."""
+        self._held.pop(number, None)
+
+    def renew(self) -> None:
+        """Free all slots, and make new leaves: a failed write may have consumed the old ones."""
+        self._held.clear()
+        self._leaves.put_adapters(
+            {
+                path: jax.device_put(jnp.zeros(spec.shape, spec.dtype), spec.sharding)
+                for path, spec in self._leaves.adapter_specs.items()
+            }
+        )
+
+    def compile(self) -> None:
+        """Compile what loads an adapter, into a slot that no request has."""
+        nothing = {
+            path: (np.zeros((1, size_in)), np.zeros((size_out, 1)))
+            for path, (size_in, size_out) in self.layers.items()
+        }
+        self._written(0, self.place(nothing))
+
+    def _free_slot(self, in_use: Collection[int]) -> int | None:
+        taken = {slot for slot, _ in self._held.values()}
+        if free := sorted(set(range(self.count)) - taken):
+            return free[0]
+        for number in self._held:
+            if number not in in_use:
+                return self._held.pop(number)[0]
+        return None
+
+    def _put(self, slot: int, adapter: Adapter, placed: Placed | None) -> None:
+        self._written(slot, placed or self.place(adapter.arrays))
+        self._held[adapter.number] = slot, adapter
+
+    def _written(self, slot: int, placed: Placed) -> None:
+        """Layers that the adapter leaves alone get zeros."""
+        leaves, specs = self._leaves, self._leaves.adapter_specs
+        new = {}
+        for path in self.layers:
+            a, b = placed.get(path, (None, None))
+            new[path + ".lora_A"] = a if a is not None else self._nothing(specs[path + ".lora_A"])
+            new[path + ".lora_B"] = b if b is not None else self._nothing(specs[path + ".lora_B"])
+        old = {path: leaves[path] for path in new}
+        leaves.put_adapters(self._write(old, new, np.int32(slot)))
+
+    @staticmethod
+    def _nothing(spec: jax.ShapeDtypeStruct) -> jax.Array:
+        assert isinstance(spec.sharding, NamedSharding)
+        sharding = NamedSharding(spec.sharding.mesh, PartitionSpec(*spec.sharding.spec[1:]))
+        return jax.device_put(jnp.zeros(spec.shape[1:], spec.dtype), sharding)
+
+    # What batches say
+
+    def prepare(self, batch: Any, find: Callable[[str], Adapter | None]) -> None:
+        """Give one of upstream's batches its slots and scales.
+
+        Args:
+            find: The adapter of one of upstream's requests, by `lora_id`.
+        """
+        rows = [self.row(find(each)) for each in batch.lora_ids]
+        lengths = None
+        if batch.forward_mode.is_extend():
+            lengths = np.asarray(batch.extend_seq_lens)
+        self.fill(batch, rows[: None if lengths is None else len(lengths)], lengths)
+
+    @staticmethod
+    def fill(batch: Any, rows: Sequence[tuple[int, float]], lengths: Any) -> None:
+        """The same for known rows.
+
+        Args:
+            lengths: How many tokens each row has; None for one.
+        """
+        slots = np.full(len(batch.input_ids), NO_SLOT, np.int32)
+        scales = np.zeros(len(batch.input_ids), np.float32)
+        counts = np.ones(len(rows), np.int64) if lengths is None else lengths[: len(rows)]
+        mine = np.repeat(np.array([slot for slot, _ in rows], np.int32), counts)
+        slots[: len(mine)] = mine
+        scales[: len(mine)] = np.repeat(np.array([s for _, s in rows], np.float32), counts)
+        batch.lora_token_indices, batch.lora_scalings = slots, scales
+        batch.lora_ranks = slots  # upstream sends it, and nobody reads it
+
+
+def _build_write() -> Any:
+    @partial(jax.jit, donate_argnames="leaves")
+    def write(leaves: Any, new: Any, slot: jax.Array) -> Any:
+        return jax.tree.map(
+            lambda leaf, one: jax.lax.dynamic_update_index_in_dim(leaf, one, slot, 0), leaves, new
+        )
+
+    return OnAnyDevice(write)

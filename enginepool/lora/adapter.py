@@ -1,0 +1,136 @@
+"""One version of one adapter, and the pool's adapters by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from enginepool.errors import InvalidRequest
+from enginepool.values import shown
+
+
+@dataclass(eq=False)
+class Adapter:
+    """One version of an adapter, on the host. Whoever runs under it holds it.
+
+    Attributes:
+        version: The label that results carry.
+        number: Different for everything that was ever loaded. Prefix-cache entries of different
+            numbers are separate.
+        scale: What the product of B and A is multiplied with.
+        config: The fields of adapter_config.json.
+        arrays: A `[rank, in]` and B `[out, rank]`, by the path of the linear layer.
+        successor: What its running requests continue with, once there is something.
+    """
+
+    name: str
+    version: int | str
+    number: int
+    scale: float
+    config: Mapping[str, Any]
+    arrays: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    successor: Adapter | None = None
+
+    @property
+    def rank(self) -> int:
+        return max(len(a) for a, _ in self.arrays.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes + b.nbytes for a, b in self.arrays.values())
+
+    @property
+    def latest(self) -> Adapter:
+        """What a running request continues with: this, or what has replaced it."""
+        adapter = self
+        while adapter.successor is not None:
+            adapter = adapter.successor
+        return adapter
+
+
+class Adapters:
+    """The adapters of a pool. Thread-safe.
+
+    Args:
+        most: How many can be loaded at a time; None for no limit.
+    """
+
+    def __init__(self, *, enabled: bool = False, most: int | None = None) -> None:
+        self.enabled = enabled
+        self._most = most
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Adapter] = {}
+        self._numbers = 0
+
+    def names(self) -> list[str]:
+        return list(self._all())
+
+    def loaded(self) -> list[Adapter]:
+        return list(self._all().values())
+
+    def _all(self) -> dict[str, Adapter]:
+        with self._lock:
+            return dict(self._by_name)
+
+    def get(self, name: str) -> Adapter | None:
+        return self._by_name.get(name)
+
+    def find(self, name: Any) -> Adapter:
+        """The adapter that a call names.
+
+        Raises:
+            InvalidRequest: There is none of that name.
+        """
+        self.check_enabled()
+        if not isinstance(name, str) or (adapter := self._by_name.get(name)) is None:
+            loaded = ", ".join(self.names()) or "none"
+            raise InvalidRequest(
+                f"lora_path={shown(name)}: no such adapter; loaded: {loaded}; load_lora_adapter "
+                "loads one"
+            )
+        return adapter
+
+    def check_enabled(self) -> None:
+        """Raise InvalidRequest if the pool was opened without adapters."""
+        if not self.enabled:
+            raise InvalidRequest(
+                "this pool takes no adapters; open it with enable_lora=True, max_lora_rank= and "
+                "lora_target_modules="
+            )
+
+    def check_room(self, name: str) -> None:
+        """Raise InvalidRequest if another adapter would be one too many."""
+        names = self.names()
+        if self._most is not None and name not in names and len(names) >= self._most:
+            raise InvalidRequest(
+                f"lora_name={name!r}: {len(names)} adapters are loaded (max_loaded_loras="
+                f"{self._most}): unload_lora_adapter one of {', '.join(names)}"
+            )
+
+    def next_number(self) -> int:
+        with self._lock:
+            self._numbers += 1
+            return self._numbers
+
+    def set(self, adapter: Adapter) -> None:
+        """From now on, calls that name it get this one."""
+        with self._lock:
+            self._by_name[adapter.name] = adapter
+
+    def remove(self, name: str) -> Adapter:
+        """Forget an adapter. Requests that have it keep it."""
+        adapter = self.find(name)
+        with self._lock:
+            self._by_name.pop(name, None)
+        return adapter
+
+    def for_start(self, adapter: Adapter | None, *, begun: bool) -> Adapter | None:
+        """What a waiting request starts with. One that has begun keeps its version, unless that
+        was replaced under it. Another gets the newest, or its own if the adapter was unloaded."""
+        if adapter is None or begun:
+            return adapter and adapter.latest
+        return self._by_name.get(adapter.name, adapter.latest)

@@ -1,0 +1,215 @@
+"""What a caller may give `load_lora_adapter`, read and checked: a PEFT folder, or arrays by PEFT's
+names with the fields of its adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from enginepool.errors import InvalidWeights
+from enginepool.values import is_int, is_number, shown
+from enginepool.weights.arrays import Array, as_array, convertible
+from enginepool.weights.checkpoint import find
+from enginepool.weights.files import TensorFile
+from enginepool.weights.name_mismatch import listed
+
+CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+
+# Fields of adapter_config.json that no engine computes, by the values that need nothing of it.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA", "lora", None),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, [], ()),
+    "layer_replication": (None, [], ()),
+    "target_parameters": (None, [], ()),
+    "trainable_token_indices": (None, [], (), {}),
+    "alora_invocation_tokens": (None, [], ()),
+    "arrow_config": (None,),
+}
+# These begin with other base weights than the model's.
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+_NAME = re.compile(
+    r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight$"
+)
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """An adapter that fits a model.
+
+    Attributes:
+        config: The fields of adapter_config.json.
+        scale: What the product of B and A is multiplied with.
+        arrays: A and B by the path of the model's linear layer.
+    """
+
+    config: Mapping[str, Any]
+    scale: float
+    arrays: Mapping[str, tuple[Array, Array]]
+
+
+def read_adapter(
+    source: Any,
+    config: Mapping[str, Any] | None,
+    paths: Mapping[str, str],
+    layers: Mapping[str, tuple[int, int]],
+    max_rank: int,
+    *,
+    download_dir: str | None = None,
+) -> AdapterSource:
+    """Read an adapter and check that an engine can hold it.
+
+    Args:
+        config: The fields of adapter_config.json; a folder has its own.
+        paths: The model's leaf path for each Hugging Face name.
+        layers: By path of each layer that can be adapted: its sizes, in and out.
+
+    Raises:
+        InvalidWeights: With what does not fit, by name.
+    """
+    if isinstance(source, str | Path):
+        folder = find(source, download_dir)
+        config = _read_config(folder) if config is None else config
+        file = TensorFile(folder / FILE)
+        arrays: dict[str, Any] = {name: file.load(name) for name in file.tensors}
+        what = str(folder)
+    elif isinstance(source, Mapping):
+        arrays, what = (
+            {name: as_array(str(name), value) for name, value in source.items()},
+            "source",
+        )
+    else:
+        raise InvalidWeights(
+            f"load_lora_adapter cannot read a {type(source).__name__}; it takes a PEFT folder, or "
+            "a dict from PEFT's names to arrays"
+        )
+    if config is None:
+        raise InvalidWeights(
+            "load_lora_adapter: arrays alone do not say how they are scaled; give "
+            'config_dict={"r": …, "lora_alpha": …}, as adapter_config.json has them'
+        )
+    check_config(config, what)
+    made = _fitted(_by_layer(arrays, what), config, paths, layers, max_rank)
+    return AdapterSource(config, _scale(config, config["r"], config["lora_alpha"]), made)
+
+
+def check_config(config: Mapping[str, Any], what: str) -> None:
+    """
+    Raises:
+        InvalidWeights: It needs something that no engine computes.
+    """
+    for field, plain in _PLAIN.items():
+        if (value := config.get(field)) not in plain:
+            raise InvalidWeights(f"{what}: {field}={shown(value)}: engines compute plain LoRA only")
+    begins = config.get("init_lora_weights")
+    if isinstance(begins, str) and begins.lower().startswith(_OTHER_BASE):
+        raise InvalidWeights(
+            f"{what}: init_lora_weights={begins!r} changes the base's weights; convert the adapter "
+            "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    if not (is_int(config.get("r")) and config["r"] > 0 and is_number(config.get("lora_alpha"))):
+        raise InvalidWeights(
+            f"{what}: r={shown(config.get('r'))}, lora_alpha={shown(config.get('lora_alpha'))}: "
+            "expected a rank and a number"
+        )
+
+
+def _scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
+    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidWeights(f"{folder}: no {CONFIG} that can be read: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidWeights(f"{folder}: {CONFIG} is no object")
+    return config
+
+
+def _by_layer(arrays: Mapping[str, Array], what: str) -> dict[str, dict[str, Array]]:
+    layers: dict[str, dict[str, Array]] = {}
+    unknown = []
+    for name, array in arrays.items():
+        if (match := _NAME.match(name)) is None:
+            unknown.append(name)
+        elif match["side"] in (found := layers.setdefault(match["layer"], {})):
+            raise InvalidWeights(f"{what}: {name}: came twice", names=[name])
+        else:
+            found[match["side"]] = array
+    if unknown:
+        raise InvalidWeights(
+            f"{what}: {listed(unknown)}: only lora_A and lora_B of linear layers can be taken",
+            names=unknown,
+        )
+    if half := [layer for layer, found in layers.items() if len(found) < 2]:
+        raise InvalidWeights(
+            f"{what}: {listed(half, 'layer')} without its lora_A or lora_B", names=half
+        )
+    if not layers:
+        raise InvalidWeights(f"{what}: it is empty")
+    return layers
+
+
+def _fitted(
+    found: Mapping[str, Mapping[str, Array]],
+    config: Mapping[str, Any],
+    paths: Mapping[str, str],
+    layers: Mapping[str, tuple[int, int]],
+    max_rank: int,
+) -> dict[str, tuple[Array, Array]]:
+    made = {}
+    whole = _scale(config, config["r"], config["lora_alpha"])
+    for name, sides in found.items():
+        path = paths.get(name + ".weight", "").removesuffix(".weight")
+        if path not in layers:
+            known = "is not among lora_target_modules" if path else "is no layer of this model"
+            raise InvalidWeights(f"{name} {known}; every layer of an adapter must be", names=[name])
+        a, b = sides["A"], sides["B"]
+        rank, (size_in, size_out) = len(a) if a.ndim else 0, layers[path]
+        if a.shape != (rank, size_in) or b.shape != (size_out, rank) or not rank:
+            raise InvalidWeights(
+                f"{name}: lora_A {a.shape} and lora_B {b.shape}: expected (rank, {size_in}) and "
+                f"({size_out}, rank)",
+                names=[name],
+            )
+        if rank > max_rank:
+            raise InvalidWeights(
+                f"{name}: rank {rank} is more than max_lora_rank={max_rank}", names=[name]
+            )
+        wanted = _pattern(config, "rank_pattern", name, config["r"])
+        if rank != wanted:
+            raise InvalidWeights(
+                f"{name}: rank {rank}, but its configuration says r={wanted}", names=[name]
+            )
+        for side, array in sides.items():
+            if not convertible(array.dtype, jax.numpy.float32):
+                raise InvalidWeights(f"{name}.lora_{side}: dtype {array.dtype}", names=[name])
+        mine = _scale(config, rank, _pattern(config, "alpha_pattern", name, config["lora_alpha"]))
+        # What is scaled otherwise than the whole has the difference in its B.
+        made[path] = a, b if mine == whole else _times(b, mine / whole)
+    return made
+
+
+def _times(array: Array, factor: float) -> Array:
+    return (array.astype("float32") * factor).astype(array.dtype)
+
+
+def _pattern(config: Mapping[str, Any], field: str, name: str, default: Any) -> Any:
+    """PEFT's rule: a pattern is the end of a layer's name, or a regular expression of it."""
+    for pattern, value in (config.get(field) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default

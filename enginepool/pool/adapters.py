@@ -1,0 +1,62 @@
+"""The calls that load and unload adapters. Each has an async twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from enginepool.pool.calls import CallGroup, async_twin
+from enginepool.runtime.adapters import AdapterReport, load_adapter, unload_adapter
+from enginepool.runtime.quiesce import SwapMode
+
+
+class AdapterCalls(CallGroup):
+    """Mixin of `EnginePool`: LoRA adapters, of a pool with `enable_lora=True`. Thread-safe."""
+
+    def load_lora_adapter(
+        self,
+        lora_name: str,
+        source: Any,
+        *,
+        config_dict: Mapping[str, Any] | None = None,
+        weight_version: int | str | None = None,
+        mode: SwapMode = "drain",
+    ) -> AdapterReport:
+        """Load an adapter, or replace one of the same name. If anything is wrong, nothing changes.
+
+        Every engine has `max_loras_per_batch` slots on its device, and takes adapters into them as
+        requests ask for them. The pool keeps all adapters on the host. New weights of the base
+        leave them as they are.
+
+        Args:
+            lora_name: What `lora_path` names in calls.
+            source: A PEFT folder or hub id, or a dict from PEFT's names to NumPy, JAX or torch
+                arrays. It is copied.
+            config_dict: The fields of adapter_config.json, for a dict: `r`, `lora_alpha` and, if
+                they are used, `use_rslora`, `rank_pattern` and `alpha_pattern`. None: those of the
+                version before.
+            weight_version: The label in `meta_info["lora_versions"]`. None: a number that no
+                other version of any adapter has.
+            mode: What happens to running requests of the version before. "drain": they finish on
+                it, beside requests of the new one; nobody waits. "abort": they end with the tokens
+                that they have. "in_place": they continue on the new one, with the KV of the old
+                one. "retract": all running requests of the pool go back to the queue, and compute
+                their KV anew.
+
+        Raises:
+            InvalidWeights: The source does not fit, or needs more than plain LoRA.
+            InvalidRequest: The pool takes no adapters, or `max_loaded_loras` are loaded.
+            WeightUpdateFailed, PoolClosed, PoolFailed: As `update_weights`.
+        """
+        return load_adapter(self.runtime, lora_name, source, config_dict, weight_version, mode)
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Forget an adapter. Outputs whose calls were made before are finished with it.
+
+        Raises:
+            InvalidRequest: There is none of that name.
+        """
+        unload_adapter(self.runtime, lora_name)
+
+    async_load_lora_adapter = async_twin(load_lora_adapter)
+    async_unload_lora_adapter = async_twin(unload_lora_adapter)

@@ -1,0 +1,233 @@
+"""Loads, replaces and unloads adapters: on every engine or on none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from enginepool.dispatch.request import Request
+from enginepool.engine.adapter_slots import AdapterSlots, Placed
+from enginepool.engine.jobs import EngineBroken
+from enginepool.engine.worker import EngineWorker
+from enginepool.errors import EnginePoolError, InvalidRequest
+from enginepool.lora.adapter import Adapter
+from enginepool.lora.source import read_adapter
+from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
+from enginepool.runtime.runtime import Runtime
+from enginepool.runtime.staging import naming
+from enginepool.runtime.swap_options import Options
+from enginepool.runtime.update_lock import updating
+from enginepool.values import shown
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """What `load_lora_adapter` returns.
+
+    Attributes:
+        weight_version: What results carry in `lora_versions` from now on.
+        nbytes: Bytes of the adapter as it was given.
+        seconds: By phase. "stage": read and put on every device. "commit": until all had it.
+            "total".
+        engines: How many have it in a slot. The others take it when a request asks for it.
+    """
+
+    lora_name: str
+    weight_version: int | str
+    mode: str
+    rank: int
+    nbytes: int
+    seconds: dict[str, float]
+    engines: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For logs: plain numbers, words and dicts."""
+        return asdict(self)
+
+
+def load_adapter(
+    runtime: Runtime,
+    name: str,
+    source: Any,
+    config: Mapping[str, Any] | None,
+    weight_version: int | str | None,
+    mode: SwapMode,
+) -> AdapterReport:
+    """See `EnginePool.load_lora_adapter`."""
+    Options(weight_version, mode).check()
+    runtime.adapters.check_enabled()
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"lora_name={shown(name)}: expected a name")
+    with updating(runtime, "load_lora_adapter()") as workers:
+        return _Load(runtime, workers, name, mode).run(source, config, weight_version)
+
+
+def unload_adapter(runtime: Runtime, name: str) -> None:
+    """See `EnginePool.unload_lora_adapter`."""
+    with runtime.steering.turn("unload_lora_adapter()"):
+        runtime.adapters.remove(name)
+
+
+class _Load:
+    """One version of an adapter on its way into the engines."""
+
+    def __init__(
+        self, runtime: Runtime, workers: Sequence[EngineWorker], name: str, mode: SwapMode
+    ) -> None:
+        self._runtime, self._workers = runtime, workers
+        self._name = name
+        self._mode: SwapMode = mode
+        self._placed: dict[int, Placed] = {}
+        # By engine: what its requests had before.
+        self._had: dict[int, dict[Request, Adapter]] = {}
+        self._in_slots = 0
+
+    def run(
+        self, source: Any, config: Mapping[str, Any] | None, version: int | str | None
+    ) -> AdapterReport:
+        started = time.perf_counter()
+        adapters = self._runtime.adapters
+        adapters.check_room(self._name)
+        old = adapters.get(self._name)
+        if config is None and old is not None and isinstance(source, Mapping):
+            config = old.config
+        new = self._read(source, config, version)
+        staged = time.perf_counter()
+        self._commit(new, old)
+        ended = time.perf_counter()
+        return AdapterReport(
+            self._name,
+            new.version,
+            self._mode,
+            new.rank,
+            new.nbytes,
+            {"stage": staged - started, "commit": ended - staged, "total": ended - started},
+            self._in_slots,
+        )
+
+    def _read(
+        self, source: Any, config: Mapping[str, Any] | None, version: int | str | None
+    ) -> Adapter:
+        lead = self._workers[0].scheduler
+        slots = _slots(self._workers[0])
+        found = read_adapter(
+            source,
+            config,
+            lead.hugging_face.paths,
+            slots.layers,
+            slots.rank,
+            download_dir=lead.server_args.download_dir,
+        )
+        for worker in self._workers:
+            with naming(worker):
+                self._placed[worker.index] = _slots(worker).place(found.arrays)
+        number = self._runtime.adapters.next_number()
+        arrays = {path: (np.array(a), np.array(b)) for path, (a, b) in found.arrays.items()}
+        return Adapter(
+            self._name,
+            number if version is None else version,
+            number,
+            found.scale,
+            dict(found.config),
+            arrays,
+        )
+
+    def _commit(self, new: Adapter, old: Adapter | None) -> None:
+        if old is None or self._mode in ("drain", "abort"):
+            # Both versions have slots until the old one's requests have ended.
+            self._on_all(StoppedEngines(self._runtime, self._workers), self._put, new)
+            self._runtime.adapters.set(new)
+            if self._mode == "abort":
+                self._abort()
+            return
+        with quiesced(self._runtime, self._workers, self._mode) as engines:
+            self._on_all(engines, self._replace, new)
+            for each in self._replaced(new):
+                each.successor = new
+            old.successor = new
+            self._runtime.adapters.set(new)
+
+    def _replaced(self, new: Adapter) -> list[Adapter]:
+        """Older versions, of which requests may wait somewhere."""
+        waiting = [request.adapter for request in self._runtime.dispatch.unfinished()]
+        had = [adapter for mine in self._had.values() for adapter in mine.values()]
+        return [
+            adapter
+            for adapter in (*waiting, *had)
+            if adapter not in (None, new)
+            and adapter.name == self._name
+            and adapter.successor is None
+        ]
+
+    def _on_all(
+        self,
+        engines: StoppedEngines,
+        job: Callable[[EngineWorker, Adapter], bool],
+        new: Adapter,
+    ) -> None:
+        """On every engine or, if one fails, on none."""
+        try:
+            done = engines.run(lambda worker: _named(worker, partial(job, worker, new)))
+        except BaseException:
+            with suppress(EnginePoolError):  # the first error says more
+                engines.run(lambda worker: self._put_back(worker, new))
+            raise
+        self._in_slots = sum(done.values())
+
+    def _put(self, worker: EngineWorker, new: Adapter) -> bool:
+        """On the engine's thread."""
+        in_use = worker.channel.running.adapters()
+        return _slots(worker).load(new, in_use, self._placed.pop(worker.index))
+
+    def _replace(self, worker: EngineWorker, new: Adapter) -> bool:
+        """On the engine's thread: requests that run under an older version continue with this."""
+        before = worker.channel.running.replace_adapter(self._name, new)
+        self._had[worker.index] = before
+        numbers = list(dict.fromkeys(adapter.number for adapter in before.values()))
+        if not numbers:
+            return self._put(worker, new)
+        _slots(worker).replace(numbers, new, self._placed.pop(worker.index))
+        return True
+
+    def _put_back(self, worker: EngineWorker, new: Adapter) -> None:
+        """On the engine's thread: it has nothing of the new version any more."""
+        slots = _slots(worker)
+        slots.forget(new.number)
+        for request, adapter in self._had.get(worker.index, {}).items():
+            worker.channel.running.take_over(request, keep=True)
+            request.adapter = adapter
+        for adapter in set(self._had.get(worker.index, {}).values()):
+            try:
+                slots.load(adapter, worker.channel.running.adapters())
+            except Exception as error:  # its requests resume elsewhere
+                raise EngineBroken(f"could not put an adapter back: {error!r}") from error
+
+    def _abort(self) -> None:
+        """End the requests that run under another version."""
+        dispatch, number = self._runtime.dispatch, self._runtime.adapters.find(self._name).number
+        running = [
+            request
+            for request in dispatch.unfinished()
+            if request.adapter is not None
+            and request.adapter.name == self._name
+            and request.adapter.number != number
+            and (request.begun or request.req is not None)
+        ]
+        dispatch.abort(running, "load_lora_adapter(mode='abort')", "cancelled")
+
+
+def _named(worker: EngineWorker, job: Callable[[], bool]) -> bool:
+    with naming(worker):
+        return job()
+
+
+def _slots(worker: EngineWorker) -> AdapterSlots:
+    slots = worker.scheduler.adapters
+    assert slots is not None, "the pool has no adapters"
+    return slots

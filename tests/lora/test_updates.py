@@ -1,0 +1,193 @@
+"""New versions of adapters under load, and more adapters than slots."""
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from enginepool import EnginePool, InvalidRequest, WeightUpdateFailed
+from tests.lora.conftest import World
+from tests.lora.test_exact import GREEDY, PROMPTS, check, load
+from tests.support.adapters import agrees, config, ids_of
+from tests.support.faults import Fault
+from tests.support.forced import output_logits
+from tests.support.liveness import at_rest, callers, paused, running, until, waiting
+
+LONG = GREEDY | {"max_new_tokens": 40}
+MODES = ["drain", "retract", "abort", "in_place"]
+NAMES: list[str | None] = ["x", None, "x", "x", None, "x"]
+
+
+def check_spans(world: World, of: dict[int, str], prompts: Any, results: Any) -> None:
+    """Every token is the best one, given all before it, by the version that its span names."""
+    outputs = [result["output_ids"] for result in results]
+    logits = {
+        name: output_logits(world.merged[name], prompts, outputs) for name in (None, *of.values())
+    }
+    for index, result in enumerate(results):
+        meta = result["meta_info"]
+        spans = meta.get("lora_versions") or [[0, len(outputs[index]), None]]
+        assert spans[0][0] == 0
+        assert spans[-1][1] == len(outputs[index])
+        for start, end, version in spans:
+            rows = logits[of.get(version)][index][start:end]
+            chosen = rows[np.arange(end - start), outputs[index][start:end]]
+            assert (rows.max(axis=-1) - chosen).max() < 1e-3, (index, spans)
+
+
+def ask(pool: EnginePool, threads: Any, names: Any = NAMES) -> Future[list[dict[str, Any]]]:
+    return threads.submit(
+        pool.generate_all,
+        input_ids=PROMPTS,
+        sampling_params=LONG,
+        lora_path=names,
+        return_logprob=True,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hot_updates(mode: Any, adapted: EnginePool, world: World) -> None:
+    """Twenty versions, from two sets of arrays in turn, while outputs run."""
+    of = {0: "a"}
+    adapted.load_lora_adapter("x", world.folders["a"], weight_version=0)
+    results, calls = [], []
+    with callers() as threads:
+        for version in range(1, 21):
+            if version % 5 == 1:
+                calls.append(ask(adapted, threads))
+            until(lambda: running(adapted) > 0 or all(call.done() for call in calls))
+            of[version] = "ab"[version % 2]
+            adapted.load_lora_adapter(
+                "x", world.folders[of[version]], weight_version=version, mode=mode
+            )
+        for call in calls:
+            results += call.result()
+    prompts, names = PROMPTS * len(calls), NAMES * len(calls)
+    for name, result in zip(names, results, strict=True):
+        meta = result["meta_info"]
+        assert (mode == "abort" and name) or meta["finish_reason"]["type"] == "length"
+        assert mode not in ("drain", "abort") or len(meta.get("lora_versions", [])) < 2
+    if mode != "in_place":  # there the KV cache is of both
+        some = [i for i, result in enumerate(results) if result["output_ids"]]
+        check_spans(world, of, [prompts[i] for i in some], [results[i] for i in some])
+    until(lambda: at_rest(adapted))
+    (after,) = adapted.generate_all(
+        input_ids=[PROMPTS[0]], sampling_params=GREEDY, lora_path="x", return_logprob=True
+    )
+    check(world, [PROMPTS[0]], [of[20]], [after])
+
+
+def test_in_place_changes_what_runs(adapted: EnginePool, world: World) -> None:
+    adapted.load_lora_adapter("x", world.folders["a"], weight_version=1)
+    with callers() as threads:
+        with paused(adapted):
+            call = ask(adapted, threads)
+            until(lambda: waiting(adapted) == len(PROMPTS))
+        until(lambda: running(adapted) > 0)
+        adapted.load_lora_adapter("x", world.folders["b"], weight_version=2, mode="in_place")
+        results = call.result()
+    spans = [result["meta_info"].get("lora_versions") for result in results]
+    assert {2} <= {version for each in spans if each for *_, version in each}
+    (after,) = adapted.generate_all(
+        input_ids=[PROMPTS[0]], sampling_params=GREEDY, lora_path="x", return_logprob=True
+    )
+    check(world, [PROMPTS[0]], ["b"], [after])
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place"])
+def test_a_device_that_fails_changes_nothing(
+    mode: Any, adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted.load_lora_adapter("x", world.folders["a"], weight_version=1)
+    slots: Any = adapted.runtime.workers[1].scheduler.adapters
+    with callers() as threads:
+        call = ask(adapted, threads)
+        until(lambda: running(adapted) > 0)
+
+        def fail(*_: Any) -> None:
+            raise Fault("the device is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "_written", fail)
+            with pytest.raises(WeightUpdateFailed, match="engine 1"):
+                adapted.load_lora_adapter("x", world.folders["b"], weight_version=2, mode=mode)
+        results = call.result()
+    until(lambda: all(e["state"] == "serving" for e in adapted.stats()["engines"]))
+    for result in results:
+        assert result["meta_info"].get("lora_versions", [[0, 40, 1]]) == [[0, 40, 1]]
+    check(world, PROMPTS, [name and "a" for name in NAMES], results)
+    assert adapted.stats()["lora_adapters"]["x"]["weight_version"] == 1
+
+
+def test_unload_while_it_is_in_use(adapted: EnginePool, world: World) -> None:
+    """What was asked for before is finished with it, also what waits."""
+    load(adapted, world, "a")
+    with callers() as threads:
+        with paused(adapted):
+            call = ask(adapted, threads, "a")
+            until(lambda: waiting(adapted) == len(PROMPTS))
+            adapted.unload_lora_adapter("a")
+        with pytest.raises(InvalidRequest, match="no such adapter"):
+            adapted.generate(input_ids=PROMPTS[0], lora_path="a")
+        load(adapted, world, "b")
+        check(world, PROMPTS, ["a"] * len(PROMPTS), call.result())
+
+
+def test_more_adapters_than_slots(adapted: EnginePool, world: World) -> None:
+    load(adapted, world, "a", "b", "c", "d")
+    names = [*"abcd", None] * 4
+    prompts = ids_of(5, [4 + i % 9 for i in range(len(names))])
+    results = adapted.generate_all(
+        input_ids=prompts, sampling_params=GREEDY, lora_path=names, return_logprob=True
+    )
+    check(world, prompts, names, results)
+    held = [w.scheduler.adapters.held() for w in adapted.runtime.workers]  # type: ignore[union-attr]
+    assert all(len(each) == 2 for each in held)
+
+
+def test_who_waits_for_a_slot_gets_one(adapted: EnginePool, world: World) -> None:
+    """Other adapters' requests never end, and one for a third adapter comes through."""
+    load(adapted, world, "a", "b", "c")
+    stop = threading.Event()
+
+    def keep_busy(name: str) -> int:
+        count = 0
+        while not stop.is_set():
+            adapted.generate(input_ids=PROMPTS[0], sampling_params=LONG, lora_path=name)
+            count += 1
+        return count
+
+    with callers(12) as threads:
+        busy = [threads.submit(keep_busy, name) for name in "abababab"]
+        until(lambda: running(adapted) >= 4)
+        try:
+            results = adapted.generate_all(
+                input_ids=PROMPTS, sampling_params=GREEDY, lora_path="c", return_logprob=True
+            )
+        finally:
+            stop.set()
+        check(world, PROMPTS, ["c"] * len(PROMPTS), results)
+        assert all(call.result() for call in busy)
+
+
+def test_most_that_are_loaded(
+    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapted.runtime.adapters, "_most", 1)
+    load(adapted, world, "a", "a")
+    with pytest.raises(InvalidRequest, match="max_loaded_loras=1"):
+        load(adapted, world, "b")
+
+
+def test_arrays_may_be_donated_afterwards(adapted: EnginePool, world: World) -> None:
+    arrays = {name: jax.numpy.asarray(value) for name, value in world.arrays["a"].items()}
+    adapted.load_lora_adapter("x", arrays, config_dict=config(4))
+    for array in arrays.values():
+        array.delete()
+    (result,) = adapted.generate_all(
+        input_ids=[PROMPTS[0]], sampling_params=GREEDY, lora_path="x", return_logprob=True
+    )
+    assert agrees(result, world.expected("a", [PROMPTS[0]])[0])
