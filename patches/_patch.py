@@ -145,18 +145,26 @@ class Patch:
     def is_needed(self) -> bool:
         """Tell whether the installed upstream has the defect, applied or not.
 
+        An optimisation that does not fit is left out, and the log says so once.
+
         Raises:
             PatchError: A target is missing or has changed in upstream.
         """
+        try:
+            return self._is_needed()
+        except PatchError as exc:
+            if not (self.optimisation or isinstance(exc, JaxChanged)):
+                raise
+            _say_left_out(self, exc)
+            return False
+
+    def _is_needed(self) -> bool:
         try:
             with _lock:
                 originals = [_original(target) for target in self.replaced]
             if any(original is None for original in originals):
                 return False
             return bool(self.probe(*originals))
-        except JaxChanged as exc:
-            _say_left_out(self, exc)
-            return False
         except (AttributeError, LookupError, NameError, OSError, TypeError, ValueError) as exc:
             # The probe runs upstream's code with stand-ins. If it fails, the code has changed.
             raise PatchError(
@@ -204,7 +212,7 @@ _applied: dict[Patch, list[_Binding]] = {}
 _left_out: set[Patch] = set()
 
 
-def _say_left_out(patch: Patch, why: JaxChanged) -> None:
+def _say_left_out(patch: Patch, why: PatchError) -> None:
     if patch not in _left_out:
         _left_out.add(patch)
         logger.warning("%s is left out: %s", patch.name, why)

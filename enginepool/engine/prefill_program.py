@@ -322,6 +322,8 @@ def _refusal(runner: ModelRunner, manager: CompilationManager) -> str | None:
     name = type(runner.model).__name__
     if not hasattr(manager, "_make_dummy_batch"):
         return "this sglang-jax has no CompilationManager._make_dummy_batch, which it is made of"
+    if hasattr(runner.attn_backend, "prepare_model_state"):
+        return "this sglang-jax's attention changes the weights that a program gets"
     if getattr(manager, "has_recurrent_state", False):
         return f"{name} keeps recurrent state beside its KV cache"
     if manager.token_buckets[-1] < manager.page_size:  # pieces are whole pages

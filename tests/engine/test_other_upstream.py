@@ -15,6 +15,7 @@ from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.top_logprobs import TopLogprobs
 from enginepool.weights.leaves import EngineLeaves
 from patches._lookup import module
+from tests.support.faults import scheduler_of
 from tests.support.pools import SMALL
 
 PACKAGE = Path(enginepool.__file__).parent
@@ -154,6 +155,25 @@ def test_opening(
     with pytest.raises(EngineStartFailed, match=message) as caught:
         EnginePool(str(toy.checkpoint()), devices=1, **options).open()
     assert isinstance(caught.value.__cause__, EnginePoolError)
+
+
+def test_weights_that_a_backend_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's own programs run then: ours would compute with other weights."""
+    from enginepool.engine.prefill_program import PrefillProgram
+    from enginepool.engine.steady.program import supported
+
+    options = SMALL | {"warmup": "none"}
+    with EnginePool(str(toy.checkpoint()), devices=1, **options) as pool:
+        scheduler = scheduler_of(pool, 0)
+        worker = scheduler.tp_worker.worker
+        able, runs = supported(scheduler), worker.model_runner.jitted_run_model
+        backend: Any = type(worker.model_runner.attn_backend)
+        monkeypatch.setattr(backend, "prepare_model_state", lambda *_: None, raising=False)
+        assert not supported(scheduler)
+        assert PrefillProgram(worker).refusal
+        assert worker.model_runner.jitted_run_model is runs
+        monkeypatch.undo()
+        assert supported(scheduler) is able
 
 
 def test_weights_are_read_where_they_cannot_be_copied(

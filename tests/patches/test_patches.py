@@ -1,6 +1,7 @@
 """What every patch does: apply, revert, refuse."""
 
 import inspect
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 import patches
 from enginepool import EnginePoolError, PatchFailed
 from enginepool.runtime import startup
-from patches import seeded_sampler, zero_penalty_cache
+from patches import _patch, batch_transfers, seeded_sampler, zero_penalty_cache
 
 EACH = pytest.mark.parametrize("patch", patches.ALL, ids=lambda patch: patch.name)
 HEADINGS = ("What breaks:", "Why:", "What we change:", "Remove when:")
@@ -151,6 +152,43 @@ def test_an_unknown_upstream_is_refused(changes, message):
     with pytest.raises(patches.PatchError, match=message):
         patches.apply([patches.ALL[1], unknown])
     assert not patches.is_applied(patches.ALL[1])
+
+
+@pytest.mark.parametrize(
+    ("patch", "target"),
+    [
+        pytest.param(patch, target, id=f"{patch.name} {target.attribute}")
+        for patch in patches.ALL
+        for target in patch.replaced
+        if not target.inherited
+    ],
+)
+def test_a_part_of_upstream_that_is_gone(patch, target, monkeypatch, caplog):
+    """It is named: in an error, or in the log where nothing but speed is lost. A patch whose target
+    other versions do not have either is not needed."""
+    monkeypatch.setattr(_patch, "_left_out", set())
+    with pytest.MonkeyPatch.context() as gone:
+        gone.delattr(target.holder(), target.name)
+        if target.optional or patch.optimisation or target.module.startswith("jax."):
+            assert patches.apply([patch]) == []
+        else:
+            with pytest.raises(patches.PatchError, match=re.escape(target.path)):
+                patches.apply([patch])
+    said = [record.getMessage() for record in caplog.records]
+    left_out = not target.optional and (patch.optimisation or target.module.startswith("jax."))
+    assert len(said) == left_out
+    assert all(line.startswith(f"{patch.name} is left out: {target.path}") for line in said)
+    assert not patches.is_applied(patch)
+
+
+def test_an_optimisation_whose_probe_trips_is_left_out(monkeypatch, caplog):
+    """Upstream sends a batch another way: nothing is wrong with that."""
+    monkeypatch.setattr(_patch, "_left_out", set())
+    other = replace(batch_transfers.PATCH, probe=lambda *originals: originals[0].gone)
+    assert not other.is_needed()
+    assert not other.is_needed()
+    [record] = caplog.records
+    assert record.getMessage().startswith("batch_transfers is left out: batch_transfers: cannot")
 
 
 def test_a_probe_that_trips_is_an_error():
