@@ -1,6 +1,10 @@
 """The slots of one engine: which adapter each holds, and what a batch's rows say of them.
 
 Reaches into upstream's batches: an extend batch gets a slot and a scale for each token.
+
+What breaks: Upstream's batches name adapters of its own manager, by paths of its own.
+Why: See `lora/layers.py`.
+Remove when: With `lora/layers.py`.
 """
 
 from __future__ import annotations

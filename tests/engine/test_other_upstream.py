@@ -23,6 +23,7 @@ HEADINGS = ("\nWhat breaks: ", "\nWhy: ", "\nRemove when: ")
 
 # What can be repaired for everybody is a patch instead of one more of these.
 REACHES = {
+    "engine/adapter_slots.py",
     "engine/build.py",
     "engine/common_programs.py",
     "engine/config_reads.py",
@@ -32,6 +33,8 @@ REACHES = {
     "engine/kv_cache.py",
     "engine/quantized_check.py",
     "engine/rotary_check.py",
+    "engine/routed_experts.py",
+    "engine/sampling_mask.py",
     "engine/scheduler.py",
     "engine/prefill_program.py",
     "engine/steady/admission.py",
@@ -44,6 +47,7 @@ REACHES = {
     "engine/steady/sample.py",
     "engine/top_logprobs.py",
     "engine/warmup.py",
+    "lora/layers.py",
     "process/quick_exit.py",
     "serve/answer_form.py",
     "serve/chat_stream.py",
