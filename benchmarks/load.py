@@ -59,6 +59,11 @@ class Load:
         if not taken:
             raise TimeoutError(f"an engine took no {count} steps in {_DEADLINE:.0f} s")
 
+    def tokens(self) -> int:
+        """How many tokens came so far, without the first of each request."""
+        with self._changed:
+            return sum(map(len, self._gaps.values()))
+
     def step_seconds(self, without: Sequence[tuple[float, float]]) -> dict[int, float]:
         """The median by engine, of steps that do not overlap these times."""
         return {

@@ -103,6 +103,21 @@ def test_startup_benchmark_opens_a_checkpoint_of_a_size(tmp_path):
         assert one["seconds"] > one["build"][0] > 0
 
 
+def test_weight_update_benchmark_counts_the_hosts_time(tmp_path):
+    """Of many tiny leaves: a row for each source, with plain JAX beside it where anything moves."""
+    file = tmp_path / "figures.json"
+    options = ["--leaves", 30, "--engines", 2, "--rounds", 1, "--json", file]
+    printed = run("benchmarks.weight_update", *options)
+    assert "decode meanwhile" in printed
+    figures = json.loads(file.read_text())
+    assert (figures["leaves"], figures["engines"]) == (25, 2)
+    assert len(figures["rows"]) == 8
+    for row in figures["rows"]:
+        assert min(row["stage_cpu"], row["update_cpu"]) > 0
+        assert ("plain_cpu" in row) == ("every device" not in row["name"] or "cut" in row["name"])
+        assert row["decode_share"] > 0
+
+
 def test_weight_update_benchmark_moves_what_it_says(tmp_path):
     """Every source brings the same weights, in as many bytes as the peer moves."""
     file = tmp_path / "figures.json"
