@@ -74,10 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain(["section, ms a step", *(part for name in kinds for part in (name, "GIL"))], lines)
     step, both = (cost["whole step"]["gil_ms"] for cost in costs[:2])
     request = (both - step) / (args.batch - 1)
+    wait = statistics.median(run["first_token_ms"] for run in runs[_ADDED])
     eight, added = (cost["whole step"]["gil_ms"] for cost in costs[2:])
     print(
         f"host cost: {step - request:.3f} ms of GIL a step, and {request:.4f} a request in it; "
-        f"{eight:.3f} a prefill of {args.batch}, and {added:.3f} a prefill of one added"
+        f"{eight:.3f} a prefill of {args.batch}, and {added:.3f} a prefill of one added, "
+        f"whose first token is there after {wait:.2f} ms"
     )
     write_json(args, runs=runs)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict
             others end.
 
     Returns:
+        `first_token_ms`: the wait of a request for its first token once the engine has taken it.
         Milliseconds a step: `step_ms`, of which `gil_ms` with the GIL (an upper bound: the thread's
             processor time), and both by section. `saturates_at`: the number of engines whose steps
             take all of the GIL's time. `idle_cpu_percent` of one core and `compilations` while it
@@ -47,6 +49,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict
     return {
         "steps": found.steps,
         "prefills": found.prefills,
+        "first_token_ms": 1000 * statistics.median(found.waits),
         "requests_in_batch": round(found.batch, 2),
         "step_ms": 1000 * step,
         "gil_ms": 1000 * gil,

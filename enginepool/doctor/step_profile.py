@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from enginepool.dispatch.request import Request
 from enginepool.engine.worker import EngineWorker
 
 # The section of each method. A method that another one calls counts for its own section.
@@ -29,19 +30,21 @@ _PREFIX_CACHE = dict.fromkeys(
 )
 _ALLOCATOR = dict.fromkeys(("alloc", "alloc_extend", "free"), "KV pages")
 _WORKER = {"forward_batch_generation": "transfers"}
-_RUNNER = {"forward": "prefill", "sample": "sampling", "compute_logprobs": "sampling"}
+_RUNNER = dict.fromkeys(("forward", "sample", "compute_logprobs"), "prefill")
 _ADMISSION = {"admit": "join"}
+_PREFILL = {"run": "batch"}
+_PREFILL_STEP = {"send": "transfers", "launch": "prefill"}
 # Sections of steady decode. They begin with the launch.
 _DEVICE_WAIT = {"until_ready": "device"}
 _STEADY = {"append": "tokens"}
 _STEADY_PROGRAM = {"step": "launch", **dict.fromkeys(("begin", "set_rows", "tally"), "join")}
 _SENDER = {"batch": "join"}
-_PREFILLS, _STEPS = ("forward_batch_generation",), ("step",)
+_PREFILLS, _STEPS = ("forward_batch_generation", "launch"), ("step",)
 # The cost of decode steps, with or without prefills between them.
 DECODE = ("launch", "device", "tokens")
 SECTIONS = (
     *("admission", "scheduling", "prefix cache", "KV pages", "batch", "transfers", "prefill"),
-    *("sampling", "bookkeeping", "output", "join", *DECODE),
+    *("bookkeeping", "output", "join", *DECODE),
 )
 
 
@@ -53,6 +56,7 @@ class StepProfile:
         steps: The number of steps.
         prefills: The number of steps that were prefills.
         tokens: The output tokens of its requests.
+        waits: By request: the seconds from when the engine took it to its first token.
         wall: Seconds by section, without the time of sections inside it.
         cpu: The thread's processor time in the same way. Nearly all of it is with the GIL.
     """
@@ -60,6 +64,7 @@ class StepProfile:
     steps: int = 0
     prefills: int = 0
     tokens: int = 0
+    waits: list[float] = field(default_factory=list)
     wall: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
     cpu: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
 
@@ -93,6 +98,8 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
             (scheduler.device_wait, _DEVICE_WAIT),
             (steady, _STEADY),
             (steady.admission, _ADMISSION),
+            (steady.prefill, _PREFILL),
+            (scheduler.prefill_program, _PREFILL_STEP),
             (steady.program, _STEADY_PROGRAM),
             (getattr(steady.program, "sender", None), _SENDER),
             (tp_worker, _WORKER),
@@ -105,6 +112,10 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
                     if name in (*_PREFILLS, *_STEPS):
                         method = clock.beginning(scheduler, method)
                     setattr(owner, name, clock.timed(section, method))
+
+        running = scheduler.running
+        found.append((running, "sampled_first", None))
+        running.sampled_first = clock.seen_first(running.sampled_first)
 
     def end() -> None:
         for owner, name, before in found:
@@ -136,6 +147,14 @@ class _Clock:
             return method(*args, **kwargs)
 
         return counting
+
+    def seen_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noting(request: Request, req: Any) -> None:
+            method(request, req)
+            self.profile.waits.append(request.first_token_at - request.taken_at)
+
+        return noting
 
     def timed(self, section: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -32,6 +32,7 @@ from jax.sharding import AxisType, Mesh
 from enginepool.engine.channel import Channel
 from enginepool.engine.config_reads import check_made, check_model
 from enginepool.engine.start_stages import StartStages
+from enginepool.engine.teardown import dispose
 from enginepool.errors import EnginePoolError, InvalidConfig
 from enginepool.process.guest import preserved
 from enginepool.process.precision import MatmulPrecision
@@ -216,7 +217,7 @@ def _build_scheduler(
     try:
         scheduler.__init__(args, mesh, channel)
     except BaseException:
-        scheduler.dispose()
+        dispose(scheduler)
         raise
     args.load_format = load_format
     return scheduler
@@ -263,4 +264,4 @@ def dismantle(engine: Engine) -> None:
     for key, array in list(penalties.items()):
         if set(array.devices()) <= devices:
             penalties.pop(key, None)
-    scheduler.dispose()
+    dispose(scheduler)

@@ -111,6 +111,10 @@ class RoutedExperts:
             request.experts = RoutedTokens(self.routing)
         return request.experts
 
+    def computed(self, experts: jax.Array | None) -> None:
+        """Another program has run a step, and returns these: what `collect` takes."""
+        self._latest = experts
+
     def collect(self, batch: ScheduleBatch) -> None:
         """Take the experts of one of upstream's steps, before its tokens are processed."""
         latest, self._latest = self._latest, None

@@ -13,22 +13,15 @@ Imports sgl_jax: import it only after the patches are applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.scheduler import Scheduler
-from sgl_jax.srt.mem_cache.radix_cache import RadixKey
-
-try:  # 0.1.0rc0; 0.0.3rc99 takes the key itself
-    from sgl_jax.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-except ImportError:
-    MatchPrefixParams = None
 
 from enginepool.dispatch.request import aborted
-from enginepool.dispatch.scoring import Scored
 from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.admission import message, resume
 from enginepool.engine.common_programs import share
@@ -38,10 +31,16 @@ from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.grammar import check_upstream
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.prefill_program import PrefillProgram
+from enginepool.engine.prefix_cache import cached_tokens, evict_more
 from enginepool.engine.routed_experts import RoutedExperts, expert_dtype
 from enginepool.engine.scoring import Scorer, running_count
+from enginepool.engine.scoring_steps import ScoringBetweenSteps
 from enginepool.engine.steady.decode import SteadyDecode
+from enginepool.engine.steady.prefill import Prefill
+from enginepool.engine.steady.prefill_step import steady_programs
+from enginepool.engine.teardown import release_all
 from enginepool.engine.top_logprobs import TopLogprobs
+from enginepool.engine.upstream_prefill import UpstreamPrefill
 from enginepool.lora.adapter import Adapter
 from enginepool.lora.layers import adapting
 from enginepool.lora.turn import AdapterTurn
@@ -73,7 +72,7 @@ _USED = (
 _PROCESSED: Any = object()
 
 
-class PinnedScheduler(Scheduler):
+class PinnedScheduler(ScoringBetweenSteps, Scheduler):
     """A real upstream Scheduler on an explicit mesh, stepped by the thread that built it."""
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, channel: Channel) -> None:
@@ -97,6 +96,7 @@ class PinnedScheduler(Scheduler):
         share(model_runner, common_programs())
         self._top_logprobs = TopLogprobs(model_runner)
         self.device_wait = DeviceWait(model_runner, channel.limiter)
+        evict_more(self.tree_cache, self.max_total_num_tokens)
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
         self.adapters = None
@@ -105,12 +105,14 @@ class PinnedScheduler(Scheduler):
             worker: Any = self.tp_worker.worker
             worker.prepare_lora_batch = self._prepare_adapters
         experts = expert_dtype(model_runner.model_config) if with_experts else None
-        self.prefill_program = PrefillProgram(self.tp_worker.worker, self.adapters, experts)
+        upstreams = UpstreamPrefill(self.tp_worker.worker, self.adapters, experts)
+        routing = upstreams.routing() if with_experts else None
         self.routed_experts = (
-            RoutedExperts(self, self.prefill_program.routing(), self.running)
-            if with_experts
-            else None
+            None if routing is None else RoutedExperts(self, routing, self.running)
         )
+        programs = steady_programs(self, channel.max_decode_steps, self.adapters, routing)
+        one = None if programs is None else programs.prefill
+        self.prefill_program: PrefillProgram = upstreams if one is None else one
         self.scorer = Scorer(
             self,
             self.prefill_program,
@@ -118,8 +120,17 @@ class PinnedScheduler(Scheduler):
             has_work=self.has_work,
             cannot_hold=self._cannot_hold,
         )
+        prefill = None
+        if one is not None:
+            told = self.device_wait, self._top_logprobs, self.routed_experts
+            prefill = Prefill(self, one, self.running, *told)
         self.steady = SteadyDecode(
-            self, channel, self.scorer, self.device_wait, self.adapters, self.routed_experts
+            self,
+            channel,
+            self.scorer,
+            self.device_wait,
+            None if programs is None else programs.decode,
+            prefill,
         )
 
     # What upstream calls
@@ -137,6 +148,8 @@ class PinnedScheduler(Scheduler):
         """Run a step. Decode steps run until something needs a step boundary."""
         if self.steady.run(batch):
             return _PROCESSED
+        if (prefill := self.steady.prefill) is not None:
+            return prefill.run(batch)
         self._top_logprobs.begin(batch, self.running.held)
         return super().run_batch(batch)
 
@@ -180,7 +193,11 @@ class PinnedScheduler(Scheduler):
         in_chunks = [req for req in self.chunked_reqs if req is not None]
         batch = super().get_new_batch_prefill()
         if batch is not None:
-            self._note_prefilled(batch, waiting, in_chunks)
+            started = {req.rid for req in waiting}
+            for req in batch.reqs_info[0].reqs:
+                goes_on = req in in_chunks
+                if (goes_on or req.rid in started) and (request := held.get(req.rid)) is not None:
+                    self.running.prefilled(request, goes_on=goes_on)
         return batch
 
     def _prepare_adapters(self, batch: ModelWorkerBatch) -> None:
@@ -197,15 +214,6 @@ class PinnedScheduler(Scheduler):
         """Upstream's check for lost pages. It does not know the pages of scored prompts."""
         if not self.scorer.holds_kv:
             super().check_memory()
-
-    def _note_prefilled(
-        self, batch: ScheduleBatch, waiting: list[Req], in_chunks: Sequence[Req]
-    ) -> None:
-        running = self.running
-        for req in [req for info in batch.reqs_info for req in info.reqs or ()]:
-            goes_on = req in in_chunks
-            if (goes_on or req in waiting) and (request := running.held.get(req.rid)) is not None:
-                running.prefilled(request, goes_on=goes_on)
 
     # What the channel calls, on this thread
 
@@ -239,9 +247,8 @@ class PinnedScheduler(Scheduler):
 
     def cached_prefix(self, request: Request) -> int:
         """How many tokens of the prompt this engine's prefix cache has."""
-        key: Any = RadixKey(request.input_ids[:-1], self.running.cache_key(request), 0)
-        params = key if MatchPrefixParams is None else MatchPrefixParams(key=key)
-        return len(self.tree_cache.match_prefix(params).device_indices)
+        ids, namespace = request.input_ids[:-1], self.running.cache_key(request)
+        return cached_tokens(self.tree_cache, ids, namespace)
 
     def kv_usage(self) -> tuple[int, int]:
         """Tokens of KV cache: how many are in use, and how many there are. What the prefix cache
@@ -303,35 +310,6 @@ class PinnedScheduler(Scheduler):
         else:
             self.abort_request(AbortReq(rid=internal_rid))
 
-    # Scoring, between steps
-
-    def has_scores(self) -> bool:
-        """Whether `score` would compute something. Takes KV cache for prompts."""
-        return self.scorer.ready()
-
-    def score(self) -> None:
-        """Score a piece of the waiting prompts."""
-        complete, broken, alone = self.scorer.step(self.device_wait.until_ready)
-        running = self.running
-        with running.lock:  # if the step was abandoned, `held` is empty
-            for requests, scored in complete:
-                for request in requests:
-                    if request.internal_rid in running.held:
-                        self._scored(request, scored)
-            broken = [request for request in broken if request.internal_rid in running.held]
-            if broken:
-                running.end_not_finite(broken, alone=alone)
-                self.condition.kv_not_finite = True
-
-    def _scored(self, request: Request, scored: Scored) -> None:
-        request.scored = scored
-        request.req = self.admit(request)
-
-    def _cannot_hold(self, request: Request) -> None:
-        """End a request for whose prompt an empty KV cache has no room."""
-        reason = aborted("the engine's KV cache cannot hold this prompt", "out_of_memory")
-        self.running.end(request.internal_rid, reason)
-
     @cached_property
     def hugging_face(self) -> HuggingFaceMapping:
         """Which Hugging Face tensors make this engine's leaves. Any thread."""
@@ -342,23 +320,10 @@ class PinnedScheduler(Scheduler):
         self._top_logprobs.warm(warming)
 
     def release_all(self) -> None:
-        """Drop every request and free all KV pages and slots. The prefix cache is empty afterwards.
-
-        The caller has taken the requests out before (`Channel.retract`). A failed step may have
-        left any state. Upstream's own pause would lose requests that were prefilled but have not
-        joined the running batch.
-        """
+        """See `teardown.release_all`. The caller has taken the requests out before
+        (`Channel.retract`)."""
         self.scorer.forget()
-        self.waiting_queue = []
-        self.chunked_reqs = [None] * len(self.chunked_reqs)
-        self.last_batch = self.cur_batch = None
-        nothing: Any = None
-        self.running_batch = (
-            nothing  # upstream's flush makes a new one, but keeps one with requests
-        )
-        flushed, why, _ = self.flush_cache()
-        if not flushed:
-            raise RuntimeError(why)
+        release_all(self)
 
     def reset(self) -> None:
         """`release_all`, and new KV buffers: a failed step may have consumed the old ones."""
@@ -366,18 +331,3 @@ class PinnedScheduler(Scheduler):
         self.kv_cache.renew()
         if self.adapters is not None:
             self.adapters.renew()
-
-    def dispose(self) -> None:
-        """Drop everything, even what a constructor made before it failed.
-
-        Scheduler, worker and model runner refer to each other. Clearing them frees the arrays at
-        once; a garbage collection would stop the other engines.
-        """
-        worker = getattr(self, "tp_worker", None)
-        if (leaves := getattr(self, "leaves", None)) is not None:
-            leaves.forget()
-        parts: list[Any] = [self]
-        if worker is not None:
-            parts += [worker, worker.model_runner]
-        for part in parts:
-            vars(part).clear()

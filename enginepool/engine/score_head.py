@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
@@ -16,19 +18,59 @@ LOGITS_BYTES = 128 * 2**20
 _LEAST_ROWS = 8
 
 
+# What is wanted of the head travels as one array. These numbers come first.
+_FLAGS = ("count", "top", "named")
+
+
+def pack_wanted(tokens: int, wanted: Mapping[str, Any]) -> np.ndarray:
+    """What `ScoreHead` takes.
+
+    Args:
+        tokens: The bucket.
+        wanted: `rows` of the hidden states, by which `count` is known, the ids after them as
+            `targets`, and whether `top` is wanted: the most probable ids; whether `named` ones are,
+            which are rows of `names`, and for each row `whose`.
+    """
+    flags = len(wanted["rows"]), wanted["top"], wanted["named"]
+    listed = np.zeros((3, tokens), np.int32)
+    for line, name in zip(listed, ("rows", "targets", "whose"), strict=True):
+        line[: len(wanted[name])] = wanted[name]
+    return np.concatenate([np.array(flags, np.int32), listed.ravel(), wanted["names"].ravel()])
+
+
+def bucket_of(numbers: jax.Array, batch: int) -> int:
+    """The bucket that `pack_wanted` was given."""
+    return (len(numbers) - len(_FLAGS) - batch * MAX_NAMED_IDS) // 3
+
+
+def _unpack_wanted(numbers: jax.Array, batch: int) -> dict[str, jax.Array]:
+    count, top, named = (numbers[place] for place in range(len(_FLAGS)))
+    rest = numbers[len(_FLAGS) :]
+    listed, names = jnp.split(rest, [len(rest) - batch * MAX_NAMED_IDS])
+    rows, targets, whose = listed.reshape(3, -1)
+    return {
+        "count": count,
+        "top": top > 0,
+        "named": named > 0,
+        "rows": rows,
+        "targets": targets,
+        "whose": whose,
+        "names": names.reshape(batch, MAX_NAMED_IDS),
+    }
+
+
 class ScoreHead:
     """Wraps a model's logits processor. It returns what the processor returns, and
     log-probabilities of given tokens, which it computes for a slice of positions at a time.
 
     Args:
-        wanted: `rows` of the hidden states, of which the first `count` count, the ids after them
-            as `targets`, and whether `top` is wanted: the most probable ids; whether `named` ones
-            are, which are rows of `names`, and for each row `whose`.
+        numbers: What is wanted, see `pack_wanted`.
         batch: How many rows the largest sampling batch has.
     """
 
-    def __init__(self, processor: Any, wanted: Any, *, vocab_size: int, batch: int) -> None:
-        self._processor, self._wanted = processor, wanted
+    def __init__(self, processor: Any, numbers: jax.Array, *, vocab_size: int, batch: int) -> None:
+        self._processor, self._wanted = processor, _unpack_wanted(numbers, batch)
+        wanted = self._wanted
         rows = max(_LEAST_ROWS, _power_of_two(min(LOGITS_BYTES // (4 * vocab_size), batch)))
         self._rows = min(rows, len(wanted["targets"]))
         self._width = min(MAX_TOP_LOGPROBS, vocab_size)

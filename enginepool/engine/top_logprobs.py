@@ -1,5 +1,5 @@
 """Log-probabilities of the most probable tokens and of named tokens, and the ids that a token was
-sampled from, in upstream's own steps. Steady steps compute them in `steady/sample.py`.
+sampled from, in upstream's own steps. Others compute them in `steady/sample.py`.
 
 Reaches into upstream's model runner: its `compute_logprobs` is replaced.
 
@@ -43,7 +43,7 @@ class TopLogprobs:
         self._vocab_size: int = model_runner.model_config.vocab_size
         widths = min(MAX_TOP_LOGPROBS, self._vocab_size), min(MAX_KEPT_IDS, self._vocab_size)
         self._asking: list[tuple[int, Req, Request]] = []
-        self._latest: tuple[jax.Array, ...] | None = None
+        self._latest: tuple[Any, ...] | None = None
         self._warming = False
         self._replicated = NamedSharding(model_runner.mesh, PartitionSpec())
         mesh = model_runner.mesh.abstract_mesh
@@ -66,6 +66,15 @@ class TopLogprobs:
             for row, req in enumerate(reqs)
             if (request := held.get(req.rid)) is not None and request.wants_more
         ]
+
+    @property
+    def asking(self) -> list[tuple[int, Request]]:
+        """The rows of the next step that want more of each token, and their requests."""
+        return [(row, request) for row, _, request in self._asking]
+
+    def computed(self, values: tuple[np.ndarray | None, ...]) -> None:
+        """Another program has computed the step, and this: what `collect` appends."""
+        self._latest = values
 
     def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:
         self._latest = None

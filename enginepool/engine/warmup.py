@@ -4,7 +4,7 @@ Upstream's own precompile over the buckets that `max_running_requests` and `max_
 allow, in the form that the pool's requests have.
 
 Reaches into upstream's compilation manager: `_make_dummy_batch` is replaced during the warm-up, and
-so is `_precompile_decode` if decode is steady.
+so are `_precompile_extend` and `_precompile_decode` if decode is steady.
 
 What breaks: Without this the first request of every shape waits for compilations.
 Why: Upstream's dummy batches have no seeds. A batch with seeds is another program, and every
@@ -62,14 +62,17 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     start.buckets = len(manager.token_buckets) + len(manager.bs_buckets)
     ahead = [partial(noted, job) for job in scheduler.steady.ahead()]
     manager._make_dummy_batch = counted
-    if scheduler.steady.able:  # no decode step is upstream's own
+    one = scheduler.steady.prefill is not None
+    if one:  # no prefill is upstream's own
+        manager._precompile_extend = lambda *_, **__: None
+    if scheduler.steady.able:  # nor a decode step
         manager._precompile_decode = lambda *_, **__: None
     scheduler.warm_top_logprobs(True)
     try:
         with no_progress_bars(), compiling_ahead(ahead):
             worker.run_precompile()
             manager._make_dummy_batch = seeded
-            scheduler.prefill_program.compile()
+            scheduler.prefill_program.compile(start.next_bucket if one else lambda: None)
             scheduler.kv_cache.compile()
             if scheduler.adapters is not None:
                 scheduler.adapters.compile()
@@ -77,4 +80,5 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     finally:
         scheduler.warm_top_logprobs(False)
         del manager._make_dummy_batch
-        vars(manager).pop("_precompile_decode", None)
+        for name in ("_precompile_extend", "_precompile_decode"):
+            vars(manager).pop(name, None)

@@ -183,7 +183,7 @@ def test_what_is_compiled_ahead_is_not_compiled_again(
 @pytest.mark.slow
 @steady_decode
 def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyPatch):
-    """At most twice as many again, whatever a batch may ask for."""
+    """Half as many again at most, whatever a batch may ask for."""
     # What a process compiles once, for whichever pool comes first, is nobody's.
     with EnginePool(str(toy.checkpoint()), devices=1, **SMALL):
         pass
@@ -196,7 +196,7 @@ def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyP
         with EnginePool(str(toy.checkpoint()), devices=1, **options) as pool:
             counts[attention] = pool.stats()["executables"]["compiled"]
     without, with_them = counts.values()
-    assert without < with_them <= 3 * without
+    assert with_them <= 1.5 * without
 
 
 def test_without_warm_up_programs_are_compiled_while_serving(

@@ -11,6 +11,7 @@ import pytest
 
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.gil_limiter import Limiter, process_limiter
+from tests.support import faults
 from tests.support.liveness import SECONDS, until
 from tests.support.pools import MakePool
 
@@ -177,14 +178,12 @@ def test_an_engine_steps_while_another_waits_for_its_device(held: Any) -> None:
 def test_a_failed_step_keeps_no_slot(make_pool: MakePool) -> None:
     """Nor does an idle engine."""
     pool = make_pool("toy", 2, restart=False)
-    worker: Any = pool.engines[0].scheduler_info["scheduler"].tp_worker
-    forward = worker.forward_batch_generation
 
     def failing(*args: Any, **kwargs: Any) -> Any:
-        worker.forward_batch_generation = forward
+        undo()
         raise ValueError("the test's")
 
-    worker.forward_batch_generation = failing
+    undo = faults.every_prefill(faults.scheduler_of(pool, 0), lambda _: failing)
     params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
     pool.engines[1].pause_generation()  # or it might do all of it
     with ThreadPoolExecutor(1) as threads:

@@ -37,15 +37,22 @@ REACHES = {
     "engine/sampling_mask.py",
     "engine/scheduler.py",
     "engine/prefill_program.py",
+    "engine/prefix_cache.py",
     "engine/steady/admission.py",
     "engine/steady/block_table.py",
     "engine/steady/decode.py",
+    "engine/steady/extend.py",
     "engine/steady/forward.py",
     "engine/steady/input_batch.py",
     "engine/steady/penalties.py",
+    "engine/steady/prefill.py",
+    "engine/steady/prefill_step.py",
     "engine/steady/program.py",
     "engine/steady/sample.py",
+    "engine/steady/upstream_batch.py",
+    "engine/teardown.py",
     "engine/top_logprobs.py",
+    "engine/upstream_prefill.py",
     "engine/warmup.py",
     "lora/layers.py",
     "process/quick_exit.py",
@@ -163,8 +170,8 @@ def test_opening(
 
 def test_weights_that_a_backend_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream's own programs run then: ours would compute with other weights."""
-    from enginepool.engine.prefill_program import PrefillProgram
     from enginepool.engine.steady.program import supported
+    from enginepool.engine.upstream_prefill import UpstreamPrefill
 
     options = SMALL | {"warmup": "none"}
     with EnginePool(str(toy.checkpoint()), devices=1, **options) as pool:
@@ -174,7 +181,7 @@ def test_weights_that_a_backend_prepares(monkeypatch: pytest.MonkeyPatch) -> Non
         backend: Any = type(worker.model_runner.attn_backend)
         monkeypatch.setattr(backend, "prepare_model_state", lambda *_: None, raising=False)
         assert not supported(scheduler)
-        assert PrefillProgram(worker).refusal
+        assert UpstreamPrefill(worker).refusal
         assert worker.model_runner.jitted_run_model is runs
         monkeypatch.undo()
         assert supported(scheduler) is able

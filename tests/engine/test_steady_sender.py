@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from enginepool.engine.steady.device_batch import STOP_IDS, Features, SamplingArrays
-from enginepool.engine.steady.penalties import Penalties
+from enginepool.engine.steady.device_batch import Features, RowTable
 from enginepool.engine.steady.sender import BatchSender, no_names
 
 ROWS, VOCABULARY = 4, 272
@@ -32,18 +31,14 @@ def test_a_batch_may_be_changed_once_it_is_sent() -> None:
     )
     config = SimpleNamespace(vocab_size=VOCABULARY)
     sender = BatchSender(SimpleNamespace(mesh=mesh, model_config=config), [ROWS])
-    limits = aligned(np.full((ROWS, 1 + STOP_IDS), 7, np.int32))
+    table = RowTable(ROWS)
+    table.numbers[...] = 7
     block_table = aligned(np.full((ROWS, 16), 3, np.int32))
     names = aligned(no_names(ROWS))
-    sampling = SamplingArrays.of(ROWS)
-    sampling.arrays = {name: aligned(array) for name, array in sampling.arrays.items()}
-    penalties = Penalties(*map(aligned, Penalties.of(ROWS)))
 
-    batch: Any = sender.batch(
-        limits, block_table, sampling, penalties, names, Features(named=True), None
-    )
+    batch: Any = sender.batch(table, block_table, names, Features(named=True), None)
     before = [np.array(leaf) for leaf in jax.tree.leaves(batch)]
-    for array in (limits, block_table, names, *sampling.arrays.values(), *penalties):
+    for array in (table.numbers, block_table, names):
         array[...] = 99
     for leaf, value in zip(jax.tree.leaves(batch), before, strict=True):
         assert np.array_equal(leaf, value)

@@ -240,16 +240,18 @@ def test_poisoned(spare: Spare, expected: dict[str, Any]) -> None:
     poison = [7] * 9
 
     def fail_on_poison(engine: int) -> None:
-        worker = pool.engines[engine].scheduler_info["scheduler"].tp_worker
-        forward = worker.forward_batch_generation
+        scheduler = faults.scheduler_of(pool, engine)
 
-        def failing(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            reqs = pool.engines[engine].scheduler_info["scheduler"].cur_batch.reqs_info
-            if any(req.origin_input_ids == poison for info in reqs for req in info.reqs or ()):
-                raise Broken(f"engine {engine} was given poison")
-            return forward(batch, *args, **kwargs)
+        def change(forward: Any) -> Any:
+            def failing(*args: Any, **kwargs: Any) -> Any:
+                reqs = scheduler.cur_batch.reqs_info
+                if any(req.origin_input_ids == poison for info in reqs for req in info.reqs or ()):
+                    raise Broken(f"engine {engine} was given poison")
+                return forward(*args, **kwargs)
 
-        worker.forward_batch_generation = failing
+            return failing
+
+        faults.every_prefill(scheduler, change)
 
     for engine in range(4):
         fail_on_poison(engine)

@@ -487,15 +487,17 @@ def test_poison(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     poison = [7] * 9
     for engine in range(3):
         scheduler = faults.scheduler_of(pool, engine)
-        forward = scheduler.tp_worker.forward_batch_generation
 
-        def failing(*args: Any, forward: Any = forward, s: Any = scheduler, **kwargs: Any) -> Any:
-            reqs = [req for info in s.cur_batch.reqs_info for req in info.reqs or ()]
-            if any(req.origin_input_ids == poison for req in reqs):
-                raise faults.Fault("this was poison")
-            return forward(*args, **kwargs)
+        def change(forward: Any, s: Any = scheduler) -> Any:
+            def failing(*args: Any, **kwargs: Any) -> Any:
+                reqs = [req for info in s.cur_batch.reqs_info for req in info.reqs or ()]
+                if any(req.origin_input_ids == poison for req in reqs):
+                    raise faults.Fault("this was poison")
+                return forward(*args, **kwargs)
 
-        scheduler.tp_worker.forward_batch_generation = failing
+            return failing
+
+        faults.every_prefill(scheduler, change)
     results = pool.generate_all(
         input_ids=[poison, *PROMPTS], sampling_params=GREEDY, return_logprob=True
     )
@@ -566,7 +568,7 @@ def test_limit_of_restarts(model_dir: Callable[[str], Path]) -> None:
             def always(*_: Any, **__: Any) -> Any:
                 raise faults.Fault("again")
 
-            scheduler.tp_worker.forward_batch_generation = always
+            faults.every_prefill(scheduler, lambda _: always)
             same(ask(pool), expected)
             until(lambda: states(pool)[0] in ("serving", "quarantined"))
         reason = pool.stats()["engines"][0]["reason"]

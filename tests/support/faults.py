@@ -47,10 +47,19 @@ def every_step(scheduler: Any, change: Callable[[Any], Any]) -> Callable[[], Non
     return _everywhere(_steps(scheduler), change)
 
 
+def every_prefill(scheduler: Any, change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Put `change(what begins a prefill)` in its place. See `every_step`."""
+    steady = scheduler.steady.prefill is not None
+    place = (scheduler.prefill_program, "launch")
+    return _everywhere(
+        [place if steady else (scheduler.tp_worker, "forward_batch_generation")], change
+    )
+
+
 def _steps(scheduler: Any) -> list[tuple[Any, str]]:
     places: list[tuple[Any, str]] = [(scheduler.tp_worker, "forward_batch_generation")]
     if (program := scheduler.steady.program) is not None:
-        places.append((program, "step"))
+        places += [(program, "step"), (scheduler.prefill_program, "launch")]
     return places
 
 

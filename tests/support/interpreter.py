@@ -192,6 +192,7 @@ def _one_step_at_a_time(patch: pytest.MonkeyPatch) -> None:
     """
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
+    from enginepool.engine.steady.prefill_step import PrefillStep
     from enginepool.engine.steady.program import StepProgram
 
     turn = threading.Lock()
@@ -206,3 +207,4 @@ def _one_step_at_a_time(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(ModelRunner, "forward", alone(ModelRunner.forward))
     patch.setattr(StepProgram, "step", alone(StepProgram.step))
+    patch.setattr(PrefillStep, "launch", alone(PrefillStep.launch))

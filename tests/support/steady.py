@@ -31,16 +31,16 @@ def steps(pool: EnginePool) -> tuple[int, int]:
 
 @contextmanager
 def upstreams_own(pool: EnginePool) -> Iterator[None]:
-    """All decode steps are upstream's own, of a pool that rests now and when the block ends."""
+    """All steps are upstream's own, of a pool that rests now and when the block ends."""
     steady = [scheduler_of(pool, index).steady for index in range(len(pool.engines))]
-    programs = [one.program for one in steady]
+    programs = [(one.program, one.prefill) for one in steady]
     for one in steady:
-        one.program = None
+        one.program = one.prefill = None
     try:
         yield
     finally:
-        for one, program in zip(steady, programs, strict=True):
-            one.program = program
+        for one, (program, prefill) in zip(steady, programs, strict=True):
+            one.program, one.prefill = program, prefill
 
 
 @contextmanager

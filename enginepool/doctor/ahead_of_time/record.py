@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from enginepool.engine.score_head import bucket_of
+
 # The programs of a step, by the names of the functions that upstream and the pool jit.
 _STEPS = {
     "jitted_sampler": "sampler",
@@ -195,8 +197,11 @@ def _of_steady_decode(kind: str, lowered: Any) -> tuple[Any, Any]:
 def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
     """The kind of a program and its bucket."""
     for arg in args:
-        if hasattr(arg, "limits"):
-            return "steady", f"batch {arg.limits.shape[0]}"
+        if hasattr(arg, "numbers"):  # steady decode's
+            rows = arg.names.shape[0]
+            if function == "step":
+                return "steady", f"batch {rows}"
+            return "prefill", f"{bucket_of(args[-1], rows)} tokens, batch {rows}"
         mode = getattr(arg, "forward_mode", None)
         if mode is not None:
             tokens = arg.input_ids.shape[0]

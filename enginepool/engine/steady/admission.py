@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.steady.in_flight import StepsInFlight
+from enginepool.engine.steady.upstream_batch import drop_ended
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from enginepool.engine.channel import Channel
     from enginepool.engine.scoring import Scorer
+    from enginepool.engine.steady.prefill import Prefill
 
 # How many steps run at most if requests waited before the first one that could not start then.
 _STEPS_WHILE_WAITING = 16
@@ -32,10 +33,10 @@ class Admission:
     """Admits requests of one engine. Used on the engine's thread."""
 
     def __init__(
-        self, scheduler: Scheduler, channel: Channel, scorer: Scorer, device_wait: DeviceWait
+        self, scheduler: Scheduler, channel: Channel, scorer: Scorer, prefill: Prefill | None
     ) -> None:
         self._scheduler, self._channel = scheduler, channel
-        self._scorer, self._device_wait = scorer, device_wait
+        self._scorer, self._prefills = scorer, prefill
         self._left = 0  # requests in the pool's queue for which there was no room
         self._arrived = False  # there are more now
         self._freed = False  # a request has ended since upstream last looked for room
@@ -121,8 +122,11 @@ class Admission:
         scheduler = self._scheduler
         decoding, scheduler.cur_batch = scheduler.cur_batch, batch
         self._channel.steps += 1
-        with self._device_wait.launching_before(launch_next):
+        if self._prefills is None:
             result = scheduler.run_batch(batch)
+            launch_next()
+        else:
+            result = self._prefills.run(batch, launch_next)
         scheduler.process_batch_result(batch, result)
         scheduler.cur_batch = decoding
         self._freed = bool(scheduler.waiting_queue)  # try the others again after a step
@@ -139,11 +143,3 @@ class Admission:
         """By rank: the request that is prefilled in chunks. Upstream asks for it in this form."""
         chunked = self._scheduler.chunked_reqs
         return {rank: req for rank, req in enumerate(chunked) if req is not None}
-
-
-def drop_ended(batch: ScheduleBatch) -> None:
-    """Remove requests that have ended from upstream's batch, so that others find room in it."""
-    before = batch.batch_size()
-    batch.filter_batch()
-    if batch.batch_size() < before:
-        batch.reqs_info[0].batch_is_full = False

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from sgl_jax.srt.mem_cache.common import release_kv_cache
 
-import patches
-from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.device_wait import DeviceWait
-from enginepool.engine.routed_experts import RoutedExperts
-from enginepool.engine.steady.admission import Admission, drop_ended
+from enginepool.engine.steady.admission import Admission
 from enginepool.engine.steady.block_table import BlockTable
+from enginepool.engine.steady.extras import Extras
 from enginepool.engine.steady.in_flight import StepsInFlight
-from enginepool.engine.steady.input_batch import Extras, InputBatch, write_back_batch
+from enginepool.engine.steady.input_batch import InputBatch
 from enginepool.engine.steady.pace import Pace
-from enginepool.engine.steady.program import StepProgram, supported
+from enginepool.engine.steady.prefill import Prefill
+from enginepool.engine.steady.upstream_batch import drop_ended, write_back_batch
 from enginepool.lora.adapter import Adapter
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from enginepool.dispatch.request import Request
     from enginepool.engine.channel import Channel
     from enginepool.engine.scoring import Scorer
+    from enginepool.engine.steady.program import StepProgram
 
 # How many launches are in flight: one runs, and one waits behind it.
 _LAUNCHES = 2
@@ -48,6 +48,7 @@ class SteadyDecode:
 
     Attributes:
         program: The step program. None if upstream runs all steps.
+        prefill: Runs prefills. None likewise.
         admission: Who joins the steps in flight.
     """
 
@@ -57,17 +58,13 @@ class SteadyDecode:
         channel: Channel,
         scorer: Scorer,
         device_wait: DeviceWait,
-        adapters: AdapterSlots | None,
-        experts: RoutedExperts | None,
+        program: StepProgram | None,
+        prefill: Prefill | None,
     ) -> None:
         self._scheduler, self._channel = scheduler, channel
         self._device_wait = device_wait
-        able = patches.optimising() and supported(scheduler)
-        routing = None if experts is None else experts.routing
-        self._routes = experts is not None
-        most = channel.max_decode_steps
-        self.program = StepProgram(scheduler, most, adapters, routing) if able else None
-        self.admission = Admission(scheduler, channel, scorer, device_wait)
+        self.program, self.prefill = program, prefill
+        self.admission = Admission(scheduler, channel, scorer, prefill)
         self._pace = Pace(channel.max_decode_steps)
         self._read_at: float | None = None  # when the last launch's output was, in this run
 
@@ -76,13 +73,12 @@ class SteadyDecode:
         programs run."""
         if self.program is None:
             return []
-        width = BlockTable.width(self._scheduler)
-        return [partial(self.program.compile_ahead, rows, width) for rows in self.program.buckets]
+        return [partial(self.program.compile_ahead, rows) for rows in self.program.buckets]
 
     def compile(self) -> None:
         """Run the step program once for each bucket. Later steps compile nothing."""
         if self.program is not None:
-            self.program.compile(BlockTable.width(self._scheduler))
+            self.program.compile()
 
     @property
     def able(self) -> bool:
@@ -253,7 +249,11 @@ class SteadyDecode:
     def _with_extras(self, req: Req) -> Request | None:
         """The pool's request, if it wants more of each token than id and log-probability."""
         request = self._channel.running.held.get(req.rid)
-        return request if request is not None and (self._routes or request.wants_more) else None
+        return (
+            request
+            if request is not None and (request.experts is not None or request.wants_more)
+            else None
+        )
 
     def _adapter_of(self, req: Req) -> Adapter | None:
         request = self._channel.running.held.get(req.rid)

@@ -1,68 +1,87 @@
-"""A decode batch on its device: what the step program takes and returns."""
+"""A batch on its device: what the programs take and return."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+
+from enginepool.engine.steady.penalties import Penalties
 
 if TYPE_CHECKING:
     import jax
     from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
     from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
-    from enginepool.engine.steady.penalties import Penalties
+    from enginepool.dispatch.request import Request
 
 # How many stop ids of a row the device looks for. If a row has more, the host looks for them.
 STOP_IDS = 8
 
+# The columns of a `RowTable`.
+STATE, ORIGIN, LIMITS = slice(0, 2), 2, slice(3, 4 + STOP_IDS)
+FLOATS, INTS = slice(4 + STOP_IDS, 9 + STOP_IDS), slice(9 + STOP_IDS, 12 + STOP_IDS)
+COLUMNS = 12 + STOP_IDS
 
-@dataclass
-class SamplingArrays:
-    """The sampling parameters of every row. Free rows have what upstream pads with.
+# Where a row's state comes from: nothing changes, or it is the table's.
+UNCHANGED, FROM_TABLE = 0, 1
+
+
+class RowTable:
+    """What the host tells the device of every row: one table of int32, in which floats are bits.
+    So it is one transfer.
 
     Attributes:
-        arrays: By upstream's names: an array by row.
+        numbers: The table. The others are its columns.
+        state: The last id, and the length with that id, when the row was given to a request.
+        origin: Where the device gets these from with the next transfer.
+        limits: The length at which a row ends, and its stop ids. The length is 0 if the host has
+            ended the row. Unused stop ids are -1.
+        penalties: See `penalties.py`.
     """
 
-    arrays: dict[str, np.ndarray]
+    def __init__(self, rows: int) -> None:
+        self.numbers = np.zeros((rows, COLUMNS), np.int32)
+        self.state, self.origin = self.numbers[:, STATE].T, self.numbers[:, ORIGIN]
+        self.limits = self.numbers[:, LIMITS]
+        self._floats = self.numbers[:, FLOATS].view(np.float32)
+        self._ints = self.numbers[:, INTS]
+        self.penalties = Penalties(self._floats[:, 3:], self._ints[:, 2])
+        # What upstream pads with.
+        self._floats[:, :2] = 1
+        self._ints[:, 0] = 1
 
-    @classmethod
-    def of(cls, rows: int) -> Self:
-        """The parameters of free rows."""
-        return cls(
-            {
-                "temperatures": np.ones((rows, 1), np.float32),
-                "top_ps": np.ones(rows, np.float32),
-                "top_ks": np.ones(rows, np.int32),
-                "min_ps": np.zeros(rows, np.float32),
-                "sampling_seeds": np.zeros(rows, np.int32),
-            }
-        )
-
-    def set_row(self, row: int, params: SamplingParams) -> None:
-        """Set the row's parameters to a request's."""
-        arrays = self.arrays
-        arrays["temperatures"][row] = params.temperature
-        arrays["top_ps"][row] = params.top_p
-        arrays["top_ks"][row] = params.top_k
-        arrays["min_ps"][row] = params.min_p
+    def set_sampling(self, row: int, params: SamplingParams) -> None:
+        """Set the row's sampling parameters to a request's."""
+        self._floats[row, :3] = params.temperature, params.top_p, params.min_p
         seed: Any = params.sampling_seed  # every request of a pool has one
         # Modulo 2**32, as in patches/request_seed.py.
-        arrays["sampling_seeds"][row] = np.uint32(int(seed) & 0xFFFFFFFF).view(np.int32)
+        self._ints[row, :2] = params.top_k, (int(seed) + 2**31) % 2**32 - 2**31
+
+
+class SentBatch(NamedTuple):
+    """What is sent of a batch, for `unpack`.
+
+    Attributes:
+        numbers: Its features, its `RowTable`, and its block table.
+        names, mask, adapters: See `DeviceBatch`. Most batches have the same.
+    """
+
+    numbers: jax.Array
+    names: jax.Array
+    mask: jax.Array
+    adapters: tuple[jax.Array, jax.Array] | None = None
 
 
 class DeviceBatch(NamedTuple):
     """What a step reads of a batch and does not change.
 
     Attributes:
-        limits: By row: the length at which it ends, and its stop ids. The length is 0 if the host
-            has ended the row. Unused stop ids are -1.
+        limits, penalties: See `RowTable`.
         block_table: By row: its KV pages.
         sampling: The arguments of upstream's sampler, without positions and mask. `do_penalties`
             says whether a row has penalties or a grammar.
-        penalties: See `penalties.py`.
         top: Whether a row wants the most probable ids.
         named: Whether a row names ids whose log-probabilities it wants.
         names: By row: these ids.
@@ -72,9 +91,9 @@ class DeviceBatch(NamedTuple):
     """
 
     limits: jax.Array
+    penalties: Penalties
     block_table: jax.Array
     sampling: SamplingMetadata
-    penalties: Penalties
     top: jax.Array
     named: jax.Array
     names: jax.Array
@@ -99,6 +118,18 @@ class Features(NamedTuple):
     named: bool = False
     kept: bool = False
     masked: bool = False
+
+    @classmethod
+    def of(cls, asking: Iterable[Request], *, penalised: bool, masked: bool) -> Self:
+        """The features of a batch in which these requests want more of each token."""
+        asking = list(asking)
+        return cls(
+            penalised=penalised,
+            top=any(request.top_logprobs_num for request in asking),
+            named=any(request.named_ids for request in asking),
+            kept=any(request.return_sampling_mask for request in asking),
+            masked=masked,
+        )
 
 
 class DecodeState(NamedTuple):

@@ -9,6 +9,7 @@ Remove when: With `program.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,7 +30,6 @@ from enginepool.engine.routed_experts import stacked
 from enginepool.lora.layers import NO_SLOT, on_batch
 
 if TYPE_CHECKING:
-    from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
     from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
@@ -39,12 +39,85 @@ def put(mesh: AbstractMesh, array: jax.Array, *spec: Any) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-class Forward:
-    """Runs upstream's model inside a program, on what the device has of a batch.
+class Model:
+    """Runs upstream's model inside a program.
 
     The program outlives a closed engine and serves all engines of its kind. So this holds no model
     runner, no array and no device.
     """
+
+    def __init__(
+        self, runner: ModelRunner, programs: CommonPrograms, routing: Routing | None
+    ) -> None:
+        """
+        Args:
+            routing: How the model routes, if its experts are wanted.
+        """
+        self._routing = routing
+        self.mesh, self.page_size = runner.mesh.abstract_mesh, runner.page_size
+        self._definition, state = programs.split(runner.model)
+        self._tree = jax.tree.structure(state)
+        self._pools = structure_without_devices(jax.tree.structure(runner.memory_pools))
+        self._backend = structure_without_devices(jax.tree.structure(runner.attn_backend))
+        self.kernel = type(runner.attn_backend).__name__ == "FlashAttention"
+
+    def backend(self, **metadata: jax.Array) -> Any:
+        """A backend for this trace. Upstream's own would keep traced arrays.
+
+        Args:
+            metadata: Of upstream's attention kernel, if it is used.
+        """
+        backend: Any = jax.tree.unflatten(self._backend, [None] * self._backend.num_leaves)
+        if self.kernel:
+            from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
+
+            laid_out = {name: put(self.mesh, array, "data") for name, array in metadata.items()}
+            object.__setattr__(backend, "forward_metadata", FlashAttentionMetadata(**laid_out))
+        return backend
+
+    def __call__(
+        self,
+        leaves: Any,
+        kv: list[jax.Array],
+        batch: ForwardBatch,
+        wanted: LogitsMetadata,
+        head: Callable[[Any], Any] | None = None,
+    ) -> tuple[Any, list[jax.Array], jax.Array | None]:
+        """
+        Args:
+            leaves: The model's arrays.
+            kv: The KV buffers.
+            head: Wraps the model's logits processor.
+
+        Returns:
+            What the model, or its `head`, returns, the KV buffers, and the experts of each id, if
+            they are wanted.
+        """
+        pools = jax.tree.unflatten(self._pools, kv)
+        model = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
+        if head is not None:
+            # The module itself counts its arrays; this is none of them.
+            vars(model)["logits_processor"] = head(model.logits_processor)
+        with jax.sharding.use_abstract_mesh(self.mesh), on_batch(batch):
+            output, updates, *_, layers = model(batch, pools, wanted)
+            experts = None if self._routing is None else stacked(layers, self._routing.dtype)
+        pools.replace_all(updates)
+        # With another layout the next step would be another program.
+        kept = [
+            jax.sharding.reshard(new, jax.typeof(old).sharding)
+            for new, old in zip(jax.tree.leaves(pools), kv, strict=True)
+        ]
+        return output, kept, experts
+
+
+def round_logits(output: LogitsProcessorOutput) -> None:
+    """Inside one program XLA may keep more precision than upstream's programs pass on."""
+    if output.next_token_logits.dtype == jnp.bfloat16:
+        output.next_token_logits = jax.lax.reduce_precision(output.next_token_logits, 8, 7)
+
+
+class Forward:
+    """A decode step of upstream's model, on what the device has of a batch."""
 
     def __init__(
         self,
@@ -58,14 +131,7 @@ class Forward:
             places: By number of rows: how many KV slots a batch of that size can have.
             routing: How the model routes, if its experts are wanted.
         """
-        self._routing = routing
-        self._mesh, self._page_size = runner.mesh.abstract_mesh, runner.page_size
-        self._places = places
-        self._definition, state = programs.split(runner.model)
-        self._tree = jax.tree.structure(state)
-        self._pools = structure_without_devices(jax.tree.structure(runner.memory_pools))
-        self._backend = structure_without_devices(jax.tree.structure(runner.attn_backend))
-        self._kernel = type(runner.attn_backend).__name__ == "FlashAttention"
+        self._model, self._places = Model(runner, programs, routing), places
 
     def __call__(
         self,
@@ -94,41 +160,24 @@ class Forward:
         if adapters is not None:
             slots, scales = adapters
             slots = jnp.where(lengths > 0, slots, NO_SLOT)
-            batch.lora_token_indices = put(self._mesh, slots, "data")
-            batch.lora_scalings = put(self._mesh, scales, "data")
+            batch.lora_token_indices = put(self._model.mesh, slots, "data")
+            batch.lora_scalings = put(self._model.mesh, scales, "data")
         wanted = LogitsMetadata(
             forward_mode=ForwardMode.DECODE, capture_hidden_mode=CaptureHiddenMode.NULL
         )
-        pools = jax.tree.unflatten(self._pools, kv)
-        model = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
-        with jax.sharding.use_abstract_mesh(self._mesh), on_batch(batch):
-            output, updates, *_, layers = model(batch, pools, wanted)
-            experts = None if self._routing is None else stacked(layers, self._routing.dtype)
-        pools.replace_all(updates)
-        if output.next_token_logits.dtype == jnp.bfloat16:
-            # Inside one program XLA may keep more precision than upstream's programs pass on.
-            output.next_token_logits = jax.lax.reduce_precision(output.next_token_logits, 8, 7)
-        # With another layout the next step would be another program.
-        kept = [
-            jax.sharding.reshard(new, jax.typeof(old).sharding)
-            for new, old in zip(jax.tree.leaves(pools), kv, strict=True)
-        ]
-        return output, kept, positions, experts
+        output, kv, experts = self._model(leaves, kv, batch, wanted)
+        round_logits(output)
+        return output, kv, positions, experts
 
     def _batch(
         self, ids: jax.Array, lengths: jax.Array, positions: jax.Array, block_table: jax.Array
     ) -> ForwardBatch:
         """The batch that upstream would make on the host for a decode step."""
-        mesh, size, rows = self._mesh, self._page_size, len(ids)
+        mesh, size, rows = self._model.mesh, self._model.page_size, len(ids)
         places = self._places[rows]
         page = jnp.take_along_axis(block_table, (positions // size)[:, None], axis=1)[:, 0]
         slots = jnp.where(lengths > 0, page * size + positions % size, -1)
-        # A copy for this trace. Upstream's own backend would keep traced arrays.
-        backend: Any = jax.tree.unflatten(self._backend, [None] * self._backend.num_leaves)
-        if self._kernel:
-            metadata = _kernel_metadata(lengths, block_table, size, places)
-            metadata = jax.tree.map(lambda array: put(mesh, array, "data"), metadata)
-            object.__setattr__(backend, "forward_metadata", metadata)
+        metadata = _kernel_metadata(lengths, block_table, size, places)
         return ForwardBatch(
             bid=0,
             forward_mode=ForwardMode.DECODE,
@@ -138,7 +187,7 @@ class Forward:
             seq_lens=put(mesh, lengths, "data"),
             out_cache_loc=put(mesh, slots, "data"),
             positions=put(mesh, positions, "data"),
-            attn_backend=backend,
+            attn_backend=self._model.backend(**metadata),
             cache_loc=put(mesh, slots_of(lengths, block_table, size, places), "data"),
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
@@ -164,22 +213,20 @@ def slots_of(lengths: jax.Array, block_table: jax.Array, page_size: int, places:
 
 def _kernel_metadata(
     lengths: jax.Array, block_table: jax.Array, page_size: int, places: int
-) -> FlashAttentionMetadata:
+) -> dict[str, jax.Array]:
     """The metadata of upstream's attention kernel for a decode step.
 
     The kernel expects all active rows before the others. Here ended rows lie between them. So an
     ended row gets the length 1, and page 0, which no request ever has.
     """
-    from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
-
     rows = len(lengths)
     block_table = jnp.where(lengths[:, None] > 0, block_table, 0)
     lengths = jnp.maximum(lengths, 1)
     aligned = (lengths + page_size - 1) // page_size * page_size
-    return FlashAttentionMetadata(
-        cu_q_lens=jnp.arange(rows + 1, dtype=jnp.int32),
-        cu_kv_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(aligned)]),
-        page_indices=_pages_of(lengths, block_table, page_size, places),
-        seq_lens=lengths,
-        distribution=jnp.full(3, rows, jnp.int32),
-    )
+    return {
+        "cu_q_lens": jnp.arange(rows + 1, dtype=jnp.int32),
+        "cu_kv_lens": jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(aligned)]),
+        "page_indices": _pages_of(lengths, block_table, page_size, places),
+        "seq_lens": lengths,
+        "distribution": jnp.full(3, rows, jnp.int32),
+    }

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from enginepool.engine.steady.block_table import BlockTable
-from enginepool.engine.steady.device_batch import StepOutput
+from enginepool.engine.steady.device_batch import UNCHANGED, DecodeState, StepOutput
 from enginepool.engine.steady.input_batch import InputBatch
 from enginepool.engine.steady.penalties import entries
 from enginepool.engine.steady.program import StepProgram
 
 if TYPE_CHECKING:
+    import jax
     from sgl_jax.srt.managers.schedule_batch import Req
 
 # KV pages are allocated for so many steps at once while some are free, and for so few once the
@@ -55,12 +56,10 @@ class StepsInFlight:
         self._limit = limit
         self._outputs: deque[tuple[StepOutput, int]] = deque()
         self._allocated = 0  # how many steps every row has KV pages for
-        # The device has an old copy of the batch, or of its block table alone.
-        self._stale, self._table_stale = True, False
-        new = batch.add_requests(reqs, after=0)
-        block_table.add_rows(new, reqs)
-        self._state = program.begin(batch.state)
-        self._tally(new)
+        self._stale = True  # the device has an old copy of the batch
+        self._state: DecodeState | None = None
+        self._new: list[int] = []  # rows of which the device's state knows nothing
+        self.add_requests(reqs)
 
     @property
     def launches(self) -> int:
@@ -103,15 +102,24 @@ class StepsInFlight:
         new = self.batch.add_requests(reqs, after=self.launched)
         self._block_table.add_rows(new, reqs)
         self._allocated, self._stale = 0, True
-        self._state = self._program.set_rows(self._state, new, self.batch.state)
-        self._tally(new)
+        self._new += new
 
-    def _tally(self, rows: list[int]) -> None:
-        """Count the tokens that these rows already have, for their penalties."""
-        penalised = [row for row in rows if row in self.batch.penalised]
-        if penalised:
-            found = entries(penalised, self.batch.reqs)
-            self._state = self._program.tally(self._state, penalised, found)
+    def _seat(self, numbers: jax.Array) -> None:
+        """Put the new rows into the device's state, and the tokens that they already have into
+        their tallies.
+
+        Args:
+            numbers: The batch as it was sent.
+        """
+        program, batch = self._program, self.batch
+        if self._state is None:
+            self._state = program.begin(numbers)
+        else:
+            self._state = program.set_rows(self._state, numbers)
+        if penalised := [row for row in self._new if row in batch.penalised]:
+            self._state = program.tally(self._state, penalised, entries(penalised, batch.reqs))
+        batch.table.origin[self._new] = UNCHANGED
+        self._new = []
 
     def prepare(self, steps: int) -> int:
         """Send the device what the next launch needs.
@@ -128,28 +136,23 @@ class StepsInFlight:
         if steps == 0 or self._fits_fewer_rows() or not (steps := self._allocate(steps)):
             self.closed = True
             return 0
-        sender = self._program.sender
+        sender, batch = self._program.sender, self.batch
         if self._stale:
-            batch, pages = self.batch, self._block_table.pages
+            pages = self._block_table.pages
+            adapters = self._program.adapters_of(batch.adapters, len(batch.limits))
             self._on_device = sender.batch(
-                batch.limits,
-                pages,
-                batch.sampling,
-                batch.penalties,
-                batch.names,
-                batch.features,
-                self._program.adapters_of(batch.adapters, len(batch.limits)),
+                batch.table, pages, batch.names, batch.features, adapters
             )
-        elif self._table_stale:
-            pages = sender.place(self._block_table.pages.copy())
-            self._on_device = self._on_device._replace(block_table=pages)
-        self._stale = self._table_stale = False
+            self._stale = False
+        if self._new:
+            self._seat(self._on_device.numbers)
         if self.batch.grammars:
             self._on_device = sender.masked(self._on_device, self.batch.grammars)
         return steps
 
     def launch(self, steps: int) -> None:
         """Launch as many steps as were prepared."""
+        assert self._state is not None  # prepared
         self._state, output = self._program.step(self._state, self._on_device, steps)
         self._outputs.append((output, steps))
         self.launched += steps
@@ -201,6 +204,6 @@ class StepsInFlight:
             changed = self._block_table.allocate(self.batch.active, lengths, evict=evict)
             if changed is not None:
                 self._allocated = self.launched + ahead
-                self._table_stale = self._table_stale or changed
+                self._stale = self._stale or changed
                 return min(steps, ahead)
         return 0

@@ -11,44 +11,19 @@ Remove when: With `program.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, Request
 from enginepool.engine.grammar import RequestGrammar
-from enginepool.engine.sampling_mask import kept_of
-from enginepool.engine.steady.device_batch import STOP_IDS, Features, SamplingArrays
-from enginepool.engine.steady.penalties import Penalties, recount
-from enginepool.engine.top_logprobs import named_values, top_values
+from enginepool.engine.steady.device_batch import FROM_TABLE, STOP_IDS, Features, RowTable
+from enginepool.engine.steady.extras import Extras
 from enginepool.lora.adapter import Adapter
 from enginepool.model_config.generation import end_ids
 
 if TYPE_CHECKING:
-    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
-
-# The most probable ids and their log-probabilities, each by step, by row, by rank.
-type Top = tuple[np.ndarray, np.ndarray]
-
-
-class Extras(NamedTuple):
-    """What some rows want of the next steps beside ids and log-probabilities. None: no row does.
-
-    Attributes:
-        top: The most probable ids and their log-probabilities, by step, by row.
-        named: The log-probabilities of the ids that a row names, by step, by row.
-        kept: The ids that a token is sampled from, by step, by row.
-        experts: The experts of the id before it, by step, by row, by layer.
-    """
-
-    top: Top | None = None
-    named: np.ndarray | None = None
-    kept: np.ndarray | None = None
-    experts: np.ndarray | None = None
-
-    def __bool__(self) -> bool:
-        return any(one is not None for one in self)
-
+    from sgl_jax.srt.managers.schedule_batch import Req
 
 # Appends to a request's ids, to its log-probabilities, and to the ids of these.
 type _Extend = tuple[
@@ -71,9 +46,9 @@ class InputBatch:
         grammars: By row: its grammar, if it has one. It has accepted all tokens of the row.
         latest: The rows that got tokens from the last steps. Some of them have ended since.
         not_finite: Whether one of these rows got a log-probability that is not finite.
-        limits, sampling, penalties, names: See `device_batch.DeviceBatch`.
+        table: What the device is told of every row. `limits` and `state` are columns of it.
         adapters: By row: its adapter. None for the base, and for a free row.
-        state: By row: the last id, and the length, when the request was added.
+        names: See `device_batch.DeviceBatch`.
         steps: How many steps' tokens the requests have.
     """
 
@@ -96,12 +71,10 @@ class InputBatch:
         self.streamed: set[int] = set()
         self.penalised: set[int] = set()
         self.grammars: dict[int, RequestGrammar] = {}
-        self.limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
-        self.sampling = SamplingArrays.of(rows)
-        self.penalties = Penalties.of(rows)
+        self.table = RowTable(rows)
+        self.limits, self.state = self.table.limits, self.table.state
         self.names = np.zeros((rows, MAX_NAMED_IDS), np.int32)
         self.adapters: list[Adapter | None] = [None] * rows
-        self.state = np.zeros((2, rows), np.int32)
         self.steps = 0
         # By row: the first step that it takes part in, and the last one at most.
         self._first = np.zeros(rows, np.int64)
@@ -142,19 +115,20 @@ class InputBatch:
             have = req.kv_committed_len
             raise RuntimeError(f"{req.rid} cannot decode: {have} of {length} tokens have KV cache")
         self.state[:, row] = req.output_ids[-1], length
+        self.table.origin[row] = FROM_TABLE
         self.limits[row] = -1
         # Upstream gives an aborted request one more step.
         longest = len(req.origin_input_ids) + params.max_new_tokens
         self.limits[row, 0] = length + 1 if req.to_finish else longest
         self.limits[row, 1 : 1 + len(stops[:STOP_IDS])] = stops[:STOP_IDS]
-        self.sampling.set_row(row, params)
+        self.table.set_sampling(row, params)
         if req.grammar is not None:
             self.grammars[row] = req.grammar
         if len(stops) > STOP_IDS or params.stop_strs or row in self.grammars:
             self.watched.add(row)
         if req.stream:
             self.streamed.add(row)
-        if self.penalties.set_row(row, req):
+        if self.table.penalties.set_row(row, req):
             self.penalised.add(row)
         self.adapters[row] = self._adapter_of(req)
         if (request := self._with_extras(req)) is not None:
@@ -164,13 +138,7 @@ class InputBatch:
     @property
     def features(self) -> Features:
         asking = self._extras.values()
-        return Features(
-            penalised=bool(self.penalised),
-            top=any(request.top_logprobs_num for request in asking),
-            named=any(request.named_ids for request in asking),
-            kept=any(request.return_sampling_mask for request in asking),
-            masked=bool(self.grammars),
-        )
+        return Features.of(asking, penalised=bool(self.penalised), masked=bool(self.grammars))
 
     @property
     def free(self) -> int:
@@ -265,7 +233,7 @@ class InputBatch:
         return len(ids), False
 
     def _append_extras(self, counts: np.ndarray, extras: Extras) -> None:
-        top, named, kept, experts = extras
+        experts = extras.experts
         for row, count in zip(self.latest.tolist(), counts.tolist(), strict=True):
             if (request := self._extras.get(row)) is None:
                 continue
@@ -274,13 +242,7 @@ class InputBatch:
                 known = len(req.origin_input_ids) + len(req.output_ids) - count - 1
                 request.experts.extend(known, experts[:count, row])
             for step in range(count if request.wants_more else 0):
-                if (k := request.top_logprobs_num) and top is not None:
-                    ids, logprobs = top
-                    request.top_logprobs.append(top_values(logprobs[step, row], ids[step, row], k))
-                if (names := request.named_ids) and named is not None:
-                    request.named_logprobs.append(named_values(named[step, row], len(names)))
-                if request.return_sampling_mask and kept is not None:
-                    request.kept.append(kept_of(kept[step, row], self._vocab_size))
+                extras.append_to(request, step, row, self._vocab_size)
 
     def remove(self, ended: list[int]) -> None:
         """Free these rows. The device learns it from `limits`."""
@@ -326,17 +288,6 @@ class InputBatch:
         req = self.reqs[row]
         req.check_finished()
         return req.finished()
-
-
-def write_back_batch(batch: ScheduleBatch) -> None:
-    """Make upstream's batch agree with its requests, as after a step of its own."""
-    info = batch.reqs_info[0]
-    if info.reqs:
-        lengths = [req.kv_committed_len for req in info.reqs]
-        info.seq_lens = np.array(lengths, np.asarray(info.seq_lens).dtype)
-        info.seq_lens_sum = sum(lengths)
-        info.output_ids = np.array([req.output_ids[-1] for req in info.reqs], np.int32)
-        recount(info)
 
 
 def _stop_ids(req: Req) -> list[int]:

@@ -42,11 +42,6 @@ class Penalties(NamedTuple):
     strengths: Any
     least: Any
 
-    @classmethod
-    def of(cls, rows: int) -> Penalties:
-        """The penalties of free rows."""
-        return cls(np.zeros((rows, 2), np.float32), np.zeros(rows, np.int32))
-
     def set_row(self, row: int, req: Req) -> bool:
         """Set the row's penalties to a request's. Returns whether it has any."""
         params = req.sampling_params

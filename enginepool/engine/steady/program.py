@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh
 from sgl_jax.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 
 from enginepool.dispatch.routed_experts import Routing
@@ -33,24 +33,20 @@ from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.kv_cache import spec_of
+from enginepool.engine.steady.block_table import BlockTable
 from enginepool.engine.steady.device_batch import (
-    STOP_IDS,
+    FROM_TABLE,
     DecodeState,
     DeviceBatch,
     Features,
-    SamplingArrays,
+    RowTable,
+    SentBatch,
     StepOutput,
 )
 from enginepool.engine.steady.forward import Forward, put
-from enginepool.engine.steady.penalties import (
-    Penalties,
-    allowed,
-    build_tally,
-    chunks,
-    entries,
-    penalise,
-)
-from enginepool.engine.steady.sample import Sample
+from enginepool.engine.steady.packing import rest_of, rows_of, state_and_origin, unpack
+from enginepool.engine.steady.penalties import build_tally, chunks, entries
+from enginepool.engine.steady.sample import Sample, held_back
 from enginepool.engine.steady.sender import BatchSender, no_names
 from enginepool.lora.adapter import Adapter
 from enginepool.lora.layers import NO_SLOT
@@ -69,6 +65,7 @@ class StepProgram:
     Attributes:
         buckets: By number of rows, ascending: how many KV slots a batch of that size can have.
         sender: Sends batches to the engine's device.
+        sampler: The sampler's arrays.
     """
 
     def __init__(
@@ -87,60 +84,52 @@ class StepProgram:
         self._adapters = adapters
         self._runner = worker.model_runner
         self._pool: Any = self._runner.token_to_kv_pool  # `supported` knows it
-        self._sampler = jax.tree.leaves(nnx.split(self._runner.sampler)[1])
+        self.sampler = jax.tree.leaves(nnx.split(self._runner.sampler)[1])
         manager = worker.compilation_manager
         self.buckets = dict(zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True))
         programs = common_programs()
         self._step = _build_step(self._runner, programs, self.buckets, most_steps, routing)
         self.sender = BatchSender(self._runner, self.buckets)
+        self._pages = BlockTable.width(scheduler)
         self._place = self.sender.place
         # Sent once. A Python number would be sent with every launch.
         self._counts = [self._place(np.int32(steps)) for steps in range(most_steps + 1)]
         mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
+        about = mesh, vocab_size, self._pages
+        self._begin = programs.common(["begin", *about], lambda: _build_begin(*about))
         self._set_rows = programs.common(["set_rows", mesh], lambda: _build_set_rows(mesh))
-        self._begin = programs.common(
-            ["begin", mesh, vocab_size], lambda: _build_begin(mesh, vocab_size)
-        )
         self._tally = programs.common(["tally", mesh], lambda: build_tally(mesh))
 
     def bucket(self, requests: int) -> int:
         """How many rows a batch of so many requests has."""
         return next(size for size in self.buckets if size >= requests)
 
-    def compile_ahead(self, rows: int, pages: int) -> None:
-        """Compile the program of a bucket, on any thread.
-
-        Args:
-            pages: How many pages a row of the block table has.
-        """
+    def compile_ahead(self, rows: int) -> None:
+        """Compile the program of a bucket, on any thread."""
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
-        state, batch = self._empty(rows, pages)
+        state, batch = self._empty(rows)
         leaves = self._runner.model_state_leaves
-        self._step.compile(leaves, self._sampler, kv, state, batch, self._counts[1])
+        self._step.compile(leaves, self.sampler, kv, state, batch, self._counts[1])
 
-    def compile(self, pages: int) -> None:
+    def compile(self) -> None:
         """Run every program once, on batches without requests. The engine does not change."""
         for rows in self.buckets:
-            state, batch = self._empty(rows, pages)
+            state, batch = self._empty(rows)
             state, _ = self.step(state, batch, 1)
-            state = self.set_rows(state, [], np.zeros((2, rows), np.int32))
+            state = self.set_rows(state, batch.numbers)
             state, sampled = self.step(state, batch, 1)
             sampled.ids.block_until_ready()
 
-    def _empty(self, rows: int, pages: int) -> tuple[DecodeState, DeviceBatch]:
-        limits = np.zeros((rows, 1 + STOP_IDS), np.int32)
-        block_table = np.zeros((rows, pages), np.int32)
-        batch = self.sender.batch(
-            limits,
-            block_table,
-            SamplingArrays.of(rows),
-            Penalties.of(rows),
-            no_names(rows),
-            Features(),
-            self.adapters_of([], rows),
+    def empty(self, rows: int) -> SentBatch:
+        """Send a batch without requests."""
+        pages = np.zeros((rows, self._pages), np.int32)
+        return self.sender.batch(
+            RowTable(rows), pages, no_names(rows), Features(), self.adapters_of([], rows)
         )
-        state = self.begin(np.zeros((2, rows), np.int32))
-        return self.tally(state, [], entries([], [])), batch
+
+    def _empty(self, rows: int) -> tuple[DecodeState, SentBatch]:
+        batch = self.empty(rows)
+        return self.tally(self.begin(batch.numbers), [], entries([], [])), batch
 
     def adapters_of(
         self, adapters: Sequence[Adapter | None], size: int
@@ -153,21 +142,14 @@ class StepProgram:
             slots[row], scales[row] = self._adapters.row(adapter)
         return slots, scales
 
-    def begin(self, rows: np.ndarray) -> DecodeState:
-        """The state of a new batch. All tallies are zero."""
-        return DecodeState(*self._begin(self._place(rows.copy())))
+    def begin(self, numbers: jax.Array) -> DecodeState:
+        """The state of a new batch, which was sent. All tallies are zero."""
+        return DecodeState(*self._begin(numbers))
 
-    def set_rows(self, state: DecodeState, rows: list[int], values: np.ndarray) -> DecodeState:
-        """Replace these rows of a state. It takes the old state's buffers over.
-
-        Args:
-            values: `DecodeState.rows` of a whole batch. The other rows are ignored.
-        """
-        new = np.zeros(values.shape[1], bool)
-        new[rows] = True
-        return state._replace(
-            rows=self._set_rows(state.rows, self._place(new), self._place(values.copy()))
-        )
+    def set_rows(self, state: DecodeState, numbers: jax.Array) -> DecodeState:
+        """Replace the rows that have an origin in this batch, which was sent. It takes the old
+        state's buffers over."""
+        return state._replace(rows=self._set_rows(state.rows, numbers))
 
     def tally(self, state: DecodeState, rows: Sequence[int], found: np.ndarray) -> DecodeState:
         """Replace the tallies of these rows. It takes the old state's buffers over.
@@ -185,7 +167,7 @@ class StepProgram:
         return DecodeState(state.rows, tallies)
 
     def step(
-        self, state: DecodeState, batch: DeviceBatch, steps: int
+        self, state: DecodeState, batch: SentBatch, steps: int
     ) -> tuple[DecodeState, StepOutput]:
         """Launch so many steps at once. They take the old state's buffers over.
 
@@ -195,7 +177,7 @@ class StepProgram:
         runner = self._runner
         state, buffers, sampled = self._step(
             runner.model_state_leaves,
-            self._sampler,
+            self.sampler,
             self._pool.kv_buffer,
             state,
             batch,
@@ -213,6 +195,7 @@ def supported(scheduler: Scheduler) -> bool:
         all(hasattr(runner, name) for name in ("memory_pools", "_sampler_base_rng", "sampler"))
         and hasattr(worker, "compilation_manager")
         and hasattr(worker.compilation_manager, "_precompile_decode")
+        and hasattr(worker.compilation_manager, "_precompile_extend")
         and hasattr(jax.sharding, "use_abstract_mesh")
         and hasattr(BatchedPenalizerOrchestrator, "reqs_info")
     )
@@ -257,14 +240,7 @@ def _build_step(
         output, kv, positions, experts = forward(
             leaves, kv, ids, lengths, batch.block_table, batch.adapters
         )
-        output.next_token_logits = jax.lax.cond(
-            batch.sampling.do_penalties,
-            lambda logits: allowed(
-                penalise(logits, batch.penalties, state.tallies, lengths), batch.mask
-            ),
-            lambda logits: logits,
-            output.next_token_logits,
-        )
+        output = held_back(output, batch, state.tallies, lengths)
         ids, sampled = sample(sampler, output, positions, batch)
         counted = state.tallies.at[jnp.arange(len(ids)), ids].add(1)
         tallies = put(mesh, counted, None, None)
@@ -280,9 +256,11 @@ def _build_step(
         sampler: Any,
         kv: list[jax.Array],
         state: DecodeState,
-        batch: DeviceBatch,
+        sent: SentBatch,
         steps: jax.Array,
     ) -> Any:
+        rows = state.rows.shape[1]
+        batch = unpack(mesh, sent, rows, rest_of(sent.numbers, rows).reshape(rows, -1))
         if most_steps == 1:
             state, kv, sampled = one(leaves, sampler, kv, state, batch)
             return state, kv, jax.tree.map(lambda array: array[None], sampled)
@@ -296,7 +274,6 @@ def _build_step(
             state, kv, new = one(leaves, sampler, kv, state, batch)
             return done + 1, state, kv, jax.tree.map(lambda a, b: a.at[done].set(b), sampled, new)
 
-        rows = state.rows.shape[1]
         nothing = sample.nothing(most_steps, rows)
         if routing is not None:
             empty = jnp.zeros((most_steps, rows, *routing.shape), routing.dtype)
@@ -309,20 +286,20 @@ def _build_step(
     )
 
 
-def _build_begin(mesh: AbstractMesh, vocab_size: int) -> Callable[..., Any]:
+def _build_begin(mesh: AbstractMesh, vocab_size: int, pages: int) -> Callable[..., Any]:
     @jax.jit
-    def begin(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tallies = jnp.zeros((rows.shape[1], vocab_size), jnp.int32)
-        return rows, put(mesh, tallies, None, None)
+    def begin(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state, _ = state_and_origin(numbers, rows_of(numbers, pages))
+        tallies = jnp.zeros((state.shape[1], vocab_size), jnp.int32)
+        return put(mesh, state, None, None), put(mesh, tallies, None, None)
 
     return OnAnyDevice(begin)
 
 
 def _build_set_rows(mesh: AbstractMesh) -> Callable[..., Any]:
-    everywhere = NamedSharding(mesh, PartitionSpec(None, None))
-
     @partial(jax.jit, donate_argnames="state")
-    def set_rows(state: jax.Array, new: jax.Array, values: jax.Array) -> jax.Array:
-        return jax.sharding.reshard(jnp.where(new, values, state), everywhere)
+    def set_rows(state: jax.Array, numbers: jax.Array) -> jax.Array:
+        given, origin = state_and_origin(numbers, state.shape[1])
+        return put(mesh, jnp.where(origin == FROM_TABLE, given, state), None, None)
 
     return OnAnyDevice(set_rows)

@@ -16,17 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from sgl_jax.srt.managers.schedule_batch import ModelWorkerSamplingInfo
-from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 from enginepool.dispatch.sampling_mask import MAX_KEPT_IDS
 from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.sampling_mask import find_kept, no_kept
-from enginepool.engine.steady.device_batch import DeviceBatch, SamplingArrays, StepOutput
+from enginepool.engine.steady.device_batch import DeviceBatch, StepOutput
 from enginepool.engine.steady.forward import put
+from enginepool.engine.steady.penalties import allowed, penalise
 
 if TYPE_CHECKING:
     from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
@@ -120,27 +119,39 @@ class Sample:
         )
 
 
-def sampling_metadata(sampling: SamplingArrays, mesh: Mesh, vocab_size: int) -> SamplingMetadata:
-    """Send what upstream's sampler takes to the device. The arrays may be changed afterwards."""
-    arrays: dict[str, Any] = {name: array.copy() for name, array in sampling.arrays.items()}
-    info = ModelWorkerSamplingInfo(
-        **arrays,
-        vocab_size=vocab_size,
-        is_all_greedy=bool((arrays["top_ks"] <= 1).all()),
-        need_min_p_sampling=bool((arrays["min_ps"] > 0).any()),
+def held_back(
+    output: LogitsProcessorOutput, batch: DeviceBatch, tallies: jax.Array, lengths: jax.Array
+) -> LogitsProcessorOutput:
+    """Inside a program: the model's output with penalties and masks applied, if there are any."""
+    output.next_token_logits = jax.lax.cond(
+        batch.sampling.do_penalties,
+        lambda logits: allowed(penalise(logits, batch.penalties, tallies, lengths), batch.mask),
+        lambda logits: logits,
+        output.next_token_logits,
     )
-    batch: Any = SimpleNamespace(
-        sampling_info=info,
-        forward_mode=ForwardMode.DECODE,
-        positions=np.zeros(len(arrays["top_ks"]), np.int32),
-        seq_lens=None,
+    return output
+
+
+def sampling_metadata(
+    mesh: AbstractMesh, floats: jax.Array, ints: jax.Array, do_penalties: jax.Array
+) -> SamplingMetadata:
+    """Inside a program: what upstream's sampler takes, of these columns of a `RowTable`."""
+    top_ks, min_ps = ints[:, 0], floats[:, 2]
+    flags: Any = (top_ks <= 1).all(), (min_ps > 0).any()  # upstream declares Python values
+    return SamplingMetadata(
         return_logprob=False,
         top_logprobs_nums=None,
         token_ids_logprobs=None,
+        temperatures=put(mesh, floats[:, :1], "data", None),
+        top_ps=put(mesh, floats[:, 1], "data"),
+        top_ks=put(mesh, top_ks, "data"),
+        min_ps=put(mesh, min_ps, "data"),
+        sampling_seeds=put(mesh, ints[:, 1], "data"),
+        positions=put(mesh, jnp.zeros_like(top_ks), "data"),
+        is_all_greedy=flags[0],
+        need_min_p_sampling=flags[1],
+        do_penalties=do_penalties,  # pyright: ignore[reportArgumentType]
     )
-    metadata: Any = SamplingMetadata.from_model_worker_batch(batch, 0, mesh, vocab_size)
-    metadata.linear_penalty = None  # the step computes its own
-    return metadata
 
 
 def _bits(values: jax.Array) -> jax.Array:

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from sgl_jax.srt.model_executor import forward_batch_info
 
 from enginepool.dispatch.request import MAX_NAMED_IDS
 from enginepool.engine.grammar import RequestGrammar, open_mask
-from enginepool.engine.steady.device_batch import DeviceBatch, Features, SamplingArrays
-from enginepool.engine.steady.penalties import Penalties
-from enginepool.engine.steady.sample import sampling_metadata
+from enginepool.engine.steady.device_batch import Features, RowTable, SentBatch
+from enginepool.engine.steady.packing import pack
 
 if TYPE_CHECKING:
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
-    from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
 
 
 class BatchSender:
@@ -28,58 +27,47 @@ class BatchSender:
         Args:
             sizes: How many rows a batch can have.
         """
-        self._mesh = runner.mesh
+        # By number of dimensions: everywhere.
+        self._shardings = [
+            NamedSharding(runner.mesh, PartitionSpec(*[None] * ndim)) for ndim in range(3)
+        ]
         self._vocab_size: int = runner.model_config.vocab_size
         # Sent once, because most batches have the same.
-        self._flags = {value: self.place(np.bool_(value)) for value in (False, True)}
         self._no_names = {rows: self.place(no_names(rows)) for rows in sizes}
         self._no_mask = {rows: self.place(open_mask(self._vocab_size, rows)) for rows in sizes}
 
     def place(self, array: np.ndarray | np.generic) -> jax.Array:
         """Send an array that nobody changes any more. A CPU device uses the same memory."""
-        everywhere = PartitionSpec(*[None] * array.ndim)
-        return jax.device_put(array, NamedSharding(self._mesh, everywhere))
+        # As upstream's arrays: patches/batch_transfers.py makes it quick.
+        return forward_batch_info.device_array(array, sharding=self._shardings[array.ndim])
 
     def batch(
         self,
-        limits: np.ndarray,
+        table: RowTable,
         block_table: np.ndarray,
-        sampling: SamplingArrays,
-        penalties: Penalties,
         names: np.ndarray,
         features: Features,
         adapters: tuple[np.ndarray, np.ndarray] | None,
-    ) -> DeviceBatch:
+    ) -> SentBatch:
         """Send a batch that allows all ids. The arrays may be changed afterwards."""
-        size = len(limits)
-        return DeviceBatch(
-            self.place(limits.copy()),
-            self.place(block_table.copy()),
-            self._metadata(sampling, features),
-            Penalties(*(self.place(array.copy()) for array in penalties)),
-            self._flags[features.top],
-            self._flags[features.named],
-            self.place(names.copy()) if features.named else self._no_names[size],
-            self._flags[features.kept],
-            self._no_mask[size],
+        rows = len(names)
+        return SentBatch(
+            self.place(pack(features, table, block_table)),
+            self.place(names.copy()) if features.named else self._no_names[rows],
+            self._no_mask[rows],
             None if adapters is None else (self.place(adapters[0]), self.place(adapters[1])),
         )
 
-    def masked(self, batch: DeviceBatch, grammars: Mapping[int, RequestGrammar]) -> DeviceBatch:
+    def defaults(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        """The `names` and the `mask` of rows that name no ids and allow all."""
+        return self._no_names[rows], self._no_mask[rows]
+
+    def masked(self, batch: SentBatch, grammars: Mapping[int, RequestGrammar]) -> SentBatch:
         """The same batch, in which these rows get only ids that their grammars allow next."""
         mask = open_mask(self._vocab_size, len(batch.mask))
         for row, grammar in grammars.items():
             grammar.fill_vocab_mask(mask, row)
         return batch._replace(mask=self.place(mask))
-
-    def _metadata(self, sampling: SamplingArrays, features: Features) -> SamplingMetadata:
-        metadata = sampling_metadata(sampling, self._mesh, self._vocab_size)
-        metadata.do_penalties = features.penalised or features.masked
-        # Some of upstream's flags are Python values. JAX would send them with every step.
-        return jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, jax.Array) else self.place(np.asarray(leaf)),
-            metadata,
-        )
 
 
 def no_names(rows: int) -> np.ndarray:

@@ -1,0 +1,64 @@
+"""What a prefill takes of the host, and what the prefix cache keeps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from enginepool import EnginePool
+from tests.support import faults
+from tests.support.marks import steady_decode
+from tests.support.pools import module
+
+
+@contextmanager
+def counted(places: list[tuple[Any, str]]) -> Iterator[list[int]]:
+    """How often these methods are called meanwhile."""
+    counts = [0] * len(places)
+    with pytest.MonkeyPatch.context() as patch:
+        for index, (owner, name) in enumerate(places):
+            method = getattr(owner, name)
+
+            def counting(*args: Any, index: int = index, method: Any = method) -> Any:
+                counts[index] += 1
+                return method(*args)
+
+            patch.setattr(owner, name, counting)
+        yield counts
+
+
+def generate(pool: EnginePool, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    engine: Any = pool.engines[0]
+    return engine.generate(input_ids=prompts, sampling_params=params)
+
+
+@steady_decode
+def test_a_prefill_is_one_transfer_and_one_launch(steady_pool: EnginePool) -> None:
+    """However many prompts it has, of whatever length."""
+    scheduler = faults.scheduler_of(steady_pool, 0)
+    step = scheduler.prefill_program
+    for prompts in ([[5]], [[1 + i, *range(i)] for i in range(4)]):
+        with counted([(scheduler.steady.program.sender, "place"), (step, "launch")]) as counts:
+            generate(steady_pool, prompts, 1)
+        assert counts[0] == counts[1] == 1
+
+
+def test_the_prefix_cache_evicts_more_than_it_is_asked_for(steady_pool: EnginePool) -> None:
+    """So it is asked less often: each time it looks at all that it has."""
+    scheduler = faults.scheduler_of(steady_pool, 0)
+    total = scheduler.max_total_num_tokens
+    generate(steady_pool, [[1 + i, 2, 3] for i in range(total // 64)], 5)
+    evictable = scheduler.tree_cache.evictable_size(dp_rank=0)
+
+    def evict() -> None:
+        base: Any = module("sgl_jax.srt.mem_cache.base_prefix_cache")
+        if hasattr(base, "EvictParams"):
+            scheduler.tree_cache.evict(base.EvictParams(num_tokens=1, dp_rank=0))
+        else:
+            scheduler.tree_cache.evict(1, dp_rank=0)
+
+    steady_pool.runtime.workers[0].channel.run(evict).result()
+    evicted = evictable - scheduler.tree_cache.evictable_size(dp_rank=0)
+    assert total // 32 <= evicted < evictable
