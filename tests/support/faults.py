@@ -59,7 +59,9 @@ def every_prefill(scheduler: Any, change: Callable[[Any], Any]) -> Callable[[], 
 def _steps(scheduler: Any) -> list[tuple[Any, str]]:
     places: list[tuple[Any, str]] = [(scheduler.tp_worker, "forward_batch_generation")]
     if (program := scheduler.steady.program) is not None:
-        places += [(program, "step"), (scheduler.prefill_program, "launch")]
+        places.append((program, "step"))
+    if scheduler.steady.prefill is not None:
+        places.append((scheduler.prefill_program, "launch"))
     return places
 
 
