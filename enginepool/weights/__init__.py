@@ -1,6 +1,6 @@
 """Weights for engines, from a checkpoint or from a trainer.
 
-`sources` recognises what a caller gave and yields named arrays, `mapping` is upstream's own way
-from Hugging Face names to a model's leaves, `plan` joins both and validates, `placement` knows
-devices, `leaves` are an engine's own. None of them knows workers or requests; `runtime` does.
+`sources` recognises a caller's source and reads it as named arrays. `mapping` makes a model's
+leaves from Hugging Face tensors, by upstream's own code. `plan` joins and checks both. `placement`
+knows devices. `leaves` holds an engine's weights. Only `runtime` knows workers and requests.
 """

@@ -1,8 +1,8 @@
-"""A global array's part on this process's devices, where that is the whole array.
+"""The local copy of a global array, if this process's devices hold all of it.
 
-In a JAX program of several processes a trainer's arrays span all of them. What an engine does with
-weights concerns its own process alone, so that no program may run over a global array here: it
-would wait for the other processes.
+In a JAX program of several processes a trainer's arrays span all processes. An engine works in its
+own process alone. So no program may run over a global array here: it would wait for the other
+processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def addressable(name: str, array: jax.Array) -> jax.Array:
     """The array on this process's devices alone, in the same buffers.
 
     Raises:
-        InvalidWeights: They do not have all of it; names the collective that helps.
+        InvalidWeights: These devices do not hold the whole array. The error names the collective
+            that brings it to them.
     """
     if array.is_fully_addressable:
         return array
@@ -46,7 +47,7 @@ def addressable(name: str, array: jax.Array) -> jax.Array:
 
 
 def _within(array: jax.Array, devices: list[jax.Device]) -> NamedSharding | None:
-    """The same places on these devices alone; None if they have not all of the array."""
+    """The array's sharding, restricted to these devices; None if they do not hold all of it."""
     if array.is_fully_replicated:
         return NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
     sharding = array.sharding
@@ -54,8 +55,8 @@ def _within(array: jax.Array, devices: list[jax.Device]) -> NamedSharding | None
         return None
     mesh = sharding.mesh
     here = np.isin(mesh.device_ids, [device.id for device in devices])
-    # Cut out along each axis where there is one of them; a device of another process among those
-    # would be one too many.
+    # The block of the mesh that spans the local devices. If it has a device of another process,
+    # it is larger than the list of local devices.
     block = mesh.devices[np.ix_(*map(np.unique, here.nonzero()))]
     if block.size != len(devices):
         return None

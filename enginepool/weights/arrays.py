@@ -19,12 +19,12 @@ from enginepool.weights.addressable import addressable
 
 Array = np.ndarray | jax.Array
 
-_USUAL = {np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)}  # JAX has them however configured
+_USUAL = {np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)}  # JAX never converts them
 
 
-# A trainer's `with jax.set_mesh(mesh)` holds for its thread: a program over other devices than the
-# mesh's is refused there. Left only around what computes on engines' devices, and not for a whole
-# update, which reads the trainer's iterator.
+# A trainer's `with jax.set_mesh(mesh)` holds for its thread. JAX refuses programs over other
+# devices there, so programs on engines' devices run outside the mesh. An update as a whole runs
+# inside it, because the trainer's iterator may need the mesh.
 _NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 
@@ -34,7 +34,7 @@ def outside_meshes() -> Any:
 
 
 def lost(arrays: Mapping[str, Any]) -> list[str]:
-    """Which of these cannot be read: dropped, deleted or donated."""
+    """The paths of arrays that cannot be read: dropped, deleted or donated."""
     return [
         path
         for path, array in arrays.items()
@@ -43,7 +43,7 @@ def lost(arrays: Mapping[str, Any]) -> list[str]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether this is something that `as_array` takes."""
+    """Whether `as_array` takes this value."""
     return isinstance(value, np.ndarray | jax.Array) or is_torch(value)
 
 
@@ -53,13 +53,13 @@ def is_torch(value: Any) -> TypeGuard[Any]:
 
 
 def as_array(name: str, value: Any) -> Array:
-    """NumPy and JAX arrays as they are, a global array as what this process has of it; a torch
-    tensor as a NumPy array, without a copy where it lies in host memory.
+    """NumPy and JAX arrays unchanged, a global array as its local copy, and a torch tensor as a
+    NumPy array. A torch tensor in host memory is not copied.
 
     Raises:
-        InvalidWeights: None of the three, or without values that can be read: a JAX array that
-            was deleted, donated, is being traced, lies on other processes' devices or has yet to
-            be summed over its own, a masked array, a tensor that torch refuses.
+        InvalidWeights: The value has another type, or its numbers cannot be read. This holds for a
+            JAX array that is deleted, donated, traced, unreduced or on other processes' devices,
+            for a masked array, and for a tensor that torch cannot convert.
     """
     if isinstance(value, Tracer):
         raise InvalidWeights(
@@ -77,19 +77,19 @@ def as_array(name: str, value: Any) -> Array:
         spec = getattr(value.sharding, "spec", None)
         if getattr(spec, "unreduced", None):
             raise InvalidWeights(
-                f"{name}: of this JAX array every device has a summand only ({spec}); sum "
-                "it with jax.sharding.reshard before update_weights",
+                f"{name}: this JAX array is unreduced: each device has a partial sum ({spec}); "
+                "sum it with jax.sharding.reshard before update_weights",
                 names=[name],
             )
         return addressable(name, value)
     if isinstance(value, np.ndarray):
         if np.ma.is_masked(value):
             raise InvalidWeights(
-                f"{name}: this array has masked elements, which no weight can be; fill them "
+                f"{name}: this array has masked elements, and a weight cannot be masked; fill them "
                 "(.filled(…)) first",
                 names=[name],
             )
-        return np.asarray(value)  # of NumPy's own class: JAX refuses some others
+        return np.asarray(value)  # JAX refuses some subclasses
     if is_torch(value):
         try:
             return _from_torch(value)
@@ -105,21 +105,21 @@ def as_array(name: str, value: Any) -> Array:
 def _from_torch(tensor: Any) -> np.ndarray:
     torch = sys.modules["torch"]
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:  # NumPy has none of its own, so torch refuses
+    if tensor.dtype == torch.bfloat16:  # torch cannot convert it: NumPy has no bfloat16
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
 
 
 def convertible(source: Any, target: Any) -> bool:
-    """Whether weights of dtype `source` may be cast to the leaf's dtype `target`: between floats
-    of at least 16 bits; anything else only as it is."""
+    """Whether weights of dtype `source` may be cast to the leaf's dtype `target`. Floats of at
+    least 16 bits may be cast to each other. Any other dtype must already be the leaf's."""
     if isinstance(source, np.dtype):
         source = source.newbyteorder("=")
     return source == target or (_plain_float(source) and _plain_float(target))
 
 
 def jax_dtype(dtype: Any) -> np.dtype:
-    """What JAX makes of weights of this dtype: native, and no wider than it is configured for."""
+    """The dtype that JAX converts this dtype to: in native byte order, 64 bits only if enabled."""
     dtype = np.dtype(dtype)
     if dtype in _USUAL:
         return dtype
@@ -128,7 +128,7 @@ def jax_dtype(dtype: Any) -> np.dtype:
 
 
 def for_jax(array: np.ndarray) -> np.ndarray:
-    """The array in the dtype that JAX takes it in; without a copy if it has that."""
+    """The array in the dtype that JAX would convert it to. It is copied only if that differs."""
     return array.astype(jax_dtype(array.dtype), copy=False)
 
 
@@ -137,8 +137,9 @@ def _plain_float(dtype: Any) -> bool:
 
 
 def same_buffer(array: jax.Array, source: Array) -> bool:
-    """Whether `array` and a JAX source share a buffer, so that they go together. Weights never
-    share NumPy's memory, which anybody may write to. Does not wait for either."""
+    """Whether `array` and a JAX source share a buffer, so that deleting one deletes the other.
+    False for a NumPy source: anybody may write to it, so weights never share its memory. Does not
+    wait for the arrays."""
     if isinstance(source, np.ndarray):
         return False
     theirs = {_place(shard) for shard in source.addressable_shards}
@@ -146,7 +147,8 @@ def same_buffer(array: jax.Array, source: Array) -> bool:
 
 
 def lies_in(array: jax.Array, memory: np.ndarray) -> bool:
-    """Whether `array` reads this memory, as it may on the CPU platform. Does not wait for it."""
+    """Whether `array` reads this memory in place, as the CPU platform may. Does not wait for the
+    array."""
     if any(device.platform != "cpu" for device in array.devices()):
         return False
     begin, end = byte_bounds(memory)

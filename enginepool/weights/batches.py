@@ -1,13 +1,13 @@
-"""Leaves in batches: a program and a call for many of them cost the host as much as for one."""
+"""Splits leaves into batches: one program for many leaves costs the host as much as for one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-# Few enough that a program of them is compiled soon, and many enough that the calls do not count.
+# Leaves per batch: so few that a program compiles quickly, so many that the calls cost little.
 LEAVES = 32
-# Of a second set, where a batch may be larger than the largest leaf.
+# Bytes per batch with staging="double". With "stream" the limit is the largest leaf.
 BYTES = 64 << 20
 
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
@@ -20,10 +20,11 @@ def batched[T](
     limit: int,
     most: int = LEAVES,
 ) -> Iterator[list[T]]:
-    """Batches of at most so many bytes, or of one leaf, in their order.
+    """The leaves, in their order, in batches of at most `limit` bytes and `most` leaves. A larger
+    leaf is a batch of its own.
 
-    A batch has whole layers where they fit, and nothing beside layers. So most batches of a model
-    are alike, and need one program.
+    A batch has whole layers if they fit, and never other leaves together with layers. So most
+    batches of a model are equal, and need one program.
     """
     whole: list[T] = []  # layers that are complete
     layer: list[T] = []
@@ -45,6 +46,6 @@ def batched[T](
             layer, size = [], 0
         layer.append(leaf)
         size += new
-        del leaf  # a stream may free it once its batch is done
+        del leaf  # a stream can free the leaf when its batch is done
     if whole or layer:
         yield whole + layer

@@ -1,7 +1,7 @@
 """A checkpoint directory in Hugging Face layout: safetensors, sharded or not.
 
-`files.decide` says which files are read, whoever reads them: a pool that opens, an update, the
-reference.
+`files.decide` says which files are read. Opening a pool, an update and `enginepool.reference` all
+use it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Checkpoint:
     """The tensors of a directory by name. Opening it reads every file's header and nothing else.
 
     Raises:
-        InvalidWeights: No such directory, no safetensors, a file that is missing, truncated or
-            broken, a tensor that is not where the index says, or that stands in two files of which
-            no index decides.
+        InvalidWeights: The directory does not exist or has no safetensors file. A file is missing,
+            truncated or broken. A tensor is not in the file that the index names, or is in two
+            files and the index names neither.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -38,8 +38,8 @@ class Checkpoint:
                     continue  # the index names another file for it
                 if name in self._files:
                     raise InvalidWeights(
-                        f"{path}: {name} stands in {self._files[name].path.name} too, and no "
-                        f"{INDEX} says which of the two is meant",
+                        f"{path}: {name} is also in {self._files[name].path.name}, and no "
+                        f"{INDEX} says which of the two is read",
                         names=[name],
                     )
                 self._files[name] = file
@@ -55,15 +55,15 @@ class Checkpoint:
         }
 
     def load(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """One tensor, or some of its first axis, in memory of its own.
+        """Read one tensor, or some of its rows, into new memory.
 
         Raises:
-            InvalidWeights: Its file was changed meanwhile.
+            InvalidWeights: The file was changed since it was opened.
         """
         return self._files[name].load(name, rows)
 
     def places(self) -> dict[str, list[dict[str, Any]]]:
-        """Where each tensor lies, as upstream's WeightLoader writes it down."""
+        """Where each tensor lies, in the form of upstream's `WeightLoader._scan_weight_info`."""
         return {
             name: [
                 {
@@ -78,22 +78,22 @@ class Checkpoint:
         }
 
     def check_unchanged(self) -> None:
-        """For who has read the files by their names.
+        """Check that no file was changed while upstream read the files by their names.
 
         Raises:
-            InvalidWeights: One of them was changed, replaced or deleted meanwhile.
+            InvalidWeights: A file was changed, replaced or deleted.
         """
         for file in self._opened:
             file.check_unchanged()
 
 
 def find(source: str | Path, download_dir: str | None = None, revision: str | None = None) -> Path:
-    """The directory that a path or a hub id means; a hub id is downloaded if it must be."""
+    """The directory of a path or a hub id. A hub id that is not in the cache is downloaded."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
-        raise InvalidWeights(f"{source}: no directory, and no hub id (owner/name)")
+        raise InvalidWeights(f"{source}: neither a directory nor a hub id (owner/name)")
     from huggingface_hub import snapshot_download  # needed for hub ids only
 
     try:
@@ -105,7 +105,7 @@ def find(source: str | Path, download_dir: str | None = None, revision: str | No
                 allow_patterns=["*.safetensors", "*.json"],
             )
         )
-    except Exception as error:  # a dozen types of three libraries
+    except Exception as error:  # the hub's client raises a dozen types
         raise InvalidWeights(
-            f"{source}: no such directory, and not to be had from the hub: {error}"
+            f"{source}: no such directory, and it cannot be got from the hub: {error}"
         ) from error

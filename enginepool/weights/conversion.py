@@ -1,4 +1,4 @@
-"""A batch of leaves in the model's layout, wherever they lie."""
+"""Brings a batch of leaves into the model's layout."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from enginepool.weights.sources import Specs
 
 @dataclass(frozen=True)
 class Piece:
-    """One leaf and what it is made of.
+    """One leaf, and the arrays that it is made of.
 
     Attributes:
-        path: The leaf.
+        path: The leaf's path.
         array: The whole leaf if the source has it in the model's layout, so that any engine may
             take its own shard of it; None if the tensors must be converted first.
-        tensors: By name, in the order that the model wants them in.
+        tensors: The tensors by name, in the order that the model wants.
     """
 
     path: str
@@ -36,13 +36,13 @@ class Piece:
 def in_layout(
     batch: Sequence[Piece], engines: Sequence[Specs], mapping: Any, *, private: bool
 ) -> dict[str, Array]:
-    """The leaves of a batch: the source's own arrays, or what one program has made of them. It runs
-    on the first engine's device, or, where the source is cut over the engines' devices, on all of
-    these.
+    """The leaves of a batch in the model's layout. A leaf that needs no conversion is the source's
+    own array. One program makes the others. It runs on the first engine's device, or, if the
+    source is sharded over the engines' devices, on all of them.
 
     Args:
         mapping: The first engine's `HuggingFaceMapping`.
-        private: Nobody else has the source's NumPy arrays.
+        private: Whether nobody else has the source's NumPy arrays.
     """
     made: dict[str, Array] = {}
     work: dict[Any, list[tuple[str, Converter, list[Array]]]] = {}
@@ -80,7 +80,8 @@ def _converted(
     (device,) = shardings[0].device_set
     flat = [tensor for group in groups for tensor in group]
     dtypes = [jax_dtype(tensor.dtype) for tensor in flat]
-    # A program makes new memory, and is over before the caller can write to the old: no copy.
+    # No copy is needed: the program makes new arrays, and ends before the caller can change its
+    # own.
     there = [on(device, shardings[0].memory_kind)] * len(flat)
     placed = iter(place_all(flat, there, dtypes, private=True))
     return convert(converters, [[next(placed) for _ in group] for group in groups], shardings)
@@ -92,7 +93,7 @@ def _converted_in_steps(piece: Piece, mapping: Any, private: bool) -> jax.Array:
         return place(tensor, sharding, jax_dtype(tensor.dtype), private=True)
 
     made = mapping.convert(piece.path, piece.tensors, put)
-    # A step may leave a tensor as it is.
+    # A step may return a tensor unchanged, which still is its owner's memory.
     theirs = piece.tensors.values()
     host = [x for x in theirs if isinstance(x, np.ndarray) and not private]
     if any(lies_in(made, x) for x in host) or any(same_buffer(made, x) for x in theirs):

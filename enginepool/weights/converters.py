@@ -1,6 +1,6 @@
-"""What makes a leaf of its tensors, and the programs that do it for many leaves at once.
+"""Converters, which make a leaf from its tensors, and programs that run many of them at once.
 
-A converter names no device. So layers that are alike have the same programs, and engines too.
+A converter names no device. So equal layers share a program, and so do the engines.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from jax.sharding import Sharding
 
 from enginepool.weights.arrays import outside_meshes
 
-_PROGRAMS = 256  # of batches; a model has a few for each kind of source
+_PROGRAMS = 256  # how many are kept; a model has a few for each kind of source
 
 
 @dataclass(frozen=True)
 class Converter:
-    """Makes a leaf of its tensors. Two that do the same are equal.
+    """Makes a leaf from its tensors. Two converters that do the same are equal.
 
     Attributes:
-        steps: What it does.
-        shape: Of the leaf; None if it is the tensor's.
-        does_nothing: Whether the leaf is its one tensor as it is.
+        steps: The operations, as text.
+        shape: The leaf's shape; None if it is the tensor's shape.
+        does_nothing: Whether the leaf is its only tensor, unchanged.
     """
 
     steps: str
@@ -40,7 +40,7 @@ class Converter:
 
 
 def traced(make: Callable[..., jax.Array], tensors: Sequence[Any]) -> Converter:
-    """What `make` does with tensors of these shapes and dtypes. Raises what it raises."""
+    """The converter that does what `make` does with such tensors. Raises what `make` raises."""
     program = jax.make_jaxpr(make)(*tensors)
     run = jaxpr_as_fun(program)
     (shape,) = (spec.shape for spec in program.out_avals)
@@ -50,7 +50,7 @@ def traced(make: Callable[..., jax.Array], tensors: Sequence[Any]) -> Converter:
 
 @functools.cache
 def cast(dtype: Any) -> Converter:
-    """A leaf that is its one tensor, in this dtype."""
+    """The converter that casts a leaf's only tensor to this dtype."""
     return Converter(f"cast to {dtype}", None, False, lambda array: array.astype(dtype))
 
 
@@ -62,7 +62,7 @@ def convert(
     tensors: Sequence[Sequence[jax.Array]],
     shardings: Sequence[Sharding],
 ) -> list[jax.Array]:
-    """Make leaves of their tensors, in one program. All of them lie on the same devices."""
+    """Make leaves from their tensors, in one program. All tensors lie on the same devices."""
     if not converters:
         return []
     with outside_meshes():
@@ -71,7 +71,7 @@ def convert(
 
 @functools.lru_cache(maxsize=_PROGRAMS)
 def program(converters: tuple[Converter, ...], shardings: tuple[Sharding, ...]) -> Any:
-    """The program that makes these leaves, in these shardings, of a list of tensors for each."""
+    """The program that makes one leaf, in its sharding, from each list of tensors."""
 
     def convert_leaves(tensors: list[list[jax.Array]]) -> list[jax.Array]:
         return [make(*group) for make, group in zip(converters, tensors, strict=True)]

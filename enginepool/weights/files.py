@@ -1,4 +1,4 @@
-"""Which files of a checkpoint directory are read, and one of them: its header, its tensors."""
+"""Decides which files of a checkpoint directory are read, and reads a file's tensors."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ _OF_MANY = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def decide(directory: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that are read, and what the index says of names: which file each is in.
+    """The files that are read, and the file of each tensor if there is an index.
 
-    With an index, what it names. Without, `model.safetensors` alone, or else every *.safetensors.
+    With an index, the files that it names are read. Without an index, `model.safetensors` alone is
+    read, or, if it does not exist, every *.safetensors.
 
     Raises:
-        InvalidWeights: None, a broken index, a file that is missing.
+        InvalidWeights: There is no file, a file is missing, or the index is broken.
     """
     there = sorted(path.name for path in directory.glob("*.safetensors"))
     where: dict[str, str] = {}
@@ -55,7 +56,7 @@ def decide(directory: Path) -> tuple[list[Path], dict[str, str]]:
             if not (directory / name).exists():
                 lost = [tensor for tensor, file in where.items() if file == name]
                 raise InvalidWeights(
-                    f"{directory}: {name} is missing, which {INDEX} names for {listed(lost)}",
+                    f"{directory}: {name} is missing; {INDEX} names it for {listed(lost)}",
                     names=lost,
                 )
     elif SINGLE in there:
@@ -84,7 +85,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _check_numbers(directory: Path, names: list[str]) -> None:
-    """Without an index, files that are numbered say how many there are."""
+    """Check that no numbered file is missing. Each file's name says how many there are."""
     found: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(_OF_MANY.fullmatch, names)):
         found.setdefault((match[1], match[3]), set()).add(int(match[2]))
@@ -99,8 +100,8 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        code: Its dtype, as safetensors writes it.
-        offset: Where its bytes begin in the file.
+        code: The dtype, as safetensors writes it.
+        offset: Where the tensor's bytes begin in the file.
     """
 
     code: str
@@ -110,18 +111,19 @@ class Stored:
 
     @property
     def dtype(self) -> Any:
-        """`np.void` for one that NumPy does not know."""
+        """The dtype for NumPy; `np.void` if it is unknown here."""
         return _DTYPES.get(self.code, np.void)
 
 
 class TensorFile:
     """One safetensors file. Opening it reads its header, and nothing else.
 
-    It stays open: one that is replaced or deleted meanwhile is read to its end. It is not mapped
-    into memory: to read a page that is gone from a file would end the process.
+    The file stays open, so that it can be read after another file has replaced it, or after it was
+    deleted. It is not mapped into memory: if the file were truncated, reading a lost page would
+    kill the process.
 
     Raises:
-        InvalidWeights: It is missing, truncated or broken.
+        InvalidWeights: The file is missing, truncated or broken.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +132,7 @@ class TensorFile:
             self._fd = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._fd)
             self._stamp = self._now()
-            with safe_open(path, framework="numpy"):  # it checks the header, and the file's length
+            with safe_open(path, framework="numpy"):  # checks the header and the file's length
                 length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
                 header = json.loads(os.pread(self._fd, length, 8))
         except (SafetensorError, OSError, ValueError) as error:
@@ -142,7 +144,7 @@ class TensorFile:
         }
 
     def load(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """A tensor, or some of its first axis, in memory of its own.
+        """Read a tensor, or some of its rows, into new memory.
 
         Raises:
             InvalidWeights: The file was changed since it was opened.
@@ -165,10 +167,10 @@ class TensorFile:
         return data
 
     def check_unchanged(self) -> None:
-        """For who reads the file by its name.
+        """Check that the file was not changed while upstream read it by its name.
 
         Raises:
-            InvalidWeights: It was changed, replaced or deleted since it was opened.
+            InvalidWeights: The file was changed, replaced or deleted since it was opened.
         """
         try:
             same = os.path.samestat(os.stat(self.path), os.fstat(self._fd))

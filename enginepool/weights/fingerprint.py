@@ -1,9 +1,9 @@
-"""One number for weights, computed where they lie: equal for equal bits in equal places.
+"""A fingerprint of weights, computed on their devices. Equal leaves have equal fingerprints.
 
-Each 32-bit word of an array (narrower elements widened) is multiplied by an odd number that
-depends on its row and column, and the products are summed modulo 2^32: addition is exact and
-commutes, so neither the device nor the order in which it sums matters. What the arrays give is
-joined, with their paths and shapes, by BLAKE2b (RFC 7693) on the host.
+Each element is widened to a 32-bit word. The word is multiplied by an odd number that depends on
+its row and column, and the products are summed modulo 2^32. This sum is exact and commutes, so
+neither the device nor its order of summation matters. The host joins the sums of all arrays, with
+the paths, shapes and dtypes, by BLAKE2b (RFC 7693).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from enginepool.weights.arrays import outside_meshes
 from enginepool.weights.batches import BYTES, batched
 
-# In one program: more take a TPU's compiler long, and its programs more memory than a MiB.
+# Arrays per program. With more, a TPU's compiler is slow, and the program needs more than a MiB.
 LEAVES = 8
 
 _COLUMN, _ROW = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
@@ -30,11 +30,11 @@ def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
     is in several sets is read once. Waits for the devices.
 
     Raises:
-        RuntimeError: JAX's, for an array that was deleted.
+        RuntimeError: An array was deleted. JAX raises this.
     """
     arrays = [dict(leaves) for leaves in sets]
-    sums: list[jax.Array] = []  # of a batch, on a device
-    where: dict[int, list[tuple[int, int]]] = {}  # for each part of an array: in which, and where
+    sums: list[jax.Array] = []  # one entry for each batch and device
+    where: dict[int, list[tuple[int, int]]] = {}  # by array: for each part its entry and its index
     for leaves in arrays:
         new = {path: array for path, array in leaves.items() if id(array) not in where}
         for batch in batched(new, str, lambda path, new=new: new[path].nbytes, BYTES, LEAVES):
@@ -62,7 +62,7 @@ def _joined(leaves: Mapping[str, jax.Array], sums: Mapping[int, list[np.ndarray]
 
 
 def _parts(array: jax.Array) -> list[jax.Array]:
-    """Each distinct part of an array, in the order of their places."""
+    """The distinct parts of an array, sorted by their places in it."""
     if len(array.sharding.device_set) == 1:
         return [array.addressable_data(0)]
     parts = {}
@@ -74,12 +74,12 @@ def _parts(array: jax.Array) -> list[jax.Array]:
 
 @jax.jit
 def weighted_sums(arrays: list[jax.Array]) -> jax.Array:
-    """A sum for each of these arrays, of one device."""
+    """The weighted sum of each array. All arrays lie on one device."""
     return jnp.stack([_weighted_sum(array) for array in arrays])
 
 
 def _weighted_sum(array: jax.Array) -> jax.Array:
-    """The sum of all words, each times a factor of its own place."""
+    """The sum of all words, each multiplied by the factor of its place."""
     words = jax.lax.bitcast_convert_type(array, _WORD[array.dtype.itemsize]).astype(jnp.uint32)
     words = words.reshape(-1, words.shape[-1] if words.ndim else 1)
     row = jax.lax.broadcasted_iota(jnp.uint32, words.shape, 0)

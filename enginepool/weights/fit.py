@@ -1,4 +1,4 @@
-"""Whether a source fits a model: every name, shape and dtype, for an update as at opening."""
+"""Checks that a source fits a model: every name, shape and dtype, at opening and in an update."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from enginepool.weights.tied import HEAD
 
 # Tensors that checkpoints carry and models do not need.
 _TOLERATED = ("rotary_emb.inv_freq",)
-# So many kinds of sources are remembered: a trainer has one or two.
+# At most this many kinds of sources are remembered. A trainer has one or two.
 _KNOWN = 4
 
 
 class Fits:
-    """What the sources of a pool's updates were found to be. The next that is alike in names,
-    shapes and dtypes is not looked at again. Only used by one update at a time."""
+    """Remembers the checked sources of a pool's updates. A source with the names, shapes and dtypes
+    of an earlier source is not checked again. Only one update at a time uses this."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Any, Fit] = OrderedDict()
@@ -29,7 +29,7 @@ class Fits:
     def fit(self, source: Source, specs: Specs, mapping: Any, *, strict: bool) -> Fit:
         """
         Raises:
-            InvalidWeights: With the names in question.
+            InvalidWeights: The source does not fit. The error has the names.
         """
         alike = (
             source.by_path,
@@ -51,12 +51,12 @@ class Fits:
 
 
 class Fit:
-    """Which tensors of a source make which leaf.
+    """Maps each leaf of a model to the tensors of a source that make it.
 
     Attributes:
         parts: For each leaf that the source has, the names of its tensors.
-        left: Leaves that it has not (partial updates).
-        ignored: Names of the source that mean nothing to the model.
+        left: Leaves that the source does not have (partial updates).
+        ignored: Names of the source that the model does not use.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Fit:
     ) -> None:
         """
         Args:
-            mapping: The `HuggingFaceMapping`; None if the source goes by path.
-            opening: The checkpoint that an engine opens with, where this is no update.
+            mapping: The `HuggingFaceMapping`; None if the source names leaf paths.
+            opening: The checkpoint that an engine opens with; None for an update.
         """
         self._source: Source | None = source
         self._by_path, self._origins = source.by_path, source.origins
@@ -88,7 +88,7 @@ class Fit:
         """Find `parts`.
 
         Raises:
-            InvalidWeights: Something is missing, or unknown.
+            InvalidWeights: A name is missing or unknown.
         """
         assert self._source is not None
         names = self._source.specs
@@ -104,7 +104,7 @@ class Fit:
             group = wanted.get(path, ())
             absent = [name for name in group if name not in names]
             if not group:
-                continue  # nothing of Hugging Face makes it: it stays in every update
+                continue  # no Hugging Face tensor makes this leaf, so no update changes it
             if not absent:
                 self.parts[path] = group
             elif self._strict or len(absent) < len(group):
@@ -124,7 +124,7 @@ class Fit:
             tensors: Something with `shape` and `dtype` for each of the names that make this leaf.
 
         Raises:
-            InvalidWeights: Another shape or dtype.
+            InvalidWeights: A tensor has the wrong shape, or a dtype that cannot be cast.
         """
         spec = self._specs[path]
         by_path = self._by_path
@@ -148,35 +148,35 @@ class Fit:
             if made != spec.shape:
                 raise InvalidWeights(
                     f"{self._where}{listed(list(tensors))}: would make {path} of shape {made}, "
-                    f"it has {spec.shape}",
+                    f"but the leaf has shape {spec.shape}",
                     names=list(tensors),
                 )
 
     def forget_source(self) -> None:
-        """Keep no array of it."""
+        """Drop the source and its arrays."""
         self._source = None
 
-    # From a stream, which cannot be read ahead
+    # For a stream, which cannot be read ahead
 
     def unknown(self, name: str) -> None:
-        """A tensor came that makes no leaf.
+        """Take a tensor that makes no leaf.
 
         Raises:
-            InvalidWeights: It is none that checkpoints carry, and the update is strict.
+            InvalidWeights: The update is strict, and it does not tolerate this tensor.
         """
         self.ignored.append(name)
         if self._strict and not self._tolerated(name):
             self._complain([], [name])
 
     def ended(self, done: Collection[str], waiting: Mapping[str, Mapping[str, Any]]) -> None:
-        """No more tensors come.
+        """Check that nothing is missing, after the last tensor.
 
         Args:
             done: The leaves that were made.
-            waiting: The tensors of those that were not, by leaf.
+            waiting: The tensors of incomplete leaves, by leaf.
 
         Raises:
-            InvalidWeights: Something is missing.
+            InvalidWeights: A tensor is missing.
         """
         self.left = [path for path in self._specs if path not in done]
         missing = [
@@ -189,7 +189,7 @@ class Fit:
         self._complain(missing, [])
 
     def said(self, name: str) -> str:
-        """What the caller calls it."""
+        """The caller's own name for a tensor."""
         return self._origins.get(name, name)
 
     def _tolerated(self, name: str) -> bool:

@@ -1,8 +1,8 @@
 """A Flax (linen) parameter tree in MLLM-JAX's layout, as leaves of the engine's model.
 
-There `kernel` is (in, out) like upstream's `weight`, and layers are named `layers_0`; only the
-head is transposed: `lm_head.kernel` is (hidden, vocab), upstream's `lm_head.embedding`
-(vocab, hidden). A projection without `bias` has a bias of zeros.
+In such a tree `kernel` is (in, out) like upstream's `weight`, and layers are named `layers_0`. Only
+the head is transposed: `lm_head.kernel` is (hidden, vocab), and upstream's `lm_head.embedding` is
+(vocab, hidden). A projection without `bias` gets a bias of zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KERNEL = "lm_head.kernel"
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping by dotted names."""
+    """Flatten a nested mapping to one with dotted names."""
     flat = {}
     for key, value in tree.items():
         name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
@@ -41,9 +41,9 @@ def is_flax_tree(names: Iterable[str]) -> bool:
 def to_leaves(
     flat: Mapping[str, Any], specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[dict[str, Array], dict[str, str]]:
-    """The arrays by leaf path, and for each path the name it had.
+    """The arrays by leaf path, and for each path its name in the tree.
 
-    A head that the model does not have (tied embeddings) goes by its Hugging Face name.
+    A head that the model does not have (tied embeddings) gets its Hugging Face name.
     """
     arrays: dict[str, Array] = {}
     origins: dict[str, str] = {}
@@ -53,7 +53,7 @@ def to_leaves(
             path = HEAD
         arrays[path], origins[path] = array, name
     for path, spec in specs.items():
-        # Only where the projection itself is given: a partial tree says nothing of others.
+        # Only if the tree has the projection's weight: a partial tree may not have the projection.
         given = path.endswith("_proj.bias") and path.removesuffix("bias") + "weight" in arrays
         if given and path not in arrays:
             arrays[path], origins[path] = np.zeros(spec.shape, spec.dtype), path

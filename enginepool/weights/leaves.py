@@ -1,13 +1,13 @@
 """An engine's weights: the leaves that its programs read, by the model's own paths.
 
-Reaches into upstream's model runner: `model_state_leaves` is what every forward reads, `model`
-holds the same arrays in nnx Variables, which other readers (and a later split of the model) take
-them from. Both are always replaced together.
+Reaches into upstream's model runner. Every forward reads `model_state_leaves`. `model` holds the
+same arrays in nnx Variables, for other readers and for a later split of the model. Both are always
+replaced together.
 
 What breaks: New values that are written into the model alone are not used.
 Why: The model is split into graph and leaves once, when the runner is made.
-Remove when: Upstream replaces weights by itself, from arrays. A runner whose two do not agree is
-refused.
+Remove when: Upstream replaces weights by itself, from arrays. A runner is refused if its leaves and
+its Variables are not the same arrays.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ class EngineLeaves(Mapping[str, jax.Array]):
     Attributes:
         adapter_specs: Of the leaves that hold adapters, by path.
         devices: Where they lie, in the order of the engine's mesh.
+=======
+    Any thread may read. `replace` and `drop` may be called only between two steps of the engine.
+
+    Attributes:
+        devices: The leaves' devices, in the order of the engine's mesh.
+>>>>>>> 43e10ca (weights: docstrings, comments and errors in sentences that are read once)
         shared: Leaves that somebody else holds too, and may delete or donate.
     """
 
@@ -49,8 +55,8 @@ class EngineLeaves(Mapping[str, jax.Array]):
             a is not b for a, b in zip(held, leaves, strict=True) if isinstance(a, jax.Array)
         ):
             raise EnginePoolError(
-                "this sglang-jax is unlike what enginepool knows: a model's Variables are not its "
-                "runner's model_state_leaves, one by one"
+                "this sglang-jax is unlike what enginepool knows: a model's Variables do not hold "
+                "the arrays of its runner's model_state_leaves, in the same order"
             )
         # Quantized models have 8-bit leaves and placeholders among them.
         self.quantized = [
@@ -82,27 +88,28 @@ class EngineLeaves(Mapping[str, jax.Array]):
         return sum(spec.size * spec.dtype.itemsize for spec in self.specs.values())
 
     def count(self) -> int:
-        """How many leaves the engine's programs get now, placeholders of a quantized model too."""
+        """The number of leaves that programs get, with a quantized model's placeholders."""
         return len(self._runner.model_state_leaves)
 
     def replace(
         self, arrays: Mapping[str, jax.Array], shared: Collection[str] = ()
     ) -> dict[str, jax.Array]:
-        """Put these in place, all or none, at once; returns what was there before.
+        """Replace these leaves at once, all or none. Returns the arrays before.
 
         Shapes, dtypes and shardings must be those of `specs`, so no program is compiled again.
 
         Args:
-            shared: Which of them somebody else may delete or donate.
+            shared: The paths of arrays that somebody else may delete or donate.
 
         Raises:
-            EnginePoolError: One lies on other devices, where every step would fail.
+            EnginePoolError: An array lies on other devices, so that every step would fail.
         """
         for path, array in arrays.items():
             wanted = self.specs[path].sharding
             assert wanted is not None
             if isinstance(array, jax.Array) and array.sharding.device_set != wanted.device_set:
                 raise EnginePoolError(f"{path} lies on {array.devices()}, not on {self.devices}")
+<<<<<<< HEAD
         before = self._put(arrays)
         self.shared = (self.shared - arrays.keys()) | set(shared)
         return before
@@ -112,7 +119,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
         self._put(arrays)
 
     def _put(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        # A new list: what holds on to the old one (a step that runs) keeps a whole set.
+        # A new list, because a running step may read the old one. It then reads one complete set.
         leaves = list(self._runner.model_state_leaves)
         before: dict[str, jax.Array] = {}
         try:
@@ -128,14 +135,14 @@ class EngineLeaves(Mapping[str, jax.Array]):
         return before
 
     def drop(self, paths: Iterator[str] | list[str]) -> dict[str, Any]:
-        """Let leaves go, so that their memory can be free; no step may run until `replace`."""
+        """Drop leaves, so that their memory can be freed. No step may run until `replace`."""
         missing: dict[str, Any] = {path: self.specs[path] for path in paths}
         return self.replace(missing)
 
     def forget(self) -> None:
-        """Let all of them go, with the engine; only `specs` can be read from here on.
+        """Drop all leaves, with the engine. Only `specs` can be read after this.
 
-        One by one: listing them, flax leaves the Variables behind in a cycle.
+        The Variables are emptied one by one: where flax lists them, it leaves a reference cycle.
         """
         self._runner = None
         for variable in self._variables.values():
@@ -143,13 +150,14 @@ class EngineLeaves(Mapping[str, jax.Array]):
         self._variables.clear()
 
     def lost(self) -> list[str]:
-        """Leaves that cannot be read: dropped, or deleted or donated by who shared them."""
+        """Leaves that cannot be read: dropped here, or deleted or donated by another holder."""
         if self._runner is None:
             return list(self.specs)
         return lost(self)
 
     def lost_by_owner(self) -> list[str]:
-        """What is lost, if all of that was shared: who shared it took it away."""
+        """The lost leaves, if all of them were shared, so that their other holder deleted them.
+        Otherwise none."""
         lost = self.lost() if self.shared else []
         return lost if self.shared.issuperset(lost) else []
 

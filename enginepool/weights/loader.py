@@ -1,17 +1,17 @@
-"""An engine's weights: read once, checked before; later engines copy the first one's.
+"""Loads an engine's weights. The first engine checks and reads the checkpoint; later engines copy.
 
-Upstream's `load_format` may be a class of loader. Ours is upstream's own, which makes the model,
-with `load_weights` of the model replaced while it runs.
+Upstream's `load_format` may be a loader class. Ours inherits from upstream's loader, which makes
+the model. The model's `load_weights` is replaced while the loader runs.
 
 Reaches into upstream's loader (`_initialize_model` and, where there is one,
 `_warmup_safetensors_cache`), and changes the class of the model that it has made.
 
-What breaks: Every engine of a pool reads the checkpoint from the disk: four engines, four times;
-and what does not fit the model is not refused (`reading.py`).
-Why: Upstream's loader makes a model and has the model read its files; it takes no arrays. While
-the model's class is replaced, so is what it reads by.
-Remove when: Upstream's loader takes arrays. Where it makes models otherwise engines read for
-themselves, unchecked, and the log says so.
+What breaks: Every engine of a pool reads the checkpoint from the disk: four engines read it four
+times. A checkpoint that does not fit the model is not refused (`reading.py`).
+Why: Upstream's loader makes a model, and the model reads its files. It takes no arrays. A subclass
+of the model's class can replace `load_weights`.
+Remove when: Upstream's loader takes arrays. If it makes models in another way, each engine reads
+the checkpoint itself, unchecked, and a warning is logged.
 
 Imports sgl_jax: import it only after the patches are applied.
 """
@@ -39,12 +39,12 @@ from enginepool.weights.reading import read
 
 
 class _Loading(NamedTuple):
-    """Of the model that a thread loads.
+    """The load that runs in this thread.
 
     Attributes:
-        source: What it is to copy, if anything.
-        mesh: Where it wants that.
-        check: Called once it is known to load as others do, before anything is read.
+        source: The weights to copy; None if the checkpoint is read.
+        mesh: The mesh of the engine that loads.
+        check: Called before weights are read, if the model loads through upstream's WeightLoader.
         reading: Entered while the weights are read or copied.
     """
 
@@ -63,15 +63,15 @@ def loader_for(
     check: Callable[[], None] = lambda: None,
     reading: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> type[JAXModelLoader] | None:
-    """A class of loader for an engine on this mesh, for upstream's `load_format`; None if this
-    upstream makes its models otherwise.
+    """A loader class for an engine on this mesh, for upstream's `load_format`. None if this
+    upstream makes its models in another way.
 
-    Copied from `source`, the leaves have the same values and, on the other devices, the same
-    shardings. A model with other leaves than the source has before it loads (quantized, or made of
-    others while loading) reads the checkpoint, as the first one does.
+    With `source`, the leaves are copies: they have its values and, on their own devices, its
+    shardings. A quantized model, or one that derives weights while it loads, does not begin with
+    the leaves of the source. It reads the checkpoint itself.
 
     Args:
-        check: Raises if the model that was made is not to be filled.
+        check: Raises if the model may not be loaded.
         reading: Entered while the weights are read or copied.
     """
     if not _makes_models():
@@ -92,8 +92,8 @@ def loader_for(
                 model = super().load_model(model_config)
             finally:
                 _loading.reset(token)
-            # `load_weights` is the model's own again, if it was replaced. Set without the module's
-            # notice, who would count it among its attributes: so unlike the one it is copied from.
+            # The model gets its own class back. `object.__setattr__` hides this from nnx, which
+            # would store an attribute. The model would then differ from the one that it copies.
             own = getattr(type(model), "replaced_class", type(model))
             object.__setattr__(model, "__class__", own)
             return model
@@ -101,7 +101,7 @@ def loader_for(
     class SiblingLoader(Loader):
         @staticmethod
         def _warmup_safetensors_cache(model_config: Any) -> None:
-            """Upstream would read the files here once more, to have them at hand."""
+            """Do nothing. Upstream would read the files once more here, to cache them."""
 
     return Loader if source is None else SiblingLoader
 
@@ -131,7 +131,7 @@ def _of_ours(model_class: Any) -> Any:
 
 
 def _copy(model: Any, source: EngineLeaves, mesh: Mesh) -> bool:
-    """Fill an empty model with copies; False, and it is still empty, if they do not fit."""
+    """Fill an empty model with copies. False if they do not fit; the model is still empty then."""
     state = nnx.state(model)
     variables = {".".join(map(str, path)): each for path, each in nnx.to_flat_state(state)}
     wanted = {path: (each.shape, each.dtype) for path, each in variables.items()}
@@ -149,7 +149,7 @@ def _copy(model: Any, source: EngineLeaves, mesh: Mesh) -> bool:
 
 
 def _moved(sharding: Sharding | None, devices: Mapping[Any, Any]) -> Sharding | None:
-    """The same on other devices; None if it is of a kind that cannot be told."""
+    """The same sharding on other devices; None if it is no NamedSharding of a concrete mesh."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
     old = sharding.mesh

@@ -1,15 +1,15 @@
-"""From Hugging Face tensors to a model's leaves: upstream's own WeightLoader, fed from memory.
+"""Makes a model's leaves from Hugging Face tensors, by upstream's WeightLoader fed from memory.
 
 Every model's `load_weights` makes a WeightLoader and gives it a mapping. Here that function runs
-with a loader of ours in its namespace, which keeps the mapping and, for one leaf at a time, runs
-upstream's transposes, reshapes, stacking and head padding on arrays that a caller hands over.
-Nothing is read from disk by it and nothing is written into the model.
+with our subclass of WeightLoader. It keeps the mapping. For one leaf at a time it runs upstream's
+transposes, reshapes, stacking and head padding on a caller's arrays. It reads nothing from disk
+and writes nothing into the model.
 
-Reaches into upstream's WeightLoader: `_scan_weight_info`, `_create_lazy_tensors`,
-`_create_stacked_moe_lazy_tensor`, `_get_param` and `_shard_weight` are overridden, and probed for;
-and into its models, whose `load_weights` runs with another WeightLoader among its globals.
+Reaches into upstream's WeightLoader (`_scan_weight_info`, `_create_lazy_tensors`,
+`_create_stacked_moe_lazy_tensor`, `_get_param` and `_shard_weight` are overridden and probed), and
+into its models, whose `load_weights` runs with another WeightLoader among its globals.
 
-What breaks: What a trainer has by Hugging Face names cannot be made into a model's leaves.
+What breaks: A trainer's tensors with Hugging Face names cannot become a model's leaves.
 Why: Upstream converts files only, straight into a model.
 Remove when: Upstream's loader takes tensors, and returns leaves.
 
@@ -36,7 +36,7 @@ from enginepool.weights.arrays import jax_dtype, outside_meshes
 from enginepool.weights.converters import Converter, traced
 from enginepool.weights.placement import place
 
-# How a tensor gets to where a step of the conversion wants it.
+# Puts the tensor of this name into the sharding that a step of the conversion wants.
 Put = Callable[[str, Sharding], jax.Array]
 
 _OVERRIDDEN = (
@@ -51,15 +51,15 @@ _REMEDY = (
     "Hugging Face names cannot be mapped; update_weights takes an nnx.State or a list of leaves"
 )
 
-_GROUP = "__MOE_EXPERTS__"  # upstream's mark of a leaf that many tensors are stacked into
+_GROUP = "__MOE_EXPERTS__"  # upstream's mark of a leaf that is stacked from many tensors
 
 
 class HuggingFaceMapping:
-    """Which Hugging Face tensors make which leaf of one engine's model, and how.
+    """Maps Hugging Face tensors to the leaves of one engine's model, and converts them.
 
     Attributes:
         names: For each leaf path, the names of the tensors that it is made of.
-        paths: For each name, the leaf path.
+        paths: For each tensor name, the leaf path.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HuggingFaceMapping:
     ) -> None:
         """
         Args:
-            load_weights: The one of the model's own class, where it has another for a while.
+            load_weights: The method of the model's own class, while that class is replaced.
         """
         expect(WeightLoader, *_OVERRIDDEN, remedy=_REMEDY)
         self._specs = specs
@@ -92,23 +92,23 @@ class HuggingFaceMapping:
         self._converters: dict[Any, Converter | None] = {}
 
     def convert(self, path: str, shapes: Mapping[str, Any], put: Put) -> jax.Array:
-        """Make a leaf of its tensors step by step, with the dtype and sharding that the model
-        wants: for what no single program makes (an engine of several devices).
+        """Make a leaf from its tensors step by step, in the model's dtype and sharding. Needed if
+        no single program can make it (an engine of several devices).
 
         Args:
             shapes: Something with `shape` and `dtype` for each of the leaf's names.
-            put: Called for each name once, or again if upstream takes its slower way.
+            put: Called once for each name, and again if upstream takes its slower way.
         """
         with jax.set_mesh(self._loader.mesh):
             value = self._feed(path, shapes, put)
-        # Upstream's stacked experts lie on a mesh of their own; the leaf's is the truth.
+        # Upstream puts stacked experts on another mesh. The leaf's own sharding counts.
         sharding = self._specs[path].sharding
         assert sharding is not None
         return place(value, sharding, value.dtype)
 
     def converter(self, path: str, shapes: Mapping[str, Any]) -> Converter | None:
-        """What makes a leaf of its tensors, in the order of their names; None if that cannot be
-        told without running it."""
+        """The converter that makes a leaf from its tensors, in the order of `names`. None if
+        upstream's conversion cannot be traced."""
         names = self.names[path]
         tensors = [(tuple(shapes[name].shape), jax_dtype(shapes[name].dtype)) for name in names]
         like = (self.kind(path), *tensors)
@@ -128,14 +128,14 @@ class HuggingFaceMapping:
         return bool(getattr(self._entries[path][1], "transpose", False))
 
     def source_shape(self, path: str) -> tuple[int, ...] | None:
-        """The shape that each tensor of this leaf must have; None if it cannot be told."""
+        """The shape that each tensor of this leaf must have; None if it is not known."""
         kind = self.kind(path)
         if kind not in self._shapes:
             self._shapes[kind] = self._find_shape(path, self._specs[path])
         return self._shapes[kind]
 
     def keeps(self, path: str) -> bool:
-        """Whether the leaf is its one tensor as it is, but for the dtype."""
+        """Whether the leaf is its only tensor, unchanged except for the dtype."""
         if path not in self._kept:
             spec = self._specs[path]
             alike = len(self.names[path]) == 1 and self.source_shape(path) == spec.shape
@@ -144,7 +144,7 @@ class HuggingFaceMapping:
         return self._kept[path]
 
     def kind(self, path: str) -> Any:
-        """What the mapping does for a leaf, wherever it is: layers of a kind are equal."""
+        """A key for the leaf's conversion. It is equal for layers that are converted alike."""
         if path not in self._kinds:
             entry = self._entries[path][1]
             fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
@@ -153,9 +153,9 @@ class HuggingFaceMapping:
         return self._kinds[path]
 
     def result_shape(self, path: str, shapes: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape that these tensors would make, by tracing upstream's conversion.
+        """The shape of the leaf that these tensors would make. Traces upstream's conversion.
 
-        Raises whatever upstream does for tensors that it cannot use.
+        Raises what upstream raises for tensors that it cannot use.
         """
         tensors = [(shapes[name].shape, jax_dtype(shapes[name].dtype)) for name in self.names[path]]
         return self._traced(path, tensors).shape
@@ -187,11 +187,11 @@ class HuggingFaceMapping:
 
 
 class _Captured(Exception):
-    """Carries a loader and its mapping out of a model's `load_weights`."""
+    """Raised inside a model's `load_weights`. It carries the loader and its mapping out."""
 
 
 class _FedLoader(WeightLoader):
-    """Upstream's loader, reading tensors from a caller and writing leaves to it."""
+    """Upstream's loader, which reads tensors from a caller and returns leaves to it."""
 
     _shapes: Mapping[str, Any]
     _put: Put
@@ -210,7 +210,7 @@ class _FedLoader(WeightLoader):
     ) -> jax.Array:
         self._shapes, self._put = shapes, put
         self._slot = types.SimpleNamespace(value=spec)
-        # Upstream looks leaves up in a model and updates it; here is one leaf and no model.
+        # Upstream looks up leaves in a model and updates it. Here is one leaf and an empty model.
         self.model = nnx.Module()
         self.dummy_mode = False
         super().load_weights_from_safetensors(dict([entry]))
@@ -230,9 +230,9 @@ class _FedLoader(WeightLoader):
         return self._slot
 
     def _shard_weight(self, weight: jax.Array, sharding_spec: Any, mesh: Any = None) -> jax.Array:
-        if isinstance(weight, Tracer):  # where a leaf lies is no part of a converter
+        if isinstance(weight, Tracer):  # a converter does not place leaves
             return weight
-        # Upstream's device_put brings what is to be cut for several chips to the host first.
+        # Upstream's device_put copies an array through the host if several chips share it.
         target = NamedSharding(mesh or self.mesh, PartitionSpec(*sharding_spec))
         return place(weight, target, weight.dtype)
 
@@ -256,14 +256,14 @@ class _FedLoader(WeightLoader):
     ) -> jax.Array:
         if physical_to_logical_map is not None:
             raise EnginePoolError("redundant experts are not supported by update_weights")
-        # On the engine's own mesh; `convert` puts the whole where the leaf belongs.
+        # Stacked on the engine's own mesh; `convert` then puts it into the leaf's sharding.
         whole = NamedSharding(self.mesh, PartitionSpec())
         stacked = jnp.stack([self._put(key, whole) for key in expected_hf_keys])
         return stacked.swapaxes(-1, -2) if do_transpose else stacked
 
 
 def _capture(model: Any, model_config: Any, load_weights: Any) -> tuple[_FedLoader, dict[str, Any]]:
-    """Run the model's `load_weights` with our loader where it names upstream's."""
+    """Run the model's `load_weights` with our loader in place of upstream's."""
     loading = with_loader(load_weights, _FedLoader)
     try:
         if loading is not None:
@@ -277,8 +277,8 @@ def _capture(model: Any, model_config: Any, load_weights: Any) -> tuple[_FedLoad
 
 
 def with_loader(function: Any, loader: type[WeightLoader]) -> Callable[..., None] | None:
-    """A model's `load_weights`, with this loader where it names upstream's; None if it names
-    none."""
+    """A model's `load_weights` with this loader in place of upstream's. None if the function does
+    not use WeightLoader."""
     if "WeightLoader" not in function.__code__.co_names:
         return None
     names = {**function.__globals__, "WeightLoader": loader}
@@ -288,7 +288,7 @@ def with_loader(function: Any, loader: type[WeightLoader]) -> Callable[..., None
 
 
 def _targets(key: str, entry: Any) -> tuple[str, tuple[str, ...]]:
-    """The leaf path of a mapping entry, and the tensors it is made of."""
+    """The leaf path of a mapping entry, and the names of the leaf's tensors."""
     target = entry.target_path if isinstance(entry, WeightMapping) else entry
     if key.startswith(_GROUP):
         return target[0], tuple(target[1:])

@@ -24,25 +24,25 @@ def mismatch(subject: str, missing: Sequence[str], unknown: Sequence[str], *, pa
         subject: What does not fit.
         missing: Names that the model needs and the source lacks.
         unknown: Names that the source has and the model lacks.
-        part: Whether the user may have meant to update a part.
+        part: Whether the user may have meant a partial update.
     """
     said = []
     if missing:
         said.append(f"missing {listed(missing)}")
     if unknown:
-        said.append(f"not of this model {listed(unknown)}")
+        said.append(f"unknown {listed(unknown)}")
     text = f"{subject} does not fit the model: {'; '.join(said)}"
     if prefix := _prefix(missing, unknown):
-        return f"{text} (without {prefix!r} before them, these are the missing ones)"
+        return f"{text} (without the prefix {prefix!r}, the unknown names are the missing ones)"
     if prefix := _prefix(unknown, missing):
-        return f"{text} (with {prefix!r} before them, these are the missing ones)"
+        return f"{text} (with the prefix {prefix!r}, the unknown names are missing ones)"
     if near := _nearest(missing, unknown):
         text += f" ({near[0]} is missing, {near[1]} is the nearest name that is there)"
     return text + (" (strict=False updates a part)" if part else "")
 
 
 def _prefix(wanted: Sequence[str], given: Sequence[str]) -> str | None:
-    """The prefix of every name, as a wrapper's `module.` or `_orig_mod.`."""
+    """The prefix that a wrapper gave every name, such as `module.` or `_orig_mod.`."""
     if not wanted or not given:
         return None
     names = set(wanted)

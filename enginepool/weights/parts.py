@@ -1,9 +1,9 @@
-"""Arrays in another sharding, made of their parts: cut where they lie, copied straight to the
+"""Reshards arrays part by part. Parts are cut on the devices that have them, copied straight to the
 devices that want them, and joined there.
 
-No program here is of several devices. Engines of several chips serve meanwhile, and a trainer may
-compute on a thread of its own: two programs whose devices wait for one another, started by two
-threads at once, may wait for ever. On no device is there more than what it gets twice.
+Each program here runs on one device. Engines of several chips serve meanwhile, and a trainer may
+compute in another thread. If two threads start programs over several devices at once, these may
+wait for each other for ever. The peak memory on a device is twice what the device receives.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ Box = tuple[tuple[int, int, int], ...]
 
 
 def bounds(index: Any, shape: tuple[int, ...]) -> Box:
-    """A shard's index as a box, however JAX wrote it down."""
+    """A shard's index as a box, the same for every form in which JAX may write it."""
     return tuple(part.indices(size) for part, size in zip(index or (), shape, strict=True))
 
 
 def boxes(shape: tuple[int, ...], sharding: Sharding) -> dict[jax.Device, Box]:
-    """What each device has, or is to have."""
+    """The box of the array that each device has, or will get."""
     places = sharding.addressable_devices_indices_map(shape)
     return {device: bounds(index, shape) for device, index in places.items()}
 
 
 @dataclass
 class _Part:
-    """What one device is to have of an array.
+    """The part of an array that one device gets.
 
     Attributes:
-        pieces: What it is made of, from where it lies now to where it is to be.
+        there: The device.
+        pieces: The arrays that make the part. They are cut, then moved to the device.
         places: Where in the part each piece begins.
     """
 
@@ -47,14 +48,14 @@ class _Part:
     dtype: np.dtype
     pieces: list[jax.Array] = field(default_factory=list)
     places: list[tuple[int, ...]] = field(default_factory=list)
-    cuts: list[Any] = field(default_factory=list)  # of each piece: what is cut out, the new dtype
+    cuts: list[Any] = field(default_factory=list)  # the box that is cut out of each piece
 
 
 def resharded(
     arrays: Sequence[jax.Array], shardings: Sequence[Sharding], dtypes: Sequence[Any]
 ) -> list[jax.Array]:
-    """The arrays in these shardings and dtypes. Waits for the devices: the parts are free again
-    before the next arrays come."""
+    """The arrays in these shardings and dtypes. Waits for the devices, so that the parts' memory is
+    free before the next arrays come."""
     parts: list[list[_Part]] = []
     for array, sharding, dtype in zip(arrays, shardings, dtypes, strict=True):
         parts.append(_parts(array, sharding, np.dtype(dtype)))
@@ -96,18 +97,19 @@ def _parts(array: jax.Array, sharding: Sharding, dtype: np.dtype) -> list[_Part]
 
 
 def _nearest(holders: Mapping[jax.Device, jax.Array], device: jax.Device) -> jax.Array:
-    """As this device has it; or else as one of the others does, not always the same."""
+    """This device's own copy, or else another device's. The load is spread over those that have
+    one."""
     return holders[device] if device in holders else [*holders.values()][device.id % len(holders)]
 
 
 def _cut_pieces(parts: Sequence[_Part]) -> None:
-    """Cut out what is wanted of each piece, by one program for each device that has some."""
+    """Cut each piece to the box that is wanted, by one program per device."""
     aside = [
         (part, index)
         for part in parts
         for index, piece in enumerate(part.pieces)
         if piece.sharding.memory_kind != part.there.memory_kind
-    ]  # a trainer's, put aside on the host
+    ]  # pieces that a trainer has offloaded to the host
     own = [
         SingleDeviceSharding(*part.pieces[i].devices(), memory_kind=part.there.memory_kind)
         for part, i in aside
@@ -119,7 +121,7 @@ def _cut_pieces(parts: Sequence[_Part]) -> None:
     by_device: dict[jax.Device, list[tuple[_Part, int, Any]]] = {}
     for part in parts:
         for index, (piece, cut) in enumerate(zip(part.pieces, part.cuts, strict=True)):
-            # What gets narrower does so before it moves.
+            # A piece that becomes narrower is cast before it moves.
             narrower = part.dtype.itemsize < piece.dtype.itemsize
             becomes = part.dtype if narrower else piece.dtype
             if piece.dtype != becomes or cut != tuple((0, size) for size in piece.shape):
@@ -141,7 +143,7 @@ def _move_pieces(parts: Sequence[_Part]) -> None:
 
 
 def _joined(parts: Sequence[_Part]) -> list[jax.Array]:
-    """Each part as one array, by one program for each device."""
+    """Join the pieces of each part to one array, by one program per device."""
     made: list[Any] = [None] * len(parts)
     by_device: dict[Any, list[int]] = {}
     for index, part in enumerate(parts):
@@ -155,7 +157,7 @@ def _joined(parts: Sequence[_Part]) -> list[jax.Array]:
         for index, whole in zip(indices, _join([part.pieces for part in mine], how), strict=True):
             made[index] = whole
     for part in parts:
-        part.pieces = []  # free with their wholes
+        part.pieces = []  # no reference stays, so that their memory can be freed
     return made
 
 
@@ -171,7 +173,7 @@ def _cut(pieces: list[jax.Array], cuts: Any) -> list[jax.Array]:
 def _join(parts: list[list[jax.Array]], how: Any) -> list[jax.Array]:
     wholes = []
     for pieces, (places, shape, dtype) in zip(parts, how, strict=True):
-        # One after the other into the same memory: a concatenation along two axes would need more.
+        # Pieces are written into the same memory in turn. Concatenating along two axes needs more.
         whole = jnp.zeros(shape, dtype)
         for piece, place in zip(pieces, places, strict=True):
             whole = jax.lax.dynamic_update_slice(whole, piece.astype(dtype), place)

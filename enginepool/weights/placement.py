@@ -1,10 +1,11 @@
-"""Putting arrays where an engine wants them, without a copy wherever the bytes lie there already.
+"""Puts arrays where an engine wants them. Bytes that already lie there are not copied.
 
-The rules of `jax.device_put` that this rests on were measured (JAX 0.8.1 and 0.10.2): between two
-descriptions of one device it keeps the buffer, on the CPU platform it reads a NumPy array in
-place, so that one who writes to it changes weights, and an array whose parts are not those that
-are wanted goes through host memory. Such an array is put together from its parts, or, where all of
-its devices want the whole of it, gathered by one program of theirs.
+This relies on three facts about `jax.device_put`, measured with JAX 0.8.1 and 0.10.2:
+- Between two shardings of the same one device it keeps the buffer.
+- On the CPU platform it reads a NumPy array in place. Who writes to the array changes weights.
+- It moves an array through host memory if the array's parts are not the wanted parts.
+In the last case the array is joined from its parts here. If all of its devices want the whole
+array, one program over these devices gathers it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from enginepool.weights.parts import boxes, resharded
 # Two programs of several devices that two threads start at once may wait for each other for ever.
 _gathering = threading.Lock()
 
-# For each device that is to have a part: the device that has just that.
+# Pairs of a device that wants a part and a device that has exactly that part.
 Route = tuple[tuple[jax.Device, jax.Device], ...]
 
 
 def place(array: Array, sharding: Sharding, dtype: Any, *, private: bool = False) -> jax.Array:
-    """`place_all` of one array."""
+    """`place_all` for one array."""
     return place_all([array], [sharding], [dtype], private=private)[0]
 
 
@@ -42,14 +43,14 @@ def place_all(
     private: bool = False,
     copy: Sequence[bool] | None = None,
 ) -> list[jax.Array]:
-    """The arrays with these shardings, all over the same devices, and dtypes.
+    """The arrays in these dtypes and shardings, which are all over the same devices.
 
-    A JAX array whose shards lie where its sharding wants them is used as it is: same buffers, so
-    its owner's `delete` or donation takes them away.
+    A JAX array whose shards already lie where its sharding wants them keeps its buffers. So they
+    are lost if its owner deletes or donates it.
 
     Args:
-        private: Nobody else has the NumPy arrays. Otherwise they are copied.
-        copy: Which JAX arrays are copied even so.
+        private: Whether nobody else has the NumPy arrays. Otherwise they are copied.
+        copy: Which JAX arrays are copied although their buffers could be used.
     """
     with outside_meshes():
         placed, rest = _moved(arrays, shardings, dtypes, private)
@@ -75,12 +76,12 @@ def place_all(
 def _moved(
     arrays: Sequence[Array], shardings: Sequence[Sharding], dtypes: Sequence[Any], private: bool
 ) -> tuple[list[Any], list[int]]:
-    """The arrays on their devices, by one call, and which of them are cut otherwise."""
+    """The arrays, moved to their devices by one call, and the indices of those to be resharded."""
     placed: list[Any] = [None] * len(arrays)
     rest: list[int] = []
     parts: list[Array] = []
     places: list[Sharding] = []
-    shards: dict[int, slice] = {}  # of an array that is put together from what moves
+    shards: dict[int, slice] = {}  # for each array that moves, its parts in `parts`
     for index, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
         if isinstance(array, np.ndarray):
             shards[index] = slice(len(parts), len(parts) + 1)
@@ -110,7 +111,7 @@ def _moved(
 
 
 def _readable(array: np.ndarray, sharding: Sharding, dtype: Any, private: bool) -> np.ndarray:
-    """What `device_put` may read in place."""
+    """The array, or a copy if `device_put` could read memory in place that its owner changes."""
     native = for_jax(array)
     if private or native is not array or array.dtype != dtype:
         return native
@@ -126,14 +127,14 @@ def _part(array: jax.Array, device: jax.Device) -> jax.Array:
 
 @functools.cache
 def on(device: jax.Device, memory_kind: str | None = None) -> SingleDeviceSharding:
-    """The whole of an array on this device."""
+    """The sharding of a whole array on this device."""
     return SingleDeviceSharding(device, memory_kind=memory_kind)
 
 
 @functools.lru_cache(maxsize=4096)
 def route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route | None:
-    """Who has just the parts that `target` wants: a device itself if it can. None where the array
-    is cut otherwise, or lies in another kind of memory."""
+    """For each device of `target`, a device that has exactly its part: itself if possible. None if
+    the array is cut into other parts, or lies in another kind of memory."""
     if source.memory_kind != target.memory_kind:
         return None
     have: dict[Any, list[jax.Device]] = {}
@@ -143,13 +144,13 @@ def route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route |
     for device, box in boxes(shape, target).items():
         if (holders := have.get(box)) is None:
             return None
-        # From another than itself, not always from the same.
+        # If another device must give the part, the load is spread over those that have it.
         way.append((device, device if device in holders else holders[device.id % len(holders)]))
     return tuple(way)
 
 
 def lies_there(array: Any, sharding: Sharding) -> bool:
-    """Whether `place` would start from the array's own buffers, and use them if no cast is due."""
+    """Whether the array's own buffers lie where `place` wants them. It uses them, or casts them."""
     if not isinstance(array, jax.Array):
         return False
     way = route(array.sharding, sharding, array.shape)
@@ -167,9 +168,9 @@ def lends(array: Array, sharding: Sharding, dtype: Any) -> bool:
 def gathering_devices(
     arrays: Iterable[Array], shardings: Sequence[Sharding]
 ) -> tuple[jax.Device, ...] | None:
-    """The devices that these arrays are cut over, in their order, if it is the same for all and
-    the engines that want them whole are of one device each: one program gathers them. None if it
-    is otherwise."""
+    """The devices that all of these arrays are sharded over, in order. One program over these
+    devices can then gather the arrays. None if the arrays do not share the devices and their order,
+    or if an engine has several devices."""
     found: set[tuple[jax.Device, ...] | None] = set()
     for array in arrays:
         if not isinstance(array, jax.Array) or array.is_fully_replicated:
@@ -186,7 +187,7 @@ def _cut_over(
     alone = all(len(sharding.device_set) == 1 for sharding in shardings)
     if not alone or source.memory_kind != shardings[0].memory_kind:
         return None
-    # In its own order, as `jit` wants them; the mesh that it came on may be anything.
+    # In the sharding's own order, which `jit` needs. The shape of its mesh does not matter.
     return tuple(source.devices_indices_map(shape)) if source.device_set <= theirs else None
 
 
@@ -195,8 +196,8 @@ def gathered(
     tensors: Sequence[Sequence[jax.Array]],
     devices: tuple[jax.Device, ...],
 ) -> list[jax.Array]:
-    """The leaves that are made of sharded tensors, whole on each of their devices. Waits for them:
-    what is not kept of it is free again before the next are gathered."""
+    """Make leaves from sharded tensors, whole on each of the devices. Waits for the devices, so
+    that temporary memory is free before the next leaves are gathered."""
     everywhere = NamedSharding(mesh := mesh_of(devices), PartitionSpec())
     make = program(tuple(converters), (everywhere,) * len(converters))
     with _gathering, jax.set_mesh(mesh):
@@ -205,13 +206,13 @@ def gathered(
 
 @functools.cache
 def mesh_of(devices: tuple[jax.Device, ...]) -> Mesh:
-    """Of one axis, "all"."""
+    """A mesh of these devices with one axis, "all"."""
     return Mesh(np.array(devices), ("all",))
 
 
 def free_bytes(device: jax.Device) -> int | None:
-    """Bytes that an allocation may still take, by the device's own count; None on CPU, where
-    the host's memory is the limit and nobody counts."""
+    """The bytes that can still be allocated on the device, by its own count. None on CPU, which
+    does not count."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -219,6 +220,6 @@ def free_bytes(device: jax.Device) -> int | None:
 
 
 def least_free_bytes(devices: Iterable[jax.Device]) -> int | None:
-    """The same of the device that has least; None where none of them counts."""
+    """The free bytes of the device that has least; None if no device counts."""
     free = [free_bytes(device) for device in devices]
     return min((bytes_ for bytes_ in free if bytes_ is not None), default=None)

@@ -1,4 +1,4 @@
-"""What an update does: which leaf comes from which tensors, checked before anything is touched."""
+"""Plans an update: which tensors make which leaf. It is checked before an engine is changed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """A source joined to a model. Making one validates it, as far as it can be read ahead.
+    """A source joined to a model. The constructor checks the source, unless it is a stream.
 
     Attributes:
-        paths: The leaves that will change; for a stream, all of them until it has ended.
+        paths: The leaves that will change. For a stream, all leaves until it has ended.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Plan:
         """
         Args:
             mapping: The `HuggingFaceMapping` of the engine that converts; None if there is none.
-            fits: What is known of sources like this.
+            fits: The checked sources of earlier updates.
 
         Raises:
-            InvalidWeights: With the names in question.
+            InvalidWeights: The source does not fit. The error has the names.
         """
         self._source = source
         self._private = source.private or source.stream is not None
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def ignored(self) -> list[str]:
-        """Names of the source that mean nothing to the model."""
+        """Names of the source that the model does not use."""
         return self._fit.ignored
 
     @property
@@ -80,8 +80,8 @@ class Plan:
         return sum(self._specs[p].size * self._specs[p].dtype.itemsize for p in self.paths)
 
     def arriving(self, specs: Specs, *, copied: bool) -> int:
-        """Bytes that each of an engine's devices needs beside the set that it has, a batch's copy
-        for a conversion among them; what it has already, in the right layout, needs none."""
+        """Bytes that each device of an engine needs in addition to its weights. They include one
+        batch's tensors during conversion. Arrays that a device shares need none."""
         parts, beside = [0], [0]
         for path in self.paths:
             spec = specs[path]
@@ -91,14 +91,14 @@ class Plan:
             if copied or not shared:
                 part = _part_size(spec) * spec.dtype.itemsize
                 parts.append(part)
-                # What is converted is whole first, on each of them.
+                # A leaf that is converted is first whole on each device.
                 beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
         return sum(parts) + max(*beside, min(sum(beside), batches.BYTES))
 
     def again(self, made: Mapping[str, jax.Array], specs: Specs) -> Plan:
-        """The same update for another engine, of these leaves: from what the first one made, and
-        from the source where its device holds that already. Nothing is read, gathered or
-        converted a second time."""
+        """The same update for another engine, whose leaves are `specs`. A leaf comes from the
+        source if the engine's devices already hold it, and else from `made`, the first engine's
+        leaves. Nothing is read, gathered or converted a second time."""
         arrays = {}
         for path in self.paths:
             sharding, source = specs[path].sharding, self._as_it_is(path)
@@ -115,17 +115,17 @@ class Plan:
         return twin
 
     def batches(self, *, by_leaf: bool) -> Iterator[list[Piece]]:
-        """The leaves in batches, one after the other; tensors are read when their turn comes.
+        """The leaves in batches, one after the other. A tensor is read when its batch comes.
 
         Args:
-            by_leaf: A batch takes no more memory than the largest leaf does.
+            by_leaf: Whether a batch may take no more memory than the largest leaf.
 
         Raises:
-            InvalidWeights: From a stream, which cannot be read ahead.
+            InvalidWeights: A stream does not fit. It cannot be checked ahead.
         """
         if self._source.stream is not None:
             pieces = self._streamed(self._source.stream)
-            if by_leaf:  # what its owner makes next may be large too
+            if by_leaf:  # the iterator may make a large tensor next
                 yield from ([piece] for piece in pieces)
             else:
                 size = lambda piece: self._size(piece.path)  # noqa: E731
@@ -154,13 +154,13 @@ class Plan:
         *,
         copy: bool,
     ) -> tuple[dict[str, jax.Array], set[str]]:
-        """A batch on an engine's devices.
+        """Put a batch on an engine's devices.
 
         Args:
-            arrays: What `ready` has made of it, or another engine's leaves.
+            arrays: The result of `ready` for this batch, or another engine's leaves.
 
         Returns:
-            The leaves, and which of them are the source's own buffers.
+            The leaves, and the paths of those that use the source's own buffers.
         """
         wanted = [specs[piece.path] for piece in batch]
         given = [arrays[piece.path] for piece in batch]
@@ -182,7 +182,7 @@ class Plan:
         return leaves, shared
 
     def _size(self, path: str) -> int:
-        """Bytes that a leaf takes on a device until it is made; a source may be wider."""
+        """Bytes that a leaf takes on a device while it is made. Its source's dtype may be wider."""
         spec = self._specs[path]
         names = () if self._source.stream is not None else self._parts[path]
         wide = [jax_dtype(self._source.specs[name].dtype).itemsize for name in names]
@@ -204,7 +204,7 @@ class Plan:
         waiting: dict[str, dict[str, Array]] = {}
         done: set[str] = set()
         for name, array in stream:
-            if isinstance(array, np.ndarray):  # whose owner may fill the same memory anew
+            if isinstance(array, np.ndarray):  # its owner may reuse the memory
                 array = np.array(array)
             path = self._mapping.paths.get(name)
             if path is None:
@@ -220,7 +220,7 @@ class Plan:
                 self._fit.check(path, group)
                 done.add(path)
                 tensors = {each: group[each] for each in self._mapping.names[path]}
-                # No reference stays here: a tensor can go when its leaf is made.
+                # Keep no reference, so that a tensor can be freed when its leaf is made.
                 del group, waiting[path]
                 yield self._piece(path, tensors)
                 del tensors

@@ -1,13 +1,13 @@
-"""Reading a checkpoint into the model that an engine is made with, once it is known to fit.
+"""Checks that a checkpoint fits the model of a new engine, and reads it into the model.
 
 Reaches into upstream's WeightLoader: `_scan_weight_info` is overridden.
 
 What breaks: Upstream reads every *.safetensors of a directory, whatever its index says. It logs a
-tensor that is missing or has another name, and takes another shape as it is. The engine then serves
-the values that it was made with.
-Why: Its loader reads what it finds, and does not ask what it has not found.
-Remove when: Upstream reads what an index names, and refuses what does not fit. A model that loads
-otherwise than through WeightLoader is read unchecked, and the log says so.
+tensor that is missing or has another name, and accepts any shape. The engine then serves its
+initial values.
+Why: Upstream's loader reads the tensors that it finds, and does not check which are missing.
+Remove when: Upstream reads the files that an index names, and refuses tensors that do not fit. A
+model that does not load through WeightLoader is read unchecked, and a warning is logged.
 
 Imports sgl_jax: import it only after the patches are applied.
 """
@@ -36,7 +36,7 @@ from enginepool.weights.tied import HEAD, TiedHead
 if TYPE_CHECKING:
     from sgl_jax.srt.configs.model_config import ModelConfig
 
-# Rows of a head that are compared with the embedding: none of a head of its own is alike.
+# Rows of a head that are compared with the embedding. An untied head differs in every row.
 _ROWS = 32
 
 
@@ -49,12 +49,12 @@ def read(
     """Fill a model that was made without values.
 
     Args:
-        load_weights: Of the model's own class.
-        check: Called before the files are looked at, when upstream has said what it wants of them.
+        load_weights: The method of the model's own class.
+        check: Called after upstream gave its mapping, before tensors are compared with the model.
 
     Raises:
         InvalidWeights: The checkpoint does not fit, or was changed while it was read.
-        InvalidConfig: It is quantized, and this model reads no such weights.
+        InvalidConfig: The checkpoint is quantized, and this model reads no quantized weights.
     """
     checkpoint = Checkpoint(Path(model_config.model_path))
     loading = with_loader(load_weights, _reading(checkpoint.places()))
@@ -64,7 +64,7 @@ def read(
         _check(checkpoint, model, load_weights, model_config, check)
     try:
         (loading or load_weights)(model, model_config)
-    finally:  # whatever upstream says of a file that is gone or half written
+    finally:  # upstream may fail because a file is gone or half written
         checkpoint.check_unchanged()
     empty = [path for path, value in _leaves(model) if isinstance(value, jax.ShapeDtypeStruct)]
     if empty and not _quantized(model_config):
@@ -89,7 +89,7 @@ def _check(
     model_config: ModelConfig,
     check: Callable[[], None],
 ) -> None:
-    """Names, shapes and dtypes, by the files' headers alone."""
+    """Check names, shapes and dtypes, by the files' headers alone."""
     specs: dict[str, Any] = {path: value for path, value in _leaves(model) if value.shape}
     try:
         mapping = HuggingFaceMapping(model, model_config, specs, load_weights)
@@ -98,7 +98,7 @@ def _check(
         return
     check()
     there = checkpoint.specs
-    # What a quantized checkpoint has beside its weights, and in which shape, its own code knows.
+    # Only upstream's quantization code knows a quantized checkpoint's other tensors and its shapes.
     quantized = _quantized(model_config)
     if quantized:
         _check_places(checkpoint.directory, model, specs, mapping)
@@ -119,7 +119,7 @@ def _check(
 
 
 def _check_places(directory: Path, model: nnx.Module, specs: Any, mapping: Any) -> None:
-    """Upstream makes quantized matrices in every model, and not every model reads them."""
+    """Check that the model reads its quantized matrices. Upstream makes them in every model."""
     empty = [path for path in specs if path.endswith(".weight_q") and path not in mapping.names]
     if empty:
         raise InvalidConfig(
@@ -130,8 +130,8 @@ def _check_places(directory: Path, model: nnx.Module, specs: Any, mapping: Any) 
 
 
 def _layers_left_out(directory: Path, model_config: ModelConfig) -> tuple[str, ...]:
-    """What names of layers begin with that the checkpoint has and the engine was told to leave
-    out, or that predict further tokens."""
+    """The name prefixes of layers that the checkpoint has and the engine does not load: those that
+    the engine was told to leave out, and those for multi-token prediction."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     more = config.get("num_nextn_predict_layers") or 0
     layers = model_config.hf_config.num_hidden_layers
@@ -140,7 +140,7 @@ def _layers_left_out(directory: Path, model_config: ModelConfig) -> tuple[str, .
 
 
 def _compare(checkpoint: Checkpoint, tied: TiedHead, embedding: str) -> None:
-    """A head beside a tied embedding: a few rows, so that neither is read a second time."""
+    """Compare a head with its tied embedding: a few rows, so that neither is read a second time."""
     shape = checkpoint.specs[HEAD].shape
     same = shape == checkpoint.specs[embedding].shape
     for row in np.unique(np.linspace(0, shape[0] - 1, _ROWS).astype(int)) if same else ():
@@ -149,7 +149,7 @@ def _compare(checkpoint: Checkpoint, tied: TiedHead, embedding: str) -> None:
     if not same:
         raise InvalidWeights(
             f"{checkpoint.directory}: {HEAD} differs from {embedding}, and this model has one "
-            "matrix for both; set tie_word_embeddings to false in config.json, or leave it out",
+            f"matrix for both; set tie_word_embeddings to false in config.json, or remove {HEAD}",
             names=[HEAD],
         )
 
@@ -160,7 +160,7 @@ def _leaves(model: nnx.Module) -> list[tuple[str, Any]]:
 
 
 def _quantized(model_config: ModelConfig) -> bool:
-    """Whether the files have quantized weights, as upstream has understood the configuration."""
+    """Whether the files have quantized weights, as upstream reads the configuration."""
     found = getattr(model_config, "quantization_config", None)
     return found is not None and found.is_static_checkpoint
 
@@ -170,5 +170,5 @@ def _warn(model: nnx.Module, why: str) -> None:
 
 
 def _class(model: nnx.Module) -> str:
-    """Upstream's; the model has one of ours while it is read."""
+    """The name of upstream's class. The model has a subclass of ours while it is read."""
     return getattr(type(model), "replaced_class", type(model)).__name__

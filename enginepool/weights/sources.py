@@ -1,4 +1,4 @@
-"""What a caller may give `update_weights`, recognised and read as named arrays."""
+"""Recognises the sources that `update_weights` takes, and reads them as named arrays."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Source:
 
     Attributes:
         by_path: Whether `specs` are named by leaf path; else by Hugging Face name.
-        specs: Shape and dtype of each; empty for a stream.
-        load: Reads one of them.
-        stream: In the place of `specs` and `load`: the arrays, one at a time.
-        origins: What a name was called by the caller, where that differs.
+        specs: The shape and dtype of each array; empty for a stream.
+        load: Reads one array.
+        stream: The arrays, one at a time, in the place of `specs` and `load`.
+        origins: The caller's own names, where they differ.
         private: Whether nobody else has the memory that `load` returns.
-        directory: Of the checkpoint that it is, if it is one.
+        directory: The checkpoint's directory, if the source is a checkpoint.
     """
 
     by_path: bool
@@ -47,12 +47,12 @@ def read_source(
     download_dir: str | None = None,
     revision: str | None = None,
 ) -> Source:
-    """Recognise a source. `leaves` are the model's, in its order.
+    """Recognise a source. `leaves` are the model's leaves, in its order.
 
     Raises:
-        InvalidWeights: Nothing that is known, or broken.
+        InvalidWeights: The source is of an unknown kind, or broken.
     """
-    # Not at the top: its import registers exit callbacks, which importing enginepool must not.
+    # Imported here because flax registers exit callbacks, and importing enginepool must not do so.
     from flax import nnx
 
     if isinstance(source, str | Path):
@@ -84,8 +84,8 @@ def _of_mapping(source: Mapping[Any, Any], leaves: Specs) -> Source:
     if flax_tree.is_flax_tree(flat):
         arrays, origins = flax_tree.to_leaves(flat, leaves)
         return Source(True, arrays, arrays.__getitem__, origins=origins)
-    # Some names are both a leaf path and a Hugging Face name, of transposed tensors. A dict is by
-    # path if its keys are nested or tuples, as nnx has them, or if only paths can be meant.
+    # A leaf path may also be the Hugging Face name of the transposed tensor. A dict's names are
+    # paths if it is nested or its keys are tuples, as in nnx, or if one name can only be a path.
     nested = len(flat) != len(source) or any(isinstance(key, tuple) for key in source)
     if nested or (flat.keys() <= leaves.keys() and any(_only_a_path(name) for name in flat)):
         return _of_paths(flat)

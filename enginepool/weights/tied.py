@@ -1,4 +1,4 @@
-"""A head that a source lists beside a tied embedding: the model has one matrix for both."""
+"""Checks a head that a source has beside a tied embedding. The model has one matrix for both."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ROWS = 4096
 
 
 class TiedHead:
-    """Compares the head with the embedding, in the model's dtype; state dicts of models with tied
-    embeddings list both.
+    """Compares the head with the embedding, in the model's dtype. State dicts of models with tied
+    embeddings have both.
 
     Attributes:
-        path: The embedding's leaf; None if there is nothing to compare.
+        path: The embedding's leaf path; None if there is nothing to compare.
     """
 
     def __init__(self, specs: Any) -> None:
@@ -36,10 +36,10 @@ class TiedHead:
     def compare(self, head: Array, embedding: Array, said: str = HEAD) -> None:
         """
         Args:
-            said: What the head is called in the source.
+            said: The head's name in the source.
 
         Raises:
-            InvalidWeights: They differ.
+            InvalidWeights: The head and the embedding differ.
         """
         if not self.equal(head, embedding):
             raise InvalidWeights(
@@ -49,13 +49,13 @@ class TiedHead:
             )
 
     def equal(self, head: Array, embedding: Array) -> bool:
-        """Whether they are the same in the model's dtype."""
+        """Whether head and embedding are equal in the model's dtype."""
         return convertible(head.dtype, self._dtype) and _same(head, embedding, self._dtype)
 
-    # From a stream, whose order is its owner's
+    # For a stream, whose tensors come in any order
 
     def came(self, name: str, tensor: Array) -> None:
-        """A tensor that makes no leaf. The head is kept until the embedding is there."""
+        """Take a tensor that makes no leaf. A head is kept until the embedding comes."""
         if self.path is None or name != HEAD:
             return
         if self._embedding is not None:
@@ -64,7 +64,7 @@ class TiedHead:
             self._head = tensor
 
     def made(self, path: str, leaf: jax.Array) -> None:
-        """A leaf is on an engine."""
+        """Take a leaf that is on an engine."""
         if path != self.path:
             return
         head, self._head, self._embedding = self._head, None, leaf
@@ -72,7 +72,7 @@ class TiedHead:
             self.compare(head, leaf)
 
     def forget(self) -> None:
-        """The stream has ended."""
+        """Drop both, because the stream has ended."""
         self._head = self._embedding = None
 
 
@@ -85,9 +85,9 @@ def _same(a: Array, b: Array, dtype: Any) -> bool:
     if isinstance(a, np.ndarray):
         a, b = b, a
     assert isinstance(a, jax.Array)
-    one = a.addressable_shards[0].data if a.is_fully_replicated else a  # of its copies
+    one = a.addressable_shards[0].data if a.is_fully_replicated else a  # one of the copies
     there = place(b, one.sharding, jax_dtype(b.dtype), private=True)
-    # Part by part: a program of several devices might wait for an engine's.
+    # Part by part: a program over several devices and an engine's might wait for each other.
     parts = zip(one.addressable_shards, there.addressable_shards, strict=True)
     with outside_meshes():
         equal = [equal_on_devices(x.data, y.data, dtype) for x, y in parts]
@@ -95,11 +95,11 @@ def _same(a: Array, b: Array, dtype: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> Any:
-    """Not a number is as good as any other value here."""
+    """Whether all values are equal. NaN counts as equal to NaN."""
     return ((a == b) | ((a != a) & (b != b))).all()
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def equal_on_devices(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    """Whether two arrays of one device have the same values in this dtype."""
+    """Whether two arrays on one device have the same values in this dtype."""
     return _equal(jnp.asarray(a, dtype), jnp.asarray(b, dtype))

@@ -130,7 +130,7 @@ def empty(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard gone": (
         lambda folder: (folder / shard(1, 3)).unlink(),
-        r"model-00002-of-00003\.safetensors is missing, which \S+index\.json names for \d names",
+        r"model-00002-of-00003\.safetensors is missing; \S+index\.json names it for \d names",
     ),
     "a numbered file gone, no index": (
         numbered,
@@ -138,7 +138,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "in two files, no index": (
         duplicated,
-        r"more\.safetensors: \S+ stands in model-00001-of-00003\.safetensors too",
+        r"more\.safetensors: \S+ is also in model-00001-of-00003\.safetensors",
     ),
     "not where the index says": (
         moved,

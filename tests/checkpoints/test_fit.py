@@ -40,10 +40,10 @@ class Misfit(NamedTuple):
 
 
 MISFITS = {
-    "torch.compile": Misfit(renamed("", "_orig_mod."), ("without '_orig_mod.' before them",)),
-    "PEFT": Misfit(renamed("", "base_model.model."), ("without 'base_model.model.' before them",)),
-    "DDP": Misfit(renamed("", "module."), ("without 'module.' before them",)),
-    "no prefix": Misfit(renamed("model.", ""), ("with 'model.' before them",)),
+    "torch.compile": Misfit(renamed("", "_orig_mod."), ("without the prefix '_orig_mod.'",)),
+    "PEFT": Misfit(renamed("", "base_model.model."), ("without the prefix 'base_model.model.'",)),
+    "DDP": Misfit(renamed("", "module."), ("without the prefix 'module.'",)),
+    "no prefix": Misfit(renamed("model.", ""), ("with the prefix 'model.'",)),
     "nothing": Misfit(lambda tensors: {"weight": np.ones(3, np.float32)}, ("missing", "weight")),
     "no norm": Misfit(dropped(NORM), ("missing 1 name: model.norm.weight",), names=NORM),
     "another name": Misfit(
@@ -57,12 +57,12 @@ MISFITS = {
     "short norm": Misfit(cut(NORM, 40), ("shape (40,), expected (256,)",), names=NORM),
     "a layer too many": Misfit(
         added("model.layers.9.input_layernorm.weight"),
-        ("not of this model 1 name: model.layers.9.input_layernorm.weight",),
+        ("unknown 1 name: model.layers.9.input_layernorm.weight",),
         names="model.layers.9.input_layernorm.weight",
     ),
     "a bias that is not added": Misfit(
         added("model.layers.0.self_attn.o_proj.bias"),
-        ("not of this model 1 name: model.layers.0.self_attn.o_proj.bias",),
+        ("unknown 1 name: model.layers.0.self_attn.o_proj.bias",),
         names="model.layers.0.self_attn.o_proj.bias",
     ),
     "integers": Misfit(
@@ -144,7 +144,7 @@ def test_a_pool_does_not_open(tmp_path: Path) -> None:
     """Before anything is compiled, with the checkpoint's own error; it may be tried again."""
     folder = make(tmp_path / "model", "llama", edit=renamed("", "_orig_mod."))
     pool = EnginePool(str(folder), devices=2, warmup="none", **SMALL)
-    with pytest.raises(InvalidWeights, match=r"without '_orig_mod\.' before them"):
+    with pytest.raises(InvalidWeights, match=r"without the prefix '_orig_mod\.'"):
         pool.open()
     make(folder, "llama")
     with pool.open():

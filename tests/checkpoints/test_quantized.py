@@ -63,8 +63,8 @@ def pool_on(folder: Path, **options: Any) -> EnginePool:
     ("form", "said", "error", "says"),
     [
         (gptq, GPTQ, InvalidConfig, "quantization_config has quant_method='gptq'"),
-        (gptq, None, InvalidWeights, r"not of this model \d+ names: \S+_proj\.g_idx"),
-        (fp8, None, InvalidWeights, r"not of this model \d+ names: \S+_proj\.weight_scale"),
+        (gptq, None, InvalidWeights, r"unknown \d+ names: \S+_proj\.g_idx"),
+        (fp8, None, InvalidWeights, r"unknown \d+ names: \S+_proj\.weight_scale"),
     ],
     ids=["gptq", "gptq, not said", "fp8, not said"],
 )

@@ -132,14 +132,14 @@ def test_a_wrapper_before_every_name(
     """The error says what to take off, and not that a part can be updated: nothing would be."""
     source = {before + name: value for name, value in tensors(target("llama")).items()}
     with pytest.raises(
-        InvalidWeights, match=rf"without '{re.escape(before)}' before them"
+        InvalidWeights, match=rf"without the prefix '{re.escape(before)}'"
     ) as caught:
         llama.update_weights(source)
     assert "strict=False" not in str(caught.value)
     del source[f"{before}model.norm.weight"]
     with pytest.raises(InvalidWeights) as caught:
         llama.update_weights(source)
-    assert "before them" not in str(caught.value)
+    assert "the prefix" not in str(caught.value)
 
 
 def test_partial_update(llama: EnginePool, target: Callable[[str], Path]) -> None:
