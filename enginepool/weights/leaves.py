@@ -26,18 +26,12 @@ from enginepool.weights.arrays import lost
 class EngineLeaves(Mapping[str, jax.Array]):
     """The leaves of one engine by dotted nnx path, in the model's order.
 
-    Reading is safe from any thread; `replace` and `drop` only between two steps of the engine.
-    Adapters have leaves of their own, which are none of these.
-
-    Attributes:
-        adapter_specs: Of the leaves that hold adapters, by path.
-        devices: Where they lie, in the order of the engine's mesh.
-=======
     Any thread may read. `replace` and `drop` may be called only between two steps of the engine.
+    Adapters have leaves of their own, which this mapping does not list.
 
     Attributes:
+        adapter_specs: The specs of the leaves that hold adapters, by path.
         devices: The leaves' devices, in the order of the engine's mesh.
->>>>>>> 43e10ca (weights: docstrings, comments and errors in sentences that are read once)
         shared: Leaves that somebody else holds too, and may delete or donate.
     """
 
@@ -109,7 +103,6 @@ class EngineLeaves(Mapping[str, jax.Array]):
             assert wanted is not None
             if isinstance(array, jax.Array) and array.sharding.device_set != wanted.device_set:
                 raise EnginePoolError(f"{path} lies on {array.devices()}, not on {self.devices}")
-<<<<<<< HEAD
         before = self._put(arrays)
         self.shared = (self.shared - arrays.keys()) | set(shared)
         return before
