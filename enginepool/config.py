@@ -22,7 +22,7 @@ from enginepool.sizing.shape import Shape, read_shape
 from enginepool.values import did_you_mean, is_int, plain, seconds, shown
 
 Warmup = Literal["sequential", "parallel", "none"]
-# The most decode steps of one launch. More would delay callers and save the host almost nothing.
+# The most decode steps of one launch. More would delay callers and save almost no CPU time.
 MAX_DECODE_STEPS = 8
 # What a call does if the queue is full.
 WhenFull = Literal["block", "raise"]
@@ -51,15 +51,15 @@ REFUSED: Mapping[str, str] = {
     "disable_precompile": 'use warmup="none"',
     "multimodal": _NOT_IN_A_POOL,
     "is_embedding": _NOT_IN_A_POOL,
-    "enable_expert_balance_debug": "upstream balances experts for one engine a process",
-    "enable_expert_distribution_recorder": "upstream records experts for one engine a process",
-    "ep_num_redundant_experts": "upstream balances experts for one engine a process",
-    "ep_dispatch_algorithm": "upstream balances experts for one engine a process",
-    "init_expert_location": "upstream balances experts for one engine a process",
-    "enable_precision_tracer": "upstream traces one engine a process",
+    "enable_expert_balance_debug": "upstream balances experts for one engine per process",
+    "enable_expert_distribution_recorder": "upstream records experts for one engine per process",
+    "ep_num_redundant_experts": "upstream balances experts for one engine per process",
+    "ep_dispatch_algorithm": "upstream balances experts for one engine per process",
+    "init_expert_location": "upstream balances experts for one engine per process",
+    "enable_precision_tracer": "upstream traces one engine per process",
     "hicache_storage": _NOT_IN_A_POOL,
     "grammar_backend": "the pool compiles grammars itself, with llguidance",
-    "use_sort_for_toppk_minp": "that path of upstream's sampler draws from another distribution",
+    "use_sort_for_toppk_minp": "with it upstream samples from a wrong distribution",
     "enable_mixed_chunk": "a batch that mixes prefill and decode has no log-probabilities",
     "lora_paths": "adapters are loaded once the pool is open, by load_lora_adapter",
     "lora_eviction_policy": "the slot of the adapter that was not used for longest is taken first",
@@ -204,7 +204,7 @@ class PoolConfig:
 
     @cached_property
     def written(self) -> dict[str, Any]:
-        """The model's config.json, read from where upstream's engines read it.
+        """The model's config.json, read from the same place as upstream's engines read it.
 
         Raises:
             InvalidConfig: There is none.
@@ -212,10 +212,10 @@ class PoolConfig:
         return written(self.model, self.server_args.get("revision"))
 
     def check_model(self) -> None:
-        """Refuse a model if its configuration needs something that no engine computes.
+        """Refuse a model if its configuration asks for something that the engines do not compute.
 
         Raises:
-            InvalidConfig: With the field and its value. Or there is no configuration.
+            InvalidConfig: The error names the field and its value. Or there is no configuration.
         """
         refuse(read_fields(self.written, self.server_args.get("json_model_override_args")))
 
@@ -301,7 +301,7 @@ def _check_lora(args: Mapping[str, Any]) -> None:
 
 
 def server_args_class() -> Any:
-    """Upstream's `ServerArgs`. Changes of its import to the environment are undone."""
+    """Upstream's class `ServerArgs`. Its import changes `os.environ`; these changes are undone."""
     from enginepool.process.guest import restore_environ
 
     environ = dict(os.environ)

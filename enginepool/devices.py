@@ -78,7 +78,9 @@ def _named(local: list[jax.Device], devices: Sequence[int] | Sequence[jax.Device
         if not is_int(device_id) or device_id not in by_id:
             raise InvalidConfig(f"devices: {_unknown(device_id)}; JAX has {sorted(by_id)}")
         if by_id[device_id] in chosen:
-            raise InvalidConfig(f"devices: id {device_id} is named twice; one engine a device")
+            raise InvalidConfig(
+                f"devices: id {device_id} is named twice; each device can have one engine only"
+            )
         chosen.append(by_id[device_id])
     return chosen
 

@@ -30,11 +30,11 @@ from typing import Any
 class EnginePoolError(Exception):
     """Base of all errors that enginepool defines.
 
-    They pickle with their data, but without `__cause__`, as all Python exceptions do.
+    They pickle with their data. Like all Python exceptions, they lose `__cause__`.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Python's own would call the constructor with the message alone.
+        # Python's default `__reduce__` would call the constructor with the message alone.
         return _made_again, (type(self), self.args), vars(self)
 
 
@@ -154,15 +154,17 @@ class EngineStartFailed(EnginePoolError):
 
 
 class StepTimeout(EnginePoolError):
-    """The reason, in `stats()`, of an engine whose step took longer than `step_timeout`."""
+    """Not raised to callers. `stats()` shows it as the reason of an engine whose step took longer
+    than `step_timeout`."""
 
 
 class NotFinite(EnginePoolError):
-    """The reason, in `stats()`, of an engine with log-probabilities that are not finite numbers.
+    """Not raised to callers. `stats()` shows it as the reason of an engine whose log-probabilities
+    are not finite numbers.
 
     Attributes:
         requests: The requests that got them, by the ids that engines use.
-        alone: No other request shared the step.
+        alone: Whether no other request shared the step.
     """
 
     def __init__(self, requests: Sequence[str], *, alone: bool = False) -> None:
@@ -176,7 +178,7 @@ class PoolFailed(_WithResults):
     """Raised if no engine is left to serve.
 
     Attributes:
-        results: One result a sample, in order, with the tokens that it has. A sample that was not
+        results: One result per sample, in order, with the tokens that it has. A sample that was not
             finished has `finish_reason {"type": "abort", ...}`.
     """
 

@@ -1,1 +1,1 @@
-"""What users call: `EnginePool` and its verbs."""
+"""The API that users call: `EnginePool` and its methods."""

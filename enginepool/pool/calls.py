@@ -1,4 +1,4 @@
-"""What every group of `EnginePool`'s calls builds on: the open pool, and a call run to its end."""
+"""The base of all groups of `EnginePool`'s calls: the open pool, and a call run to its end."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class GenerateCalls(CallGroup):
         """Generate for every prompt, on all engines. Results come in input order.
 
         Args:
-            sampling_params: One dict for all prompts, or one a prompt. None: the checkpoint's
-                generation_config.json.
+            sampling_params: One dict for all prompts, or one per prompt. None: the parameters of
+                the checkpoint's generation_config.json.
             progress: Show a progress bar on standard error.
             raise_on_error: Raise if an output ended early. Otherwise it is returned as it is.
             options: See `CallOptions`.

@@ -47,7 +47,7 @@ def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
     """The exit hook of a pool that was not closed. It holds no reference to the pool."""
 
     def close() -> None:
-        if runtime.dispatch.process.here:  # not in a forked child that ends as a script does
+        if runtime.dispatch.process.here:  # not in a forked child that runs exit hooks
             python_ends()
             runtime.close(CLOSE_SECONDS)
             warnings.warn(f"pool {runtime.name!r} was never closed", ResourceWarning, stacklevel=2)
@@ -84,18 +84,19 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             sixteenth of the mean length of recent outputs. An abort, and the next tokens of a
             stream, wait for the program's end.
         max_queued: How many requests may wait for an engine; None for no limit. A call with more
-            requests than that enters when the queue is empty.
+            requests than `max_queued` waits until the queue is empty.
         when_full: What a call does when the queue is full. "block": it waits, and its timeout
             runs. "raise": it raises QueueFull at once.
         tune_host: Tune this process for many engines until the pool closes. Threads hand over the
             GIL after 0.5 ms instead of 5 ms. The garbage collector skips the objects that exist
             when the pool has opened (`gc.freeze`).
-        progress: Show on standard error where opening is, in one line that is gone at the end.
-            Nothing is shown if that is no terminal.
+        progress: While the pool opens, show one line on standard error that says what it does. The
+            line is removed at the end. Nothing is shown if standard error is not a terminal.
         server_args: All other options of upstream's `ServerArgs`, under their own names.
 
     Raises:
-        InvalidConfig: A name is unknown, or an option is not possible in a pool, with the reason.
+        InvalidConfig: A name is unknown, or an option is not possible in a pool. The error says
+            why.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         return [worker.engine for worker in self.runtime.workers]
 
     def front_end(self, engine_index: int | None = None) -> FrontEnd:
-        """A stand-in for upstream's TokenizerManager, for upstream's serving classes.
+        """A replacement of upstream's TokenizerManager, for upstream's serving classes.
 
         Opens the pool.
 

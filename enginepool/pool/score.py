@@ -43,7 +43,7 @@ class ScoreCalls(CallGroup):
 
         Args:
             prompts: One text or a list of texts. Or give token ids in `input_ids`.
-            continuations: One text a prompt, or several for one prompt. Or give token ids in
+            continuations: One text per prompt, or several for one prompt. Or give token ids in
                 `continuation_ids`. Each text is tokenized alone, without special tokens; its ids
                 follow those of the prompt.
             top_logprobs_num: Also return the most probable ids at each token, 20 at most.

@@ -1,11 +1,11 @@
-"""The stand-in for upstream's TokenizerManager, for one engine or for the whole pool.
+"""Replaces upstream's TokenizerManager, for one engine or for the whole pool.
 
 Upstream's Engine and its serving classes call an object with these names, so this makes
 `pool.engines[i].generate(...)` work. All calls go through the pool's checks, queue and channel.
 
 What breaks: Upstream's Engine generates, streams and aborts through a TokenizerManager. It opens
 sockets, installs signal handlers and drives its own event loop on the caller's thread.
-Why: It connects processes that a pool does not have.
+Why: The TokenizerManager connects processes that a pool does not have.
 Remove when: Upstream's Engine takes any object of a documented protocol. Until then, a name that
 upstream reads and this class does not have raises AttributeError in that call only.
 
@@ -57,7 +57,7 @@ UNSUPPORTED = (
 
 
 class FrontEnd:
-    """What callers use of upstream's TokenizerManager, for one engine or for all.
+    """The part of upstream's TokenizerManager that callers use, for one engine or for all.
 
     Attributes:
         runtime: The open pool.
@@ -206,7 +206,8 @@ class FrontEnd:
         """Does nothing: the pool closes its engines."""
 
     def create_abort_task(self, obj: Any) -> None:
-        """Does nothing. A cancelled task ends the request of a lost client."""
+        """Does nothing. If a client disconnects, its task is cancelled, and that ends the
+        request."""
 
     async def score_request(self, **_: Any) -> NoReturn:
         raise EnginePoolError("an engine's own score() is not supported: use pool.score()")

@@ -1,4 +1,4 @@
-"""The calls of a trainer: new weights, memory that is released, checksums."""
+"""The calls that trainers use: new weights, released memory, checksums."""
 
 from __future__ import annotations
 
@@ -43,20 +43,21 @@ class WeightCalls(CallGroup):
                 model's layout and dtype and lies on its device: if the owner deletes or donates
                 that array, the engine has no weights. `copy=True` prevents it.
             weight_version: The label that results carry from now on. None: the update's number.
-            mode: What happens to running requests. Waiting requests wait, in every mode.
+            mode: What happens to running requests. Requests in the queue wait, in every mode.
                 "drain": they finish first, on the old weights. It is refused if a pause keeps a
-                running request from finishing. "retract": they go back to the queue with the
-                tokens that they have and continue on the new weights; their KV is computed anew.
-                "abort": they end with the tokens that they have. "in_place": they continue on the
-                new weights, with the KV of the old weights.
+                running request from finishing. "retract": they go back to the queue with the tokens
+                that they have and continue on the new weights; their KV is computed anew. "abort":
+                they end with the tokens that they have. "in_place": they continue on the new
+                weights, with the KV of the old weights.
             strategy: "atomic": all engines change at once. "rolling": one engine after the other
                 changes while the others serve, and every output has one version ("drain" and
                 "abort" only).
-            staging: "double" keeps both sets in memory for a while; engines stop for a moment
-                only. "stream" replaces leaf by leaf while engines are stopped; it needs memory
-                for one set and one leaf. "auto" is "double" if it fits.
-            strict: The source must have every weight and no other, and a directory's config.json
-                must be of the same model. False: update the weights that the source has.
+            staging: "double" keeps the old and the new weight set in memory for a while; engines
+                stop for a moment only. "stream" replaces leaf by leaf while engines are stopped; it
+                needs memory for one set and one leaf. "auto" is "double" if two sets fit.
+            strict: True: the source must have every weight and no other, and a directory's
+                config.json must be of the same model. False: update only the weights that the
+                source has.
             copy: Share no array with the source.
             free_kv: Release the KV cache's memory during the update. Engines are stopped all the
                 time.
@@ -84,9 +85,9 @@ class WeightCalls(CallGroup):
     ) -> StagedWeights:
         """Put new weights on every device beside the current ones, to commit them later.
 
-        This is the first half of `update_weights`, for a program that first makes sure that all
-        hosts have them. Engines serve, recover and take other updates meanwhile. A pool holds one
-        staged set: another set, or an update, discards it.
+        This is the first half of `update_weights`, for a program that must first know that all
+        hosts have the weights. Engines serve, recover and take other updates meanwhile. A pool
+        holds one staged set: another set, or an update, discards it.
 
         Args:
             expires_after: Seconds until the staged set is discarded; None for no limit.

@@ -1,1 +1,1 @@
-"""An open pool: opening, pauses, updates of weights, figures. Knows nothing of `EnginePool`."""
+"""An open pool: opening, pauses, updates of weights, figures. Does not import `EnginePool`."""

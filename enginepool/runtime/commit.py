@@ -26,8 +26,8 @@ def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Befo
     """Put what was staged in place on every engine or, if one fails, on none.
 
     Returns:
-        What each engine had before, by its index. Freeing that takes time, so it should wait until
-        the engines go on.
+        The leaves that each engine had before, by its index. Freeing them takes time, so the caller
+        should keep them until the engines go on.
     """
     before: dict[int, Before] = {}
 
@@ -41,7 +41,7 @@ def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Befo
 
     try:
         engines.run(put)
-    except BaseException:  # Control-C too: what was put in place so far goes back
+    except BaseException:  # Control-C too: restore the leaves that were replaced so far
         engines.run(put_back)
         raise
     return before
@@ -50,8 +50,8 @@ def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Befo
 def stream(
     plan: Plan, engines: StoppedEngines, copy: bool
 ) -> tuple[dict[int, Staged], dict[int, str]]:
-    """Replace the leaves of stopped engines, a batch at a time: there is never more than a set and
-    the largest leaf.
+    """Replace the leaves of stopped engines, a batch at a time. No device ever holds more than one
+    weight set and the largest leaf.
 
     The first engine gets them from the source. The others copy the first one's, except leaves of
     the source that lie on their own devices. If the first engine's set fails half way, its old
@@ -59,7 +59,7 @@ def stream(
     weights.
 
     Returns:
-        What each engine got, and for each engine that got nothing the reason.
+        The leaves that each engine got, and for each engine that got none the reason.
     """
     lead, *others = engines.workers
     counts = {worker.index: Staged() for worker in engines.workers}
@@ -94,7 +94,7 @@ def _replace(worker: EngineWorker, plan: Plan, batch: Sequence[Piece], copy: boo
     """Drop the leaves of a batch, then put the new ones in place; both as jobs of the engine.
 
     Returns:
-        Those that are the source's own buffers.
+        The paths whose arrays are the source's own buffers.
     """
     leaves = worker.leaves
     _run(worker, {piece.path: leaves.specs[piece.path] for piece in batch}, ())
@@ -138,16 +138,16 @@ def _restore(
             for batch in back.batches(by_leaf=True):
                 _replace(lead, back, batch, copy=False)
         except Exception as again:
-            reason = f"an update of weights failed half way, and so did going back: {again}"
+            reason = f"an update of weights failed half way; restoring the old ones failed: {again}"
             continue
         return
-    with suppress(EngineStopped):  # one that has left comes back with the weights of the pool
+    with suppress(EngineStopped):  # an engine that has left comes back with the weights of the pool
         lead.channel.run(lambda: leave_without_weights(lead, reason)).result()
 
 
 def leave_without_weights(worker: EngineWorker, reason: str) -> None:
-    """Drop all of an engine's weights, on its thread. They are of no version, or of an old one:
-    a later update of a part must not add to them."""
+    """Drop all of an engine's weights, on its thread. They belong to no version or to an old one,
+    and a later partial update must not be combined with them."""
     leaves = worker.leaves
     leaves.drop(list(leaves))
     worker.unload(reason)

@@ -1,4 +1,4 @@
-"""Releases device memory for a while: that of the KV cache, or of the weights."""
+"""Releases the device memory of the KV cache or of the weights for a while."""
 
 from __future__ import annotations
 

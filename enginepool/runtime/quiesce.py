@@ -1,7 +1,7 @@
 """Stops engines at a step boundary, and lets them go on.
 
-None of upstream's own means is used: its pause loses requests after a prefill, its flush refuses
-after a retract, and its abort may loop for ever.
+Upstream's own calls are not used. Its pause loses requests after a prefill. Its flush refuses after
+a retract. Its abort may loop for ever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoppedEngines:
     """Engines that are stopped at a step boundary, or on their way there.
 
     Attributes:
-        workers: Those that have not failed since, in order.
+        workers: The engines that have not failed since, in order.
         pauses: How many seconds each was stopped, by engine index; complete once they go on.
     """
 
@@ -124,12 +124,13 @@ class _Stop:
             _begin_drain(self._engines)
         self._wait_until_due()
         if self._mode == "drain":
-            # A sibling may have taken what a failed engine had begun, after it was due itself.
+            # After an engine has drained, it may still take over requests of an engine that failed.
+            # Then it must drain again.
             while _unfinished(self._engines):
                 self._wait_until_due()
             self._engines.run(self._stop)
         if self._mode == "abort":
-            # What a failed engine had begun is in the queue.
+            # The requests that a failed engine had begun are in the queue.
             for request in (*self._taken, *self._queue.take_begun()):
                 request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
 
@@ -137,7 +138,7 @@ class _Stop:
         for future in self._waits:
             future.cancel()
         engines = self._engines
-        # Before the engines go on: what they had comes first.
+        # Queue the retracted requests before the engines go on, so that they run first.
         engines.runtime.dispatch.resume(self._taken if self._mode != "abort" else [])
         futures = [w.channel.run(lambda w=w: self._go_on(w)) for w in engines.workers]
         for future in futures:
@@ -215,4 +216,4 @@ def _unfinished(engines: StoppedEngines) -> bool:
 
 
 def _nothing() -> None:
-    """A job of which only the moment counts."""
+    """A job that does nothing. When it runs, the engine has reached a step boundary."""

@@ -1,4 +1,4 @@
-"""An open pool: its workers, its dispatch, its tokenizer. Knows nothing of `EnginePool`.
+"""An open pool: its workers, its dispatch, its tokenizer. Does not import `EnginePool`.
 
 Threads refer to this object and not to the pool. So a pool that is dropped can close itself.
 """
@@ -55,16 +55,17 @@ class Runtime:
         dispatch: Takes requests.
         adapters: The adapters that are loaded.
         workers: One for each engine, in order.
-        fits: What sources of updates were found to be.
+        fits: Remembers how the sources of updates fit the model, so that equal ones are not checked
+            again.
         input_processor: Checks and tokenizes callers' input.
-        start: What opening takes.
-        guards: Undone when the pool closes.
+        start: The stages of opening, with their seconds.
+        guards: The changes of the process that are undone when the pool closes.
     """
 
     def __init__(self, config: PoolConfig, name: str, cache: ExecutableCache | None = None) -> None:
         """
         Args:
-            cache: What has been compiled, also by other pools; by default this pool's own.
+            cache: Holds compiled programs. Pools may share one. None: this pool gets its own.
         """
         self.config = config
         self.name = name
@@ -128,7 +129,7 @@ class Runtime:
         with self.start.stage("patches"):
             self.guards.enter_context(patched())
         with self.start.stage("checkpoint"):
-            self.config.check_model()  # or an error that names the model, and no engine's
+            self.config.check_model()  # raises an error that names the model and no engine
             self.add_engines([self._make_worker(i, group) for i, group in enumerate(groups)])
             defaults = read_defaults(self.config)
         with self.start.stage("engines"):
@@ -157,7 +158,7 @@ class Runtime:
         args = self.config.for_engine(platform, [d.id - first for d in devices], free)
         if (
             index == 0 and platform == "tpu"
-        ):  # the others differ only in memory that is not the pool's
+        ):  # one engine is enough: others differ only in memory that other programs use
             advise(self.config, args, free)
         return EngineWorker(
             index,

@@ -21,7 +21,7 @@ from enginepool.weights.name_mismatch import listed
 
 
 class StagedWeights:
-    """What `EnginePool.stage_weights` returns. Thread-safe.
+    """A staged weight set, as `EnginePool.stage_weights` returns it. Thread-safe.
 
     Attributes:
         weight_version: The version that results carry once these are committed.
@@ -133,8 +133,8 @@ def _look_again(update: Update, workers: list[EngineWorker]) -> None:
         gone = [path for path, array in staged.arrays.items() if array.is_deleted()]
         if gone:
             raise InvalidWeights(
-                f"commit: {listed(gone)} were deleted or donated by who shared them with "
-                "stage_weights; pass copy=True to keep a copy of them",
+                f"commit: {listed(gone)} were deleted or donated by the owner of the arrays that "
+                "stage_weights shared; pass copy=True to keep a copy of them",
                 names=gone,
             )
     update.check_complete(update.plan)

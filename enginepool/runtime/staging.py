@@ -50,7 +50,7 @@ def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, 
     staged = {worker.index: Staged() for worker in workers}
     running: list[dict[str, jax.Array]] = []
     for batch in plan.batches(by_leaf=False):
-        wait(workers, running)  # so that there is never more than one beside the new set
+        wait(workers, running)  # so that at most one batch exists beside the new set
         running = []
         for worker, arrays, shared in put(plan, batch, workers, copy):
             staged[worker.index].arrays |= arrays
@@ -67,14 +67,14 @@ def put(
     """Put a batch on every engine's device.
 
     Returns:
-        For each engine its leaves, and which of them are the source's own buffers.
+        The leaves of each engine, and which of them are the source's own buffers.
     """
     try:
         return _put(plan, batch, workers, copy)
     except WeightUpdateFailed:
         if len(batch) == 1:
             raise
-    # One by one, to name the leaf. If all of them can be put so, they are.
+    # Try the leaves one by one, to find the one that fails. If none fails, use the result.
     parts = [_put(plan, [piece], workers, copy) for piece in batch]
     return [
         (
@@ -98,7 +98,7 @@ def _put(
     for worker in workers:
         specs = worker.leaves.specs
         with naming(worker, name):
-            if worker is not lead:  # from what the first one made, unless it is there already
+            if worker is not lead:  # from the first engine's arrays, unless they are there already
                 first = made[0][1]
                 arrays = {
                     path: array if lies_there(array, specs[path].sharding) else first[path]

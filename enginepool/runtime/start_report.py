@@ -1,4 +1,4 @@
-"""What is said of a pool that opens: a line for a terminal."""
+"""The line that a terminal shows while a pool opens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORDS = {
 
 
 def where(name: str, stages: StartStages, workers: Sequence[EngineWorker], seconds: float) -> str:
-    """Where the opening of a pool is, after so many seconds."""
+    """Describe the stage of a pool's opening, which began this many seconds ago."""
     worker = next((each for each in workers if not each.warm.done()), None)
     if worker is None or (now := worker.assembly.start.now) is None:
         return f"{name} {_WORDS.get(stages.now or '', 'opens')}, {seconds:.0f} s"

@@ -43,7 +43,8 @@ def patched() -> Iterator[None]:
                 applied = patches.apply()
             for patch in applied:
                 logger().debug("enginepool.patch_applied", name=patch.name, issue=patch.issue)
-            _applied.extend(applied)  # to those that an earlier pool could not revert
+            # An earlier pool may have left patches that it could not revert
+            _applied.extend(applied)
         _open_pools += 1  # last: if a patch cannot be applied, there is nothing to revert
     try:
         yield
@@ -58,7 +59,7 @@ def patched() -> Iterator[None]:
 
 @contextmanager
 def _as_ours() -> Iterator[None]:
-    """Raise `PatchFailed` for the error that `patches` raises, which knows no enginepool."""
+    """Turn the error of `patches` into `PatchFailed`. `patches` does not import enginepool."""
     try:
         yield
     except patches.PatchError as error:
@@ -90,15 +91,15 @@ def start_workers(
 
     Builds never overlap, because they change process-wide state and restore it. Warm-ups overlap
     with each other and with builds, if asked for. The first engine reads the weights; the others
-    copy them. Tracing makes so many objects that full garbage collections run; until all engines
-    serve, these skip the objects that existed before.
+    copy them. Tracing makes many objects, so full garbage collections run. Until all engines serve,
+    these skip the objects that existed before.
 
     Args:
         on_engine: Called each time an engine begins to serve, to show progress.
 
     Raises:
         EngineStartFailed: An engine did not start. The caller closes the others.
-        InvalidConfig: An engine would not compute what the model's configuration says.
+        InvalidConfig: The model's configuration asks for something that an engine does not compute.
         InvalidWeights: The checkpoint's files do not fit that configuration.
     """
     batches = [workers] if warmup == "parallel" else [[worker] for worker in workers]
@@ -127,7 +128,7 @@ def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None
     except (EngineStartFailed, InvalidConfig, InvalidWeights):
         for (
             earlier
-        ) in batch:  # an earlier one whose warm-up failed is the cause: its weights are gone
+        ) in batch:  # the cause is an earlier engine: its warm-up failed, so its weights are gone
             if earlier.warm.done():
                 _wait(earlier, earlier.warm)
         raise

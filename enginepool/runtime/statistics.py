@@ -70,7 +70,8 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         "steady_steps": worker.channel.steady_steps,
         "steady_dispatches": worker.channel.steady_dispatches,
         "fallback_steps": worker.channel.fallback_steps,
-        # From the first step after idling to the last output: of the work at hand, or of the last.
+        # Seconds from the first step after idling to the last output. An idle engine shows those of
+        # the last time that it worked.
         "busy_seconds": max(0.0, worker.channel.running.last_output - worker.channel.busy_since),
         "build_seconds": worker.assembly.build_seconds,
         "warmup_seconds": worker.assembly.warmup_seconds,
@@ -89,10 +90,10 @@ def load(worker: EngineWorker) -> dict[str, Any]:
 
 
 def memory(devices: list[jax.Device]) -> dict[str, Any]:
-    """Bytes by device and summed; process memory beside them.
+    """Bytes by device and their sum, and the memory of the process.
 
-    Where the platform has no statistics (CPU), `bytes_in_use` is counted from live arrays, a
-    buffer that several arrays share once.
+    Where the platform has no statistics (CPU), `bytes_in_use` is counted from live arrays. A buffer
+    that several arrays share counts once.
     """
     by_device = []
     counted = None

@@ -15,7 +15,7 @@ class EngineSwap:
             With mode="drain" they count from when the last engine had finished its outputs.
         shared: Leaves whose buffers are the source's own.
         copied: Leaves whose bytes are new.
-        fingerprint: Of all its weights afterwards; see `EnginePool.checksum`.
+        fingerprint: The fingerprint of all its weights afterwards; see `EnginePool.checksum`.
     """
 
     engine_index: int
@@ -30,18 +30,19 @@ class SwapReport:
     """The result of an update of weights.
 
     Attributes:
-        weight_version: What results carry from now on.
+        weight_version: The label that results carry from now on.
         staging: "double" (two sets for a while) or "stream" (leaf by leaf, engines stopped).
         nbytes: Bytes of the leaves that changed, on one engine.
-        seconds: By phase. "stage": read, convert and put on every device, while generation goes
-            on (with staging="stream" or free_kv, while it stands still). "quiesce": until the
-            engines stood at a step boundary; with mode="drain" that is the wait for running
-            outputs. "commit": until all had the new weights. "fingerprint": afterwards, while
-            generation goes on again. "total".
-        staged: Fingerprint of what the source gave, where it was made; the engines' equal it.
-        engines: One entry an engine.
-        failed: Engines that could not get the weights after others had them, with the reason;
-            they serve again after the next update.
+        seconds: Seconds of each phase. "stage": read, convert and put on every device, while
+            generation goes on (with staging="stream" or free_kv, while engines are stopped).
+            "quiesce": until the engines stopped at a step boundary; with mode="drain" that is the
+            wait for running outputs. "commit": until all had the new weights. "fingerprint":
+            afterwards, while generation goes on again. "total".
+        staged: The fingerprint of the source's weights where they were converted. It equals the
+            engines' fingerprints.
+        engines: One entry per engine.
+        failed: Engines that failed to get the weights after others had got them, with the reason.
+            They serve again after the next update.
         left: Leaves that kept their weights (strict=False).
         ignored: Names of the source that mean nothing to the model.
         kv_bytes: Bytes of KV cache freed around the update (free_kv=True), of all engines.
@@ -62,7 +63,7 @@ class SwapReport:
 
     @property
     def gb_per_sec(self) -> float:
-        """10^9 bytes a second, all engines together, through the "stage" phase."""
+        """10^9 bytes per second of the "stage" phase, for all engines together."""
         return self.nbytes * len(self.engines) / max(self.seconds["stage"], 1e-9) / 1e9
 
     def to_dict(self) -> dict[str, Any]:

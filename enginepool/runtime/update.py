@@ -43,8 +43,8 @@ class Update:
 
     Attributes:
         version: The version that results will carry.
-        plan: Which leaves change; there once `prepare` has read the source.
-        staged: What was put on the devices, by engine.
+        plan: The leaves that change. It is set when `prepare` has read the source.
+        staged: The leaves that were put on the devices, by engine.
     """
 
     runtime: Runtime
@@ -55,7 +55,8 @@ class Update:
     staged: dict[int, Staged] = field(default_factory=dict)
     pauses: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
-    # What each engine had before. Freeing it takes time, so it waits until the engines go on.
+    # The leaves that each engine had before. Freeing them takes time, so it waits until the engines
+    # go on.
     before: dict[int, Any] = field(default_factory=dict)
     kv_bytes: int = 0
 
@@ -85,7 +86,7 @@ class Update:
         self._add("total", time.perf_counter() - started)
 
     def finish(self) -> SwapReport:
-        """Put it in place on every engine or on none."""
+        """Put the weights in place on every engine or on none."""
         started = time.perf_counter()
         if self.options.strategy == "rolling":
             self._roll()
@@ -114,7 +115,8 @@ class Update:
     def check_complete(self, plan: Plan) -> None:
         """
         Raises:
-            InvalidWeights: An engine would be left with weights that are not there.
+            InvalidWeights: An engine would lack weights, because it has lost them and the source
+                has none.
         """
         for worker in [w for w in self.workers if w.condition.reachable]:
             if lost := set(worker.leaves.lost()).difference(plan.paths):
@@ -147,14 +149,15 @@ class Update:
             self.staged = stage(self.plan, workers, self.options.copy)
 
     def _commit(self, engines: StoppedEngines) -> None:
-        """On every engine or on none."""
-        if self.staging == "double":  # else they lie there already
+        """Put the staged leaves in place on every engine or on none."""
+        if self.staging == "double":  # else they are in place already
             self.before = commit(engines, self.staged)
         desired = self.runtime.desired
         desired.weight_version, desired.update = self.version, self.number
         engines.run(self._label)
         # The order matters: waiting requests must never find that no engine is left. First the
-        # others serve, then engines that missed the update leave. `no_weights` goes last.
+        # other engines serve, then engines that missed the update leave. `no_weights` is cleared
+        # last.
         engines.run(self._leave_if_failed)
         if desired.no_weights is not None:
             desired.no_weights = None
@@ -173,7 +176,7 @@ class Update:
     # Rolling
 
     def _roll(self) -> None:
-        """One engine after the other, while the others serve."""
+        """Swap one engine after the other, while the others serve."""
         self._choose()
         for worker in self.workers:
             try:
@@ -193,8 +196,9 @@ class Update:
     def _roll_one(self, worker: EngineWorker) -> None:
         plan = self.plan
         if worker is not self.workers[0]:
-            # A source is read only once, and the first engine's set is in the model's layout. Its
-            # leaves are not used: if it has failed since, a rebuild may replace them just now.
+            # A source is read only once, and the first engine's set is in the model's layout. The
+            # leaves in use are not read: if that engine has failed, a rebuild may be replacing
+            # them.
             first = self.staged[self.workers[0].index]
             plan = self.plan.again(first.arrays, worker.leaves.specs)
         staged = None
@@ -230,7 +234,8 @@ class Update:
         try:
             yield
         finally:
-            # What was dropped before this update stays so: `resume_memory_occupation` brings it.
+            # A KV cache that was released before this update stays released, until
+            # `resume_memory_occupation`.
             engines.run(lambda w: w.scheduler.kv_cache.rebuild() if dropped.get(w.index) else 0)
 
     @contextmanager

@@ -40,7 +40,7 @@ def updating(runtime: Runtime, call: str) -> Iterator[list[EngineWorker]]:
             if runtime.closed:
                 raise PoolClosed(f"pool {runtime.name!r} was closed") from error
             raise WeightUpdateFailed(
-                f"{error} since the update began; it comes back with the weights that the pool "
-                "has, try again",
+                f"{error} since the update began; the engine comes back with the weights that the "
+                "pool has, try again",
                 engine_index=workers[0].index,
             ) from error

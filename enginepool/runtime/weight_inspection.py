@@ -1,4 +1,4 @@
-"""Looks at engines' weights: checksums, one tensor, and noise to see an update arrive."""
+"""Looks at engines' weights: checksums, one tensor, and noise that makes an update visible."""
 
 from __future__ import annotations
 
