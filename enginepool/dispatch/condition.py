@@ -1,4 +1,4 @@
-"""What an engine does and may do, and what it should be like: one object each."""
+"""The condition of each engine, and the state that all engines should have: one object each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EngineState(Enum):
 
 @dataclass
 class DesiredState:
-    """What every engine of a pool should be like. An engine that recovers is brought to it.
+    """The state that every engine of a pool should have. An engine that recovers is brought to it.
 
     Written inside a turn of the `SteeringLock`. Any thread may read it.
 
@@ -57,15 +57,15 @@ class _Phase:
 
 @dataclass
 class WeightsCondition:
-    """The weights of one engine. Written on the engine's thread, except `nonfinite_under`: the
-    thread that finds it writes it for all engines.
+    """The weights of one engine. Written on the engine's thread, except `nonfinite_under`. The
+    thread that finds non-finite numbers writes that field for all engines.
 
     Attributes:
         version: The label that tokens of the engine's next step carry.
         update: The number of the update that brought the weights. Prefix-cache entries of different
-            updates are separate. -1: the weights are of no update.
+            updates are separate. -1: the weights came from no update.
         missing: Why the engine has no weights. None if it has them.
-        being_replaced: An update is being put in place. Leaves may be of the old or the new one.
+        being_replaced: Whether an update is being put in place. Leaves may then be old or new.
         finite_under: The last update under which a request got finite numbers on this engine.
         finite_at: When that was, in `time.perf_counter`.
         nonfinite_under: The last update that gave no finite numbers on any engine.
@@ -92,17 +92,17 @@ class WeightsCondition:
 
 
 class EngineCondition:
-    """What one engine does, what it may do, and why.
+    """The condition of one engine: what it does, what it may do, and why.
 
-    Only the room `engine/` writes it: on the engine's thread, or, while a step does not return, on
-    the thread that abandons the step. Any thread may read it. `change` replaces state and reason
+    Only the package `engine/` writes it: on the engine's thread, or, while a step does not return,
+    on the thread that abandons the step. Any thread may read it. `change` replaces state and reason
     together, so no reader sees half of a change. Everything else is a single value.
 
     Attributes:
         weights: The weights that it has.
         pause_reasons: Why it takes no step. Empty while it may step.
-        draining: It takes no new requests. It only finishes requests that have begun.
-        kv_not_finite: The KV cache may hold numbers that are not finite.
+        draining: Whether it takes no new requests and only finishes requests that have begun.
+        kv_not_finite: Whether the KV cache may hold numbers that are not finite.
         stepping_since: When the current step began, in `time.perf_counter`. None between steps.
     """
 
@@ -123,7 +123,7 @@ class EngineCondition:
         """Set what the engine does from now on.
 
         Args:
-            returns: The engine has failed and will probably serve again.
+            returns: Whether the engine has failed and will probably serve again.
         """
         self._phase = _Phase(state, reason, returns)
 

@@ -41,7 +41,7 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class EngineRecord:
-    """What calls need to know of an engine.
+    """The data of an engine that calls need.
 
     Attributes:
         index: The engine's index in the pool.
@@ -60,8 +60,8 @@ class Dispatch:
 
     Attributes:
         engines: The pool's engines, in order. Empty until the pool opens.
-        closed: The pool takes no more calls.
-        lock: Protects `closed`, so that whoever checks it first can act on it safely.
+        closed: Whether the pool takes no more calls.
+        lock: Protects `closed`. A thread that holds it can check `closed` and then act.
     """
 
     def __init__(

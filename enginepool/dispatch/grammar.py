@@ -22,7 +22,7 @@ STACK_BYTES = 1 << 21
 ADDRESS_BYTES = 1 << 29
 TOO_MUCH_MEMORY = f"it takes more than {ADDRESS_BYTES >> 20} MiB to compile; make it smaller"
 MOST_BYTES = 1 << 27
-# The most bytes by which its lexer grows in a second of computing masks.
+# An upper bound of the lexer's growth, in bytes per second of computing masks.
 _GROWTH = 1 << 28
 
 

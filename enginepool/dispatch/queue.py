@@ -15,7 +15,7 @@ WINDOW = 64
 
 
 class RequestQueue:
-    """Waiting requests, oldest first. Requests that resume go before new ones.
+    """Waiting requests, oldest first. Requests that resume come before new ones.
 
     Thread-safe. `wake` callables are called outside the lock.
 
@@ -52,7 +52,8 @@ class RequestQueue:
         with self._lock:
             self._engines[engine_index] = (load, wake)
             # A request in `_alone` may have failed on every engine but this one. The engine that
-            # reserved it may not run it any more, so the reservation would keep it from this one.
+            # reserved the request may not run it any more. Its reservation would keep the request
+            # from this engine.
             self._reserved.clear()
 
     def detach(self, engine_index: int) -> None:

@@ -1,4 +1,5 @@
-"""`max_queued`: a call for which the queue has no room waits in front of it, or is refused."""
+"""`max_queued`: if the queue has no room for a call, the call waits in front of it or is
+refused."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from enginepool.errors import NotFinite
 WINDOW_SECONDS = 60.0
 # After this many failures in a row an engine is rebuilt instead of reset.
 REBUILD_AFTER = 3
-# A request that was part of so many failures, without an output token in between, runs alone. If
-# that fails too, it ends.
+# A request that was part of this many failures, without an output token in between, runs alone. If
+# that fails too, the request ends.
 MAX_FAILURES = 2
 
 
@@ -36,7 +36,7 @@ class Decision:
             "rebuild": make the whole engine anew. "stay out": do nothing.
         delay: Seconds to wait before the action.
         attempt: The number of this recovery in its row, from 1.
-        why: Why it stays out, if the reason is not only its failure.
+        why: Why it stays out, if there is a reason other than its failure.
     """
 
     action: Literal["reset", "rebuild", "stay out"]
@@ -52,10 +52,10 @@ class EngineHistory:
     Attributes:
         failures: How many failures in a row there were within `WINDOW_SECONDS`, this one included.
             Numbers that are not finite do not count, since a request may cause them.
-        not_made_anew: The latest failure was a failed reset or rebuild.
-        weights_broken: A request that had no finite numbers here, alone, had finite numbers on
-            another engine since.
-        no_answer: Which of its devices does not answer any more, and why.
+        not_made_anew: Whether the latest failure was a failed reset or rebuild.
+        weights_broken: Whether a request that was alone and got no finite numbers on this engine
+            later got finite ones on another engine.
+        no_answer: The device that does not answer any more, and why. None if all answer.
     """
 
     failures: int
@@ -99,12 +99,13 @@ def decide_request(
 def decide_not_finite(
     faults: FaultHistory, *, again: bool, finite_on: Mapping[int, float]
 ) -> Literal["resume", "request", "weights"]:
-    """What is at fault if a request that was alone got a log-probability that is not finite.
+    """Decide whether a request or the weights are at fault, after a request that was alone got a
+    log-probability that is not finite.
 
     "resume": not known yet, so the request is tried again.
 
     Args:
-        again: It is the second time under these weights.
+        again: Whether it is the second time under these weights.
         finite_on: When each engine that may run the request last gave finite numbers with the same
             weights.
     """

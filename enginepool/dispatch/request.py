@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req
     from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
-# The largest `top_logprobs_num`, which is OpenAI's limit. Engines compute this many for all.
+# The largest `top_logprobs_num`, which is OpenAI's limit. Engines compute this many even if
+# requests ask for fewer.
 MAX_TOP_LOGPROBS = 20
-# The most ids of `token_ids_logprob`. Engines compute this many for all.
+# The most ids of `token_ids_logprob`. Engines compute this many even if requests ask
+# for fewer.
 MAX_NAMED_IDS = 64
 
 
 class Signal(Protocol):
-    """What a waiting caller sleeps on. Any thread may call `set`."""
+    """The signal that a waiting caller sleeps on. Any thread may call `set`."""
 
     def set(self) -> None: ...
 
@@ -78,7 +80,7 @@ class Request:
     rid: str = ""  # the caller's id, if it gave one
     return_logprob: bool = False
     top_logprobs_num: int = 0
-    named_ids: Sequence[int] = ()  # those of `token_ids_logprob`
+    named_ids: Sequence[int] = ()  # the ids of `token_ids_logprob`
     return_sampling_mask: bool = False
     return_routed_experts: bool = False
     stream: bool = False
@@ -107,7 +109,8 @@ class Request:
     engine_index: int | None = None
     faults: FaultHistory = field(default_factory=FaultHistory)
     retracted: bool = False  # taken from an engine, to continue later
-    retracted_at: int = 0  # output tokens then; a swap retracts it again only if it has more
+    # Its number of output tokens at that time; a swap retracts it again only if it has more
+    retracted_at: int = 0
     abort_reason: dict[str, Any] | None = None
     finish_reason: dict[str, Any] | None = None
     snapshot: tuple[list[int], list[float]] | None = None
@@ -229,7 +232,7 @@ class Call:
         return True
 
     def publish(self, request: Request, output_ids: list[int], logprobs: list[float]) -> None:
-        """Publish what a streamed request has so far. A reader sees the latest only."""
+        """Publish the output of a streamed request so far. A reader sees the latest only."""
         if request.snapshot is not None and len(request.snapshot[0]) >= len(output_ids):
             return
         request.snapshot = (output_ids, logprobs)

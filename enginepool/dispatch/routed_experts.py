@@ -24,7 +24,7 @@ class Routing:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what is kept of a token: layers with experts, and experts."""
+        """The shape kept for a token: (layers with experts, experts per token)."""
         return sum(self.layers), self.top_k
 
 
@@ -33,8 +33,8 @@ class RoutedTokens:
     first computed: a token that is computed again, when a request resumes, does not count.
 
     Attributes:
-        count: For how many positions they are known.
-        stored: For how many positions the engine has them by KV slot.
+        count: The number of positions whose experts are known.
+        stored: The number of positions whose experts the engine has stored by KV slot.
     """
 
     def __init__(self, routing: Routing) -> None:
@@ -60,15 +60,16 @@ class RoutedTokens:
         self.count = needed
 
     def cut(self, end: int) -> None:
-        """Forget those from position `end` on."""
+        """Forget the experts of positions from `end` on."""
         self.count, self.stored = min(self.count, end), min(self.stored, end)
 
     def rows(self, start: int, end: int) -> np.ndarray:
-        """Those of some positions, of layers with experts."""
+        """The experts of positions `start` to `end`, of layers with experts only."""
         return self._rows[start : min(end, self.count)]
 
     def whole(self, end: int) -> np.ndarray:
-        """Those before position `end`, of all layers; -1 in dense ones. As sglang has them."""
+        """The experts of positions before `end`, of all layers, with -1 in dense layers. This is
+        sglang's form."""
         rows = self.rows(0, end)
         whole = np.full((len(rows), len(self.routing.layers), self.routing.top_k), -1, np.int32)
         whole[:, np.flatnonzero(self.routing.layers)] = rows

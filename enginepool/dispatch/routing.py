@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # A shorter prefix is cheaper to compute again than to route by.
 MIN_SHARED_PREFIX = 32
-# How often requests with a cached prefix may pass a request before it goes first.
+# How often a request may be overtaken by requests with a cached prefix before it goes first.
 MAX_PASSED_OVER = 8
 
 
@@ -23,7 +23,7 @@ class Candidate:
     Attributes:
         prefix: Equal for requests with the same first `MIN_SHARED_PREFIX` tokens. None for
             shorter prompts.
-        pinned: Only the asking engine may run the request.
+        pinned: Whether only the asking engine may run the request.
         passed_over: How often a later request was taken before it.
     """
 

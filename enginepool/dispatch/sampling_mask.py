@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The most ids of a position that are listed. Engines make room for this many for all.
+# The most ids of a position that are listed. Every row of a batch has room for this many.
 MAX_KEPT_IDS = 512
 
 
@@ -15,7 +15,7 @@ class Kept(NamedTuple):
     min-p had been applied.
 
     Attributes:
-        count: How many they are. 0: the whole vocabulary.
+        count: The number of ids that were left. 0: the whole vocabulary.
         ids: The ids, ascending. Empty if they are the whole vocabulary or more than `MAX_KEPT_IDS`.
         logprob: The sampled token's log-probability among them.
     """

@@ -37,7 +37,7 @@ class Scoring:
         start: The first token that is scored.
         top_logprobs_num: How many of the most probable tokens are wanted at each token.
         named_ids: The ids whose log-probabilities are wanted at each token.
-        alone: The request generates nothing afterwards.
+        alone: Whether the request generates nothing afterwards.
         latest: The latest result.
     """
 

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 
 from enginepool.errors import InvalidRequest
 
-# The turns, of all pools, that the running code is inside. A context variable, because a call may
-# go to an event loop or, with anyio, to another thread.
+# The turns (of the locks of all pools) that the running code holds. A context variable, because a
+# call may go to an event loop or, with anyio, to another thread.
 _inside: ContextVar[tuple[_Turn, ...]] = ContextVar("_inside", default=())
 
 
@@ -29,8 +29,8 @@ class SteeringLock:
             call: The call that takes the lock, as a user writes it.
 
         Raises:
-            InvalidRequest: This code runs inside the turn that it would wait for. An iterator that
-                `update_weights` reads does so.
+            InvalidRequest: The caller already holds this lock, so it would wait for itself. For
+                example, it runs inside the iterator that `update_weights` reads.
         """
         if (outer := self.inside()) is not None:
             raise InvalidRequest(

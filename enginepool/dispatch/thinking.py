@@ -14,8 +14,8 @@ class Thinking:
     Attributes:
         begin_ids: The ids of the mark before the thinking.
         end: The text of the mark behind it. A model may spell it with any tokens.
-        begun: The output begins inside the thinking. Otherwise it begins with the mark, or it has
-            no thinking.
+        begun: Whether the output begins inside the thinking. Otherwise it begins with the mark, or
+            it has no thinking.
         token_text: Returns the text of a token.
     """
 

@@ -170,7 +170,7 @@ async def async_chunks(
 
 
 class _Seen:
-    """What the reader of a call has got so far."""
+    """The outputs that the reader of a call has got so far."""
 
     def __init__(self, call: Call) -> None:
         self._call = call

@@ -28,17 +28,17 @@ class CallOptions(TypedDict, total=False):
         token_ids_logprob: Also return the log-probabilities of these ids in each step, in
             `meta_info["output_token_ids_logprobs"]`. Give one list for all prompts or one list a
             prompt, of 64 ids at most. An id that cannot be sampled has -inf.
-        return_sampling_mask: Return the ids that each output token was sampled from: those that
-            grammar, `min_new_tokens`, top-k, top-p and min-p had left. At temperature 0 it is the
-            token alone. `meta_info["output_sampling_mask"]` has `indptr` and `ids`, as in CSR: the
-            ids of position i are `ids[indptr[i]:indptr[i + 1]]`, ascending. No ids: all of the
-            vocabulary were left. If some but more than 512 were left, `too_many` has [i, how many]
-            instead. `meta_info["output_token_sampling_logprobs"]` has the token's log-probability
-            among the ids that were left.
+        return_sampling_mask: Return the sampling mask of each output token: the ids that grammar,
+            `min_new_tokens`, top-k, top-p and min-p had left. At temperature 0 it is the token
+            alone. `meta_info["output_sampling_mask"]` has `indptr` and `ids`, as in CSR: the ids of
+            position i are `ids[indptr[i]:indptr[i + 1]]`, ascending. An empty row means the whole
+            vocabulary. If the mask is smaller than that but has more than 512 ids, `too_many` has
+            [i, number of ids] instead. `meta_info["output_token_sampling_logprobs"]` has the
+            token's log-probability among the ids that were left.
         return_routed_experts: Return `meta_info["routed_experts"]`, in sglang's form: base64 of
-            int32, [prompt + output tokens - 1, layers, experts a token], -1 in dense layers.
-            Row i says which experts token i was routed to when the token after it was sampled. The
-            pool needs `enable_return_routed_experts=True`. A stream has it in its last chunk.
+            int32, [prompt + output tokens - 1, layers, experts a token], -1 in dense layers. Row i
+            has the experts of token i in the step that sampled token i + 1. The pool needs
+            `enable_return_routed_experts=True`. A stream has it in its last chunk.
         return_prompt_logprob: Return `meta_info["input_token_logprobs"]`: one (logprob, id, None)
             for each prompt token, at temperature 1. That of the first token is None. A prompt is
             scored once for all its samples, before they are sampled.
@@ -46,21 +46,20 @@ class CallOptions(TypedDict, total=False):
             `top_logprobs_num` there is also `meta_info["input_top_logprobs"]`, with
             `token_ids_logprob` also `meta_info["input_token_ids_logprobs"]`. A stream has them in
             its last chunk.
-        logprob_start_len: The index of the first prompt token to score. One number for all
-            prompts, or one a prompt.
-        prompt_indices: The indices of these prompts in a larger batch, one a prompt.
+        logprob_start_len: The index of the first prompt token to score. One number for all prompts,
+            or one per prompt.
+        prompt_indices: The indices of these prompts in a larger batch, one per prompt.
             `meta_info["prompt_index"]` shows them, and seeded samples depend on them. So a batch
             has the same outputs however it is split into calls.
-        sample_indices: The index of each sample in the same way. Each prompt has one (n=1).
-        partial_outputs: The part of each output that exists already: None, or a dict as results
-            and chunks are. It has `output_ids` and, in `meta_info`, `weight_versions` and
-            whichever of `output_token_logprobs`, `output_top_logprobs`,
-            `output_token_ids_logprobs`, `output_sampling_mask` and
-            `output_token_sampling_logprobs` the call asks for. The output continues from there, and
-            the result has all of it. `max_new_tokens` and `completion_tokens` count the part;
-            `prompt_tokens` does not. A complete output is returned without a step. Each prompt
-            has one sample (n=1).
-        lora_path: The name of the adapter to generate with, for all prompts or one a prompt. None
+        sample_indices: The index of each sample in the larger batch. Each prompt has one (n=1).
+        partial_outputs: The part of each output that exists already: None, or a dict like a result
+            or a chunk. It has `output_ids` and, in `meta_info`, `weight_versions` and whichever of
+            `output_token_logprobs`, `output_top_logprobs`, `output_token_ids_logprobs`,
+            `output_sampling_mask` and `output_token_sampling_logprobs` the call asks for. The
+            output continues from there, and the result has all of it. The tokens of the part count
+            for `max_new_tokens` and `completion_tokens`, not for `prompt_tokens`. A complete output
+            is returned without a step. Each prompt has one sample (n=1).
+        lora_path: The name of the adapter to generate with, for all prompts or one per prompt. None
             is the base. `meta_info` then has `lora_path`, and in `lora_versions` the spans of the
             adapter's versions, as `weight_versions` has those of the base.
         timeout: Seconds for the whole call. An output that is not finished then keeps its place

@@ -1,4 +1,5 @@
-"""From an output's ids to its text, on the caller's thread. A stop at its end is cut here.
+"""Turns an output's ids into text, on the caller's thread. A stop token or stop string at the end
+is removed here.
 
 Upstream finds that an output has reached a stop id or string (`finish_reason`).
 """
@@ -45,7 +46,8 @@ def _cut_stop(text: str, stop: str, before: int, tokenizer: Tokenizer) -> str:
     """Cut a text at the stop string that its last token completed.
 
     Args:
-        before: The length of the text before that token. An earlier stop string did not end it.
+        before: The length of the text before that token. Stop strings that end before it did not
+            end the output.
     """
     if (start := text.find(stop, max(0, before - len(stop) + 1))) >= 0:
         return text[:start]

@@ -1,8 +1,8 @@
-"""The sampling parameters of a call that gives none: those of generation_config.json.
+"""The sampling parameters of a call that gives none. They come from generation_config.json.
 
-The pool takes the fields of upstream's `Engine.get_default_sampling_params`, and those that it has
-under another name. A field that would change the output and is not computed is refused by the
-first call that needs it.
+The pool takes the fields that upstream's `Engine.get_default_sampling_params` takes, and fields
+that have another name in the pool. If a field would change the output and engines do not compute
+it, the first call that needs the defaults is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GenerationDefaults:
     def __init__(self, params: Mapping[str, Any], refused: Mapping[str, Any], origin: str) -> None:
         """
         Args:
-            refused: The fields of generation_config.json that the pool does not compute.
+            refused: The fields of generation_config.json that the engines do not compute.
             origin: Where the parameters come from, for errors.
         """
         self.params = dict(params)
@@ -91,7 +91,7 @@ class GenerationDefaults:
     def check(self) -> None:
         """
         Raises:
-            InvalidRequest: The checkpoint has a field that the pool does not compute.
+            InvalidRequest: The checkpoint has a field that the engines do not compute.
         """
         for name, value in self._refused.items():
             raise self.blamed(f"{name}={shown(value)}: sglang-jax does not compute it")
@@ -100,6 +100,6 @@ class GenerationDefaults:
         """The error of a call that cannot start with the checkpoint's parameters."""
         return InvalidRequest(
             f"the call has no sampling_params, and those of {self._origin} do not work: {why}; "
-            f"give the call sampling_params ({{}} for none of the checkpoint's), or the pool "
+            f"pass sampling_params to the call ({{}} ignores the checkpoint's), or to the pool "
             f"{_OPTION}"
         )

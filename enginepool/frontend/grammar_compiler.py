@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _KEPT = 128
 _KEPT_BYTES = 1 << 28
 _MOST_WAIT = 32
-# CPU seconds of a grammar on the first and on the last lane. Most take milliseconds.
+# The CPU seconds that a grammar may take: on the first lane (the fast worker), then on the last
+# lane (the slow worker). Most grammars take milliseconds.
 _SHORT_SECONDS, _SECONDS = 0.5, 4.0
 _LOOKS_SECONDS = 0.05  # how often a waiting thread checks that its caller is there
 
@@ -155,7 +156,8 @@ class GrammarCompiler:
         return Grammar(start, vocabulary.eos_token, said["bytes"])
 
     def _first_lane(self) -> Lane:
-        """The first lane. Lanes are made for the first grammar, as a vocabulary takes a second."""
+        """The first lane. Lanes are made for the first grammar, because reading the vocabulary
+        takes about a second."""
         with self._starting:
             self._check_open()
             if not self._lanes:

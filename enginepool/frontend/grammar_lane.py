@@ -49,7 +49,8 @@ class Lane:
         self._helper, self._compile_tried, self._then = helper, compile_tried, then
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        with _starting:  # process-wide: threads that start meanwhile get it too
+        # The stack size is process-wide: other threads that start meanwhile get it too
+        with _starting:
             size = threading.stack_size(4 * STACK_BYTES)
             try:
                 self._thread.start()

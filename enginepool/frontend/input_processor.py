@@ -1,4 +1,4 @@
-"""From a caller's arguments to a `Call`. Everything is checked before anything starts."""
+"""Turns a caller's arguments into a `Call`. Everything is checked before anything starts."""
 
 from __future__ import annotations
 
@@ -73,10 +73,11 @@ class InputProcessor:
             options: As `check_options` returns them. `timeout` is not read.
             prompt_top_logprobs_num: `top_logprobs_num` for the prompt's tokens. None: the same.
             clamp: Cut a `max_new_tokens` that does not fit, instead of refusing it.
-            thinking: How the model marks its thinking. A grammar applies behind it.
+            thinking: How the model marks its thinking. A grammar applies to the text after the
+                thinking.
 
         Raises:
-            InvalidRequest: With the prompt's index, the value, the limit and the remedy.
+            InvalidRequest: The error has the prompt's index, the value, the limit and the remedy.
         """
         texts, token_ids, lone = self._tokenize(prompts, options)
         scored = flag("return_prompt_logprob", options.get("return_prompt_logprob"))
@@ -192,7 +193,7 @@ class InputProcessor:
         """The adapter of each prompt, or None for the base.
 
         Args:
-            names: One name for all, or one a prompt; None for the base.
+            names: One name for all, or one per prompt; None for the base.
         """
         names = plain(names)
         if names is None or isinstance(names, str):
@@ -201,7 +202,7 @@ class InputProcessor:
         if len(names) != count:
             raise InvalidRequest(
                 f"lora_path has {len(names)} entries for {count} prompts: give one name for all of "
-                "them, or one a prompt"
+                "them, or one per prompt"
             )
         return [None if name is None else self.adapters.find(name) for name in names]
 
@@ -219,7 +220,7 @@ class InputProcessor:
         if len(params) != count:
             raise InvalidRequest(
                 f"sampling_params has {len(params)} entries for {count} prompts: give one dict "
-                "for all of them, or one a prompt"
+                "for all of them, or one per prompt"
             )
         made = []
         for index, one in enumerate(params):
@@ -284,7 +285,9 @@ def _as_list(name: str, value: Any) -> list[Any]:
     """A caller's sequence or array as a list."""
     value = plain(value, depth=0)
     if isinstance(value, (str, bytes, Mapping)) or _is_scalar(value):
-        raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {described(value)}")
+        raise InvalidRequest(
+            f"{name}: expected a list, one entry per prompt, got {described(value)}"
+        )
     return list(value)
 
 

@@ -1,4 +1,4 @@
-"""What fits one engine, and whether a prompt does."""
+"""The limits of one engine, and checks that a prompt fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enginepool.frontend.sampling import PromptSampling
 
 @dataclass(frozen=True)
 class Limits:
-    """What fits one engine, in tokens.
+    """The limits of one engine, in tokens.
 
     Attributes:
         prompt: The longest prompt.

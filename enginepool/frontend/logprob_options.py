@@ -1,4 +1,4 @@
-"""Which log-probabilities a call wants, and what else of its tokens."""
+"""The log-probabilities that a call asks for, and its masks and experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Logprobs:
     """The log-probabilities that a call wants.
 
     Attributes:
-        outputs: Whether it wants those of output tokens.
+        outputs: Whether it wants log-probabilities of output tokens.
         top: How many of the most probable tokens it wants with each output token.
         prompt_top: The same for each prompt token.
         named_ids: The ids whose log-probabilities it wants with each token, by prompt.
@@ -64,7 +64,8 @@ def read_logprobs(
 ) -> Logprobs:
     """
     Args:
-        prompt_top_logprobs_num: `top_logprobs_num` for prompt tokens. None: that of the options.
+        prompt_top_logprobs_num: `top_logprobs_num` for prompt tokens. None: the value in the
+            options.
 
     Raises:
         InvalidRequest: An option is wrong, or a prompt has no valid ids.
@@ -100,24 +101,25 @@ def check_top_logprobs(number: Any) -> int:
 
 
 def check_named_ids(given: Any, count: int, vocab_size: int) -> Sequence[list[int]]:
-    """The ids of `token_ids_logprob` for each prompt. `given` is one list, or one a prompt.
+    """The ids of `token_ids_logprob` for each prompt. `given` is one list, or one per prompt.
 
     Raises:
-        InvalidRequest: With the value, the limit and the remedy.
+        InvalidRequest: The error has the value, the limit and the remedy.
     """
     given = plain(given)
     if given is None:
         return [[]] * count
     if not isinstance(given, list | tuple):
         raise InvalidRequest(
-            f"token_ids_logprob={shown(given)}: expected a list of token ids, or one list a prompt"
+            f"token_ids_logprob={shown(given)}: expected a list of token ids, or one list per "
+            "prompt"
         )
     if not given or not all(isinstance(one, list | tuple | None) for one in given):
         return [_checked(given, vocab_size, None)] * count
     if len(given) != count:
         raise InvalidRequest(
             f"token_ids_logprob has {len(given)} lists for {count} prompts: give one list of ids "
-            "for all of them, or one a prompt"
+            "for all of them, or one per prompt"
         )
     return [_checked(one or (), vocab_size, index) for index, one in enumerate(given)]
 
@@ -163,7 +165,7 @@ def check_starts(
     if len(starts) != len(token_ids):
         raise InvalidRequest(
             f"logprob_start_len has {len(starts)} entries for {len(token_ids)} prompts: give "
-            "one for all of them, or one a prompt"
+            "one for all of them, or one per prompt"
         )
     for index, (start, ids) in enumerate(zip(starts, token_ids, strict=True)):
         if not (is_int(start) and 0 <= start < len(ids)):

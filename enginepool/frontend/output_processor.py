@@ -1,4 +1,4 @@
-"""From requests to upstream's result dicts and chunks."""
+"""Turns requests into upstream's result dicts and chunks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def make_chunk(chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a streamed request has so far. Its last chunk equals its result.
+    """The output of a streamed request so far. Its last chunk equals its result.
 
     Raises:
         Exception: Whatever the tokenizer raises.
@@ -112,7 +112,7 @@ def _sampling_seed(request: Request) -> int:
 
 
 def _routed_experts(request: Request) -> str:
-    """sglang's form. Empty if nothing was computed."""
+    """The experts of a request, encoded as in sglang. Empty if nothing was computed."""
     if request.experts is None:
         return ""
     rows = request.experts.whole(len(request.input_ids) + len(request.output_ids) - 1)

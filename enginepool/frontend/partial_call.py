@@ -19,7 +19,8 @@ from enginepool.values import is_int, is_number, plain, shown
 
 @dataclass(frozen=True)
 class Partial:
-    """The tokens that one output has already. The fields are those of `Request`."""
+    """The tokens that one output has already. Its fields have the meaning that they have in
+    `Request`."""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Part:
-    """Where this call's prompts and samples are in the larger batch. One entry a prompt."""
+    """The indices of this call's prompts and samples in the larger batch. One entry per prompt."""
 
     prompt_indices: Sequence[int]
     sample_indices: Sequence[int] | None
@@ -69,7 +70,7 @@ def read_part(
 ) -> Part:
     """
     Raises:
-        InvalidRequest: With the prompt's place in this call.
+        InvalidRequest: The error names the prompt by its index in this call.
     """
     prompt_indices = options.get("prompt_indices")
     sample_indices = options.get("sample_indices")
@@ -79,8 +80,8 @@ def read_part(
         several = [index for index, one in enumerate(sampling) if one.n > 1]
         if value is not None and several:
             raise InvalidRequest(
-                f"{name} with n={sampling[several[0]].n}: give each sample as a prompt of its own, "
-                "with n=1 and its sample_indices",
+                f"{name} with n={sampling[several[0]].n}: repeat the prompt once per sample, with "
+                "n=1 and one entry of sample_indices each",
                 prompt_index=several[0],
             )
     partials = [Partial()] * count
@@ -104,7 +105,7 @@ def read_part(
 def _one_a_prompt(name: str, value: Any, count: int) -> list[Any]:
     value = plain(value)
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise InvalidRequest(f"{name}: expected a list, one entry a prompt, got {shown(value)}")
+        raise InvalidRequest(f"{name}: expected a list, one entry per prompt, got {shown(value)}")
     entries = list(value)
     if len(entries) != count:
         raise InvalidRequest(f"{name} has {len(entries)} entries for {count} prompts")
@@ -180,7 +181,7 @@ class _Reading:
     def _logprobs(self, meta: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
         entries = self._entries(meta, "output_token_logprobs", len(ids))
         if entries is None:
-            return [0.0] * len(ids)  # engines need one an id; no result shows them
+            return [0.0] * len(ids)  # engines need one value per id; no result shows these
         values = []
         for entry, token_id in zip(entries, ids, strict=True):
             value, of = (entry[0], entry[1]) if isinstance(entry, list | tuple) else (entry, None)
@@ -221,7 +222,7 @@ class _Reading:
             ) from None
 
     def _entries(self, meta: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
-        """One entry an id. None if there are none and the call needs none."""
+        """One entry per id. None if there are none and the call needs none."""
         entries = plain(meta.get(name))
         if entries is None and not self._needed[name]:
             return None

@@ -10,7 +10,7 @@ from enginepool.dispatch.request import Call
 
 
 def show_progress(call: Call, wanted: bool) -> AbstractContextManager[Callable[[], None] | None]:
-    """A bar for a call; see `progress_bar`."""
+    """Show a bar for a call; see `progress_bar`."""
     total = len(call.requests)
 
     def count() -> tuple[int, int]:

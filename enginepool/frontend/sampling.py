@@ -55,7 +55,7 @@ class PromptSampling:
     """One prompt's parameters.
 
     Attributes:
-        params: Upstream's `SamplingParams`, normalized and verified.
+        params: An object of upstream's `SamplingParams`, normalized and verified.
         seed: The caller's `sampling_seed`, or None.
         explicit_length: Whether the caller gave `max_new_tokens`.
         grammar: The grammar of outputs. It is not in `params`.
@@ -68,7 +68,7 @@ class PromptSampling:
     grammar: GrammarSource | None = None
 
 
-# vLLM's names of parameters that are elsewhere or have another name here.
+# Parameters of vLLM that are options of the call or have another name here.
 _VLLM_NAMES = {
     "logprobs": "return_logprob=True and top_logprobs_num=, of the call",
     "prompt_logprobs": "return_prompt_logprob=True, of the call",
@@ -90,8 +90,8 @@ def make_sampling(
         end_ids: The ids that end an output.
 
     Raises:
-        InvalidRequest: An unknown name (with the nearest), a value of the wrong type, out of
-            range or NaN, or a parameter that upstream accepts and ignores.
+        InvalidRequest: A name is unknown (the error suggests the nearest). A value has the wrong
+            type, is out of range or NaN. Or upstream accepts the parameter and ignores it.
     """
     from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
@@ -218,12 +218,14 @@ class Seeds:
 
     @staticmethod
     def given(derived: int, prompt_index: int, sample_index: int) -> int:
-        """The seed of which `derived` makes this one. A call with it repeats the sample."""
+        """The seed from which `derived` makes this one. A call with that seed repeats the
+        sample."""
         return _to_int32(_unmix(_unmix(derived) ^ _pair(prompt_index, sample_index)))
 
 
 def _pair(prompt_index: int, sample_index: int) -> int:
-    # Cantor's pairing: samples of a call differ up to about 90,000 prompts and samples.
+    # Cantor's pairing: no two samples of a call share a seed while prompt index + sample index
+    # is below about 90,000.
     diagonal = prompt_index + sample_index
     return (diagonal * (diagonal + 1) // 2 + sample_index) % _UINT32
 

@@ -32,7 +32,8 @@ def mask_entries(kept: Sequence[Kept]) -> dict[str, Any]:
 
 
 def mask_rows(mask: Mapping[str, Any]) -> list[list[int] | int | None]:
-    """By position: the ids. How many, if they are too many to be listed. None: all ids."""
+    """For each position: the list of ids, their number if they are too many to be listed, or None
+    for all ids."""
     ids, bounds = mask["ids"], mask["indptr"]
     rows: list[list[int] | int | None] = [ids[start:end] or None for start, end in pairwise(bounds)]
     for position, count in mask["too_many"]:
@@ -43,7 +44,7 @@ def mask_rows(mask: Mapping[str, Any]) -> list[list[int] | int | None]:
 def read_mask(meta: Mapping[str, Any], count: int) -> list[Kept]:
     """
     Raises:
-        ValueError, TypeError, KeyError: The entries are not those of `count` positions.
+        ValueError, TypeError, KeyError: The entries do not have `count` positions.
     """
     mask, logprobs = plain(meta[MASK]), plain(meta[LOGPROBS])
     ids, bounds = mask["ids"], mask["indptr"]

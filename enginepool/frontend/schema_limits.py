@@ -17,7 +17,7 @@ _LONGEST_CHAIN = 256
 def check_schema(schema: Any) -> None:
     """
     Raises:
-        ValueError: With the keyword, its value and the limit.
+        ValueError: The schema is too large. The error names the keyword, its value and the limit.
         RecursionError: The schema is nested too deeply.
     """
     parts = dict(_subschemas(schema, "#"))
@@ -76,10 +76,10 @@ def _next_in_chain(value: Any, parts: Mapping[str, Any]) -> list[Any]:
 def _check_multiple(number: Any) -> None:
     if not isinstance(number, int | float):
         return
-    digits = Fraction(str(number))  # 0.05 counts as 5, of hundredths
+    digits = Fraction(str(number))  # 0.05 counts as 5 (hundredths)
     if digits.numerator * (_decimals(digits) // digits.denominator) > _LARGEST_MULTIPLE:
         raise ValueError(
-            f"multipleOf={number}: at most {_LARGEST_MULTIPLE}, counted in its last decimal place"
+            f"multipleOf={number}: without its decimal point it may be at most {_LARGEST_MULTIPLE}"
         )
 
 

@@ -1,4 +1,4 @@
-"""From the arguments of `score` to a `Call`, and from its requests to results."""
+"""Turns the arguments of `score` into a `Call`, and its requests into results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_score_call(
     """Build the requests of a call, one for each continuation.
 
     Raises:
-        InvalidRequest: With the prompt's index, the value, the limit and the remedy.
+        InvalidRequest: The error has the prompt's index, the value, the limit and the remedy.
     """
     limits = processor.limits
     if limits.score_refusal is not None:
@@ -45,7 +45,7 @@ def make_score_call(
         before *= len(after)
     if len(before) != len(after):
         raise InvalidRequest(
-            f"{len(after)} continuations for {len(before)} prompts: give one a prompt, or one "
+            f"{len(after)} continuations for {len(before)} prompts: give one per prompt, or one "
             "prompt for all of them"
         )
     top = check_top_logprobs(top_logprobs_num)
@@ -142,7 +142,7 @@ def prompt_entries(request: Request) -> dict[str, Any]:
 
 
 def top_entries(rows: Sequence[tuple[Sequence[float], Sequence[int]] | None]) -> list[Any]:
-    """(log-probability, id, None) as upstream has them. None for a prompt's first token."""
+    """Entries (log-probability, id, None) in upstream's form. None for a prompt's first token."""
     return [
         None
         if row is None

@@ -1,4 +1,4 @@
-"""From text to ids, on the caller's thread. `detokenizer.py` is the way back."""
+"""Turns text into ids, on the caller's thread. `detokenizer.py` turns ids into text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's configuration, and says what of it engines compute."""
+"""Reads a checkpoint's configuration, and tells which of its fields the engines compute."""
 
 # The families that are known: their sizes, and which fields their models compute. Upstream's class
 # by `model_type`.

@@ -5,7 +5,7 @@
 - "yarn": Peng et al., "YaRN", arXiv:2309.00071: NTK-by-parts (section 3.2), and the temperature of
   attention (section 3.4), multiplied into cosines and sines.
 
-In float64. A test compares them with those of transformers.
+The frequencies are in float64. A test compares them with those of transformers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
     """The rotation that a config.json of transformers 4 or 5 gives a layer.
 
     Raises:
-        InvalidConfig: No engine computes this kind of scaling, or a parameter of it is missing.
+        InvalidConfig: The engines do not compute this kind of scaling, or it lacks a parameter.
     """
     config = as_read(config)
     field, rope = _parameters(config, layer)

@@ -1,9 +1,9 @@
-"""Refuses or logs fields of a configuration that no engine computes.
+"""Refuses or logs fields of a configuration that the engines do not compute.
 
 `refuse` needs only the configuration, and runs before anything is built. The others also need the
-names of the fields that upstream has read. A field that changes the model and was not read was
-ignored. `refuse_unread` runs when the model is made, before its weights are read. `check_reads`
-runs last.
+names of the fields that upstream has read. If upstream has not read a field that changes the model,
+upstream ignores it. `refuse_unread` runs when the model is made, before its weights are read.
+`check_reads` runs last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FP8 = {"compressed-tensors": "float-quantized", "compressed_tensors": "float-qu
 
 
 def refuse(fields: Mapping[str, Any]) -> None:
-    """Refuse what no engine computes, as far as the configuration alone shows it.
+    """Refuse fields that the engines do not compute, as far as the configuration alone shows them.
 
     Args:
         fields: As `config_json.fields` returns them.

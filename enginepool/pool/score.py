@@ -48,8 +48,8 @@ class ScoreCalls(CallGroup):
                 follow those of the prompt.
             top_logprobs_num: Also return the most probable ids at each token, 20 at most.
             token_ids_logprob: Also return the log-probabilities of these ids at each token. Give
-                one list for all continuations or one list a continuation, of 64 ids at most.
-            lora_path: The name of the adapter to score with, for all or one a continuation. None
+                one list for all continuations or one list per continuation, of 64 ids at most.
+            lora_path: The name of the adapter to score with, for all or one per continuation. None
                 is the base.
             timeout: Seconds for the whole call. A continuation that is not finished then keeps
                 its place in the results, without values and with
@@ -57,7 +57,7 @@ class ScoreCalls(CallGroup):
             raise_on_error: Raise if a continuation ended early. Otherwise it is returned as it is.
 
         Returns:
-            One dict a continuation, in input order; for one prompt with one continuation the dict
+            One dict per continuation, in input order; for one prompt with one continuation the dict
             alone. `logprobs` has one number for each token of `continuation_ids`. `top_logprobs`
             and `token_ids_logprobs`, if asked for, have a list of (logprob, id, None) for each.
             All are empty if the continuation ended early.

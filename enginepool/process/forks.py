@@ -9,7 +9,7 @@ from enginepool.errors import ForkedProcess
 
 
 class PoolProcess:
-    """The process that this object was made in."""
+    """Knows in which process it was made."""
 
     def __init__(self, name: str) -> None:
         self._name = name

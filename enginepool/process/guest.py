@@ -1,4 +1,4 @@
-"""A good guest: restores what building an engine changes in the host process.
+"""Restores the state of the host process that building an engine changes.
 
 What breaks: The host's random numbers repeat, its environment and JAX's configuration change,
 progress bars and warnings are printed, and a thread of tqdm stays.
@@ -36,8 +36,8 @@ _ENVIRONMENT = (
     "TPU_SKIP_MDS_QUERY",
 )
 
-# What upstream's scheduler may set of the persistent compilation cache, where the patch is not
-# applied.
+# JAX's options of the persistent compilation cache that upstream's scheduler changes if our patch
+# is not applied.
 _JAX_CONFIG = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
@@ -48,11 +48,11 @@ _JAX_CONFIG = (
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restore on exit what upstream changes process-wide while it builds.
+    """Restore on exit the process-wide state that upstream changes while it builds.
 
     Holds `BUILD_LOCK`. Only upstream's own environment variables are restored. The global `random`
-    and NumPy generators return to their state at entry, because upstream seeds both; numbers that
-    other threads drew meanwhile will be drawn again.
+    and NumPy generators return to their state at entry, because upstream seeds both. Other threads
+    that use them meanwhile will get the same numbers again.
     """
     with BUILD_LOCK:
         environ = dict(os.environ)

@@ -7,8 +7,8 @@ above 1 it takes the least free memory of all processes, and has process 0 read 
 for all.
 Remove when: Upstream asks whether its mesh spans processes. Then nothing here is called any more.
 
-Nothing of upstream is replaced. The two public functions of JAX that upstream asks answer one
-thread as if its process were the only one. JAX itself asks other functions.
+Nothing of upstream is replaced. `jax.process_count()` and `jax.process_index()`, which upstream
+calls, return 1 and 0 on one thread. JAX itself uses other functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A thread-scoped override: something process-wide is replaced for some threads only."""
+"""A thread-scoped override: replaces something process-wide for some threads only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class ThreadOverride:
     """An override that is in effect for the threads inside `on_this_thread`. Thread-safe.
 
     Args:
-        install: Puts the override in place when the first thread enters, and returns what takes
-            it away when the last thread leaves. The override asks `active` on every use.
+        install: Called when the first thread enters. It puts the override in place, and returns a
+            function that removes it when the last thread leaves. The override asks `active` on
+            every use.
     """
 
     def __init__(self, install: Callable[[], Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""Checks for parts of upstream that it does not promise to keep. A missing one is named."""
+"""Checks for parts of upstream that it does not promise to keep. The error names a missing part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enginepool.errors import EnginePoolError
 def expect(holder: Any, *names: str, remedy: str = "") -> None:
     """
     Raises:
-        EnginePoolError: The class, module or object has not all of these attributes.
+        EnginePoolError: The class, module or object lacks one of these attributes.
     """
     for name in names:
         if not hasattr(holder, name):
@@ -34,5 +34,5 @@ def _named(holder: Any) -> str:
 
 
 def _changed(what: str, remedy: str) -> EnginePoolError:
-    remedy = remedy or "install a version of sglang-jax that this enginepool names"
+    remedy = remedy or "install a version of sglang-jax that README.md names as tested"
     return EnginePoolError(f"this sglang-jax is unlike what enginepool knows: {what}; {remedy}")

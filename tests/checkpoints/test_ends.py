@@ -87,7 +87,7 @@ def test_what_cannot_be_is_refused_by_the_call(
     """With where it is from and how to go on, by the call that would need it."""
     with pytest.raises(InvalidRequest, match=rf"{GENERATION} do not work.*{named}") as raised:
         default_params(generation(tmp_path, fields))
-    assert "give the call sampling_params" in str(raised.value)
+    assert "pass sampling_params to the call" in str(raised.value)
 
 
 def test_preferred_sampling_params_come_first(tmp_path: Path) -> None:

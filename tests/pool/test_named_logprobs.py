@@ -363,7 +363,7 @@ def test_none(pool: EnginePool, given: Any) -> None:
     [
         ([1] * 65, ["token_ids_logprob has 65 ids", "at most 64", "another call"], None),
         ([[1], [1] * 65], ["token_ids_logprob has 65 ids"], 1),
-        ([[1]], ["1 lists for 2 prompts", "one a prompt"], None),
+        ([[1]], ["1 lists for 2 prompts", "one per prompt"], None),
         ([1, 272], ["token_ids_logprob", "272", "0 to 271"], None),
         ([[-1], []], ["token_ids_logprob", "-1", "0 to 271"], 0),
         ([1, True], ["token_ids_logprob", "True is not an integer"], None),

@@ -47,7 +47,7 @@ def test_ids(pool: EnginePool, expected: list[int], array: Any) -> None:
 @pytest.mark.parametrize("array", [np.array, jnp.array], ids=["numpy", "jax"])
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(5, "one entry a prompt, got 5"), ([65.0], "not an integer"), ([[[65]]], "not an integer")],
+    [(5, "one entry per prompt, got 5"), ([65.0], "not an integer"), ([[[65]]], "not an integer")],
 )
 def test_no_ids(pool: EnginePool, array: Any, value: Any, words: str) -> None:
     """Arrays of other dimensions, or of numbers that are no integers, are refused."""

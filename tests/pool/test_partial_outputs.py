@@ -187,7 +187,10 @@ def partial(ids: Any = (5, 6), **meta: Any) -> dict[str, Any]:
         ({"prompt_indices": [1]}, "prompt_indices has 1 entries for 2 prompts"),
         ({"prompt_indices": [0, -1]}, "prompt 1: prompt_indices: -1: expected an integer"),
         ({"sample_indices": 3}, "sample_indices: expected a list"),
-        ({"sample_indices": [0, 1], "n": 2}, "prompt 0: sample_indices with n=2: give each sample"),
+        (
+            {"sample_indices": [0, 1], "n": 2},
+            "prompt 0: sample_indices with n=2: repeat the prompt",
+        ),
         ({"partial_outputs": [None, partial()], "n": 2}, "partial_outputs with n=2"),
         ({"partial_outputs": [None, 7]}, "prompt 1: partial_outputs: 7: expected a dict"),
         ({"partial_outputs": [None, partial("ab")]}, "prompt 1: .*expected a list of token ids"),

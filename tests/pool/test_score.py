@@ -208,7 +208,7 @@ def test_async_twin(pool: EnginePool) -> None:
         ({"prompts": "a"}, ["continuations or continuation_ids"], None),
         ({"prompts": "a", "continuations": "b", "continuation_ids": [1]}, ["not both"], None),
         ({"prompts": ["a", "b"], "continuations": ["c"]}, ["1 continuations for 2 prompts"], None),
-        ({"prompts": ["a", "b"], "continuations": "c"}, ["one a prompt"], None),
+        ({"prompts": ["a", "b"], "continuations": "c"}, ["one per prompt"], None),
         ({"prompts": ["a", ""], "continuations": ["b"] * 2}, ["prompt is empty"], 1),
         ({"prompts": ["a"] * 2, "continuations": ["b", ""]}, ["continuation is empty"], 1),
         ({"input_ids": [[1]], "continuation_ids": [[272]]}, ["272", "0 to 271"], 0),
