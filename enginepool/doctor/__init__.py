@@ -1,1 +1,1 @@
-"""Looks at a host for people: what it has, what a step costs, what fits."""
+"""Reports about a host: what it has, what a step costs, what fits."""

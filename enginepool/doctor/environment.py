@@ -1,4 +1,5 @@
-"""What `enginepool doctor` reports: devices and who holds them, versions, patches, environment.
+"""Makes the report of `enginepool doctor`: devices and who holds them, versions, patches,
+environment.
 
 JAX is started in a process of its own, with a time limit. It may hang forever while another process
 holds the TPU.
@@ -23,7 +24,7 @@ from enginepool.doctor.tpu_warnings import warnings
 from enginepool.process.cores import usable_cores
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
-# TPU chips by driver generation: one device file a chip, or one a VFIO group.
+# TPU chips by driver generation: one device file per chip, or one per VFIO group.
 _DEVICE_FILES = ("/dev/accel", "/dev/vfio/")
 _PACKAGES = ("enginepool", "sglang-jax", "jax", "jaxlib", "libtpu", "flax", "transformers")
 _ENVIRONMENT = (
@@ -82,7 +83,7 @@ def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions; None for what is not installed."""
+    """Installed versions. None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -110,8 +111,8 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
     """Processes that have a TPU's device file or libtpu's lock file open.
 
     Returns:
-        `{"pid", "command", "files"}` of each, and how many processes of other users cannot be
-        examined. Nothing without a /proc.
+        A `{"pid", "command", "files"}` of each process, and the number of processes of other users
+        that cannot be examined. Empty without a /proc.
     """
     found, hidden = [], 0
     for folder in proc.glob("[0-9]*"):
@@ -172,7 +173,7 @@ def modules() -> list[dict[str, str]]:
 
 
 def problems(report: dict[str, Any]) -> list[dict[str, str]]:
-    """What keeps a pool from running, each with its remedy."""
+    """The problems that keep a pool from running, each with its remedy."""
     found = []
     jax, holders, lock = report["jax"], report["tpu"]["holders"], report["tpu"]["lock_file"]
     for holder in holders:

@@ -1,4 +1,4 @@
-"""What a running pool costs its host: `enginepool doctor --profile`."""
+"""Measures the CPU cost of a running pool: `enginepool doctor --profile`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict
 
     Returns:
         `first_token_ms`: the wait of a request for its first token once the engine has taken it.
-        Milliseconds a step: `step_ms`, of which `gil_ms` with the GIL (an upper bound: the thread's
-            processor time), and both by section. `saturates_at`: the number of engines whose steps
-            take all of the GIL's time. `idle_cpu_percent` of one core and `compilations` while it
-            ran should be 0.
+        Milliseconds per step: `step_ms`, the part `gil_ms` that holds the GIL (an upper bound: the
+        thread's processor time), and both by section. `saturates_at`: the number of engines whose
+        steps saturate the GIL. `idle_cpu_percent`, of one core, and `compilations` during the run
+        should be 0.
     """
     engine: Any = pool.engines[0]
     prompts = [[1 + i, *range(2, _PROMPT + 1)] for i in range(requests)]
@@ -43,7 +43,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict
     started = time.perf_counter()
     with profiled(pool.runtime.workers[0]) as found:
         engine.generate(input_ids=prompts, sampling_params=params)
-    # Read only now: the thread goes on after its caller has the answer.
+    # Read late, because the thread goes on after its caller has the answer.
     seconds = time.perf_counter() - started
     step, gil = seconds / found.steps, found.per_step(found.cpu)
     return {
@@ -75,7 +75,7 @@ def idle_cpu_percent(seconds: float) -> float:
 
 
 def show_profile(report: dict[str, Any]) -> None:
-    """Print it for a person."""
+    """Print the profile for a person."""
     from rich.console import Console
     from rich.table import Table
 
@@ -87,7 +87,7 @@ def show_profile(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{report['requests_in_batch']:g} requests in a batch, {report['steps']} steps\n"
-        f"the GIL is full with about {report['saturates_at']} such engines\n"
+        f"about {report['saturates_at']} such engines saturate the GIL\n"
         f"idle: {report['idle_cpu_percent']:.1f} % of a core; compilations while serving: "
         f"{report['compilations']}"
     )

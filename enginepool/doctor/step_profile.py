@@ -57,8 +57,9 @@ class StepProfile:
         prefills: The number of steps that were prefills.
         tokens: The output tokens of its requests.
         waits: By request: the seconds from when the engine took it to its first token.
-        wall: Seconds by section, without the time of sections inside it.
-        cpu: The thread's processor time in the same way. Nearly all of it is with the GIL.
+        wall: Seconds by section, without the time of inner sections.
+        cpu: The thread's processor seconds by section. The thread holds the GIL nearly all of that
+            time.
     """
 
     steps: int = 0
@@ -79,7 +80,7 @@ class StepProfile:
 
 @contextmanager
 def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
-    """Measure an engine's steps while the block lasts; the block must keep it busy.
+    """Measure an engine's steps while the block lasts. The block must keep the engine busy.
 
     Raises:
         EngineStopped: The engine left meanwhile.

@@ -32,8 +32,8 @@ def warnings(jax: Mapping[str, Any], config: PoolConfig | None) -> list[dict[str
 
 
 def free_bytes(devices: Sequence[Mapping[str, Any]]) -> int | None:
-    """Free HBM of the device that has least: by its own count, or by its kind. None for an unknown
-    kind.
+    """Free HBM of the device that has the least, by its own statistics or by its kind. None for an
+    unknown kind.
     """
     free = []
     for device in devices:
@@ -51,7 +51,7 @@ def _of_pool(config: PoolConfig, free: int | None) -> list[rules.Advice]:
     try:
         shape = read_shape(config.model, config.server_args)
     except InvalidConfig as error:
-        unknown = rules.Advice(str(error), "nothing can be said of its memory; see docs/plan.md")
+        unknown = rules.Advice(str(error), "its memory use is not known; see docs/plan.md")
         return [*rules.page_advice(config.server_args), unknown]
     args = config.engine_args("tpu", free, shape)
     memory = Memory(shape, Settings.of(args, shape), free)

@@ -67,7 +67,7 @@ def test_a_steady_step_takes_kv_cache_and_state_over():
     )
     for kept in (0, 1, 4):
         wrong = steady(step, donate_argnums=(2, 3, kept)).problem
-        assert wrong == "it is given for good what the next step needs as well"
+        assert wrong == "it donates a buffer that the next step still needs"
 
 
 @pytest.mark.parametrize(

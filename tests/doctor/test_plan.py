@@ -55,7 +55,7 @@ def test_a_pool_of_small_batches_is_slower_than_tensor_parallelism() -> None:
     assert {tp: round(ms, 1) for tp, ms in least.items()} == {1: 11.3, 2: 6.4, 4: 3.9, 8: 2.7}
     assert [row["all_reduces"] for row in plan["layouts"]] == [0, 73, 73, 73]
     assert plan["recommended"] == {"tp_size": 4, "engines": 2}
-    assert "take a mixture; tp_size=4 × 2 engines promises 2.4 times" in plan["verdict"]
+    assert "use fewer engines with more chips each; tp_size=4 × 2 engines promises 2.4 times" in plan["verdict"]
     assert "all-reduces" in plan["left_out"]
 
 

@@ -45,9 +45,9 @@ def compile_programs(
         server_args, max_decode_steps: The options of a pool.
         kinds: The kinds of programs to compile. None: all.
         without: Names of patches to leave out, to see their effect.
-        further: Called with scheduler, chips and record when the engine is warm, for programs that
-            no step runs.
-        said: Called with each program when it is done.
+        further: A function for programs that no step runs. It is called with scheduler, chips and
+            record when the engine is warm.
+        said: A function that is called with each program when it is done.
     """
     from enginepool.doctor.ahead_of_time.stand_ins import upstream_without_device
 
@@ -100,7 +100,7 @@ def _compile(
     try:
         scheduler = engine.scheduler_info["scheduler"]
         record.listening = True
-        # Of all chips together.
+        # The bytes of all chips together.
         kv_bytes = scheduler.kv_cache.describe()["fused_bytes_total"]
         record.kv_bytes = kv_bytes // server_args["tp_size"]
         warm_up(scheduler, StartStages())
@@ -112,8 +112,8 @@ def _compile(
 
 @contextmanager
 def _patched(without: Collection[str]) -> Iterator[None]:
-    """The patches that change programs. Optimisations change only the host's part of a step, and
-    hold arrays, which do not exist here."""
+    """Apply the patches that change programs. Optimisations are left out: they change only the
+    host's part of a step, and hold arrays, which do not exist here."""
     if unknown := set(without) - {patch.name for patch in patches.ALL}:
         raise InvalidConfig(f"without: no patch is called {', '.join(sorted(unknown))}")
     wanted = [p for p in patches.ALL if not p.optimisation and p.name not in without]

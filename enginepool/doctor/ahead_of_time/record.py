@@ -41,7 +41,7 @@ class Compiled:
         lowering_seconds: CPU seconds of tracing and lowering.
         seconds: Wall seconds of compiling. Other work of the machine adds to them.
         cpu_seconds: CPU seconds of compiling.
-        temporaries: Memory beside arguments and results while it runs.
+        temporaries: The memory beside arguments and results while it runs.
         donated: Arguments whose memory the results must take over: the KV cache, and the state that
             a steady step leaves to the next one.
         aliased: The part of `donated` that the results do take over.
@@ -79,9 +79,9 @@ class Compiled:
         may have as many as fit.
         """
         if self.kind == "top_logprobs":
-            return self.arguments + _MIB  # the log-probabilities once more
+            return self.arguments + _MIB  # a copy of the log-probabilities
         if self.kind == "gather":
-            return self.results + _MIB  # the leaf once more
+            return self.results + _MIB  # a copy of the leaf
         if self.kind in ("kv_zeros", *WEIGHTS):
             return _MIB
         return math.inf
@@ -103,13 +103,14 @@ class Record:
 
     Args:
         kinds: The kinds to compile. None: all.
-        said: Called with each program when it is done.
+        said: A function that is called with each program when it is done.
 
     Attributes:
-        listening: Set when the engine is built. Programs that make its arrays before do not count.
+        listening: Whether programs count. Set when the engine is built: programs that made its
+            arrays do not count.
         kv_bytes: The size of its KV cache on the chip.
-        warm: Set when the warm-up is over. Any new program is a mistake from then on.
-        steps: The number of steps since.
+        warm: Whether the warm-up is over. From then on any new program is a mistake.
+        steps: The number of steps since the warm-up.
         steady_steps: The number of these that were steady.
     """
 
@@ -157,7 +158,7 @@ class Record:
             donated += self.kv_bytes
         program = Compiled(kind, size, lowering_seconds, donated=donated)
         if any(array.donated for array in kept):
-            program.error = "it is given for good what the next step needs as well"
+            program.error = "it donates a buffer that the next step still needs"
         self._measure(program, lowered)
         self._keep(program)
 
@@ -169,7 +170,7 @@ class Record:
         started, cpu_started = time.perf_counter(), time.process_time()
         try:
             memory = lowered.compile().memory_analysis()
-        except Exception as error:  # whatever the compiler raises is what is asked for
+        except Exception as error:  # an error of the compiler is a result here
             program.error = _said(error)
             return
         finally:
@@ -184,7 +185,7 @@ class Record:
 
 def _of_steady_decode(kind: str, lowered: Any) -> tuple[Any, Any]:
     """The arguments of steady decode's programs (engine/steady/program.py), without the KV cache:
-    those whose buffers the program takes over, and the others."""
+    first the donated arguments, then the others."""
     if kind == "steady":
         (leaves, sampler, _, state, *others), _ = lowered.args_info
         return state, (leaves, sampler, others)

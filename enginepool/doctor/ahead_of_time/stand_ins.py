@@ -1,5 +1,5 @@
-"""Everything that is replaced while upstream builds and warms up an engine on chips that are not
-there. Nothing of it is edited, and all of it is put back.
+"""Replaces functions of JAX and upstream while upstream builds and warms up an engine on absent
+chips. Upstream's code is not edited, and every function is put back.
 
 | replaced | why |
 | --- | --- |
@@ -9,7 +9,7 @@ there. Nothing of it is edited, and all of it is put back.
 | `jax.devices`, `jax.local_devices`, `jax.default_backend` | upstream and Pallas ask for the chip |
 | `jax.default_device` | what is computed outside a program is computed on the CPU |
 | an entry in JAX's table of array types | JAX takes such an array for one of its own |
-| `jax_utils._IS_TPU_RUNTIME_CACHED` | upstream asks once a process |
+| `jax_utils._IS_TPU_RUNTIME_CACHED` | upstream asks once per process |
 | `ModelRunner.get_available_device_memory` | the chip's memory is a number in `topology.py` |
 
 Programs that a module makes when it is imported (upstream's kernels) are traced inside the others,
@@ -158,19 +158,19 @@ _on_device = (AbstractArray, jax.ShapeDtypeStruct)
 
 
 def _traced(tree: Any) -> bool:
-    """Whether this is inside another program."""
+    """Whether the call is inside another program."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _signature(tree: Any) -> Any:
-    """What distinguishes the programs that JAX makes of one function."""
+    """The properties of arguments that distinguish the programs that JAX makes of one function."""
     leaves, form = jax.tree.flatten(tree)
     return form, tuple(map(_kind, leaves))
 
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, (int, float)):
-        return type(leaf)  # of no static argument that differs between steps
+        return type(leaf)  # no static argument of this type differs between steps
     if hasattr(leaf, "dtype"):
         return tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None)
     return leaf
@@ -204,7 +204,8 @@ def _from_callback(shape: Any, sharding: Any, callback: Any, dtype: Any = None) 
 
 
 def _free_memory(hbm_bytes: int) -> Callable[[Any], int]:
-    """What upstream asks before it has loaded the model, and again when it sizes the KV cache."""
+    """The free memory, which upstream asks for before it loads the model and when it sizes the KV
+    cache."""
 
     def free_memory(runner: Any) -> int:
         model = getattr(runner, "model", None)
@@ -235,7 +236,8 @@ def upstream_without_device(
     def jit(function: Any = None, **options: Any) -> Any:
         if function is None:
             return lambda later: jit(later, **options)
-        # One of a module that is only imported now: it will be there when this is over.
+        # The function belongs to a module that is being imported. The module stays after the block,
+        # so it needs the original `jit`.
         if "<locals>" not in getattr(function, "__qualname__", "<locals>"):
             return _jit(function, **options)
         return _Program(function, options, record)

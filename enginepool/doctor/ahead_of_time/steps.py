@@ -2,10 +2,10 @@
 
 The engine that was built and warmed up for an absent chip serves requests through its own queue,
 channel and loop. Results of programs are zeros, but each step asks for the same program as on the
-chip. Once warm, the record takes any new program for a mistake.
+chip. After the warm-up, the record counts any new program as a mistake.
 
-A step's shape is upstream's bucket of its decode requests or its prefill tokens. All numbers of
-requests are tried, and both ends of every bucket of tokens.
+A step's shape is upstream's bucket of its decode requests or its prefill tokens. The check tries
+all numbers of requests, and both ends of every bucket of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from enginepool.engine.channel import Channel
 from enginepool.engine.jobs import StopEngine
 from enginepool.frontend.sampling import make_sampling
 
-# Sampling options: each alone, and then all in one batch.
+# Sampling options. The check tries each alone, and then all in one batch.
 _SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.7},
@@ -36,7 +36,7 @@ _SAMPLING: tuple[Mapping[str, Any], ...] = (
 
 def take_steps(scheduler: Any, channel: Channel, record: Record) -> None:
     """Serve requests of every shape. Programs that did not exist before are problems."""
-    # All that upstream's penalties ask a tokenizer for; none was built.
+    # No tokenizer was built. Upstream's penalties ask it only for this.
     scheduler.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
     channel.attach(scheduler)
     channel.queue.attach(channel.engine_index, channel.load, channel.wake)

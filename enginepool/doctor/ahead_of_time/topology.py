@@ -11,8 +11,8 @@ from typing import Any
 from enginepool.errors import InvalidConfig
 from enginepool.sizing.chips import Topology
 
-# libtpu asks a metadata server which machine it is on, wants a name for it (any, for a program that
-# is only compiled), and lets one process of a host load it.
+# libtpu asks a metadata server which machine it runs on. It needs a name of the machine; any name
+# works for programs that are only compiled. Only one process of a host can load libtpu.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -21,13 +21,13 @@ _LIBTPU = {
 }
 
 
-# One chip of a v4 is two cores that work as one, which libtpu has to be told.
+# A v4 chip has two cores that work as one. libtpu must be told so.
 _V4 = {
     "topology_name": "v4:2x2x1",
     "chip_config_name": "megacore",
     "chips_per_host_bounds": (2, 2, 1),
 }
-# By the slice as people name it: what JAX calls it, and what else libtpu has to be told.
+# For each slice, by its usual name: JAX's name, and further settings of libtpu.
 _DESCRIPTIONS: Mapping[str, Mapping[str, Any]] = {
     "v4-8": _V4,
     **{

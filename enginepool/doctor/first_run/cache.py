@@ -1,9 +1,9 @@
 """Whether JAX's persistent compilation cache can be used on devices above the first.
 
 On TPU the pool keeps those devices' programs out of it (patches/compile_cache.py), because libtpu
-was seen to crash when it ran one that came from the cache (jax issue 38004). Here nothing is kept
-out: one process compiles and writes, another reads and runs, device after device, without a pool.
-If that crashes, the devices before have been told.
+was seen to crash when it ran one that came from the cache (jax issue 38004). Here every device uses
+the cache. One process compiles and writes, another reads and runs, device after device, without a
+pool. Outcomes are reported device by device, so a crash loses only the current one.
 """
 
 from __future__ import annotations

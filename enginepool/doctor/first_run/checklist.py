@@ -37,8 +37,8 @@ class Checklist:
     one that raised, "skipped"), `seconds`, `seen`, and `problems` unless it is ok.
 
     Args:
-        seconds: No check begins later than this.
-        report: Called with every outcome.
+        seconds: The seconds after which no check begins.
+        report: A function that is called with every outcome.
     """
 
     def __init__(self, seconds: float, report: Callable[[dict[str, Any]], None]) -> None:

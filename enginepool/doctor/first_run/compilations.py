@@ -16,9 +16,9 @@ _HIT = "/jax/compilation_cache/cache_hits"
 class Program(NamedTuple):
     """
     Attributes:
-        device: Id of the default device of the thread that compiled it, which is an engine's own;
-            None on a thread without one.
-        seconds: In XLA, or to load it.
+        device: The id of the default device of the thread that compiled it. On an engine's thread
+            it is the engine's device. None on a thread without a default device.
+        seconds: The seconds that XLA took to compile it, or to load it.
     """
 
     device: int | None

@@ -17,31 +17,31 @@ from enginepool.toy.model import forward
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
 
-# Both checkpoints answer these with every logit at least 6 above the next (float32), so no
-# accelerator's arithmetic is an excuse.
+# For these sums the best logit of both checkpoints is at least 6 above the next (float32). No
+# accelerator's rounding can change an answer.
 SUMS = ((89, 43), (79, 44), (19, 83), (73, 38), (28, 3), (6, 90), (51, 47), (4, 99))
 PROMPTS = [f"{a}+{b}=" for a, b in SUMS]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
-# Of a call that should take well under a second.
+# The timeout of a call that should take well under a second.
 CALL_SECONDS = 60.0
-# How many times all sums are asked for on each engine, with the others at work.
+# How many times each engine is asked all sums while the others work.
 ROUNDS = 4
 # Long enough to fill a page of 128 and begin another.
 LONG_TOKENS = 160
-# The engine's choice may be so far below the reference's best logit: an accelerator multiplies
-# float32 in a shorter format, and the toy past its answer is not sure of anything. A wrong page
-# or position is off by several.
+# The logit of the engine's choice may be this far below the best logit of plain JAX. An accelerator
+# multiplies float32 in a shorter format, and after its answer the toy's logits are close to each
+# other. A wrong page or position is off by several.
 LARGEST_GAP = 1.0
 
 
 def expected(name: str = "add") -> list[list[int]]:
-    """Ids of the answers of a checkpoint, end token included."""
+    """The ids of a checkpoint's answers, end token included."""
     answers = [a + b if name == "add" else a - b for a, b in SUMS]
     return [[*str(answer).encode(), END_ID] for answer in answers]
 
 
 def differing(results: list[dict[str, Any]], name: str = "add") -> list[str]:
-    """Which answers are not those of the checkpoint; `results` are of all sums, once or more."""
+    """The answers that differ from the checkpoint's. `results` has all sums once or more often."""
     wanted = expected(name)
     return [
         f"{PROMPTS[i % len(SUMS)]} gave {result['output_ids']} (engine "
@@ -110,7 +110,7 @@ def long(pool: EnginePool, found: Finding) -> None:
     config, weights = read_checkpoint(toy.checkpoint())
     sequence = np.array([prompt + ids], np.int32)
     logits = np.asarray(jax.jit(partial(forward, config))(weights, sequence))[0]
-    before = logits[len(prompt) - 1 : -1]  # what each id was chosen by
+    before = logits[len(prompt) - 1 : -1]  # the logits from which each id was chosen
     gaps = before.max(axis=-1) - before[np.arange(len(ids)), ids]
     found.seen |= {
         "tokens": len(ids),
@@ -120,5 +120,5 @@ def long(pool: EnginePool, found: Finding) -> None:
     at = int(gaps.argmax())
     found.expect(
         bool(gaps.max() <= LARGEST_GAP),
-        f"token {at} is {gaps[at]:.2f} below the reference's best logit; {LARGEST_GAP} is allowed",
+        f"token {at} is {gaps[at]:.2f} below plain JAX's best logit; {LARGEST_GAP} is allowed",
     )

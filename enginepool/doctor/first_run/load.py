@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 BATCH = 8  # requests of an engine; the pool is built for as many
 TOKENS = 128
 _IDLE_SECONDS = 3.0
-# Of one core. A pool takes less than 1 on CPU; an accelerator's runtime has threads of its own.
+# Percent of one core. A pool takes less than 1 on CPU; an accelerator's runtime has threads of its
+# own.
 _IDLE_PERCENT = 5.0
 
 
 def wall(pool: EnginePool, found: Finding) -> None:
-    """The same work for every engine, all at once; then one engine's part of it alone."""
+    """Time the same work on every engine at once, and then one engine's part of it alone."""
     engines = len(pool.engines)
     pool.flush_cache()
     with counted() as programs:
@@ -44,7 +45,7 @@ def wall(pool: EnginePool, found: Finding) -> None:
     }
     found.problems += missing(pool, took_part)
     wanted = engines * BATCH * TOKENS
-    found.expect(tokens == wanted, f"{tokens} tokens were made of {wanted}")
+    found.expect(tokens == wanted, f"{tokens} of {wanted} tokens were made")
     found.expect(not programs, f"{len(programs)} programs were compiled to serve")
     engine: Any = pool.engines[min(took_part)]
     pool.flush_cache()

@@ -23,7 +23,8 @@ _ROUNDING = 0.1
 
 
 def swap(pool: EnginePool, found: Finding) -> None:
-    """From the weights that add to those that subtract, and back; every engine must follow."""
+    """Replace the weights that add by weights that subtract, and swap back. Every engine must
+    follow."""
     first = found.seen["checksum"] = pool.checksum()
     updates = found.seen["updates"] = []
     for name in ("subtract", "add"):
@@ -49,7 +50,7 @@ def swap(pool: EnginePool, found: Finding) -> None:
         found.problems += answers(pool, name)
     there, back = (update["checksum"] for update in updates)
     found.expect(there != first, "the checksum did not change with the weights")
-    found.expect(back == first, f"checksum {back} after the way back, {first} before")
+    found.expect(back == first, f"checksum {back} after the swap back, {first} before")
 
 
 def kv_cycle(pool: EnginePool, found: Finding) -> None:
@@ -71,7 +72,7 @@ def kv_cycle(pool: EnginePool, found: Finding) -> None:
     used.append(_in_use(pool))
     found.seen["bytes_in_use"] = dict(zip(("before", "released", "resumed"), used, strict=True))
     found.expect(released > 0, "no bytes were released")
-    found.expect(resumed == released, f"{resumed} bytes were made again of {released}")
+    found.expect(resumed == released, f"{resumed} of {released} bytes were made again")
     for what, there, here in (("freed", 0, 1), ("taken again", 2, 1)):
         difference = used[there] - used[here]
         found.expect(
@@ -82,7 +83,7 @@ def kv_cycle(pool: EnginePool, found: Finding) -> None:
 
 
 def answers(pool: EnginePool, name: str) -> list[str]:
-    """What is wrong with the sums of every engine that serves, one after the other."""
+    """The wrong answers of every engine that serves, one engine after the other."""
     engines: list[Any] = pool.engines
     return [
         wrong

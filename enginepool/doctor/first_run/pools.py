@@ -27,10 +27,11 @@ SERVER_ARGS: dict[str, Any] = {
     "precompile_token_paddings": [256],
     "precompile_bs_paddings": [load.BATCH],
 }
-# A step of the toy takes milliseconds. An engine that fails is not brought back: it is to be seen.
+# A step of the toy takes milliseconds. An engine that fails is not brought back, so that the
+# failure is visible.
 STEP_SECONDS = 60.0
 
-# In this order, with the seconds without which one is not begun.
+# The checks in order, each with the seconds that must be left to begin it.
 CHECKS: dict[str, tuple[Callable[[EnginePool, Finding], None], float]] = {
     "goldens_alone": (goldens.alone, 5.0),
     "goldens_together": (goldens.together, 5.0),
@@ -42,7 +43,7 @@ CHECKS: dict[str, tuple[Callable[[EnginePool, Finding], None], float]] = {
     "idle": (load.idle, 5.0),
 }
 NAMES = ("build", *CHECKS, "engines")
-_EVENT = ("event", "engine", "reason", "exception")  # what is told of one
+_EVENT = ("event", "engine", "reason", "exception")  # the fields of an event that the report has
 
 
 def check_pool(devices: DeviceSpec, checklist: Checklist, say: Callable[[str], None]) -> None:
@@ -96,7 +97,7 @@ def check_variant(
             pool = opened(1, found, say, **options)
         except InvalidConfig as error:
             if not any(f"{option}=" in str(error) for option in options):
-                raise  # it is about something else
+                raise  # the error is not about these options
             found.seen |= {"taken": False, "why": describe(error)}
             return
         with pool:

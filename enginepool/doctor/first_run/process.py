@@ -16,8 +16,8 @@ from enginepool.doctor.environment import LOCK_FILE, device_holders, lock_file
 from enginepool.doctor.first_run.checklist import skipped
 from enginepool.doctor.first_run.scrub import scrub
 
-_TAIL = 40  # lines of standard error, where a process did not end well
-# Beyond its time, for a check that has begun and for giving devices back.
+_TAIL = 40  # lines of standard error that are shown if a process failed
+# Extra seconds after the limit, for a check that has begun and for giving devices back.
 GRACE = 15.0
 
 Report = Callable[[dict[str, Any]], None]
@@ -72,7 +72,7 @@ def _run(
     report: Report,
     say: Callable[[str], None],
 ) -> tuple[list[str], str] | None:
-    """The checks that were not done and the reason, if the process failed."""
+    """The checks that were not done, and the reason if the process failed."""
     planned: list[str] | None = None
     limit = job["seconds"] + GRACE
     too_long = threading.Event()

@@ -105,7 +105,7 @@ class _Run:
         found.expect(not host["problems"], "see `enginepool doctor`; standard error says what")
 
     def _stage(self, stage: str, needs: float, **job: Any) -> None:
-        """Run it in a process of its own, or say that it does not fit any more."""
+        """Run a stage in a process of its own, or report that there is no time for it."""
         name, left = job.get("name", stage), self._checklist.left - GRACE
         if left < needs:
             self._checklist.skip(name, f"needs {needs:.0f} s, {left:.0f} s are left")
@@ -115,7 +115,7 @@ class _Run:
         run_stage(job, self._add, self._say)
 
     def _engine_seconds(self) -> float:
-        """What an engine took before, as far as that is known."""
+        """The seconds that an engine took before, as far as they are known."""
         built = [
             engine["build_seconds"] + engine["warmup_seconds"]
             for check in self._checks
@@ -125,7 +125,7 @@ class _Run:
         return _ENGINE_SECONDS + max(built, default=0.0)
 
     def _look_at_cache(self) -> None:
-        """Last: what it asks may crash libtpu."""
+        """Check the cache. It runs last, because this check may crash libtpu."""
         from enginepool.doctor.first_run.cache import conclude
 
         with tempfile.TemporaryDirectory(prefix="first-run-") as folder:
@@ -144,7 +144,7 @@ class _Run:
 
 
 def _variants(platform_name: str) -> dict[str, dict[str, Any]]:
-    """By check, the options of an engine that is built for it alone."""
+    """For each check that builds an engine of its own: the options of that engine."""
     sizes = _PAGE_SIZES.get(platform_name, _OTHER_PAGE_SIZES)
     pages = {f"page_size_{size}": {"page_size": size} for size in sizes}
     return {**pages, _SHORTER: {"dtype": _SHORTER}}

@@ -39,15 +39,15 @@ def _shortened(match: re.Match[str]) -> str:
 
 
 def _values() -> list[str]:
-    """Of the environment, as it is now; longer ones first, as one may be part of another. Those
-    that are paths are left to the pattern, which keeps names of Python files."""
+    """The current values of the environment, longer ones first, because one may be part of another.
+    Paths are left out: the pattern for paths removes them and keeps names of Python files."""
     values = {value for value in os.environ.values() if len(value) >= _LEAST_VALUE}
     return sorted((v for v in values if not _PATH.fullmatch(v)), key=len, reverse=True)
 
 
 @functools.cache
 def _names() -> re.Pattern[str]:
-    """The user and the host."""
+    """A pattern of the names of the user and the host."""
     found = {socket.gethostname(), socket.gethostname().partition(".")[0]} - {"localhost"}
     with contextlib.suppress(OSError, KeyError):  # a user without a name, as in a container
         found.add(getpass.getuser())

@@ -1,7 +1,7 @@
 """The process of one stage: `python -m enginepool.doctor.first_run.stages JOB`.
 
-JOB is a JSON object with the stage and its arguments. Each line on standard output is one too: the
-names of the checks to come (`plan`), progress (`say`), or an outcome.
+JOB is a JSON object with the stage and its arguments. Each line on standard output is a JSON object
+too: the names of the checks to come (`plan`), progress (`say`), or an outcome.
 """
 
 from __future__ import annotations

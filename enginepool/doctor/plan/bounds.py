@@ -8,10 +8,10 @@ from functools import cached_property
 from enginepool.sizing.chips import Chip
 from enginepool.sizing.memory import Memory
 
-# The assumed time of an all-reduce, by which layouts are compared. It is no part of the bound.
+# The assumed time of an all-reduce, by which layouts are compared. It is not part of the bound.
 ALL_REDUCE_MS = 0.010
 # Smaller engines are preferred unless another layout promises this many times their tokens. A bound
-# is no measurement, and smaller engines fail, swap and wait alone.
+# is no measurement. A fault, a swap or a wait of a smaller engine affects fewer chips.
 CLEARLY_FASTER = 1.5
 
 LEFT_OUT = (
@@ -52,12 +52,13 @@ class Layout:
 
     @property
     def least_experts(self) -> int:
-        """Of each layer that a step reads, where all tokens want the same."""
+        """The experts of each layer that a step reads if all tokens choose the same ones."""
         return self.memory.shape.experts_per_token
 
     @property
     def uniform_experts(self) -> float:
-        """The same as expected where tokens want each expert equally often."""
+        """The expected number of experts of each layer that a step reads if every expert is equally
+        probable."""
         shape = self.memory.shape
         if not shape.experts:
             return 0.0
@@ -68,7 +69,7 @@ class Layout:
 
     @property
     def kv_bytes_read(self) -> float:
-        """Of requests that have filled their context."""
+        """The KV bytes that a step reads if requests have filled their context."""
         tokens = self.memory.shape.kv_tokens_read(self.memory.settings.context)
         return self.running * tokens * self.memory.kv_per_token
 
@@ -82,17 +83,20 @@ class Layout:
 
     @property
     def uniform_ms(self) -> float:
-        """The same with uniform routing, which no bound may assume; equal for a dense model."""
+        """A decode step's time with uniform routing. It is an estimate and no bound. For a dense
+        model it equals `decode_ms`."""
         return self._step_ms(self.uniform_experts)
 
     @property
     def all_reduces(self) -> int:
-        """Of [batch, hidden], a step: after attention and MLP of each layer, and one more."""
+        """The all-reduces of [batch, hidden] per step: after attention and MLP of each layer, and
+        one more."""
         return 2 * self.memory.shape.layers + 1 if self.tp_size > 1 else 0
 
     @property
     def tokens_per_second(self) -> float:
-        """For comparison: all engines, uniform routing, all-reduces as assumed."""
+        """Tokens per second of all engines, with uniform routing and the assumed all-reduces. Only
+        for comparing layouts."""
         step = self.uniform_ms + self.all_reduces * ALL_REDUCE_MS
         return self.engines * self.running / step * 1000 if self.running else 0.0
 

@@ -38,7 +38,7 @@ def compile_steps(
 
 
 def step_programs(programs: Sequence[Compiled]) -> StepPrograms:
-    """Their sizes, in the terms of the arithmetic."""
+    """The sizes of these programs, as the arithmetic takes them."""
     forward = [program for program in programs if program.kind in FORWARD]
     others = [program for program in programs if program.kind not in FORWARD]
     return StepPrograms(

@@ -81,7 +81,7 @@ def make(
 def _compiled(
     model: str, where: Topology, layout: Layout, given: Mapping[str, Any]
 ) -> tuple[Layout, dict[str, Any]]:
-    """The layout with the compiler's figures, and those beside the arithmetic's."""
+    """The layout with the compiler's figures, and a comparison of these with the arithmetic's."""
     from enginepool.doctor.plan.compiled import by_the_compiler, compile_steps, step_programs
 
     programs = compile_steps(model, where, layout, given)
@@ -218,7 +218,7 @@ def _row(layout: Layout) -> dict[str, Any]:
 
 def _words(mine: Layout, best: Layout | None) -> str:
     if best is None:
-        return "it does not fit this host in any layout, as its settings are"
+        return "it does not fit this host in any layout with these settings"
     shared = f"tp_size={best.tp_size} × {best.engines} engine{'s' if best.engines > 1 else ''}"
     if best.tp_size == mine.tp_size:
         return f"{shared}: no other layout of the host promises clearly more"
@@ -228,5 +228,7 @@ def _words(mine: Layout, best: Layout | None) -> str:
     if best.tp_size < mine.tp_size:
         return f"take {shared}: smaller engines, and no layout promises clearly more"
     few = f"{mine.batch} requests in flight are few for a model of this size: "
-    one = "a pool of several engines is the wrong choice" if best.engines == 1 else "take a mixture"
+    one = "a pool of several engines is the wrong choice"
+    if best.engines > 1:
+        one = "use fewer engines with more chips each"
     return f"{few}{one}; {shared} promises {times:.1f} times the tokens of tp_size={mine.tp_size}"

@@ -33,11 +33,11 @@ def show(plan: dict[str, Any]) -> None:
             str(row["tokens_per_second_compared"]),
             "yes" if row["fits"] else "no",
         )
-    console.print("The host shared out otherwise", style="bold")
+    console.print("Other layouts of this host", style="bold")
     console.print(table)
     console.print(
-        f"  a bound leaves out {plan['left_out']}; tokens/s, to compare "
-        f"layouts by, takes {1000 * plan['all_reduce_ms_assumed']:g} µs for an all-reduce"
+        f"  a bound leaves out {plan['left_out']}; tokens/s only compares layouts and assumes "
+        f"{1000 * plan['all_reduce_ms_assumed']:g} µs for an all-reduce"
     )
     console.print("Verdict", style="bold")
     console.print(f"  {plan['verdict']}")
@@ -147,7 +147,7 @@ def _decode(plan: dict[str, Any]) -> dict[str, str]:
         "bandwidth",
     }
     if uniform is not None:
-        lines["with uniform routing"] = f"{uniform:.2f} ms: all experts wanted equally often"
+        lines["with uniform routing"] = f"{uniform:.2f} ms: every expert equally probable"
     return lines
 
 
