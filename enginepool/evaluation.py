@@ -2,7 +2,7 @@
 
     results = lm_eval.simple_evaluate(model=PoolLM(pool), tasks=["arc_easy"])
 
-An adapter: it uses the public API only. It needs the extra `lm-eval`.
+It is an adapter and uses the public API only. It needs the extra `lm-eval`.
 """
 
 from __future__ import annotations

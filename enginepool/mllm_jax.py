@@ -1,7 +1,7 @@
 """A pool as a rollout backend of MLLM-JAX, in place of its built-in sampler.
 
-An adapter: it uses the public API only. It imports nothing of MLLM-JAX, whose protocol asks for
-methods and not for a base class.
+It is an adapter and uses the public API only. It imports nothing of MLLM-JAX, whose protocol asks
+for methods and not for a base class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enginepool import EnginePool
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """The result of a rollout in MLLM-JAX. One row a prompt, in order.
+    """The result of a rollout in MLLM-JAX. One row per prompt, in order.
 
     Attributes:
         chat_prompts: The prompts after the chat template.

@@ -18,7 +18,7 @@ _quoting = ContextVar("enginepool_quoting", default=True)
 
 
 class Unreadable:
-    """Stands for an array that was deleted or donated, or is traced. Its repr says why."""
+    """Replaces an array that was deleted or donated, or is traced. Its repr says why."""
 
     def __init__(self, array: Any, error: Exception) -> None:
         self._text = f"<{type(array).__name__}: {' '.join(str(error).split())}>"

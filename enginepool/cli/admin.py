@@ -1,4 +1,4 @@
-"""`enginepool admin`: the client of servers' administrators."""
+"""`enginepool admin`: a client that administers servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from enginepool.serve.options import TOKEN_VARIABLE
 
 admin = typer.Typer(
     no_args_is_help=True,
-    help="Ask a running server, or many of them at once, for what administrators may.",
+    help="Administer one or more running servers.",
 )
 
 
@@ -41,13 +41,14 @@ def _where(
         bool,
         typer.Option(
             "--every-address",
-            help="Ask a server at every address that the name has, as a headless Service's.",
+            help="Ask every address that the host name resolves to, such as the pods of a "
+            "headless Service.",
         ),
     ] = False,
     token: Annotated[
         str | None, typer.Option(help="The admin token.", envvar=TOKEN_VARIABLE)
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for an answer.")] = 600.0,
 ) -> None:
     urls = [url for one in base_url for url in (addresses(one) if every_address else [one])]
     context.obj = Servers(list(dict.fromkeys(urls)), token, timeout)
@@ -55,8 +56,8 @@ def _where(
 
 @admin.command()
 def checksum(context: typer.Context) -> None:
-    """The reference's checksum, and a fingerprint of all weights; exits with 1 where servers'
-    differ."""
+    """The checksum of the first weights, as in the `reference` command, and a fingerprint of all
+    weights. Exits with 1 if the fingerprints of servers differ."""
     answers = _ask(context, "GET", "weights_checksum")
     if len({answer["fingerprint"] for answer in answers}) > 1:
         complain("the servers' weights differ")
@@ -83,7 +84,7 @@ def reload(
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help="Of running requests: drain, retract, abort or in_place."),
+        typer.Option(help="What happens to running requests: drain, retract, abort or in_place."),
     ] = None,
 ) -> None:
     """Load a checkpoint on every engine."""
@@ -94,7 +95,7 @@ def reload(
 
 @admin.command()
 def status(context: typer.Context) -> None:
-    """Whether weights are being loaded, and how the last time went."""
+    """Whether weights are being loaded, and the outcome of the last reload."""
     _ask(context, "GET", "reload_status")
 
 
@@ -130,8 +131,8 @@ def addresses(base_url: str) -> list[str]:
 
 
 def _ask(context: typer.Context, method: str, name: str, **body: Any) -> list[Any]:
-    """Print each answer as JSON, of several servers with their URLs; exit with 1 unless all are
-    successes, when all have answered."""
+    """Print each answer as JSON, with the URL if there are several servers. After all have
+    answered, exit with 1 unless all succeeded."""
     servers: Servers = context.obj
     with ThreadPoolExecutor(len(servers.urls)) as executor:
         said = list(
@@ -149,7 +150,8 @@ def _ask(context: typer.Context, method: str, name: str, **body: Any) -> list[An
 def _answer(
     servers: Servers, url: str, method: str, name: str, body: dict[str, Any]
 ) -> tuple[bool, Any]:
-    """Whether it is a success, and what it says; None, after a complaint, if it says nothing."""
+    """Whether the server succeeded, and its answer. None if there is no answer; then a complaint is
+    printed."""
     import httpx
 
     token = servers.token

@@ -14,7 +14,7 @@ from enginepool.serve.options import LAST_PORT
 
 Model = Annotated[str | None, typer.Option(help="Directory or hub id; left out, the toy.")]
 Devices = Annotated[
-    str | None, typer.Option(help="A count, or ids as in 0,2 (one id: 2,). Default: all.")
+    str | None, typer.Option(help="A count, or ids such as 0,2 (one id: 2,). Default: all.")
 ]
 TpSize = Annotated[int, typer.Option(help="Devices of one engine.")]
 Dtype = Annotated[str | None, typer.Option(help="As in ServerArgs.")]

@@ -19,8 +19,8 @@ _REST = "enginepool.config_file"
 
 
 def take(context: typer.Context, path: Path | None) -> Path | None:
-    """For an eager option: what the file says becomes the defaults of the command's own options;
-    the rest is `left_to_upstream`."""
+    """Callback of an eager option. The file's values become the defaults of the command's own
+    options. The other values are `left_to_upstream`."""
     if path is None:
         return None
     own: dict[str, Any] = {one.name: one for one in context.command.params if one.name}

@@ -17,7 +17,7 @@ _ROWS = 12
 
 
 def run(engines: int = 4, prompts: int = 64) -> None:
-    """Open a pool of the toy, one engine a device, and let it answer `prompts` sums."""
+    """Open a pool of the toy, one engine per device, and let it answer `prompts` sums."""
     console = Console(highlight=False)
     console.print(f"{engines} sglang-jax engines in this one process, warmed up one by one:")
     pool, threads = EnginePool(devices=engines), threading.active_count()

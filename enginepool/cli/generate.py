@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts.")]
 File = Annotated[
-    Path | None, typer.Option(help="Prompts, one a line; a name in .jsonl means JSON objects.")
+    Path | None, typer.Option(help="Prompts, one per line; a name in .jsonl means JSON objects.")
 ]
 InputFormat = Annotated[
     Format | None, typer.Option("--input", help="What the file or standard input holds.")
@@ -70,9 +70,9 @@ def generate(
 ) -> None:
     """Generate for every prompt, on all engines; each result is written when it ends.
 
-    Text comes in input order, JSON as results end, with "prompt_index". Prompts come from the
+    Text comes in input order. JSON comes as results end, with "prompt_index". Prompts come from the
     arguments, --file, or standard input. A line of JSON has "prompt", "input_ids" or "messages",
-    and may have "sampling_params", which go before the options.
+    and may have "sampling_params", which override the options.
 
     As in Python, the checkpoint's generation_config.json applies to prompts for which no sampling
     parameter is given; with any given, the others are sglang-jax's own defaults (temperature 1).
@@ -101,7 +101,7 @@ def generate(
 
 
 def _opened(pool: EnginePool) -> EnginePool:
-    """On a terminal each engine is a line: they take a minute or more."""
+    """On a terminal, print a line for each engine, because opening takes a minute or more."""
     if sys.stderr is not None and sys.stderr.isatty():
         pool.open(on_engine=lambda engine: print(engine_line(engine), file=sys.stderr))
     return pool
@@ -159,7 +159,8 @@ def _generate(
 
 
 async def _write(results: Any, written: ResultLines) -> list[dict[str, Any]]:
-    """On a loop because Ctrl-C ends a task where it waits, and never in the middle of a line."""
+    """Run on an event loop. There Ctrl-C ends a task where it waits, and never in the middle of a
+    line."""
     failed = []
     async with contextlib.aclosing(results):
         with _bar(written) as tick:
@@ -173,7 +174,8 @@ async def _write(results: Any, written: ResultLines) -> list[dict[str, Any]]:
 
 
 def _sampling_params(chosen: dict[str, Any], line: PromptLine) -> dict[str, Any] | None:
-    """What a caller in Python would write: nothing at all where nothing is given."""
+    """The sampling parameters that were given, as a caller in Python would write them. None if none
+    were given."""
     if not chosen and line.sampling_params is None:
         return None
     return chosen | (line.sampling_params or {})

@@ -65,7 +65,7 @@ def _all_commands(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """One sglang-jax engine on each accelerator device of a host, used as one."""
+    """Run one sglang-jax engine on each accelerator device of a host, behind one call."""
 
 
 @app.command()
@@ -73,17 +73,19 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that JAX may take to start.")] = 60.0,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Open a pool, and see what its steps cost the host.")
+        bool, typer.Option("--profile", help="Open a pool, and measure the CPU time of its steps.")
     ] = False,
     first_run: Annotated[
         bool,
         typer.Option("--first-run", help="On a TPU: try everything with the toy, for a report."),
     ] = False,
     budget: Annotated[
-        float, typer.Option(min=1, help="Seconds for --first-run; what does not fit is skipped.")
+        float,
+        typer.Option(min=1, help="Seconds for --first-run; checks that do not fit are skipped."),
     ] = 600.0,
     output: Annotated[
-        Path | None, typer.Option(help="Where the report of --first-run goes, if not here.")
+        Path | None,
+        typer.Option(help="File for the report of --first-run. Default: standard output."),
     ] = None,
     model: Model = None,
     devices: Devices = None,
@@ -93,11 +95,11 @@ def doctor(
 ) -> None:
     """Look at what engines need: devices and who holds them, versions, patches, environment.
 
-    With a model or options on a TPU host: what is wrong with them there, before an engine is
-    built. With --profile: where a step's time goes for the model and options given, and how many
-    engines one process can feed. With --first-run: builds, answers, swaps, memory, page sizes and
-    the compilation cache on all devices, as one JSON object to send in; exits with 1 where a check
-    fails.
+    With a model or options on a TPU host, it says what is wrong with these settings, before an
+    engine is built. With --profile, it measures where a step's time goes for the model and options,
+    and how many engines one process can feed. With --first-run, it checks builds, answers, swaps,
+    memory, page sizes and the compilation cache on all devices. It writes one JSON object to send
+    in, and exits with 1 if a check fails.
     """
     if first_run:
         given = {"--model": model, "--dtype": dtype, "--server-arg": server_arg}
@@ -128,18 +130,18 @@ def plan(
     by_compiler: Annotated[
         bool,
         typer.Option(
-            "--compile", help="Compile an engine's programs for it too, with libtpu, in minutes."
+            "--compile", help="Also compile an engine's programs with libtpu. It takes minutes."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     server_arg: ServerArg = None,
 ) -> None:
-    """Say whether a model fits a TPU host, with what room, and how fast it can be at best.
+    """Say whether a model fits a TPU host, how much memory is left, and how fast it can be at best.
 
-    By arithmetic from its configuration, without a TPU: memory of weights and KV, requests, a
-    second weight set, and one engine a chip beside engines of several chips. With --compile, what
-    programs need and what compiling them takes is the compiler's word. Exits with 1 where it does
-    not fit.
+    The figures are computed from the model's configuration, without a TPU: memory of weights and
+    KV, requests, a second weight set, and layouts of one or several chips per engine. With
+    --compile, the compiler reports what programs need and how long compiling takes. Exits with 1 if
+    the model does not fit.
     """
     arguments = parse_server_args(server_arg or []) | ({} if dtype is None else {"dtype": dtype})
     from enginepool.doctor.plan.plan import make
@@ -160,7 +162,7 @@ def plan(
 
 @app.command()
 def demo(
-    engines: Annotated[int, typer.Option(min=1, help="Engines, one a device.")] = 4,
+    engines: Annotated[int, typer.Option(min=1, help="Engines, one per device.")] = 4,
     prompts: Annotated[int, typer.Option(min=1, help="How many sums to ask for.")] = 64,
 ) -> None:
     """Watch engines come up and answer sums side by side, with the toy model."""
@@ -170,7 +172,7 @@ def demo(
 
 
 def _config(model: str | None, arguments: dict[str, Any]) -> PoolConfig | None:
-    """What engines would be made of, as far as anything was said of it."""
+    """The pool's configuration from the options that were given. None if none were given."""
     own = {name: arguments.pop(name) for name in ("devices", "tp_size")}
     if model is None and not arguments and own["tp_size"] == 1:
         return None
@@ -190,8 +192,8 @@ def _first_run(
     for name, value in given.items():
         if value is not None:
             raise InvalidConfig(
-                f"{name} does not go with --first-run, which does the same everywhere, with the "
-                "toy, so that reports compare; leave it out"
+                f"{name} does not go with --first-run: it runs the same checks with the toy "
+                "everywhere, so that reports can be compared; leave it out"
             )
     if output is not None:
         try:

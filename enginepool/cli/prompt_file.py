@@ -1,4 +1,4 @@
-"""Reads prompts from a file or standard input: one a line, as plain text or as JSON objects."""
+"""Reads prompts from a file or standard input: one per line, as plain text or as JSON objects."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def decode(lines: Iterable[bytes], source: str) -> Iterator[str]:
 
 
 def read_text(lines: Iterable[str]) -> list[PromptLine]:
-    """One prompt a line; empty lines are skipped."""
+    """Read one prompt per line; empty lines are skipped."""
     texts = (line.rstrip("\r\n") for line in lines)
     return [PromptLine("prompt", text) for text in texts if text.strip()]
 
 
 def read_jsonl(lines: Iterable[str], source: str) -> list[PromptLine]:
-    """One JSON object a line, with exactly one of `prompt`, `input_ids` and `messages`.
+    """Read one JSON object per line, with exactly one of `prompt`, `input_ids` and `messages`.
 
     Raises:
         InvalidRequest: With `source` and the line's number.

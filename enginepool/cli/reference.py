@@ -1,4 +1,4 @@
-"""The command line of the runs: `enginepool reference swap`, `kv-cycle` and `hot-update`.
+"""The commands `enginepool reference swap`, `kv-cycle` and `hot-update`.
 
 The runs are imported inside the commands, so that `--help` answers at once.
 """
@@ -28,8 +28,8 @@ from enginepool.reference.options import RunOptions, WandbOptions, models, read_
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="The reference's runs, on a pool: its phases, a JSON line each, and its checks; the exit "
-    "code is 1 if one fails.",
+    help="Repeat, with a pool, experiments that another project published for sglang-jax on a "
+    "TPU. Each phase is one JSON line. The exit code is 1 if a check fails.",
 )
 
 
@@ -49,13 +49,13 @@ VerifyParamSharing = Annotated[
 def _read_options(
     model: Model = None,
     weights: Annotated[
-        str | None, typer.Option(help="Directory or hub id of what comes in. Default: the model.")
+        str | None, typer.Option(help="Directory or hub id of the new weights. Default: the model.")
     ] = None,
     devices: Devices = None,
     tp_size: TpSize = 1,
     dtype: Dtype = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Default: a sum for the toy, else 你是谁.")
+        str | None, typer.Option(help="The prompt. Default: a sum for the toy, else 你是谁.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="The prompt, in UTF-8.")] = None,
     max_new_tokens: Annotated[int, typer.Option()] = 64,
@@ -65,7 +65,8 @@ def _read_options(
     ] = None,
     server_arg: ServerArg = None,
     wandb: Annotated[
-        bool, typer.Option("--wandb", help="To Weights & Biases as well (the extra wandb).")
+        bool,
+        typer.Option("--wandb", help="Also send the phases to Weights & Biases (extra wandb)."),
     ] = False,
     wandb_project: Annotated[str, typer.Option(envvar="WANDB_PROJECT")] = "enginepool-reference",
     wandb_name: Annotated[str | None, typer.Option(envvar="WANDB_NAME")] = None,
@@ -118,10 +119,10 @@ def swap(
     ] = False,
     verify_param_sharing: VerifyParamSharing = False,
 ) -> bool:
-    """Start engines with dummy weights, put real ones in, generate.
+    """Start engines with dummy weights, give them real weights, generate.
 
-    From a Flax tree the parameters lie on the engines' devices, as a trainer's would, and the
-    engines use those very buffers: memory must stay at one set.
+    With a Flax tree, the parameters are on the engines' devices, like a trainer's. The engines use
+    the same buffers, so memory must stay at one set.
     """
     from enginepool.reference.swap import run
 
@@ -140,7 +141,7 @@ def kv_cycle(
         bool, typer.Option(help="Give the KV caches' memory back for a second set of parameters.")
     ] = True,
     assert_same_output: Annotated[
-        bool, typer.Option(help="Whether another output afterwards fails the run.")
+        bool, typer.Option(help="Whether the run fails if the output differs afterwards.")
     ] = True,
     verify_param_sharing: VerifyParamSharing = False,
 ) -> bool:

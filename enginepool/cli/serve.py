@@ -28,35 +28,44 @@ if TYPE_CHECKING:
 SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(help="Of the whole pool; 0 for any that is free.")]
-Ports = Annotated[str | None, typer.Option(help="One for each engine as well, as in 31000-31003.")]
-ApiKey = Annotated[
-    str | None, typer.Option(help="What requests must bring.", envvar="ENGINEPOOL_API_KEY")
+Port = Annotated[int, typer.Option(help="Port of the whole pool; 0 for any free port.")]
+Ports = Annotated[
+    str | None, typer.Option(help="Also one port for each engine, such as 31000-31003.")
 ]
-EnableAdmin = Annotated[bool, typer.Option("--enable-admin", help="Serve /admin/….")]
+ApiKey = Annotated[
+    str | None, typer.Option(help="Bearer token of requests.", envvar="ENGINEPOOL_API_KEY")
+]
+EnableAdmin = Annotated[bool, typer.Option("--enable-admin", help="Serve administrators' routes.")]
 AdminToken = Annotated[
-    str | None, typer.Option(help="What administrators must bring.", envvar=TOKEN_VARIABLE)
+    str | None, typer.Option(help="Bearer token of administrators.", envvar=TOKEN_VARIABLE)
 ]
 TrustedAdmins = Annotated[
     str | None,
-    typer.Option(help="Addresses and networks whose administrators need no token, as 10.0.0.0/8."),
+    typer.Option(
+        help="Addresses and networks whose administrators need no token, such as 10.0.0.0/8."
+    ),
 ]
 ModelRoot = Annotated[
-    Path | None, typer.Option(help="Where reloads may read; else only the model itself.")
+    Path | None,
+    typer.Option(help="Directory below which reloads may read. Default: only the model itself."),
 ]
 RejectWhileReloading = Annotated[
-    bool, typer.Option("--reject-while-reloading", help="503 instead of waiting.")
+    bool,
+    typer.Option(
+        "--reject-while-reloading", help="During a reload, answer 503 instead of waiting."
+    ),
 ]
 MaxQueuedRequests = Annotated[
     int,
     typer.Option(
-        help="How many may wait for an engine, beyond it 429; and how many one call may bring."
+        help="The most requests that may wait for an engine (more get 429), and that one call may "
+        "have."
     ),
 ]
 MaxBodyBytes = Annotated[int, typer.Option()]
-MaxPrompts = Annotated[int, typer.Option(help="In one request.")]
-MaxN = Annotated[int, typer.Option(help="Samples of one prompt.")]
-RequestTimeout = Annotated[float | None, typer.Option(help="Seconds.")]
+MaxPrompts = Annotated[int, typer.Option(help="The most prompts of one request.")]
+MaxN = Annotated[int, typer.Option(help="The most samples of one prompt.")]
+RequestTimeout = Annotated[float | None, typer.Option(help="Seconds for one request.")]
 DrainTimeout = Annotated[
     float, typer.Option(help="Seconds that running requests get after SIGTERM.")
 ]
@@ -66,20 +75,32 @@ KeepAliveTimeout = Annotated[
     int, typer.Option(help="Seconds that a connection is kept without a request.")
 ]
 Restart = Annotated[bool, typer.Option(help="Bring back an engine whose step failed.")]
-MaxRestarts = Annotated[int, typer.Option(help="In a row and within a minute.")]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        help="Failures in a row, within a minute, that an engine may have. Then it stays out."
+    ),
+]
 StepTimeout = Annotated[float | None, typer.Option(help="Seconds until a step counts as stuck.")]
 MaxDecodeSteps = Annotated[
-    int, typer.Option(help="At once: where a device would wait, or nobody does.")
+    int,
+    typer.Option(
+        help="The most decode steps of one program. It has several if the device would wait for "
+        "the host, or if no client waits."
+    ),
 ]
 ClampMaxNewTokens = Annotated[
-    bool, typer.Option("--clamp-max-new-tokens", help="Cut what does not fit, do not refuse it.")
+    bool,
+    typer.Option(
+        "--clamp-max-new-tokens", help="Cut a max_new_tokens that does not fit. Default: refuse it."
+    ),
 ]
-LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Prompts in the log.")]
+LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Log the beginning of prompts.")]
 Config = Annotated[
     Path | None,
     typer.Option(
         is_eager=True, callback=take,
-        help="A YAML or TOML file of these options and upstream's; what is given here goes before.",
+        help="A YAML or TOML file of these options and upstream's. The command line overrides it.",
     ),
 ]  # fmt: skip
 
@@ -96,7 +117,7 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
 HelpAll = Annotated[
     bool,
     typer.Option(
-        "--help-all", is_eager=True, callback=_show_all, help="Upstream's options as well."
+        "--help-all", is_eager=True, callback=_show_all, help="Also show upstream's options."
     ),
 ]
 
@@ -132,9 +153,9 @@ def serve(
     config: Config = None,
     help_all: HelpAll = False,
 ) -> None:
-    """Serve [MODEL] over HTTP: OpenAI's endpoints and sglang's. Left out, the toy.
+    """Serve [MODEL] over HTTP: OpenAI's endpoints and sglang's. Without a model, it serves the toy.
 
-    Every option of upstream's ServerArgs is taken under its own flag, as in --dtype bfloat16
+    Every option of upstream's ServerArgs is accepted under its own flag, such as --dtype bfloat16
     --context-length 8192 (--help-all shows them). Name the model first, or with --model-path.
     """
     del config, help_all  # they have done their part
@@ -164,7 +185,7 @@ def serve(
 
 
 def _serve(pool: EnginePool, options: ServeOptions, upstream_level: str | None) -> None:
-    """The ports are taken first: engines take minutes."""
+    """Serve a pool. The ports are taken first, because engines take minutes to start."""
     from enginepool.serve.log import LogLines
     from enginepool.serve.log_format import log_to
     from enginepool.serve.server import Server

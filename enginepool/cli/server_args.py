@@ -37,8 +37,8 @@ class _Parser(argparse.ArgumentParser):
     """Knows its options by name, and shows each under its heading.
 
     Args:
-        headings: Of flags; none where they are not to be shown.
-        hidden: Names that are not.
+        headings: The heading of each flag. None if headings are not shown.
+        hidden: Names of options that are not shown.
     """
 
     def __init__(
@@ -72,10 +72,11 @@ def parse_upstream_flags(
     """The model, and the fields of `ServerArgs` that were given; imports sgl_jax.
 
     Args:
-        from_file: The arguments go before.
+        from_file: Options of a file. The arguments override them.
 
     Raises:
-        InvalidConfig: An unknown flag, with the nearest, or a value that it does not take.
+        InvalidConfig: A flag is unknown (the error suggests the nearest), or does not accept its
+            value.
     """
     model, given = _parse(args)
     if from_file is not None:
@@ -88,7 +89,7 @@ def parse_upstream_flags(
 
 
 def upstream_help(hidden: Collection[str]) -> str:
-    """What `ServerArgs` says of its flags, under its own headings.
+    """The help of `ServerArgs` for its flags, under its own headings.
 
     Args:
         hidden: Options that are the command's own.
@@ -114,7 +115,7 @@ def _parse(args: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
     parser = _Parser()
     parser.add_argument("model", nargs="?")
     upstream.add_cli_args(parser)
-    # Upstream requires a model; here the toy stands in.
+    # Upstream requires a model; here the toy replaces it.
     defaults = vars(parser.parse_args(["--model-path", ""]))
     unset = object()
     parser.set_defaults(**dict.fromkeys(defaults, unset))
@@ -168,7 +169,7 @@ def _as_flag(name: str, action: argparse.Action, value: Any) -> list[str]:
 
 
 def _headings(add_cli_args: Any) -> dict[str, str]:
-    """The heading of each flag. Upstream has them only as comments in its source; where they are
+    """The heading of each flag. Upstream has headings only as comments in its source. If they are
     not found, all flags have one heading."""
     try:
         source = inspect.getsource(add_cli_args)

@@ -18,8 +18,8 @@ from enginepool.errors import EnginePoolError, InvalidConfig, InvalidRequest
 def clear_errors() -> Iterator[None]:
     """Print our errors as one line and exit: with 2 for wrong input, with 1 for other errors.
 
-    Ctrl-C exits with 130. If the reader of the output has gone, the code is 141, without a line.
-    These are the codes of a program that was ended by SIGINT or SIGPIPE.
+    Ctrl-C exits with 130. If the program that read the output has ended, the code is 141, without a
+    line. These are the codes of a program that was ended by SIGINT or SIGPIPE.
     """
     try:
         yield

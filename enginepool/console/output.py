@@ -13,7 +13,8 @@ class OutputLost(Exception):
     """Raised when standard output is closed or full, or has no reader.
 
     Attributes:
-        unread: The reader has gone, as `head` does. That is no error.
+        unread: Whether the program that read the output has ended, such as `head`. That is no
+            error.
     """
 
     def __init__(self, error: OSError) -> None:

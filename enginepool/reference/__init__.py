@@ -1,2 +1,5 @@
-"""The runs that this project was measured against, on a pool: weights swapped into dummy engines,
-the KV cache dropped and made again, weights changed in place. `enginepool reference --help`."""
+"""The command `enginepool reference`.
+
+It repeats, with a pool, experiments that another project published for sglang-jax on a TPU: real
+weights for engines with dummy weights, a KV cache that is freed and made again, weights that change
+in place. "The original scripts" are that project's programs; phases have their names and fields."""

@@ -11,7 +11,7 @@ from enginepool.reference.swap import load
 
 @dataclass(frozen=True)
 class Noise:
-    """What is added to the weights; see `EnginePool.perturb_weights`."""
+    """The noise that is added to the weights; see `EnginePool.perturb_weights`."""
 
     num_leaves: int
     seed: int
@@ -22,14 +22,14 @@ def run(options: RunOptions, noise: Noise, *, reload: bool) -> bool:
     """Returns whether every check held.
 
     Args:
-        reload: Load the weights first; else the dummy ones are changed.
+        reload: Load the weights first. Otherwise the dummy weights are changed.
     """
     with started("hot-update", options) as this:
         if reload:
             _reload(this)
         _perturb(this, noise)
         results = this.generate()
-        # Dummy weights may well say nothing.
+        # With dummy weights the text may be empty.
         this.show(
             "generate_text", results, may_be_empty=not reload, generate_text=results[0]["text"]
         )

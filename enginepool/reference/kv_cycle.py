@@ -20,9 +20,9 @@ def run(
     """Returns whether every check held.
 
     Args:
-        kv_drop_rebuild: Without, the second set of parameters and the KV caches are there at
-            the same time.
-        assert_same_output: Whether another output afterwards is a failed check.
+        kv_drop_rebuild: Drop the KV caches before the second set of parameters is made. Otherwise
+            both are in memory at the same time.
+        assert_same_output: Whether it is a failed check if the output differs afterwards.
     """
     with started("kv-cycle", options) as this:
         tree = read_tree(this)
@@ -60,7 +60,8 @@ def _flush(this: Run) -> int:
 def _drop(this: Run, before: int) -> int:
     this.pool.release_memory_occupation()
     info = _kv_info(this)
-    # The reference's fields: jax.Array always has `delete`, and no compiled program is lost here.
+    # These are fields of the original scripts. A jax.Array always has `delete`, and no compiled
+    # program is lost here.
     drop_info = {**info, "missing_delete_method": 0, "clear_jax_caches": False}
     dropped = this.printer.phase("kv_cache_dropped", drop_info=drop_info)
     this.printer.check_bytes(

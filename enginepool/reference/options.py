@@ -11,7 +11,7 @@ from enginepool import toy
 from enginepool.errors import InvalidConfig, InvalidRequest
 
 _TOY_PROMPT = "12+7="
-# The reference's own.
+# The values of the original scripts.
 _PROMPT = "你是谁"
 _SERVER_ARGS = {
     "mem_fraction_static": 0.8,
@@ -23,7 +23,7 @@ _SERVER_ARGS = {
 
 @dataclass(frozen=True)
 class WandbOptions:
-    """Where a run at Weights & Biases goes; None leaves it to wandb."""
+    """The project and name of a run at Weights & Biases. None: wandb chooses."""
 
     project: str
     name: str | None
@@ -31,12 +31,12 @@ class WandbOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What all runs take.
+    """The options of all runs.
 
     Attributes:
         model: Directory or hub id, whose configuration the dummy engines have.
         weights: Directory or hub id of the weights that come in.
-        server_args: Upstream's, under its names.
+        server_args: Upstream's `ServerArgs`, by name.
         wandb: None for no W&B.
     """
 
@@ -50,7 +50,8 @@ class RunOptions:
     wandb: WandbOptions | None
 
     def for_platform(self, platform: str) -> dict[str, Any]:
-        """Upstream's arguments: the reference's, but on CPU the pool's own smaller ones."""
+        """Upstream's arguments: those of the original scripts, but on CPU the pool's own smaller
+        values."""
         if "load_format" in self.server_args:
             raise InvalidConfig("--server-arg load_format: these runs start with dummy weights")
         chosen = {} if platform == "cpu" else _SERVER_ARGS

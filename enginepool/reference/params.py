@@ -21,7 +21,7 @@ from enginepool.weights.placement import place
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
 
-# What is looked at closely: the ends of the model, and both parts of its first layer.
+# The leaves whose values are compared: the ends of the model, and both parts of its first layer.
 SAMPLES = (
     "model.embed_tokens.embedding",
     "model.norm.scale",
@@ -103,7 +103,8 @@ def _flax(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
 
 
 def _everywhere(shardings: Sequence[Any]) -> NamedSharding:
-    """On every engine as on one: their meshes side by side, along an axis that nothing uses."""
+    """A sharding over all engines. Their meshes lie side by side along an axis that nothing uses,
+    so each engine has the sharding of one."""
     meshes = [sharding.mesh for sharding in shardings]
     devices = np.stack([mesh.devices for mesh in meshes])
     mesh = Mesh(devices, ("engine", *meshes[0].axis_names))

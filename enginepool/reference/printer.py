@@ -1,4 +1,4 @@
-"""Prints phases as JSON lines, with memory, and checks what must hold between them."""
+"""Prints phases as JSON lines, with memory, and checks conditions between phases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Printer:
     """Prints phases to standard output as they happen, and failed checks to standard error.
 
     Attributes:
-        sink: Called with the number and the record of every phase, once it is set.
+        sink: A function that is called with the number and the record of every phase. None: no such
+            function.
         failed: Messages of the checks that failed.
     """
 
@@ -31,7 +32,8 @@ class Printer:
     def phase(self, name: str, /, **fields: Any) -> int:
         """Print a phase; returns the bytes in use on all devices.
 
-        Drop what should no longer count before the call; garbage is collected here.
+        Before the call, drop the references to arrays that should not count. Garbage is collected
+        here.
         """
         elapsed = time.perf_counter() - self._started
         memory = _snapshot(self._devices)
@@ -43,7 +45,8 @@ class Printer:
         return _in_use(memory)
 
     def determinism(self, same_output: bool, first: str, second: str) -> None:
-        """The line that compares two outputs by their hashes; the only one that is not JSON."""
+        """Print the line that compares two outputs by their hashes. It is the only line that is not
+        JSON."""
         print(
             f"[determinism] same_output={int(same_output)} "
             f"output1_sha256={first} output2_sha256={second}",
@@ -57,8 +60,8 @@ class Printer:
             complain(f"check failed: {message}")
 
     def check_bytes(self, got: int, expected: int, what: str) -> None:
-        """Bytes must be equal on CPU. Elsewhere compiled programs lie in device memory too, so a
-        hundredth may differ."""
+        """Bytes must be equal on CPU. Elsewhere compiled programs are in device memory too, so
+        bytes may differ by a hundredth."""
         slack = 0 if self._devices[0].platform == "cpu" else expected // 100
         self.check(
             abs(got - expected) <= slack,
@@ -67,7 +70,8 @@ class Printer:
 
 
 def _snapshot(devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """The reference's memory object: process, each device, and sum, least and most of all."""
+    """The memory object of the original scripts: process, each device, and the sum, minimum and
+    maximum of all devices."""
     now = statistics.settled_memory(list(devices))
     by_device = [
         {name: value for name, value in entry.items() if name != "device"}

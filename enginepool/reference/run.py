@@ -1,4 +1,4 @@
-"""What all runs share: dummy engines, new weights, one generation on every engine."""
+"""The common part of all runs: dummy engines, new weights, one generation on every engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A pool of dummy engines, and the phases that tell what becomes of it.
+    """A pool of dummy engines, and its printed phases.
 
     Attributes:
-        ready_bytes: In use once the dummy engines were ready.
+        ready_bytes: The bytes in use when the dummy engines were ready.
     """
 
     def __init__(self, pool: EnginePool, options: RunOptions, printer: Printer) -> None:
@@ -40,12 +40,12 @@ class Run:
         return self.pool.engines[engine_index].scheduler_info["scheduler"]
 
     def leaf_counts(self) -> list[int]:
-        """Of each engine, what its programs are given."""
+        """The number of leaves that each engine's programs get."""
         return [self.scheduler(i).leaves.count() for i in range(len(self.pool.engines))]
 
     @contextmanager
     def swapping(self) -> Iterator[None]:
-        """Print a phase for an error of the weights, from finding them on."""
+        """Print a phase if weights cannot be found, read or loaded inside the block."""
         try:
             yield
         except EnginePoolError as error:
@@ -143,7 +143,8 @@ class Run:
 
 @contextmanager
 def started(name: str, options: RunOptions) -> Iterator[Run]:
-    """Start W&B if it is wanted, then JAX, then dummy engines; end all of it."""
+    """Start W&B if it is wanted, then JAX, then dummy engines. At the end of the block, end all of
+    them."""
     groups = resolve_devices(options.devices, options.tp_size)
     devices = [device for group in groups for device in group]
     printer = Printer(devices)

@@ -1,4 +1,4 @@
-"""`enginepool reference swap`: dummy engines get real weights while they live."""
+"""`enginepool reference swap`: running engines with dummy weights get real weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run(
     """Returns whether every check held.
 
     Args:
-        from_tree: From a Flax tree on the devices, whose buffers the engines share; else from
-            the checkpoint's files.
+        from_tree: Read the weights from a Flax tree on the devices, whose buffers the engines
+            share. Otherwise read them from the checkpoint's files.
     """
     if not from_tree and (keep_param_dict or verify_param_sharing):
         raise InvalidConfig(
@@ -56,7 +56,7 @@ def read_tree(this: Run) -> dict[str, Any]:
 
 
 def make_params(this: Run, tree: dict[str, Any], phase: str, before: int) -> dict[str, jax.Array]:
-    """A set of parameters on the devices; `before` were in use."""
+    """Make a set of parameters on the devices. `before` is the number of bytes in use before."""
     engines = [this.scheduler(i).leaves for i in range(len(this.pool.engines))]
     with this.swapping():
         params = on_devices(tree, engines)
@@ -68,7 +68,7 @@ def make_params(this: Run, tree: dict[str, Any], phase: str, before: int) -> dic
 
 
 def from_flax_tree(this: Run, tree: dict[str, Any], *, verify: bool) -> dict[str, jax.Array]:
-    """Put the tree on the devices and let the engines use it as it lies there."""
+    """Put the tree on the devices and let the engines share its buffers."""
     params = make_params(this, tree, "sglang_param_dict_ready", this.ready_bytes)
     with this.swapping():
         report = this.pool.update_weights(params)
@@ -92,7 +92,8 @@ def from_flax_tree(this: Run, tree: dict[str, Any], *, verify: bool) -> dict[str
 
 
 def generate_beside(this: Run, params: dict[str, jax.Array], *, keep: bool) -> list[dict[str, Any]]:
-    """Generate with the engines' weights; the dict lives on meanwhile, or ends before."""
+    """Generate with the engines' weights. `keep` keeps the dict meanwhile; otherwise it is dropped
+    before."""
     phase = "before_generate_param_dict_kept" if keep else "after_cleanup"
     one_set = nbytes(params)
     if not keep:

@@ -1,4 +1,5 @@
-"""Phases at Weights & Biases, under the reference's keys. wandb is imported when it is wanted."""
+"""Sends phases to Weights & Biases, under the keys of the original scripts. wandb is imported only
+if it is used."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _HINT = "set WANDB_API_KEY, or WANDB_MODE=offline to keep the run in ./wandb for
 
 
 class WandbSink:
-    """One run at W&B: a step a phase, and the texts as a table when it ends."""
+    """One run at W&B. It has one step per phase, and a table of the texts when it ends."""
 
     def __init__(self, options: WandbOptions, config: dict[str, Any]) -> None:
         import wandb
@@ -73,8 +74,8 @@ def connect(
 ) -> Iterator[None]:
     """Send the printer's phases to W&B as well, until the run is over.
 
-    A W&B that cannot be reached or will not have us does not stop the run; it is told as the
-    phase wandb_init_error and on standard error.
+    If W&B cannot be reached or refuses the login, the run goes on. The phase wandb_init_error and
+    standard error report it.
 
     Raises:
         InvalidConfig: The package is not installed.
@@ -114,7 +115,7 @@ def connect(
 
 def _installed() -> bool:
     spec = importlib.util.find_spec("wandb")
-    # A folder of that name, where wandb keeps its runs, would pass for a package without code.
+    # A folder ./wandb, in which wandb keeps its runs, can be imported as an empty package.
     return spec is not None and spec.origin is not None
 
 

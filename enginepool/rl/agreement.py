@@ -43,7 +43,7 @@ class Agreement:
     """Statistics of the ratio exp(trainer - rollout) of each token's probabilities.
 
     Attributes:
-        tokens: How many were compared.
+        tokens: The number of tokens that were compared.
         mean: 1 in expectation for any trainer, if the rollout's log-probabilities are those of the
             distribution that was sampled from. So look at `kl_k3` as well.
         min, max: 1 except for rounding, if both are the same model.
@@ -74,7 +74,7 @@ def agreement(batch: RolloutBatch, trainer_logprobs: ArrayLike) -> Agreement:
     """Compare the rollout's log-probabilities with the trainer's of the same tokens.
 
     On policy they are equal except for rounding. So wrong weights, another tokenization, another
-    temperature or a mask that is off by one show in the first step.
+    temperature or a mask that is off by one become visible in the first step.
 
     Args:
         trainer_logprobs: [N, T] like `batch.logprobs`, of softmax(logits / temperature). Values in
@@ -109,7 +109,7 @@ def _compare(batch: RolloutBatch, trainer: np.ndarray, mask: np.ndarray) -> Agre
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratio = trainer[mask] - batch.logprobs[mask].astype(np.float64)
         ratio = np.exp(log_ratio)
-        # argmax takes NaN for the largest number.
+        # argmax treats NaN as the largest number.
         row, position = np.argwhere(mask)[np.abs(log_ratio).argmax()].tolist()
         return Agreement(
             tokens=int(mask.sum()),

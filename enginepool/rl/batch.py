@@ -35,9 +35,10 @@ class RolloutBatch(NamedTuple):
         aborted: [N] bool, ended early (`finish_reason` "abort"). Such a row has its prompt and no
             output, so it cannot enter a loss.
         truncated: [N] bool, ended by `max_new_tokens` (`finish_reason` "length").
-        sampling_mask: [N, T, K] int32, the ids that each token was sampled from, -1 behind them.
-            -1 alone: the whole vocabulary. None without `return_sampling_mask`.
-        sampling_logprobs: [N, T] float32, of each token among these ids. None like the mask.
+        sampling_mask: [N, T, K] int32, the ids that each token was sampled from, -1 behind them. A
+            row of only -1 means the whole vocabulary. None without `return_sampling_mask`.
+        sampling_logprobs: [N, T] float32, of each token among these ids. None if `sampling_mask` is
+            None.
     """
 
     prompt_ids: np.ndarray
@@ -64,15 +65,18 @@ def pad_results(
     max_sampling_mask: int | None = None,
     pad_to_multiple_of: int = 64,
 ) -> RolloutBatch:
-    """Turn the results of one call into arrays whose shapes a jitted trainer has seen before.
+    """Turn the results of one call into arrays of few different shapes, so that a jitted trainer
+    rarely compiles again.
 
     Args:
-        results: Those of `generate_all`, `generate` or `as_completed` with `return_logprob=True`.
+        results: The results of `generate_all`, `generate` or `as_completed` with
+            `return_logprob=True`.
         prompts: The ids of that call's prompts (its `input_ids`), by `prompt_index`.
         pad_id: The id in the padding. The masks say where padding is.
         max_prompt: P. None: the least multiple of `pad_to_multiple_of` that all prompts fit.
-        max_output: T, in the same way. Nothing is ever cut.
-        max_sampling_mask: K. Without it the least power of two that all masks fit.
+        max_output: T. None: the least multiple of `pad_to_multiple_of` that all outputs fit.
+            Nothing is ever cut.
+        max_sampling_mask: K. None: the least power of two that all masks fit.
 
     Raises:
         InvalidRequest: A prompt, an output or a mask is longer than its maximum, a result has no

@@ -1,4 +1,4 @@
-"""The ids that tokens were sampled from, of results as arrays."""
+"""The sampling masks of results as arrays: the ids that tokens were sampled from."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MASK, _LOGPROBS = "output_sampling_mask", "output_token_sampling_logprobs"
 
 
 class KeptIds:
-    """What one result says of them; a result that was aborted says nothing.
+    """The sampling mask of one result. A result that was aborted has none.
 
     Attributes:
-        given: Whether it says anything.
-        logprobs: The token's log-probability among them, by position.
+        given: Whether the result has a mask.
+        logprobs: The token's log-probability among the ids of its mask, by position.
         most: The most ids of a position.
     """
 
@@ -44,7 +44,7 @@ class KeptIds:
 
 
 def width(results: Sequence[KeptIds], limit: int | None) -> int:
-    """How many ids a position has room for: the least power of two, or the limit."""
+    """The number of ids that a position has room for: the least power of two, or the limit."""
     most = max((one.most for one in results), default=0)
     if limit is None:
         return 1 << max(0, most - 1).bit_length()

@@ -17,15 +17,16 @@ def sampling_logprobs(
 ) -> jax.Array:
     """A trainer's log-probabilities of output tokens among the ids that they were sampled from.
 
-    They compare with the rollout's `sampling_logprobs`. In JAX: differentiable, also under `jit`.
+    Compare them with the rollout's `sampling_logprobs`. They are computed in JAX, are
+    differentiable, and work under `jit`.
 
     Args:
         logits: [N, T, V], of the positions of the output tokens.
         output_ids, sampling_mask: As in `RolloutBatch`.
-        temperature: As it was sampled with; a number, or an array that broadcasts to [N, T].
+        temperature: The temperature of sampling: a number, or an array that broadcasts to [N, T].
 
     Returns:
-        [N, T] float32. What stands in the padding means nothing.
+        [N, T] float32. Values in the padding mean nothing.
     """
     import jax
     import jax.numpy as jnp
@@ -36,7 +37,7 @@ def sampling_logprobs(
     listed = mask >= 0
     some = listed.any(axis=-1)
     among = jnp.take_along_axis(scaled, jnp.where(listed, mask, 0), axis=-1)
-    # Where no id is listed all of them stay: the gradient of a sum of nothing would be NaN.
+    # Rows without listed ids keep the whole vocabulary. A sum over no ids would have NaN gradients.
     among = jnp.where(listed | ~some[..., None], among, -jnp.inf)
     total = jnp.where(some, jax.nn.logsumexp(among, axis=-1), jax.nn.logsumexp(scaled, axis=-1))
     return jnp.take_along_axis(scaled, ids[..., None], axis=-1, mode="clip")[..., 0] - total

@@ -1,4 +1,4 @@
-"""Samples results again from what they record, and compares."""
+"""Repeats recorded results, and compares."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MASK, _EXPERTS = "output_sampling_mask", "routed_experts"
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of it.
+    """The result of a replay.
 
     Attributes:
-        tokens: How many were sampled again.
-        other_ids: [result, position] where an output went another way first. Nothing behind that
-            is compared.
+        tokens: The number of tokens that were sampled again.
+        other_ids: [result, position] of the first id of an output that differs. Later positions of
+            that output are not compared.
         logprob: The largest difference of a log-probability.
         other_masks: [result, position] of tokens that were sampled from other ids.
-        other_experts: [result, position] of tokens that were routed otherwise.
+        other_experts: [result, position] of tokens that were routed to other experts.
         results: The new results.
     """
 
@@ -53,14 +53,15 @@ def replay(
     *,
     version: int | str,
 ) -> Replay:
-    """Sample again what was sampled with one version of the weights, which the pool has now.
+    """Repeat the tokens that were sampled with one version of the weights. The pool must have these
+    weights now.
 
     Args:
-        results: With `return_logprob=True`; masks and experts are compared if they have them. They
-            may be of any pool, and of calls without a seed.
+        results: Results with `return_logprob=True`. Masks and experts are compared if the results
+            have them. The results may come from any pool, and from calls without a seed.
         prompts: The ids of that call's prompts, by `prompt_index`.
-        sampling_params: Of that call: one for all prompts, or one a prompt.
-        version: Tokens of others are given, and not sampled.
+        sampling_params: The parameters of that call: one dict for all prompts, or one per prompt.
+        version: The version to repeat. Tokens of other versions are fed in and not sampled.
 
     Raises:
         InvalidRequest: A result was made without `return_logprob`.
@@ -126,7 +127,8 @@ class _Replayed:
 
     @property
     def given(self) -> dict[str, Any] | None:
-        """What the output has before."""
+        """The part of the output before `start`, as `partial_outputs` takes it. None if there is
+        none."""
         if not self.start:
             return None
         entries = self.meta["output_token_logprobs"][: self.start]

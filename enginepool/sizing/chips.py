@@ -15,10 +15,10 @@ class Chip:
     """A generation of TPU.
 
     Attributes:
-        kind: Its name as `jax.Device.device_kind` has it.
+        kind: Its name in `jax.Device.device_kind`.
         hbm_bytes: The memory that XLA's compiler accepts. The data sheet says more.
         bandwidth: The HBM's bytes a second, as published.
-        note: A warning for whoever wants to use it.
+        note: A warning for users of this chip.
     """
 
     name: str

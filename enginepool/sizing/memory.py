@@ -40,8 +40,8 @@ class Settings:
 
     Attributes:
         max_running_requests, max_total_tokens: None if upstream chooses.
-        hybrid_swa: Layers with a sliding window have a KV pool of their own. Then decode is not
-            steady.
+        hybrid_swa: Whether layers with a sliding window have a KV pool of their own. Then decode is
+            not steady.
         lora_targets: The layers that adapters change; none without adapters.
         lora_rank, lora_slots: How wide a slot for an adapter is, and how many there are.
     """
@@ -63,7 +63,8 @@ class Settings:
 
     @classmethod
     def of(cls, args: Mapping[str, Any], shape: Shape) -> Settings:
-        """From `ServerArgs` as a pool passes them. Missing ones have upstream's default.
+        """Read settings from `ServerArgs` as a pool passes them. Missing options have upstream's
+        default.
 
         Raises:
             InvalidConfig: Upstream could not compute with a value.
@@ -156,7 +157,7 @@ class Memory:
     """The memory of one chip of an engine, in bytes unless it says tokens or requests.
 
     Attributes:
-        free: The chip's HBM that nobody else uses when the engine is built.
+        free: The free HBM of the chip when the engine is built.
         compiled: The compiler's figures, used instead of estimates.
     """
 
@@ -226,7 +227,7 @@ class Memory:
         pool = min(max(int(self.kv_tokens / self.settings.context * 512), 2048), 4096)
         return min(self.kv_tokens // 2, pool, self.cap)
 
-    # What needs memory beside weights and KV
+    # Memory beside weights and KV
 
     @property
     def largest_batch(self) -> int:
@@ -285,7 +286,7 @@ class Memory:
         temporaries = max(self.prefill_temporaries, self.sampler_temporaries)
         return self.programs + self.logits + self.tallies + temporaries
 
-    # What fits
+    # Checks of what fits
 
     @property
     def serves(self) -> bool:

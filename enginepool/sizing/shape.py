@@ -27,7 +27,8 @@ _COUNTS = (
 _MAY_BE_NONE = ("num_key_value_heads", "head_dim", "num_experts", "sliding_window")
 _OF_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
 
-# The part of a tensor that a decode step reads: all, one row for each token, or some experts.
+# The part of a tensor that a decode step reads: the whole tensor, one row for each token, or some
+# experts.
 Role = Literal["whole", "rows", "expert"]
 
 
@@ -37,7 +38,7 @@ class Tensor:
 
     Attributes:
         size: The elements of one tensor.
-        cut: It is divided over the chips of an engine. Otherwise each chip has all of it.
+        cut: Whether it is divided over the chips of an engine. Otherwise each chip has all of it.
     """
 
     name: str
@@ -201,7 +202,7 @@ def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shap
 
 
 def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape:
-    """The same of a `transformers` configuration."""
+    """The shape of a model from its `transformers` configuration."""
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
         raise InvalidConfig(

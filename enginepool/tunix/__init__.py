@@ -2,7 +2,7 @@
 
     ClusterConfig(rollout_engine=functools.partial(EnginePoolRollout, pool_args={…}), …)
 
-An adapter: it uses the public API only. It needs the extra `tunix`.
+It is an adapter and uses the public API only. It needs the extra `tunix`.
 """
 
 from enginepool.tunix.rollout import EnginePoolRollout

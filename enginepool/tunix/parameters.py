@@ -40,8 +40,8 @@ def mapping_config(model: Any, mapping: Any | None) -> MappingConfig:
 
     Args:
         model: Tunix's model. Qwen2, Qwen3 and Llama3 have a mapping for sglang-jax of their own.
-        mapping: A value of `RolloutConfig.rollout_mapping_config`, used instead. Its
-            `to_hf_mappings` lead to an engine's own paths or to Hugging Face names.
+        mapping: A value of `RolloutConfig.rollout_mapping_config`, which replaces the model's
+            mapping. Its `to_hf_mappings` lead to an engine's own paths or to Hugging Face names.
 
     Raises:
         InvalidConfig: There is no mapping.
@@ -63,7 +63,7 @@ class ParameterMapping:
     """Gives a model's parameters the names and shapes of an engine, or of Hugging Face.
 
     Args:
-        config: From `mapping_config`.
+        config: The result of `mapping_config`.
         shapes: The shapes of an engine's parameters, by path.
     """
 

@@ -28,11 +28,11 @@ from enginepool.tunix.parameters import ParameterMapping, flat_params, mapping_c
 
 @dataclass
 class MaskedRolloutOutput(RolloutOutput):
-    """Tunix's output, with what its tokens were sampled from.
+    """Tunix's output, with the sampling masks of its tokens.
 
     Attributes:
         sampling_masks: `meta_info["output_sampling_mask"]` of each output.
-        sampling_logprobs: Of each output, the log-probabilities of its tokens among these ids.
+        sampling_logprobs: The log-probabilities of each output's tokens among the ids of its masks.
     """
 
     sampling_masks: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class EnginePoolRollout(BaseRollout):
         self._actor = rollout_actor
         self._return_sampling_mask = return_sampling_mask
         self._lora_scaling = rollout_config.rollout_sglang_jax_lora_scaling
-        # This may raise. A pool that was opened before could not be closed any more.
+        # Done before the pool is opened. If it raised later, nobody could close the pool.
         config = mapping_config(rollout_actor, rollout_config.rollout_mapping_config)
         self.pool = pool or EnginePool(**_with_defaults(pool_args or {}, mesh, rollout_config))
         self.pool.open()
@@ -162,7 +162,7 @@ class EnginePoolRollout(BaseRollout):
         return jnp.asarray(values)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Give every engine these parameters. Those that are left out come from the actor.
+        """Give every engine these parameters. Parameters that are left out come from the actor.
 
         Adapters (LoRA) are merged into the parameters that they adapt.
         """
