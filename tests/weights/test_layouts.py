@@ -163,7 +163,7 @@ def test_summands_are_refused(pool: EnginePool, target: Callable[[str], Path]) -
         )
         summands = summed(parts)
     before = pool.checksum()
-    with pytest.raises(InvalidWeights, match=r"summand.*jax\.sharding\.reshard") as caught:
+    with pytest.raises(InvalidWeights, match=r"partial sum.*jax\.sharding\.reshard") as caught:
         pool.update_weights({**leaves(target(MODEL)), name: summands})
     assert caught.value.names == (name,)
     assert pool.checksum() == before
