@@ -1,4 +1,4 @@
-"""What enginepool raises.
+"""The exceptions of enginepool.
 
 EnginePoolError
 ├── InvalidConfig (ValueError)      a constructor argument that is not possible in a pool

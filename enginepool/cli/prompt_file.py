@@ -38,7 +38,7 @@ def decode(lines: Iterable[bytes], source: str) -> Iterator[str]:
     """Decode lines as UTF-8, in every locale.
 
     Raises:
-        InvalidRequest: With `source` and the line's number.
+        InvalidRequest: The error has `source` and the line's number.
     """
     for number, line in enumerate(lines, start=1):
         try:  # editors on Windows begin a file with a byte order mark
@@ -59,7 +59,7 @@ def read_jsonl(lines: Iterable[str], source: str) -> list[PromptLine]:
     """Read one JSON object per line, with exactly one of `prompt`, `input_ids` and `messages`.
 
     Raises:
-        InvalidRequest: With `source` and the line's number.
+        InvalidRequest: The error has `source` and the line's number.
     """
     prompts = []
     for number, line in enumerate(lines, start=1):

@@ -14,7 +14,7 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 
 class EngineState(Enum):
-    """What an engine does, as `stats()` shows it."""
+    """The state of an engine, as `stats()` shows it."""
 
     STARTING = "starting"
     SERVING = "serving"

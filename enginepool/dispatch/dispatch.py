@@ -45,7 +45,7 @@ class EngineRecord:
 
     Attributes:
         index: The engine's index in the pool.
-        condition: What it may do.
+        condition: The engine's state, and what it may do.
         abort: Ends running requests after the current step. Any thread may call it. It returns at
             once.
     """

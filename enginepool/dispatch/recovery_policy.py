@@ -1,4 +1,4 @@
-"""What happens to an engine that failed, and to its requests: pure functions."""
+"""Decides what happens to an engine that failed, and to its requests. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to an engine that failed.
+    """The decision about an engine that failed.
 
     Attributes:
         action: "reset": make the scheduler's state and the KV cache anew, in milliseconds.
@@ -88,7 +88,7 @@ def delay_before(attempt: int) -> float:
 def decide_request(
     faults: FaultHistory, *, pinned: bool, policy: Policy
 ) -> Literal["resume", "resume alone", "poisoned", "engine_failed"]:
-    """What happens to a request after the latest failure in its history."""
+    """Decide what happens to a request after the latest failure in its history."""
     if faults.count > MAX_FAILURES:
         return "poisoned"
     if pinned and not policy.restart:

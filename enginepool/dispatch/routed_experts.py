@@ -1,4 +1,4 @@
-"""Which experts routed the tokens of one request."""
+"""The experts to which the tokens of one request were routed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Routing:
     """How a model routes.
 
     Attributes:
-        layers: By layer: whether it has experts.
+        layers: For each layer, whether it has experts.
         top_k: How many experts a token is routed to.
         dtype: The smallest type that holds every expert's number.
     """

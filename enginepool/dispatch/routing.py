@@ -1,4 +1,4 @@
-"""Which requests an engine takes: one pure function, without threads, clock or JAX.
+"""Chooses the requests that an engine takes: one pure function, without threads, clock or JAX.
 
 Engines pull. At its step boundary an engine that has room asks which waiting requests it should
 take. So an engine never holds more than it can run, and a slow engine asks less often. The length

@@ -1,4 +1,4 @@
-"""Which ids an output token was sampled from."""
+"""The sampling mask of an output token: the ids that it was sampled from."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class StepProfile:
         steps: The number of steps.
         prefills: The number of steps that were prefills.
         tokens: The output tokens of its requests.
-        waits: By request: the seconds from when the engine took it to its first token.
+        waits: For each request, the seconds from when the engine took it to its first token.
         wall: Seconds by section, without the time of inner sections.
         cpu: The thread's processor seconds by section. The thread holds the GIL nearly all of that
             time.

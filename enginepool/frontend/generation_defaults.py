@@ -72,7 +72,8 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], preferred: Mapping[str, Any]) -> GenerationDefaults:
-        """From the fields of a generation_config.json. `do_sample=false` means greedy."""
+        """Read the defaults from the fields of a generation_config.json. `do_sample=false` means
+        greedy."""
         given = {_TAKEN[name]: value for name, value in fields.items() if name in _TAKEN}
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("top_k") == 0:  # transformers' "all"

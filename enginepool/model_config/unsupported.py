@@ -46,7 +46,7 @@ def refuse(fields: Mapping[str, Any]) -> None:
         fields: As `config_json.fields` returns them.
 
     Raises:
-        InvalidConfig: With the field and its value.
+        InvalidConfig: The error has the field and its value.
     """
     _check_quantization(fields)
     family = fields.get("model_type")
@@ -82,7 +82,7 @@ def refuse_unread(fields: Mapping[str, Any], reads: Collection[str]) -> None:
         reads: The names that upstream has read.
 
     Raises:
-        InvalidConfig: With the field and its value.
+        InvalidConfig: The error has the field and its value.
     """
     unread = _unread(fields, reads)
     for name in sorted(unread.keys() & _MATTERS):
@@ -98,7 +98,7 @@ def check_reads(fields: Mapping[str, Any], reads: Collection[str], *, caps: bool
         caps: Whether the engine's attention computes `attn_logit_softcapping`.
 
     Raises:
-        InvalidConfig: With the field and its value.
+        InvalidConfig: The error has the field and its value.
     """
     family = fields.get("model_type")
     if family not in FAMILIES:

@@ -37,7 +37,7 @@ class CallGroup(ABC):
 def async_twin[C, **P, R](
     method: Callable[Concatenate[C, P], R],
 ) -> Callable[Concatenate[C, P], Coroutine[Any, Any, R]]:
-    """The same method for a task: it runs in a thread. Cancelling does not stop it."""
+    """Make an async method that runs this method in a thread. Cancelling does not stop it."""
 
     @functools.wraps(method)
     async def twin(calls: C, *args: P.args, **kwargs: P.kwargs) -> R:

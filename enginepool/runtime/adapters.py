@@ -28,13 +28,13 @@ from enginepool.values import shown
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """What `load_lora_adapter` returns.
+    """The report that `load_lora_adapter` returns.
 
     Attributes:
-        weight_version: What results carry in `lora_versions` from now on.
+        weight_version: The label that results carry in `lora_versions` from now on.
         nbytes: Bytes of the adapter as it was given.
-        seconds: By phase. "stage": read and put on every device. "commit": until all had it.
-            "total".
+        seconds: Seconds of each phase. "stage": read the adapter and put it on every device.
+            "commit": until all engines had it. "total".
         engines: How many have it in a slot. The others take it when a request asks for it.
     """
 

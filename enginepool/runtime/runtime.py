@@ -51,7 +51,7 @@ class Runtime:
 
     Attributes:
         desired: The state that every engine should have.
-        steering: The lock that whoever changes engines holds.
+        steering: The lock for calls that change engines.
         dispatch: Takes requests.
         adapters: The adapters that are loaded.
         workers: One for each engine, in order.

@@ -1,1 +1,1 @@
-"""What fits a TPU, by arithmetic on a configuration: chips, weights, KV, defaults."""
+"""Computes from a configuration what fits a TPU: chips, weights, KV, defaults."""

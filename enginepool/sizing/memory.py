@@ -218,8 +218,8 @@ class Memory:
 
     @property
     def max_running_requests(self) -> int:
-        """As upstream computes it (tp_worker.py): limited by the option, the request pool, the
-        attention.
+        """The running requests, computed as in upstream (tp_worker.py). The option, the request
+        pool and the attention limit them.
         """
         asked = self.settings.max_running_requests
         if asked is not None:
@@ -301,7 +301,8 @@ class Memory:
 
     @property
     def second_set_fits_without_kv(self) -> bool:
-        """The same while the KV cache is released and no program runs (`free_kv=True`)."""
+        """Whether a second weight set fits while the KV cache is released and no program runs
+        (`free_kv=True`)."""
         return 2 * self.weights + self.adapters + self.programs <= self.free
 
     @property

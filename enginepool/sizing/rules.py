@@ -38,8 +38,8 @@ def page_advice(args: Mapping[str, Any]) -> list[Advice]:
         return []
     return [
         Advice(
-            f"page_size={page}: below {LEAST_PAGE_SIZE} a TPU's attention kernel unrolls so many "
-            "page copies that a program takes minutes to compile",
+            f"page_size={page}: below {LEAST_PAGE_SIZE} a TPU's attention kernel unrolls a copy "
+            "for every page of a block, and a program takes minutes to compile",
             f"leave page_size out ({PAGE_SIZE} on a TPU), or give {LEAST_PAGE_SIZE} or more",
         )
     ]
@@ -126,7 +126,7 @@ def staging_advice(memory: Memory) -> Advice:
         f"{memory.reserve / 1e9:.2f} of programs and temporaries, in {memory.free / 1e9:.2f})",
         "; or ".join(
             [
-                'update_weights replaces leaf by leaf while engines stand (staging="stream")',
+                'update_weights stops the engines and replaces leaf by leaf (staging="stream")',
                 *remedies,
             ]
         ),

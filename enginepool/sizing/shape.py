@@ -260,7 +260,7 @@ def _check_counts(config: Any, name: str) -> None:
 
 
 def _context(config: Any) -> int:
-    """As upstream derives it (hf_transformers_utils.get_context_length)."""
+    """The context in tokens, derived as in upstream (hf_transformers_utils.get_context_length)."""
     scaling = getattr(config, "rope_scaling", None) or {}
     stretched = not (
         "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"

@@ -98,7 +98,7 @@ def _waves(scheduler: Any) -> Iterator[list[Request]]:
 
 
 def _resumed(done: Request) -> list[Request]:
-    """The same prompt, of which the prefix cache has pages, with outputs that it already has."""
+    """A request with the same prompt, whose pages the prefix cache has, and with outputs so far."""
     call = Call()
     request = Request(call, done.input_ids, done.sampling)
     request.output_ids, request.logprobs = [0, 0], [0.0, 0.0]

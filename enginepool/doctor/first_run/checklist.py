@@ -17,11 +17,11 @@ _FRAMES = 10
 
 @dataclass
 class Finding:
-    """What a check has found so far. It stays if the check raises.
+    """The findings of a check so far. They stay if the check raises.
 
     Attributes:
         seen: Figures for the reader of the report.
-        problems: What is wrong. Empty means "ok".
+        problems: The problems found. Empty means "ok".
     """
 
     seen: dict[str, Any] = field(default_factory=dict)
