@@ -101,6 +101,6 @@ class GenerationDefaults:
         """The error of a call that cannot start with the checkpoint's parameters."""
         return InvalidRequest(
             f"the call has no sampling_params, and those of {self._origin} do not work: {why}; "
-            f"pass sampling_params to the call ({{}} ignores the checkpoint's), or {_OPTION} to the "
-            "pool"
+            f"pass sampling_params to the call ({{}} ignores the checkpoint's), or {_OPTION} to "
+            "the pool"
         )
