@@ -25,7 +25,7 @@ class Output:
         position: Its position in the results of its call.
         options: The options of an `Attempt`, without the tokens so far.
         latest: The output so far, as a result. In the end it is the result.
-        lost_on: The host that was lost with it. None if it has a new token since.
+        lost_on: The lost host that was running it. None as soon as it has a new token.
     """
 
     call: RayCall
@@ -59,23 +59,26 @@ class Output:
         return Attempt(key, self.input_ids, params, options)
 
     def gain(self, chunk: dict[str, Any]) -> None:
-        """Take its newest tokens."""
+        """Take the output's newest tokens."""
         before, self.latest = self.tokens, chunk
         if self.tokens > before:
             self.lost_on = None
 
     def lost_with(self, host: int) -> bool:
-        """Record that a host was lost with it. Returns whether it may continue; after two hosts it
-        may not."""
+        """Record that a host was lost while it ran this output. Returns whether the output may
+        continue. After two hosts it may not."""
         if self.lost_on is not None:
-            message = f"hosts {self.lost_on} and {host} were lost with it, without a token between"
+            message = (
+                f"hosts {self.lost_on} and {host} were lost while they ran this output, and it got "
+                "no token in between"
+            )
             self.end("poisoned", message)
             return False
         self.lost_on = host
         return True
 
     def end(self, err_type: str, message: str) -> None:
-        """End it with the tokens so far."""
+        """End the output with the tokens so far."""
         result = self.latest or {
             "text": "",
             "output_ids": [],
@@ -104,8 +107,9 @@ class RayCall:
     def __init__(self, *, every: bool, weight_version: int | str = 0) -> None:
         """
         Args:
-            every: Whether its caller wants what unfinished outputs have.
-            weight_version: When it was made: that of outputs without a token, as a pool's.
+            every: Whether its caller wants the tokens of unfinished outputs.
+            weight_version: The version when the call was made. Outputs without a token report it,
+                as in a pool.
         """
         self.weight_version = weight_version
         self.outputs: list[Output] = []
@@ -123,7 +127,7 @@ class RayCall:
         options: Mapping[str, Any],
         indices: Sequence[int] | None,
     ) -> None:
-        """Make its outputs, n a prompt.
+        """Make the outputs, n for each prompt.
 
         Args:
             checked: Each prompt's ids and how many samples are wanted.
@@ -173,7 +177,7 @@ class RayCall:
         self.done.set()
 
     def results(self, raise_on_error: bool = False) -> list[dict[str, Any]]:
-        """All of them, in order.
+        """All results, in order.
 
         Raises:
             RequestsFailed, PoolFailed, PoolClosed, InvalidRequest: As `EnginePool`'s calls.

@@ -29,14 +29,14 @@ _BACKOFF = 1.0
 
 
 class Fleet:
-    """Methods that are coroutines run on the loop; `run` brings one there.
+    """The hosts. Methods that are coroutines run on the loop; `run` brings one there.
 
     Attributes:
-        number: Of the update that every host is to have.
-        undone: Of updates that came to nothing; a host may have one all the same.
-        updates: From the last whole set on, for hosts that come back.
+        number: The number of the update that every host should have.
+        undone: The numbers of failed updates. A host may still have one of them.
+        updates: The last full update and all later ones, for hosts that come back.
         changing: Held while hosts get other weights, or are paused.
-        paused: Whether hosts are to be paused.
+        paused: Whether hosts should be paused.
     """
 
     def __init__(self, actors: Sequence[Any], hang_timeout: float | None) -> None:
@@ -85,7 +85,7 @@ class Fleet:
         """Start every host, and wait until all serve.
 
         Raises:
-            EnginePoolError: What the first that does not start says.
+            EnginePoolError: A host did not start. This is the error of the first of them.
         """
         begun = [self._start(host) for host in self.hosts]
         for answer in await asyncio.gather(*begun, return_exceptions=True):
@@ -195,7 +195,7 @@ class Fleet:
     # Asking
 
     async def check(self, prompts: Any, sampling_params: Any, options: Any) -> Any:
-        """`Host.check`, on whichever host is there; waits for one."""
+        """`Host.check`, on any host that serves. Waits for one."""
         while True:
             for host in self.serving():
                 try:
@@ -218,7 +218,7 @@ class Fleet:
     async def _told(self, host: HostLink, method: str, *args: Any) -> None:
         try:
             await host.ask(method, *args)
-        except HostLost as error:  # who listens to it hears of it, too
+        except HostLost as error:  # `_listen` notices the lost host, too
             _logger.debug("host %s: %s: %s", host.index, method, error)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -238,7 +238,7 @@ class Fleet:
 
 
 class FleetCalls(ABC):
-    """What every group of `RayEnginePool`'s calls builds on."""
+    """The base of every group of `RayEnginePool`'s calls."""
 
     _fleet: Fleet | None
 

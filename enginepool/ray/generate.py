@@ -21,7 +21,7 @@ _OPTIONS = (
 
 
 class RayGenerateCalls(FleetCalls):
-    """Mixin of `RayEnginePool`: what fans out over the hosts."""
+    """Mixin of `RayEnginePool`: calls whose outputs are spread over the hosts."""
 
     def generate_all(
         self,
@@ -87,7 +87,7 @@ class RayGenerateCalls(FleetCalls):
         sampling_params: Any = None,
         **options: Any,
     ) -> Iterator[dict[str, Any]]:
-        """As `EnginePool.stream`: what each output has so far, and `index` of the output."""
+        """As `EnginePool.stream`: each output so far, and its `index`."""
         call = self._submit(prompts, sampling_params, options, every=True)
         return (
             {**(output.latest or {}), "index": output.position}

@@ -60,7 +60,7 @@ class Host:
 
     @_answering
     async def start(self) -> dict[str, Any]:
-        """Open the pool, or find it open: then what it ran is ended. Says what the host is."""
+        """Open the pool, or end the outputs of an open one. Returns a description of the host."""
         async with self._opening:
             if self._pool is None:
                 pool = EnginePool(**self._pool_args)
@@ -115,7 +115,7 @@ class Host:
         return [(ids, count) for ids, count in counts.values()]
 
     async def submit(self, attempts: Sequence[Attempt], number: int) -> bool:
-        """Begin with these; False if the host does not have this update of weights yet."""
+        """Begin these attempts. False if the host does not have this update of weights yet."""
         if number > self._number:
             return False
         for attempt in attempts:
@@ -183,7 +183,7 @@ class Host:
     async def stage(
         self, number: int, weight_version: int | str, options: Mapping[str, Any], source: Any
     ) -> None:
-        """Put new weights beside those that serve."""
+        """Stage new weights beside the weights that serve."""
         self._staged = {
             number: await self._open().async_stage_weights(
                 self._read(source), weight_version=weight_version, **options
@@ -192,7 +192,7 @@ class Host:
 
     @_answering
     async def commit(self, number: int, mode: Any) -> SwapReport:
-        """Put what was staged in place."""
+        """Put the staged weights in place."""
         staged = self._staged.get(number)
         if staged is None:
             raise StaleWeights(f"host {self._index} has not staged update {number}")
@@ -210,7 +210,7 @@ class Host:
     async def update(
         self, number: int, weight_version: int | str, options: Mapping[str, Any], source: Any
     ) -> None:
-        """Catch up: an update that the others have. Nothing runs here meanwhile."""
+        """Catch up with an update that the other hosts have. Nothing runs here meanwhile."""
         if number > self._number:
             await self._open().async_update_weights(
                 self._read(source), weight_version=weight_version, mode="retract", **options

@@ -17,10 +17,10 @@ from enginepool.ray.wire import ErrorReply
 
 
 class HostLost(Exception):
-    """A host does not answer, or not as one that is well.
+    """A host does not answer, or its answer shows that it is broken.
 
     Attributes:
-        end: Whether its process is still there, and has to go.
+        end: Whether the host's process is still there, and must be ended.
         returns: Whether Ray is starting it again at this moment.
     """
 
@@ -31,7 +31,7 @@ class HostLost(Exception):
 
 
 class HostLink:
-    """A host's actor, and what the driver knows of it.
+    """A host's actor, and the driver's knowledge of it.
 
     Attributes:
         state: "starting", "catching up", "serving" or "lost"; "failed" is for good.
@@ -74,15 +74,15 @@ class HostLink:
         """Call a method of the actor.
 
         Args:
-            within: Seconds after which it hangs.
-            watched: It may take long; whether it hangs is asked meanwhile.
+            within: Seconds after which the host counts as hung.
+            watched: Whether the call may take long. The host is pinged meanwhile.
 
         Raises:
-            HostLost: It died, hangs or failed in a way that it has no words for.
-            EnginePoolError: What it raises itself.
+            HostLost: The host died, hangs, or failed with an unexpected exception.
+            EnginePoolError: The host raised it.
         """
         answer = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
-        # Looked at here: nobody may be left to, once the host is found to hang.
+        # Read the exception here: nobody may await this call once the host is found to hang.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             if watched:
@@ -98,7 +98,7 @@ class HostLink:
         if not isinstance(reply, ErrorReply):
             return reply
         if isinstance(reply.error, (PoolClosed, PoolFailed)):
-            # Closed: the process has started again, and its pool is still to be opened.
+            # Closed: the process has started again, and its pool is not open yet.
             end = isinstance(reply.error, PoolFailed)
             raise HostLost(f"its pool is not there: {reply.error}", end=end)
         raise reply.error

@@ -11,16 +11,16 @@ from enginepool.ray.credits import Waiting, assign
 from enginepool.ray.link import HostLink, HostLost
 from enginepool.ray.wire import News
 
-# How many of the oldest waiting outputs are looked at.
+# How many of the oldest waiting outputs are considered.
 _WINDOW = 1024
 
 
 class OutputRouter:
-    """Which output goes where, and what becomes of it.
+    """Gives outputs to hosts, and takes their results.
 
     Args:
-        ready: Those of the hosts that may be given something now.
-        tell: Begins a call of a host's method; who listens to the host hears if it is lost.
+        ready: Returns the hosts that may get outputs now.
+        tell: Begins a call of a host's method, without waiting. The fleet notices a lost host.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OutputRouter:
         self.pump()
 
     def leave(self, call: RayCall, err_type: str, message: str) -> None:
-        """End what of a call is not finished; it keeps what it has."""
+        """End a call's unfinished outputs. They keep their tokens."""
         self._cancel(call)
         for output in call.outputs:
             if not output.done:
@@ -77,7 +77,7 @@ class OutputRouter:
             self._forget(call)
 
     def pump(self) -> None:
-        """Give out what waits."""
+        """Give the waiting outputs to hosts."""
         ready = self._ready()
         if not ready or not self._waiting:
             return
@@ -99,11 +99,12 @@ class OutputRouter:
                 host.running[key] = output
                 attempts.append(output.attempt(key))
             if attempts:
-                # A process that has just come back refuses them; who listens finds that out, too.
+                # A process that has just come back refuses them. The fleet notices that, too.
                 self._tell(host, "submit", attempts, host.number)
 
     def _oldest(self, hosts: int) -> list[tuple[int, Output]]:
-        """Of suspects no more than could be given out: others pass them."""
+        """The oldest waiting outputs. They have no more suspects than hosts could take, so that
+        suspects do not hold up the others."""
         found: list[tuple[int, Output]] = []
         suspects = 0
         for number, output in self._waiting.items():
@@ -119,7 +120,7 @@ class OutputRouter:
     def heard(self, host: HostLink, news: News) -> None:
         """
         Raises:
-            HostLost: Its pool has failed.
+            HostLost: The host's pool has failed.
         """
         for key, result in news.finished:
             output = host.running.pop(key, None)
@@ -146,10 +147,10 @@ class OutputRouter:
                 self._ended(output)
 
     def move(self, host: HostLink, *, blamed: bool) -> None:
-        """What a lost host had waits again, or ends here.
+        """Let a lost host's outputs wait again, or end them.
 
         Args:
-            blamed: It was lost with them, and not ended by us.
+            blamed: Whether the host was lost while it ran them, and was not ended by us.
         """
         running, host.running = host.running, {}
         for output in running.values():

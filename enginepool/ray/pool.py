@@ -24,26 +24,26 @@ _CLOSE_SECONDS = 60.0
 
 
 class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
-    """One Ray actor a host, each with an unchanged `EnginePool`. Methods are thread-safe.
+    """One Ray actor per host, each with an unchanged `EnginePool`. Methods are thread-safe.
 
     `ray.init` is the caller's, and comes first. `with`, `async with`, `open()` or the first call
     opens the pool; `close()` is final. When the driver's process ends, so do the actors.
 
     Args:
-        model: As `EnginePool`'s; every host reads it by itself.
-        hosts: How many.
+        model: As in `EnginePool`. Every host reads it by itself.
+        hosts: The number of hosts.
         devices_per_host: `devices` of each host's pool.
-        placement_group: One bundle a host, in the order of `host_index`; left out, one is made
-            that spreads hosts over different nodes (STRICT_SPREAD), and removed at the end.
-        resources_per_host: Of a host's actor and bundle: {"CPU": 8, "TPU": 4}.
-        runtime_env: Of the actors, as Ray takes it: {"env_vars": {"JAX_PLATFORMS": "tpu"}}.
+        placement_group: Has one bundle per host, in the order of `host_index`. The default is a new
+            group that puts hosts on different nodes (STRICT_SPREAD), and is removed at the end.
+        resources_per_host: Ray's resources of a host's actor and bundle: {"CPU": 8, "TPU": 4}.
+        runtime_env: Ray's environment of the actors: {"env_vars": {"JAX_PLATFORMS": "tpu"}}.
         max_restarts: How often Ray starts a host's process again; -1 is always.
         hang_timeout: Seconds without an answer after which a host is ended and started again;
             None for no limit.
-        pool_args: Everything else of `EnginePool`.
+        pool_args: All other arguments of `EnginePool`.
 
     Raises:
-        InvalidConfig: What cannot hold, before anything has started.
+        InvalidConfig: An argument is invalid. Nothing has started.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
 
         Raises:
             PoolClosed: The pool was closed.
-            EnginePoolError: What the first host that does not start says; none is left.
+            EnginePoolError: A host did not start. All hosts are ended.
         """
         with self._lock:
             if self.closed:

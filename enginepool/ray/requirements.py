@@ -1,4 +1,4 @@
-"""What Ray needs of the driver's environment, beside itself."""
+"""Checks the packages that Ray needs in the driver's environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all hosts do together: weights, pauses and what they say of themselves."""
+"""Calls that reach all hosts: weights, pauses and statistics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RaySteeringCalls(FleetCalls):
         strict: bool = True,
         copy: bool = False,
     ) -> FleetReport:
-        """New weights on every host or, if one refuses, on none: staged on all, then committed.
+        """Update weights on every host, or on none if one refuses. All stage, then all commit.
 
         Args:
             source: A path or hub id that every host reads by itself; or arrays, as
@@ -79,7 +79,7 @@ class RaySteeringCalls(FleetCalls):
         return await anyio.to_thread.run_sync(self.checksum)
 
     def pause_generation(self, mode: str = "retract") -> None:
-        """As `EnginePool.pause_generation`, on every host; one that comes back is paused, too."""
+        """As `EnginePool.pause_generation`, on every host. Hosts that come back are paused, too."""
         self._steer(True, "pause", mode)
 
     async def async_pause_generation(self, mode: str = "retract") -> None:
@@ -95,8 +95,8 @@ class RaySteeringCalls(FleetCalls):
         await anyio.to_thread.run_sync(self.continue_generation)
 
     def stats(self) -> dict[str, Any]:
-        """`hosts`, one entry each: state, pid, node, and `EnginePool.stats()` of those that
-        serve; and what waits in the driver."""
+        """`hosts` has an entry for each host: state, pid, node, and `EnginePool.stats()` if it
+        serves. `waiting` counts the outputs that wait in the driver."""
         fleet = self.fleet
         said = fleet.run(fleet.on_all("stats"))
         hosts = []
@@ -133,7 +133,7 @@ class RaySteeringCalls(FleetCalls):
 
 
 def _raise_first(said: Mapping[int, Any]) -> dict[int, Any]:
-    """What hosts have said, without those that were lost meanwhile."""
+    """The answers of the hosts that were not lost meanwhile."""
     for answer in said.values():
         if isinstance(answer, Exception) and not isinstance(answer, HostLost):
             raise answer

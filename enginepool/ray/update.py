@@ -1,4 +1,4 @@
-"""New weights on all hosts: staged on each, then committed on each, or on none.
+"""Updates weights on all hosts: each stages them, then each commits them, or none does.
 
 A host that is lost on the way is barred until it has them: it starts again and catches up.
 """
@@ -23,7 +23,7 @@ from enginepool.ray.fleet import Fleet
 from enginepool.ray.link import HostLink
 from enginepool.ray.wire import Weights, pack_tree
 
-# `EnginePool.update_weights`'s.
+# The modes of `EnginePool.update_weights`.
 MODES = ("drain", "retract", "abort", "in_place")
 
 
@@ -59,10 +59,10 @@ def shared(source: Any) -> Any:
 async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) -> FleetReport:
     """
     Args:
-        weights: Its number is still to be given.
+        weights: The update, without its number.
 
     Raises:
-        InvalidWeights, WeightUpdateFailed: What a host says that refuses; none has them.
+        InvalidWeights, WeightUpdateFailed: A host refused the weights, so no host has them.
     """
     if mode not in MODES:
         raise InvalidRequest(f"mode={mode!r}: expected one of {', '.join(MODES)}")
@@ -88,7 +88,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
         for host in fleet.hosts:
             if host.index in reports:
                 host.number = number
-            elif host.state == "serving":  # it only goes forward: this one starts again
+            elif host.state == "serving":  # no way back after a commit
                 fleet.end(host, f"it did not get update {number}")
     fleet.router.pump()
     ended = time.perf_counter()
@@ -145,7 +145,8 @@ async def _commit(
         if isinstance(one, EnginePoolError) and not isinstance(one, StaleWeights)
     }
     for host in hosts:
-        # Whether it has them or not: others have, or it must not.
+        # End it in either case. If others have the weights, it must catch up; if none has them, it
+        # must not have them either.
         if host.index not in reports and host.index not in refused and host.state == "serving":
             fleet.end(host, f"it did not answer a commit: {said[host.index]}")
     if not reports:

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Attempt:
-    """One output to be made, or to go on with.
+    """One output that is begun or continued.
 
     Attributes:
         key: The driver's name for this attempt; another attempt has another.
@@ -33,13 +33,13 @@ class ErrorReply:
 
 @dataclass
 class News:
-    """What has happened on a host since it was asked last.
+    """The events on a host since it was last asked.
 
     Attributes:
         number: Of this news; the next question says which it has seen.
         finished: Results, by key.
-        progress: What unfinished outputs have so far, the newest of each.
-        failed: What was raised in the place of results.
+        progress: The newest result so far of each unfinished output.
+        failed: Errors in the place of results.
     """
 
     number: int = 0
@@ -51,7 +51,7 @@ class News:
         return bool(self.finished or self.progress or self.failed)
 
     def add(self, later: News) -> None:
-        """What was said later."""
+        """Add later news."""
         self.number = later.number
         self.finished += later.finished
         self.failed += later.failed
@@ -60,10 +60,10 @@ class News:
 
 @dataclass(frozen=True)
 class Weights:
-    """One update that all hosts are to have.
+    """One update for all hosts.
 
     Attributes:
-        number: Which it is, from 1.
+        number: Its number, from 1.
         source: A path, or a reference to a tree of `Packed` arrays in Ray's object store.
         options: `strict` and `copy`.
     """
