@@ -1,4 +1,5 @@
-"""Administrators' routes: the reference's, and sglang's names for the same operations."""
+"""Administrators' routes: those of the original scripts that `enginepool reference` repeats
+(docs/command_line.md), and sglang's names for the same operations."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Done(BaseModel):
 
 
 class ReloadStatus(BaseModel):
-    """`model_path` is where the weights that are served were read from."""
+    """`model_path` is the source of the weights that are served."""
 
     reloading: bool
     last_ok: bool | None
@@ -35,7 +36,8 @@ class ReloadStatus(BaseModel):
 
 
 class Checksum(Done):
-    """`checksum` is the reference's sum; `fingerprint` covers every byte of every engine."""
+    """`checksum` is the sum of the original scripts. `fingerprint` covers every byte of every
+    engine."""
 
     checksum: float
     fingerprint: str
@@ -79,8 +81,8 @@ class MemoryReport(Done):
 
 
 class FromDisk(BaseModel):
-    """sglang's fields, and `mode` as in `/admin/reload_weights`. The last five take only what a
-    pool does anyway."""
+    """sglang's fields, and `mode` as in `/admin/reload_weights`. The last five fields accept only
+    the value that agrees with what a pool does."""
 
     model_path: str = Field(min_length=1)
     weight_version: int | str | None = None
@@ -119,7 +121,7 @@ class WeightsByName(BaseModel, extra="forbid"):
 
 
 def router(service: Service) -> APIRouter:
-    """The reference's endpoints."""
+    """The endpoints of the original scripts."""
     routes = APIRouter(
         prefix="/admin", responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute
     )

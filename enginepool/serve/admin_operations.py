@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class AdminOperations:
-    """Changes of weights, pauses and releases of memory, and how the latest reload went.
+    """Changes weights, pauses, and releases memory. Remembers the result of the latest reload.
 
     Args:
         on_update: Called with each report of new weights.
         desired: The pool's weights and pauses.
 
     Attributes:
-        model_path: Where the weights that are served were read from.
-        reloading: Whether new weights are on their way now.
-        last_ok: How the latest reload went; None before the first.
-        last_error: Why it failed.
+        model_path: The source of the weights that are served.
+        reloading: Whether new weights are being loaded.
+        last_ok: Whether the latest reload succeeded; None before the first.
+        last_error: The reason if it failed.
     """
 
     def __init__(
@@ -141,19 +141,19 @@ class AdminOperations:
                 await self._pool.async_release_weights()
 
     async def resume_memory(self, tags: Sequence[str] | None) -> None:
-        """Take the memory of these tags back. Weights are read again from where the served ones
-        came from, under their version.
+        """Take back the memory of these tags. The weights are read again from their checkpoint, and
+        keep their version.
 
         Raises:
-            InvalidRequest: They came from no checkpoint.
+            InvalidRequest: The weights did not come from a checkpoint.
         """
         async with self._lock:
             if _meant("weights", tags) and self._desired.no_weights is not None:
                 version = self._desired.weight_version
                 if self._desired.update != self._read:
                     raise InvalidRequest(
-                        f"the weights of version {version!r} came from the server's own process, "
-                        "no checkpoint has them: bring new ones (/update_weights_from_disk)"
+                        f"the weights of version {version!r} did not come from a checkpoint and "
+                        "are lost; load other weights with /update_weights_from_disk"
                     )
                 report = await self._reload(self.model_path, "in_place", version)
                 self._on_update(report)

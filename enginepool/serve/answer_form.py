@@ -1,12 +1,12 @@
-"""What a body says about the form of an answer, as a pool's sampling parameters.
+"""Makes a pool's sampling parameters from the fields of a body that ask for a form of the answer.
 
-Reaches into upstream's parsers of tool calls: how a model writes them.
+Reaches into upstream's parsers of tool calls, which know how a model writes them.
 
 What breaks: With `tool_choice` of "required" or a tool's name upstream has the model write a bare
-JSON list, in which its parser finds no calls while it streams; a tool that is not there, or a form
-beside tools, is passed over in silence; a schema's properties come in the order of the alphabet.
-Why: The schema is made without looking at the parser, which knows the model's own way.
-Remove when: Upstream holds a model to the form that its parser reads.
+JSON list. In a stream its parser finds no calls in the list. An unknown tool is ignored silently,
+and so is `response_format` together with tools. A schema's properties are sorted by the alphabet.
+Why: Upstream makes the schema without the parser, which knows the model's own form of calls.
+Remove when: Upstream constrains the output to the form that its parser reads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StructuredOutputs(BaseModel):
 
     def as_pools(self) -> dict[str, Any]:
         if self.choice is not None:
-            # As alternatives of a grammar, more than 2,000 are too many for one step of it.
+            # A regex: a grammar with more than 2,000 alternatives takes too long for one step.
             return {"regex": "|".join(map(re.escape, self.choice))}
         if self.json_object is not None:
             return {"json_schema": {"type": "object"}} if self.json_object else {}
@@ -70,7 +70,7 @@ def form_of(body: Any, server_args: ServerArgs, special_tokens: Collection[str])
     """The grammar that a body asks for, if any, as sampling parameters of a pool.
 
     Raises:
-        Refused: Two fields ask for different forms, or what one says cannot be had.
+        Refused: Two fields ask for different forms, or one asks for a form that is not supported.
     """
     asked = {kind: {kind: getattr(body, kind, None)} for kind in KINDS}
     asked["structured_outputs"] = body.structured_outputs and body.structured_outputs.as_pools()
@@ -138,8 +138,8 @@ def _of_tools(
             return _of_free_choice(body, parser_name, parser, own_form, json_options)
         if not own_form:
             raise Refused(
-                400, f"response_format beside tools: not with the calls of {parser_name}; leave "
-                'one of them out, or send tool_choice="required"',
+                400, f"response_format with tools is not supported for the calls of {parser_name}; "
+                'leave one of them out, or send tool_choice="required"',
                 param="response_format",
             )  # fmt: skip
     if own_form:
@@ -148,8 +148,8 @@ def _of_tools(
     _chosen(body)
     if body.stream:
         raise Refused(
-            400, f"tool_choice={_shown(body.tool_choice)} in a stream: not with the calls of "
-            f"{parser_name}; leave stream=true out",
+            400, f"tool_choice={_shown(body.tool_choice)} is not supported in a stream for the "
+            f"calls of {parser_name}; leave stream=true out",
             param="tool_choice",
         )  # fmt: skip
     choice: Any = body.tool_choice
@@ -167,15 +167,15 @@ def _of_free_choice(
     """The grammar of an answer of text and calls. Only `strict` calls are constrained."""
     if not body.parallel_tool_calls:
         raise Refused(
-            400, "parallel_tool_calls=false: a model that chooses may call as often as it likes; "
-            'send tool_choice="required" or a tool\'s name, or leave it out',
+            400, 'parallel_tool_calls=false: with tool_choice="auto" the number of calls cannot be '
+            'limited; send tool_choice="required" or a tool\'s name, or leave it out',
             param="parallel_tool_calls",
         )  # fmt: skip
     if not any(tool.function.strict for tool in body.tools):
         return {}
     if not own_form:
         raise Refused(
-            400, f"strict: calls as {parser_name} writes them cannot be held to a schema; "
+            400, f"strict: the calls of {parser_name} cannot be constrained by a schema; "
             'leave it out, or send tool_choice="required"',
             param="tools",
         )  # fmt: skip
@@ -206,8 +206,8 @@ def _calls(
     json_options: Mapping[str, Any],
     text: Mapping[str, Any] | None,
 ) -> str:
-    """A grammar of calls in the model's own form: one call of a named tool, or one and more. With
-    `text`, text by that schema instead."""
+    """A grammar of calls in the model's own form: one call of a named tool, or one or more calls.
+    With `text`, an answer by that schema is allowed instead."""
     describe = parser.detector.structure_info()
     rules = []
     for index, tool in enumerate(_chosen(body)):

@@ -1,4 +1,5 @@
-"""Who may do what: an API key for requests; for administrators a token, or this machine alone."""
+"""Checks who may do what. Requests may need an API key. Administrators need a token; without one
+only this machine may administer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from enginepool.serve.error_replies import Refused, error_reply
 from enginepool.serve.options import ServeOptions, is_loopback
 from enginepool.serve.pages import PAGES
 
-# Probes, metrics and the pages, which hold no data, need no key. So it is in upstream.
+# Probes, metrics and the pages, which hold no data, need no key. Upstream does the same.
 OPEN = frozenset({*PAGES, "/health", "/ready", "/metrics"})
 
 # Headers that a browser sends for a page of another site, or that a proxy adds.
@@ -84,7 +85,7 @@ class Guard:
 
 
 def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | None:
-    """Why a request may come from an untrusted machine; None if it does not."""
+    """The reason why a request may come from an untrusted machine; None if there is none."""
     if options.trusts(address):
         # A browser there may show a page of another site, whose host name resolves to this machine.
         browser = "accept-language" in headers
@@ -100,7 +101,7 @@ def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | N
 
 
 def _passed_on(headers: Headers) -> str | None:
-    """What shows that a browser or a proxy passed a request on; None if nothing does."""
+    """The sign that a browser or a proxy passed a request on; None if there is none."""
     for name in _FOREIGN:
         if name in headers:
             return f"requests with the header {name!r} may not administer this server"

@@ -80,8 +80,8 @@ class _Read(Request):
 def _check_content_type(headers: Headers) -> None:
     """Refuse what is not JSON.
 
-    A browser asks this server before a page of another site may send JSON, but not before it sends
-    a body without a type. Other clients may leave the type out.
+    A browser asks this server first if a page of another site sends JSON (CORS preflight). It does
+    not ask first if the body has no type. Other clients may leave the type out.
     """
     given = headers.get("content-type")
     if given is None and sent_by_a_page(headers):

@@ -1,11 +1,11 @@
 """Makes the chunks of a chat's stream from its outputs so far.
 
-Reaches into upstream's serving class: they are made here and not there.
+Reaches into upstream's serving class, which makes no chunks any more.
 
-What breaks: In upstream's own stream of several answers only the last one ends, if usage is asked
-for; calls end as "stop"; with `logprobs` tokens come twice, or not at all.
-Why: It expects one answer, and one token a chunk.
-Remove when: Its stream says of every answer what its reply says.
+What breaks: In upstream's own stream of several answers only the last one ends if usage is wanted.
+Calls end as "stop". With `logprobs` tokens come twice, or not at all.
+Why: It expects one answer, and one token per chunk.
+Remove when: Its stream has the same content as its reply without a stream.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from enginepool.serve.stream_parsers import Calls, Reasoning
 
 
 class _Answer:
-    """What has been sent of one answer.
+    """One answer, as far as it was sent.
 
     Attributes:
-        logprobs: For the next chunk.
+        logprobs: The log-probabilities for the next chunk.
     """
 
     def __init__(self, calls: Calls | None, reasoning: Reasoning | None) -> None:
@@ -82,7 +82,7 @@ class ChatStream:
     async def of(self, outputs: AsyncIterator[Any], logprobs: Any) -> AsyncIterator[str]:
         """
         Args:
-            logprobs: Makes OpenAI's of an output, from a token on.
+            logprobs: Makes OpenAI's log-probabilities of an output, beginning with some token.
         """
         async for output in outputs:
             for chunk in self._output(output, logprobs):

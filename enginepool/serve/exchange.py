@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from enginepool.pool.tokenizer_manager import FrontEnd
 
-# So many log-probabilities are written in a few milliseconds.
+# This many log-probabilities are written in a few milliseconds.
 _MANY_VALUES = 1 << 11
 _DONE = "data: [DONE]\n\n"
 
@@ -65,7 +65,7 @@ class ExchangeHost(Protocol):
 
 
 class Exchange:
-    """In the place of the TokenizerManager of upstream's serving classes.
+    """Replaces the TokenizerManager of upstream's serving classes.
 
     It has the front end's attributes. `generate_request` yields the outputs of the call that
     `begin` has submitted.
@@ -75,8 +75,8 @@ class Exchange:
         call: The pool's call, once the body has passed its checks.
         rids: The client's own ids of its requests.
         token_names: Gives the name of a token in log-probabilities.
-        names_own: Without top log-probabilities, the sampled token is listed in their place.
-        reads_new: The reader of a stream looks only at the new tokens of each output.
+        names_own: Whether the sampled token is listed if no top log-probabilities are wanted.
+        reads_new: Whether the reader of a stream looks only at the new tokens of each output.
         watchers: Called with every output of a stream; they may change it.
         failure: The error that ended a reply early.
     """
@@ -109,7 +109,7 @@ class Exchange:
         return getattr(self._front, name)
 
     async def run(self, reply: Callable[[], Awaitable[Response]]) -> Response:
-        """The reply, or that of its error. If the client leaves, its requests are aborted."""
+        """The reply, or an error's reply. If the client leaves, its requests are aborted."""
         self._host.began(self)
         try:
             response = await while_present(self._raw, reply())
@@ -193,10 +193,10 @@ class Exchange:
                 yield await self._dress(output)
         except Exception as error:
             self.failure = error
-            raise ValueError(str(error)) from error  # the only kind that all of upstream's catch
+            raise ValueError(str(error)) from error  # all of upstream's classes catch only this
 
     async def chunks(self, obj: GenerateReqInput) -> AsyncIterator[Any]:
-        """Those of a stream of our own. An error ends them, and `stream` tells it."""
+        """The outputs for our own stream. An error ends them, and `stream` reports it."""
         with contextlib.suppress(ValueError):
             async for chunk in self.generate_request(obj):
                 yield chunk
@@ -225,7 +225,7 @@ class Exchange:
         if self.call is not None and not self.call.done:
             self._front.runtime.dispatch.abort(self.call.requests, "the client left", "cancelled")
         record = ExchangeRecord(
-            path=self._raw.scope["path"],  # that of its URL takes in what the `Host` header says
+            path=self._raw.scope["path"],  # the URL's path may contain the `Host` header
             status=status,
             outcome=outcome_of(status, failure),
             error=None if failure is None else str(failure),

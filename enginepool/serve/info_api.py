@@ -24,7 +24,7 @@ from enginepool.serve.probe import check_engines
 if TYPE_CHECKING:
     from enginepool.serve.service import Service
 
-# In names of upstream's ServerArgs that are for the server alone.
+# Arguments whose names contain one of these are secrets, and are not shown.
 _SECRET = ("secret", "password", "api_key", "keyfile")
 
 
@@ -119,7 +119,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _state_routes(routes: APIRouter, service: Service) -> None:
-    """What the engines do now."""
+    """The present state of the engines."""
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> Sleeping:

@@ -132,18 +132,18 @@ def _memory_routes(routes: APIRouter, service: Service) -> None:
     async def wake_up(
         raw: Request, query: Annotated[WakeQuery, Query()], body: WakeQuery | None = None
     ) -> Status:
-        """Weights are read again from where the served ones came from."""
+        """The weights are read again from their checkpoint."""
         await admin.resume_memory(_one(raw, query, body).tags)
         return Status(status="awake")
 
     @routes.post("/release_memory_occupation")
     async def release_memory_occupation(body: MemoryTags | None = None) -> Done:
-        """sglang's: give memory back; requests wait."""
+        """sglang's route. Memory is released, and requests wait."""
         await admin.release_memory((body or MemoryTags()).tags)
         return Done()
 
     @routes.post("/resume_memory_occupation")
     async def resume_memory_occupation(body: MemoryTags | None = None) -> Done:
-        """sglang's: weights are read again from where those that were served came from."""
+        """sglang's route. The weights are read again from their checkpoint."""
         await admin.resume_memory((body or MemoryTags()).tags)
         return Done()

@@ -69,7 +69,7 @@ class LogLines:
     """A file to structlog's WriteLogger. `write` never waits and never raises.
 
     Args:
-        descriptor: Of the file to write to; it is duplicated. None discards all lines.
+        descriptor: The descriptor of the file; it is duplicated. None discards all lines.
     """
 
     def __init__(self, descriptor: int | None) -> None:

@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/status", responses=errors(401))
     async def status() -> dict[str, Any]:
-        """What the page shows: engines, load, and the last minutes."""
+        """The data of the page: engines, load, and the last minutes."""
         return service.status()
 
     @routes.get("/health", response_class=PlainTextResponse)

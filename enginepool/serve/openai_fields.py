@@ -34,7 +34,8 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
             raise Refused(400, f"{name}: not in a stream; leave stream=true out", param=name)
     if body.prompt_logprobs is not None and getattr(body, "echo", False) and body.logprobs:
         raise Refused(
-            400, "prompt_logprobs with echo and logprobs: both tell the prompt's; give one of them",
+            400, "prompt_logprobs, and echo with logprobs, both return the prompt's "
+            "log-probabilities; give one of them",
             param="prompt_logprobs",
         )  # fmt: skip
     if body.cache_salt is not None and body.extra_key not in (None, body.cache_salt):
@@ -122,12 +123,12 @@ def _check_reasoning(body: ChatBody, parser: str | None) -> None:
 
 
 def check_template_options(body: ChatBody, names: set[str]) -> None:
-    """Refuse a template of the client's, which would run here without a time limit."""
+    """Refuse a client's own template, which would run here without a time limit."""
     for name in body.chat_template_kwargs or ():
         if name in names:
             raise Refused(
                 400,
-                f"chat_template_kwargs: {name!r} is not a variable of the template and not a "
-                "client's to set; leave it out",
+                f"chat_template_kwargs: {name!r} is not a variable of the template, and clients "
+                "may not set it; leave it out",
                 param="chat_template_kwargs",
             )

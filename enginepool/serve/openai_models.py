@@ -31,11 +31,11 @@ class WireFields(NothingUnread):
     Attributes:
         return_token_ids: Give the ids of prompt and output.
         return_tokens_as_token_ids: In log-probabilities, `token_id:N` in the place of texts.
-        prompt_logprobs: Give log-probabilities of the prompt, with so many most probable tokens.
+        prompt_logprobs: Give log-probabilities of the prompt, with this many most probable tokens.
         return_sampling_mask: Give the ids that each output token was sampled from.
         cache_salt: Prompts with different salts share no prefix cache.
-        priority: Takes its default only.
-        structured_outputs: What the answer must be.
+        priority: Accepts its default only.
+        structured_outputs: The form that the answer must have.
     """
 
     return_token_ids: bool = False
@@ -113,7 +113,7 @@ class ToolBody(Tool):
 
 
 class ChatBody(WireFields, ChatCompletionRequest):
-    """`add_special_tokens` takes its default only: the template says which there are."""
+    """`add_special_tokens` accepts its default only: the template adds special tokens."""
 
     model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
     messages: list[Turn]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -146,7 +146,7 @@ def _with_content(message: Any) -> Any:
 
 
 class PromptLogprob(BaseModel):
-    """vLLM's. `rank` is null of a token that is not among the most probable ones asked for."""
+    """vLLM's entry. `rank` is null for a token outside the most probable ones that are wanted."""
 
     logprob: float
     rank: int | None

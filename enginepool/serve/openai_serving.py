@@ -1,13 +1,13 @@
-"""Upstream's serving classes for OpenAI's routes, one object a request, over an exchange.
+"""Upstream's serving classes for OpenAI's routes, one object per request, over an exchange.
 
 Reaches into upstream's serving classes, by calling the parts of `handle_request` one by one.
 
 What breaks: A request that cannot be served is answered with 500, or with 200 and an error in the
-stream; `seed` is dropped; a chunk of several tokens gives all of them the first one's text.
-Why: They expect one token a chunk, and a scheduler that has refused nothing.
-Remove when: They raise what was wrong with a request, and hand `seed` on.
+stream. `seed` is dropped. In a chunk of several tokens each has the text of the first.
+Why: They expect one token per chunk, and a scheduler that refuses nothing.
+Remove when: They raise an error for a bad request, and hand `seed` on.
 
-What is called is looked for when the server starts, and missed by name.
+The server checks at its start that these methods exist. The error names the missing ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from enginepool.serve.scoring import ScoreExchange
 from enginepool.serve.stream_parsers import cut_calls, marks, thinking_of
 from enginepool.serve.wire_extras import EchoedPrompts, StreamedIds, UsageSoFar, add_to_reply
 
-# A mark of thinking is looked for in so many tokens at the prompt's end; no mark has more.
+# A mark of thinking is looked for in this many tokens at the prompt's end. No mark has more.
 _LONGEST_MARK = 32
 _USED = (
     *("_validate_request", "_convert_to_internal_request", "_request_id_prefix"),
@@ -68,8 +68,8 @@ def _is_text(prompt: Any) -> bool:
 
 
 class _Serving:
-    """What both serving classes do differently from upstream. An error is raised and becomes the
-    reply's status; upstream answers 500, or 200 with an error in the stream."""
+    """The differences of both serving classes from upstream. An error is raised and becomes the
+    reply's status. Upstream answers 500, or 200 with an error in the stream."""
 
     async def reply(self: Any, body: Any, raw: Request) -> Response:
         if message := self._validate_request(body):
@@ -143,7 +143,7 @@ class _Serving:
         if body.seed is not None:
             adapted.sampling_params["sampling_seed"] = body.seed  # upstream drops it
         if getattr(body, "echo", False) and body.logprobs is not None:
-            adapted.logprob_start_len = 0  # upstream's -1 with logprobs=0 has no prompt's
+            adapted.logprob_start_len = 0  # upstream's -1 gives none for logprobs=0
         if body.cache_salt is not None:
             adapted.extra_key = body.cache_salt
         adapted.return_sampling_mask = body.return_sampling_mask

@@ -24,7 +24,7 @@ class Error(BaseModel):
 
 
 class AdminError(BaseModel):
-    """The error fields of the reference's client and of sglang's."""
+    """The error fields of the original scripts' client and of sglang's."""
 
     ok: bool
     error: str
@@ -33,7 +33,7 @@ class AdminError(BaseModel):
 
 
 _MEANINGS = {
-    400: "The request cannot be served as it is: the value and the limit.",
+    400: "The request cannot be served. The message has the value and the limit.",
     401: "No API key or token, or a wrong one.",
     403: "Not allowed from there, or not that path.",
     404: "Not here.",

@@ -25,7 +25,8 @@ _CONVERSATION = ("messages", "tools", "chat_template_kwargs", "input", "instruct
 _VALUES_A_TOKEN = 4
 # For everything else: options, and sampling parameters of many prompts.
 _OTHER_VALUES = 20_000
-# Characters a token of the beginning that is tried first, and tokens that cutting it can add.
+# A long text's beginning is tokenized first, with _FIRST_TRY characters for each token that fits.
+# Cutting the text can add _CUT tokens.
 _FIRST_TRY, _CUT = 8, 64
 
 
@@ -34,8 +35,8 @@ class PromptLimits:
 
     Args:
         tokens: The longest prompt.
-        origin: Where that comes from, in words.
-        prompts: The most in one request.
+        origin: The origin of this limit, in words.
+        prompts: The most prompts in one request.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: int, origin: str, prompts: int) -> None:

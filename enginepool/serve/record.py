@@ -15,14 +15,14 @@ CLIENT_GONE = 499  # the client has left; only the log reads it
 
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
-    """One sample of one prompt. One that still runs is about to be cancelled.
+    """One sample of one prompt. A sample that still runs is about to be cancelled.
 
     Attributes:
         rid: The caller's id, or the pool's own.
         prompt_tokens: 0 if no engine has computed any of it.
-        finish_reason: Its `type`.
-        seconds: From submission on, as those to the first token.
-        queue_seconds: Until an engine took it, if one did.
+        finish_reason: The finish reason's `type`.
+        seconds: Seconds from submission on; `first_token_seconds` counts from there, too.
+        queue_seconds: Seconds until an engine took the sample; None if no engine did.
     """
 
     rid: str
@@ -43,9 +43,9 @@ class ExchangeRecord:
     """One HTTP request that generated, or was refused before it could.
 
     Attributes:
-        outcome: Why it ended, in a word.
-        seconds: None if it was refused unread.
-        first_output_seconds: To the first output of a streamed reply.
+        outcome: The reason why it ended, in a word.
+        seconds: None if the request was refused unread.
+        first_output_seconds: Seconds to the first output of a streamed reply.
     """
 
     path: str

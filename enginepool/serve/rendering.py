@@ -62,7 +62,7 @@ class Rendering:
         self.large = CapacityLimiter(_LARGE_AT_ONCE)
         self.grammars = CapacityLimiter(_GRAMMARS_AT_ONCE)
         options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
-        # The last two are arguments of what calls the template.
+        # The last two are arguments of the functions that call the template.
         beside = {"messages", "self", "conversations"}
         self.template_options = (options | beside) - {"documents", "kwargs"}
 

@@ -46,7 +46,7 @@ def has_grammar(params: Any) -> bool:
 
 
 def _with_custom(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters in sglang's `custom_params`, which slime sends, go beside the others."""
+    """The parameters, merged with those in sglang's `custom_params`, which slime sends."""
     taken = dict(params)
     custom = taken.pop("custom_params", None)
     if not isinstance(custom, Mapping):

@@ -103,7 +103,7 @@ class ScoreExchange(Exchange):
                 self.tokenizer.check_text(text)
             prompts = self._front.runtime.input_processor.tokenizer.encode(prompts)
         pairs = [(prompt, chunk) for prompt in prompts for chunk in _chunks(labels)]
-        # One of the labels follows, so that there is a place for all of them.
+        # The first label follows the prompt. Its position gives the scores of all labels.
         return self._front.make_score_call(
             [prompt for prompt, _ in pairs],
             [chunk[:1] for _, chunk in pairs],

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
     from enginepool.serve.service import Service
 
-# For requests that the drain has ended, to return what they have.
+# Seconds in which requests that the drain has ended return their tokens.
 _GRACE_SECONDS = 10.0
-# After the drain, for clients that read slowly or have not sent their request.
+# Seconds after the drain for clients that read slowly or have not sent their request.
 _CLOSE_SECONDS = 0.3
 
 

@@ -36,9 +36,9 @@ class Service:
     """Used on the server's event loop only.
 
     Attributes:
-        front: Of the whole pool.
+        front: The front end of the whole pool.
         exchanges: Requests that are being served.
-        draining: New requests are refused, and running ones finish.
+        draining: Whether new requests are refused while running ones finish.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Service:
         self.started = time.time()
 
     def engine_of(self, raw: Request) -> int | None:
-        """The engine whose port the request came to, if it is one's."""
+        """The engine whose port the request came to; None if the port is the pool's."""
         return self._engine_ports.get(_port(raw))
 
     def front_of(self, raw: Request) -> FrontEnd:
-        """Of the pool, or of the engine whose port the request came to."""
+        """The front end of the engine whose port the request came to, or else of the pool."""
         return self._by_port.get(_port(raw), self.front)
 
     def exchange(self, raw: Request) -> Exchange:
@@ -99,7 +99,7 @@ class Service:
             raise Refused(503, "new weights are being loaded", code="reloading", retry_after=1)
 
     def not_ready(self, raw: Request) -> str | None:
-        """Why nothing can be served, if so."""
+        """The reason why nothing can be served; None if something can."""
         if self.draining:
             return "the server is about to end"
         index = self.engine_of(raw)

@@ -1,12 +1,12 @@
-"""Calls and reasoning in a text that grows.
+"""Finds calls and reasoning in a text that grows.
 
 Reaches into upstream's parsers of tool calls and of reasoning: what they are fed, and when.
 
-What breaks: Where the text of several tokens comes at once, calls and the text before them are
-lost, and so is a call without arguments, with all that follow it; for every token a call is parsed
-from its beginning.
-Why: They expect one token a piece.
-Remove when: In pieces they find what they find in the whole.
+What breaks: If the text of several tokens comes at once, calls and the text before them are lost. A
+call without arguments is lost, with all later calls. For every token a call is parsed from its
+beginning.
+Why: The parsers expect one token per piece.
+Remove when: They find the same in pieces of a text as in the whole text.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from enginepool.dispatch.thinking import Thinking
 from enginepool.logs import logger
 from enginepool.serve.rendering import Rendering
 
-# A parser looks at a call from its beginning again whenever it is fed: with this share of it more.
+# A parser reads a call from its beginning whenever it is fed. So it is fed when the call has grown
+# by this share.
 _MORE = 1 / 16
-# Around a call, as all of upstream's parsers have it; some under a name of their own, or none.
+# The usual marks around a call. Some of upstream's parsers have others, or no attributes for them.
 _TAGS = ("<tool_call>", "</tool_call>")
 _LISTED = re.compile(r'\s*\[\s*(?=\{\s*"name"\s*:)')
 _CALL = re.compile(r'[\s,}]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
@@ -151,7 +152,7 @@ def cut_calls(text: str, tools: Any, parser: str) -> tuple[list[ToolCall], str]:
             return calls, ""
     calls: list[ToolCall] = []
     said = ""
-    # Of a call that is not whole a parser tells what it has been fed in pieces, as in a stream.
+    # A parser finds the parts of an incomplete call only if it is fed in pieces, as in a stream.
     grown = Calls(tools, parser)
     deltas = [delta for piece in text for delta in grown.of(piece, last=False)]
     for delta in (*deltas, *grown.of("", last=True)):

@@ -206,8 +206,8 @@ def _check_form(body: Tokenize) -> None:
     if body.messages is not None:
         if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
             raise InvalidRequest(
-                "add_special_tokens: the template says which there are in messages; it is for "
-                "a prompt"
+                "add_special_tokens is for a prompt; for messages the chat template adds special "
+                "tokens"
             )
         return
     for name in ("continue_final_message", "chat_template_kwargs", "tools"):

@@ -15,9 +15,9 @@ from enginepool.serve.unknown_fields import NothingUnread
 
 class TokenSampling(BaseModel):
     """vLLM's SamplingParams, as far as a pool has them. The fields from `detokenize` to
-    `output_kind` take only what a pool does anyway. `return_sampling_mask` is a pool's own: vLLM's
-    is an option of its engine. `verifiers` sends `routed_experts_prompt_start`
-    with every turn but the first; it is ignored."""
+    `output_kind` accept only the value that agrees with what a pool does. `return_sampling_mask` is
+    a field of ours; vLLM has an option of its engine instead. `verifiers` sends
+    `routed_experts_prompt_start` with every turn but the first. It is ignored."""
 
     model_config = ConfigDict(extra="forbid")
 

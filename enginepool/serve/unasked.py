@@ -1,6 +1,6 @@
-"""Fields of OpenAI's, vLLM's and sglang's servers that are taken with their default value only.
+"""Fields of OpenAI's, vLLM's and sglang's servers that are accepted with their default value only.
 
-The default asks for nothing. Any other value under these names is refused.
+The default asks for nothing, and is ignored. Any other value under these names is refused.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# By name; null is taken, too.
+# The defaults by name. Null is accepted, too.
 _DEFAULTS: Mapping[str, Collection[Any]] = {
     # OpenAI's
     "function_call": ("none",),
@@ -33,8 +33,8 @@ _DEFAULTS: Mapping[str, Collection[Any]] = {
     "log_metrics": (True,),
     "token_step": (0,),
 }
-# Names that this server does not know and whose empty values are taken. Under any other name, which
-# may be misspelt, an empty value is refused.
+# Names that this server does not know and whose empty values are accepted. Under any other name,
+# which may be misspelt, an empty value is refused.
 _NAMES = frozenset(
     (
         *("audio", "background", "functions", "max_tool_calls", "prediction", "reasoning"),
@@ -61,14 +61,14 @@ def asks_for_nothing(name: str, value: Any) -> bool:
 
 
 def says_nothing(value: Any) -> bool:
-    """Null, false, an empty text or list, and an object of such values."""
+    """Whether a value is null, false, an empty text or list, or an object of such values."""
     if isinstance(value, Mapping):
         return all(map(says_nothing, value.values()))
     return value is None or value is False or value in ("", [])
 
 
 def without_unasked(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Parameters without null, and without names that are unknown here and ask for nothing."""
+    """The parameters, without null values and without unknown fields that have their default."""
     return {
         name: value
         for name, value in values.items()

@@ -82,7 +82,7 @@ def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
 
 
 def _hint(name: str, known: Collection[str]) -> str:
-    return did_you_mean(name, known) if known else ": nothing is taken here"
+    return did_you_mean(name, known) if known else "; no fields are allowed here"
 
 
 def _unknown(name: str, value: Any, hint: str, param: str) -> Refused:

@@ -332,7 +332,7 @@ def test_a_query(plain: Running) -> None:
         reply = client.post(GENERATE, params={"stream": True}, json=BODIES[GENERATE])
         assert reply.status_code == 400
         message = reply.json()["error"]["message"]
-        assert "stream=<str of 4 characters>: nothing is taken here" in message
+        assert "stream=<str of 4 characters>; no fields are allowed here" in message
         assert client.get("/health", params={"now": 1}).status_code == 200
 
 

@@ -294,7 +294,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("/pause", None, {"mod": "keep"}, "mod"),
     ("/pause", {"mod": "keep"}, {}, "mod"),
     ("/sleep", {"level": 1}, {"level": 2}, "level: in the query and in the body"),
-    ("/resume", {"mode": "keep"}, {}, "nothing is taken here"),
+    ("/resume", {"mode": "keep"}, {}, "no fields are allowed here"),
     ("/sleep", None, {"level": 3}, "level"),
     ("/wake_up", None, {"tags": "all"}, "tags"),
     ("/reset_prefix_cache", None, {"reset_external": "true"}, "reset_external"),
