@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def message(request: Request, extra_key: str | None) -> TokenizedGenerateReqInput:
-    """Make upstream's message of a request.
+    """Make upstream's message for a request.
 
-    Every request asks for output-only log-probabilities, wanted or not: that is one program. A
-    batch that mixes both forms ends upstream's loop.
+    Every request asks for output-only log-probabilities, so that there is only one program. A
+    batch in which only some requests ask for them ends upstream's loop.
 
     Args:
         extra_key: The prefix cache's namespace.

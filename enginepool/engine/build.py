@@ -52,9 +52,10 @@ class Assembly:
     Attributes:
         engine: Upstream's Engine, once it is built. It is an empty shell after `take_apart`, and
             another object after `rebuild`.
-        leaves: Its weights.
-        precision: Of every program that is traced for it, also after `rebuild`.
-        start: Where its latest build and warm-up are, or what they took.
+        leaves: The engine's weights.
+        precision: The matmul precision of every program that is traced for the engine, also after
+            `rebuild`.
+        start: The progress of the latest build and warm-up, and the seconds that they took.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Assembly:
             )
             scheduler = self._built()
             self.leaves = scheduler.leaves
-            if source is None and server_args.get("load_format") != "dummy":  # else one was checked
+            if source is None and server_args.get("load_format") != "dummy":  # else a first one was
                 runner = scheduler.tp_worker.worker.model_runner
                 with self.start.stage("check"), self.precision.on_this_thread():
                     check_model(runner, self.engine.server_args, scheduler.config_reads)
@@ -150,7 +151,7 @@ def build_engine(
     """Build an Engine whose scheduler the calling thread must run.
 
     If `source` is given, its weights are copied instead of read (`weights/loader.py`). `precision`
-    takes what upstream chooses for matrix products, and is in effect while it builds. The caller
+    records the value that upstream chooses, and is in effect while the engine is built. The caller
     sets `tokenizer_manager` and `loop` before users get the Engine. A failure leaves nothing
     behind: no thread, no file, no process-wide state.
     """
@@ -227,7 +228,7 @@ def _check_pages(args: ServerArgs) -> None:
     """Refuse pages of several tokens if native attention does not know pages.
 
     What breaks: With pages of several tokens 0.0.3rc99 answers wrongly.
-    Why: Its native attention takes the tail of one request's last page for the next request of
+    Why: Its native attention mistakes the tail of one request's last page for the next request of
     the batch.
     Remove when: No such version is supported; one that knows pages takes `page_size`.
     """

@@ -38,7 +38,8 @@ class Channel:
         running: The requests that the engine has.
         adapters: The pool's.
         max_decode_steps: How many decode steps one launch may have.
-        single_stepping: Whether it launches one step at a time, as it is to stop with others.
+        single_stepping: Whether the engine launches one step at a time. It then can stop together
+            with others.
         limiter: Shared with other engines. An engine holds a slot during a step, except while it
             waits for its device.
         steps: How many steps began.
@@ -121,7 +122,7 @@ class Channel:
         Returns:
             None if that step has returned.
         """
-        with self.running.lock:  # it may return just now
+        with self.running.lock:  # the step may return at this moment
             if self.condition.stepping_since != since:
                 return None
             self.condition.change(EngineState.ABANDONED, reason)
@@ -213,7 +214,8 @@ class Channel:
             raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
 
     def send_pyobj(self, message: object) -> None:
-        """Upstream says that it dropped a request that was not running (abort, or no KV cache)."""
+        """Called when upstream has dropped a request that was not running: it was aborted, or the
+        KV cache had no room."""
         reason = aborted("the engine's KV cache cannot hold this request", "out_of_memory")
         self.running.end(getattr(message, "rid", None) or "", reason)
 
@@ -282,7 +284,7 @@ class Channel:
             if request.abort_reason is not None:  # aborted on its way from the queue to here
                 self._abort([request.internal_rid])
         if any(request.finish_reason is not None for request in taken):
-            self.wake()  # there is room again, and perhaps no step would look
+            self.wake()  # there is room again, and no step may come to see it
 
     def _abort(self, internal_rids: list[str]) -> None:
         scheduler = self._attached()

@@ -9,8 +9,8 @@ pools bring the mesh of their own devices into a trace. JAX reuses a trace and i
 another device if the function is the same and no mesh in it names a device.
 Remove when: Upstream's functions belong to modules, and its models have abstract meshes.
 
-If a program differs between two engines in more than the devices, each engine has its own. So it is
-if this upstream keeps its functions elsewhere.
+If a program differs between two engines in more than the devices, each engine has its own. The same
+happens if this upstream keeps its functions elsewhere.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def without_devices(value: Any) -> Any:
     """The value with abstract meshes; the value itself if it has no mesh."""
     if isinstance(value, Mesh):
         return value.abstract_mesh
-    # Abstract meshes have one kind of memory: whoever asks for another keeps the devices.
+    # An abstract mesh has one kind of memory. A sharding in another kind keeps its devices.
     if isinstance(value, NamedSharding) and value == NamedSharding(value.mesh, value.spec):
         return NamedSharding(without_devices(value.mesh), value.spec)
     if type(value) is tuple:
@@ -193,7 +193,7 @@ def alike(one: object, other: object) -> bool:
 
 
 def _alike(one: Any, other: Any, begun: dict[tuple[int, int], Any]) -> bool:
-    if one is other or (pair := (id(one), id(other))) in begun:  # it is in itself
+    if one is other or (pair := (id(one), id(other))) in begun:  # or holds itself
         return True
     if type(one) is not type(other):
         return False
@@ -209,7 +209,7 @@ def _alike(one: Any, other: Any, begun: dict[tuple[int, int], Any]) -> bool:
         parts, others = _parts(one), _parts(other)
     if parts is None or others is None or len(parts) != len(others):
         return False
-    begun[pair] = one, other, parts, others  # kept, or their ids would be others'
+    begun[pair] = one, other, parts, others  # kept, so that no id is reused
     return all(_alike(*both, begun) for both in zip(parts, others, strict=True))
 
 

@@ -80,11 +80,11 @@ def _assign(model_config: Any, config: Any) -> None:
 
 
 def check_made(server_args: ServerArgs) -> None:
-    """Whether the model that this thread has made has read what matters of its configuration. Asked
-    before its weights are read.
+    """Check that the model that this thread has just made has read every field that matters of its
+    configuration. Called before the weights are read.
 
     Raises:
-        InvalidConfig: It has not; names the field.
+        InvalidConfig: The model has not read a field. The error names it.
     """
     notes = _notes.get()
     if notes is not None:

@@ -26,7 +26,8 @@ _NOWHERE = "its weights are gone, and no other engine has them; update_weights"
 
 
 class CurrentWeights:
-    """Where the weights of the pool's last update are. No swap may begin while this is used.
+    """Finds the weights of the pool's last update, and copies them to engines that lack them. No
+    swap may begin while this is used.
 
     Args:
         engines: The pool's, in order; filled when it opens.
@@ -36,31 +37,31 @@ class CurrentWeights:
         self._desired, self._engines = desired, engines
 
     def source_for(self, engine: PinnedEngine) -> Literal["sibling", "checkpoint", "nowhere"]:
-        """Where a rebuilt engine can get them, if it does not have them itself."""
+        """Where a rebuilt engine can get the weights, if it does not have them itself."""
         if self._serving(engine):
             return "sibling"
         return "checkpoint" if self._desired.update == 0 else "nowhere"
 
     def labels(self, engine: PinnedEngine) -> bool:
-        """Whether what the engine has, if it is not lost, is of the last update."""
+        """Whether the engine's weights, unless they are lost, are those of the last update."""
         weights = engine.condition.weights
         return weights.update == self._desired.update and not weights.being_replaced
 
     def bring_to(self, engine: PinnedEngine) -> None:
-        """Copy them to an engine that lacks them, on its thread. If no other engine has them, the
-        engine is left without weights, and its condition says so."""
+        """Copy the weights to an engine that lacks them, on its thread. If no other engine has
+        them, the engine is left without weights, and its condition says so."""
         weights = engine.condition.weights
         if self.labels(engine) and not engine.leaves.lost():
             return
         for theirs in self._copies(engine):
             self._copy(engine, theirs)
             return
-        # What is there is of no version. It must not stay under an update of a part.
+        # The engine's leaves belong to no version. A partial update must not keep them.
         engine.leaves.drop(list(engine.leaves))
         weights.missing = _NOWHERE
 
     def bring_from(self, engine: PinnedEngine) -> None:
-        """Copy them to engines that came back without, from this one, on its thread."""
+        """Copy this engine's weights, on its thread, to engines that came back without weights."""
         for other in self._engines:
             condition = other.condition
             if not condition.reachable or condition.weights.missing != _NOWHERE:

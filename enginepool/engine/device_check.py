@@ -20,7 +20,7 @@ def no_answer(devices: Sequence[jax.Device], patience: float | None) -> str | No
     """Send each device a number and fetch it again.
 
     Args:
-        patience: After so many seconds a device counts as one that does not answer. None: never.
+        patience: After this many seconds a device counts as one that does not answer. None: never.
 
     Returns:
         Which device does not answer, and why. None if all do.
@@ -43,7 +43,7 @@ def _ask(devices: Sequence[jax.Device], answer: Future[str | None]) -> None:
             np.asarray(jax.device_put(np.zeros(1, np.int32), device))
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):
-                continue  # it answers; making the engine anew frees memory
+                continue  # the device answers; a rebuild frees memory
             answer.set_result(f"device {device.id} does not answer any more ({error}); {_REMEDY}")
             return
     answer.set_result(None)

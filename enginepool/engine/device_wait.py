@@ -31,7 +31,7 @@ class DeviceWait:
             result.block_until_ready()
 
     def _compute_logprobs_and_wait(self, *args: Any) -> Any:
-        """The last program of a step of upstream's, which would read the result right after it."""
+        """Replaces the last program of an upstream step. Upstream would then read its result."""
         logprobs = self._compute_logprobs(*args)
         self.until_ready(logprobs)
         return logprobs

@@ -39,7 +39,7 @@ _users = 0
 _original: Any = None
 
 
-# A warm-up that traces and lowers for so many seconds without compiling hangs.
+# A warm-up that traces and lowers for this many seconds without compiling counts as hung.
 _PATIENCE = 60.0
 # Each has a program in XLA, which takes memory of the host.
 _THREADS_AHEAD = 8
@@ -105,8 +105,8 @@ class ExecutableCache:
     ) -> None:
         """
         Args:
-            serialized: Where executables are kept; by default in memory, as long as this is.
-            programs: What is traced already.
+            serialized: Keeps the executables. By default they are in memory, as long as the cache.
+            programs: The programs that are traced already.
         """
         self.limiter = Limiter(1, _PATIENCE)
         self.serialized = {} if serialized is None else serialized
@@ -185,14 +185,15 @@ def compiling_ahead(jobs: Sequence[Callable[[], None]]) -> Iterator[None]:
 
 
 def common_programs() -> CommonPrograms:
-    """Those of the cache that this thread shares. Without a cache, they are the caller's alone."""
+    """The programs of the cache that this thread shares. Without a cache, they are the caller's
+    alone."""
     cache = getattr(_thread, "cache", None)
     return CommonPrograms() if cache is None else cache.programs
 
 
 def _program_key(module: Any, options: Any) -> bytes:
     parts = _jax()
-    assert parts is not None  # who shares has looked
+    assert parts is not None  # `sharing` has checked it
     cache_key, digest = parts.cache_key, hashlib.sha256()
     cache_key._hash_computation(digest, module, parts.nothing_ignored)
     cache_key._hash_serialized_compile_options(digest, options, strip_device_assignment=True)

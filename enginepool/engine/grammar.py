@@ -83,8 +83,8 @@ class RequestGrammar:
             fits = fits and self._matcher.validate_tokens([token]) == 1
         said = self._thought.take(token, fits_answer=fits)
         if said:
-            self.failure = f"a token ended the thinking and began the answer with {len(said)} "
-            self.failure += "characters that are not held to it"
+            self.failure = f"a token ended the thinking and also began the answer: {len(said)} "
+            self.failure += "characters of it were not checked against the grammar"
         return said is not None
 
     def is_terminated(self) -> bool:
@@ -138,8 +138,9 @@ class RequestGrammar:
             self.failure = lines[0] if lines else "llguidance gives no reason"
         elif self._owed > _IN_ADVANCE:
             self.failure = (
-                f"what may come next takes too long to find: {_IN_ADVANCE:g} s in all and "
-                f"{1000 * _A_TOKEN:g} ms a token are given; make its expressions shorter"
+                "computing the allowed next tokens takes too long: the limit is "
+                f"{_IN_ADVANCE:g} s plus {1000 * _A_TOKEN:g} ms per token; make the grammar's "
+                "expressions shorter"
             )
 
 

@@ -1,6 +1,6 @@
 """An engine's KV cache as device memory: its buffers are freed, and allocated again.
 
-How large it is, `sizing/kv_size.py` decides on a TPU, and upstream or the user elsewhere.
+On a TPU `sizing/kv_size.py` decides its size. Elsewhere upstream or the user decides it.
 
 Reaches into upstream's memory pools, which hold the buffers (`model_runner.memory_pools`). Every
 other part refers to these pools, so the pools stay and only their buffers change.

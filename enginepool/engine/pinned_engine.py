@@ -29,10 +29,10 @@ class PinnedEngine:
     Attributes:
         index: Which of the pool's engines it is.
         condition: What the engine does, and what it may do.
-        channel: The way into it.
-        assembly: Makes the engine, and has it as an object.
-        queue: The pool's.
-        kept: Its weights while it is rebuilt with them, and until it serves again.
+        channel: The way into the engine.
+        assembly: Makes upstream's Engine, and holds it.
+        queue: The pool's queue.
+        kept: The engine's weights while it is rebuilt with them, and until it serves again.
     """
 
     def __init__(

@@ -3,13 +3,13 @@
 Reaches into upstream's model runner and compilation manager. `steady/prefill_step.py` is it where
 decode is steady, `upstream_prefill.py` elsewhere.
 
-What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions,
-which a long prompt has no memory for, compile anew while it serves, and cannot be mixed with
-requests that do not ask for them.
-Why: They are part of the batch that samples.
-Remove when: Upstream computes them a slice at a time, whatever else is in the batch. A model
-without a logits processor is not scored, nor is one for which upstream makes no extend batch; the
-call says which.
+What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions. A
+long prompt has no memory for them. They compile new programs while the engine serves, and cannot be
+mixed with requests that do not ask for them.
+Why: Upstream computes them in the same batch that samples.
+Remove when: Upstream computes them a slice at a time, whatever else is in the batch. A model is not
+scored if it has no logits processor, or if upstream makes no extend batch for it. The error of the
+call gives the reason.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PrefillProgram:
             self._run(bucket, [token], top=False)
 
     def bucket(self, tokens: int) -> int:
-        """The bucket of so many tokens."""
+        """The bucket for this many tokens."""
         return next(bucket for bucket in self.buckets if bucket >= tokens)
 
     def run(self, pieces: Sequence[PrefillPiece], *, top: bool) -> Any:
@@ -159,7 +159,7 @@ class PrefillProgram:
 def _refusal(runner: ModelRunner, manager: CompilationManager) -> str | None:
     name = type(runner.model).__name__
     if not hasattr(manager, "_make_dummy_batch"):
-        return "this sglang-jax has no CompilationManager._make_dummy_batch, which it is made of"
+        return "this sglang-jax lacks CompilationManager._make_dummy_batch, which scoring needs"
     if hasattr(runner.attn_backend, "prepare_model_state"):
         return "this sglang-jax's attention changes the weights that a program gets"
     if getattr(manager, "has_recurrent_state", False):

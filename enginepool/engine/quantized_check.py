@@ -55,5 +55,5 @@ def check_quantized(runner: ModelRunner, server_args: ServerArgs) -> None:
         field = "quantization_config" + (f"_path={shown(path)}" if path else " of config.json")
         raise InvalidConfig(
             f"{field}: native attention, which CPU and GPU have, does not work with quantized "
-            "matrices of this sglang-jax; open the pool without, on weights that are not quantized"
+            "matrices of this sglang-jax; open the pool on weights that are not quantized"
         ) from error

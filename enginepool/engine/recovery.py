@@ -32,13 +32,13 @@ from enginepool.errors import NotFinite, PoolClosed, StepTimeout
 
 
 class Recovery:
-    """What an engine's thread calls when its engine fails.
+    """Decides what happens after an engine has failed. The engine's thread calls it.
 
     Args:
         engines: The pool's, in order; filled when it opens.
 
     Attributes:
-        weights: What an engine that comes back is to have.
+        weights: The weights that an engine gets when it comes back.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class Recovery:
         self._engines = engines
         self.weights = CurrentWeights(desired, engines)
         self._times: dict[int, list[float]] = {}  # of failures, by engine
-        # By engine: whose numbers were not finite there, alone; the update and when that was.
+        # By engine: each request that was alone there and had no finite numbers, the update, and
+        # the time.
         self._not_finite: dict[int, list[tuple[FaultHistory, int, float]]] = {}
 
     # The requests
@@ -77,7 +78,7 @@ class Recovery:
                 self._lost("engine_abandoned", engine, StepTimeout(reason), requests)
 
     def engine_unloaded(self, engine: PinnedEngine, requests: list[Request]) -> None:
-        if self._desired.no_weights is None:  # else it was asked for
+        if self._desired.no_weights is None:  # else a user asked for it
             self._warn("engine_unloaded", engine, requests=len(requests))
         self._dispatch.resume(requests)
 
@@ -147,7 +148,7 @@ class Recovery:
     def _look_at(
         self, engine: PinnedEngine, request: Request
     ) -> Literal["resume", "request", "weights"]:
-        """What is at fault if a request that was alone had numbers that are not finite."""
+        """Decide what is at fault after a request that was alone had no finite numbers."""
         weights, faults = engine.condition.weights, request.faults
         again = faults.add_not_finite(engine.index, str(engine.condition.reason), weights.update)
         seen = self._not_finite.get(engine.index, [])
@@ -167,8 +168,9 @@ class Recovery:
         return decide_not_finite(faults, again=again, finite_on=finite_on)
 
     def _weights_are_broken(self, engine: PinnedEngine) -> bool:
-        """Whether a request that was alone here without finite numbers has had some elsewhere
-        since, while no request had any here."""
+        """Whether the engine's weights are the likely fault. A request that was alone on this
+        engine had no finite numbers. Since then it had finite numbers on another engine, and no
+        request had finite numbers on this engine."""
         weights = engine.condition.weights
         return any(
             update == weights.update == faults.finite_under and when > weights.finite_at

@@ -34,11 +34,11 @@ def check_rotary(model: Any, fields: Mapping[str, Any]) -> None:
     """Rotate a vector by each layer's own embedding, and compare with the published formula.
 
     Args:
-        fields: The configuration's. Not those of the object that upstream has built the model
-            from: its Llama writes into that one's `rope_scaling`.
+        fields: The fields of config.json. Upstream's configuration object is not used, because
+            upstream's Llama changes `rope_scaling` in it.
 
     Raises:
-        InvalidConfig: They differ, or the configuration asks for what no engine computes.
+        InvalidConfig: The results differ, or config.json asks for what engines do not implement.
     """
     if fields["model_type"] not in FAMILIES:
         return
@@ -76,9 +76,9 @@ def _check(embedding: Any, expected: Rotation, layer: int, fields: Mapping[str, 
             asked = ", ".join(f"{n}={fields[n]!r}" for n in names if fields.get(n) is not None)
             entry = int(np.argmax(~(wrong <= limit)))
             raise InvalidConfig(
-                f"config.json: layer {layer} is not turned as it says ({asked}): entry {entry} of "
-                f"a head, at position {positions[entry]}, is off by {wrong[entry]:.3g}. This "
-                "sglang-jax does not compute it"
+                f"the rotary embedding of layer {layer} differs from config.json ({asked}): entry "
+                f"{entry} of a head, at position {positions[entry]}, is off by "
+                f"{wrong[entry]:.3g}. This sglang-jax does not implement it"
             )
 
 

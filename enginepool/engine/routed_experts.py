@@ -59,10 +59,10 @@ def expert_dtype(model_config: Any) -> np.dtype:
 def routing_of(layers: Sequence[Any], dtype: np.dtype, hf_config: Any) -> Routing:
     """
     Args:
-        layers: What the model's forward returns of each layer: shapes, or None.
+        layers: For each layer, the shape of the experts that the model's forward returns, or None.
 
     Raises:
-        InvalidConfig: It returns nothing.
+        InvalidConfig: The forward returns no experts.
     """
     shapes = [layer.shape for layer in layers if layer is not None]
     if not shapes:
@@ -81,7 +81,7 @@ class RoutedExperts:
         self.routing = routing
         self._scheduler, self._running = scheduler, running
         slots = scheduler.max_total_num_tokens + scheduler.page_size
-        # The system gives memory to what is written.
+        # The operating system allocates memory only for entries that are written.
         self._by_slot = np.zeros((slots, *routing.shape), routing.dtype)
         self._latest: Any = None
         self._wrap(scheduler.tp_worker.worker.model_runner, scheduler.tree_cache)

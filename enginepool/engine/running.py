@@ -94,7 +94,7 @@ class RunningRequests:
         request.faults.proved(self._weights.update)
 
     def set_weights(self, version: int | str, update: int) -> None:
-        """The next tokens come from other weights. Those so far are booked on the old ones."""
+        """The next tokens come from other weights. The tokens so far keep the old version."""
         for request in self.held.values():
             self.take_over(request, keep=True)
         self._weights.replaced(version, update)
@@ -196,11 +196,11 @@ class RunningRequests:
         """End requests whose newest log-probability is no finite number.
 
         Args:
-            alone: Nobody shared the step with them.
+            alone: Whether no other request shared the step.
 
         Raises:
-            NotFinite: Another request or this engine may be at fault, or the KV cache of other
-                requests is here too. Nothing is ended.
+            NotFinite: Another request or this engine may be at fault, or the engine also holds
+                other requests' KV cache. No request is ended then.
         """
         known = self._weights.nonfinite_under == self._weights.update
         if not (known and alone and len(requests) == len(self.held)):

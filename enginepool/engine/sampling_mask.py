@@ -25,7 +25,7 @@ from enginepool.dispatch.sampling_mask import Kept
 NEVER = -1e30
 # More than any sum of probabilities.
 _ALL = 2.0
-# What stands before the ids of a row: their number, and the bits of the log-probability.
+# Numbers before the ids of a row: how many ids there are, and the bits of the log-probability.
 _HEAD = 2
 
 

@@ -68,7 +68,7 @@ _USED = (
 )
 
 
-# In place of a step's result: steady decode has processed it.
+# Returned in place of a step's result that steady decode has already processed.
 _PROCESSED: Any = object()
 
 
@@ -80,16 +80,14 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         self._pool_adapters = channel.adapters
         expect(Scheduler, *_OVERRIDDEN)
         check_upstream()
-        # Upstream's capturer of experts is one a process.
+        # Upstream has one capturer of experts per process.
         with_experts = getattr(server_args, "enable_return_routed_experts", False)
         server_args.enable_return_routed_experts = False
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
-        with (
-            adapting(),
-            noted_reads() as self.config_reads,
-        ):  # to here: models are alike without the notes
+        # The notes end before `share`: with them, no two models are equal.
+        with adapting(), noted_reads() as self.config_reads:
             super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         expect(self, *_USED)
         model_runner: Any = self.tp_worker.worker.model_runner
@@ -138,10 +136,10 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
     def watchdog_thread(self) -> None:
         """Called by upstream's constructor on a thread of its own, which ends here at once.
 
-        What breaks: A step that takes long ends the host's parent process; and the weights of an
-        engine that is gone stay, because the thread has no end and holds the scheduler.
-        Why: Upstream's watchdog takes its process for a child of its own launcher.
-        Remove when: It can be switched off. The pool has one of its own.
+        What breaks: A step that takes long ends the host's parent process. The weights of a closed
+        engine stay, because the thread has no end and holds the scheduler.
+        Why: Upstream's watchdog assumes that its process is a child of upstream's launcher.
+        Remove when: It can be switched off. The pool has a watchdog of its own.
         """
 
     def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -290,7 +288,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         adapters = self._pool_adapters
 
         def ask(request: Request) -> bool:
-            # From here on it has this version, whatever is loaded meanwhile.
+            # The request keeps this version from here on, whatever is loaded meanwhile.
             request.adapter = adapters.for_start(request.adapter, begun=request.begun)
             return turn.may_start(None if request.adapter is None else request.adapter.number)
 

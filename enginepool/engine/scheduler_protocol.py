@@ -1,4 +1,4 @@
-"""What a channel needs of its scheduler: the engine's, or a scripted one of the tests."""
+"""The scheduler that a channel needs: an engine's, or a scripted one of the tests."""
 
 from __future__ import annotations
 

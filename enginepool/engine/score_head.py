@@ -18,18 +18,22 @@ LOGITS_BYTES = 128 * 2**20
 _LEAST_ROWS = 8
 
 
-# What is wanted of the head travels as one array. These numbers come first.
+# The arguments of the head travel as one array. These numbers come first.
 _FLAGS = ("count", "top", "named")
 
 
 def pack_wanted(tokens: int, wanted: Mapping[str, Any]) -> np.ndarray:
-    """What `ScoreHead` takes.
+    """Packs the array that `ScoreHead` takes.
 
     Args:
         tokens: The bucket.
-        wanted: `rows` of the hidden states, by which `count` is known, the ids after them as
-            `targets`, and whether `top` is wanted: the most probable ids; whether `named` ones are,
-            which are rows of `names`, and for each row `whose`.
+        wanted: A dict of arrays.
+            `rows`: The rows of the hidden states that are scored. Their number is `count`.
+            `targets`: For each row, the id that comes next.
+            `top`: Whether the most probable ids are wanted.
+            `named`: Whether named ids are wanted.
+            `names`: Rows of named ids.
+            `whose`: For each row of the hidden states, its row in `names`.
     """
     flags = len(wanted["rows"]), wanted["top"], wanted["named"]
     listed = np.zeros((3, tokens), np.int32)
@@ -76,8 +80,9 @@ class ScoreHead:
         self._width = min(MAX_TOP_LOGPROBS, vocab_size)
 
     def __call__(self, hidden_states: jax.Array, lm_head: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the processor returns, and the scores: by target its log-probability, the most
-        probable ids' and these ids, those of the named ids; zeros where they are not wanted."""
+        """The processor's result, and the scores. These are, for each target: its log-probability,
+        the most probable ids' log-probabilities, these ids, and the named ids' log-probabilities.
+        Scores that are not wanted are zeros."""
         output = self._processor(hidden_states, lm_head, *args, **kwargs)
         return output, self._scores(hidden_states, lm_head)
 
@@ -113,7 +118,7 @@ class ScoreHead:
         replicated = PartitionSpec(None)
         logits = self._processor._get_logits(hidden, lm_head)
         if logits.dtype == jnp.bfloat16:
-            # As a decode step has them. XLA would keep more precision here.
+            # Round as a decode step does. XLA would keep more precision here.
             logits = jax.lax.reduce_precision(logits, 8, 7)
         logits = logits.astype(jnp.float32)
         # In the order of `jax.nn.log_softmax`, which a decode step takes: it rounds the same way.

@@ -1,4 +1,4 @@
-"""Where a start is, and what its seconds went to.
+"""The progress of a start, and the seconds of its stages.
 
 JAX's monitoring events tell how long a thread traced, lowered and compiled.
 """
@@ -29,7 +29,8 @@ class StartStages:
     Attributes:
         now: The stage that runs. None between stages.
         seconds: By stage. A stage inside another does not count for the outer one.
-        jax_seconds: What threads inside `listening` traced, lowered, and compiled or loaded.
+        jax_seconds: Seconds in which threads inside `listening` traced, lowered, and compiled or
+            loaded programs.
         programs: How many programs they compiled or loaded.
         bucket, buckets: Which bucket a warm-up compiles for, of how many.
     """

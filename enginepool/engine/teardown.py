@@ -1,4 +1,4 @@
-"""What drops a scheduler's requests, and the scheduler itself.
+"""Drops a scheduler's requests, and the scheduler itself.
 
 Reaches into upstream's scheduler, worker and model runner.
 

@@ -6,7 +6,7 @@ Reaches into upstream's model runner: its `compute_logprobs` is replaced.
 What breaks: Upstream compiles a program for every arrangement of widths in a batch, while it
 serves. Its results are misaligned if only some requests ask for them.
 Why: The widths of a batch's requests are part of the program's shape.
-Remove when: Upstream computes one width for all. Another signature is refused, by name.
+Remove when: Upstream computes one width for all. If the signature differs, an error names it.
 """
 
 from __future__ import annotations

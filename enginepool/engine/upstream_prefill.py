@@ -184,7 +184,7 @@ def _program(vocab_size: int, batch: int, experts: np.dtype | None) -> OnAnyDevi
         wanted: Any,
     ) -> Any:
         model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
-        # The module itself counts its arrays; this is none of them.
+        # Set through `vars`: nnx would count the head's arrays as the model's.
         vars(model)["logits_processor"] = head(model.logits_processor, wanted)
         with on_batch(forward_batch):
             *others, layers = model(forward_batch, memory_pools, logits_metadata)

@@ -9,7 +9,7 @@ so are `_precompile_extend` and `_precompile_decode` if decode is steady.
 What breaks: Without this the first request of every shape waits for compilations.
 Why: Upstream's dummy batches have no seeds. A batch with seeds is another program, and every
 request of a pool has a seed.
-Remove when: The dummy batches can be given seeds. A manager without the method is missed by name.
+Remove when: The dummy batches can be given seeds. If the method is missing, an error names it.
 """
 
 from __future__ import annotations

@@ -215,12 +215,12 @@ class EngineWorker(PinnedEngine):
         self.assembly.rebuild(dummy_weights=not from_checkpoint)
         if self.kept:
             self.leaves.replace(self.kept)
-        else:  # -1: `readmit` brings weights. An earlier attempt may have set it, too.
+        else:  # -1 until `readmit` brings weights; an earlier attempt may have set it already
             self.condition.weights.update = 0 if from_checkpoint else -1
 
     def _intact(self) -> dict[str, jax.Array]:
-        """The engine's own weights, if they are the pool's current ones. What an earlier rebuild
-        put in place is not."""
+        """The engine's own weights, if they are the pool's current ones. Weights that an earlier
+        rebuild put in place are not current."""
         if self.assembly.scheduler is None or self.leaves.lost():
             return {}
         if not self._recovery.weights.labels(self):

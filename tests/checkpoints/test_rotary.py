@@ -129,7 +129,7 @@ def test_what_upstream_writes_into_its_configuration_is_not_believed(
 
     monkeypatch.setattr(model, "__init__", otherwise)
     folder = make(tmp_path, "llama", config={"rope_theta": 10000.0})
-    with pytest.raises(InvalidConfig, match=r"layer 0 is not turned as it says \(rope_theta=10000"):
+    with pytest.raises(InvalidConfig, match=r"layer 0 differs from \S+ \(rope_theta=10000"):
         EnginePool(str(folder), devices=1, warmup="none", **SMALL).open()
 
 
@@ -171,7 +171,7 @@ def test_the_check_sees_a_plain_embedding(dtype: str, wrong: str, fields: dict[s
     base = 77.0 if wrong == "second layer" else 10000.0
     plain = embeddings().RotaryEmbedding(128, 128, 512, base, True, jnp.dtype(dtype))
     where = "layer 1" if wrong == "second layer" else "layer 0"
-    with pytest.raises(InvalidConfig, match=f"{where} is not turned.*entry"):
+    with pytest.raises(InvalidConfig, match=f"{where} differs.*entry"):
         check_rotary(model_of(plain, plain), config_of(**fields))
 
 
@@ -189,7 +189,7 @@ def test_the_check_sees_a_part_of_yarn(field: str) -> None:
     value = {"attention_factor": 0.9, "truncate": False, "beta_slow": 4.0}[field]
     yarn = embeddings().YarnRotaryEmbedding(128, 128, 512, 10000.0, True, jnp.float32, 4.0, 128)
     check_rotary(model_of(yarn), config_of(rope_scaling=YARN))
-    with pytest.raises(InvalidConfig, match=f"not turned.*{field}"):
+    with pytest.raises(InvalidConfig, match=f"differs from.*{field}"):
         check_rotary(model_of(yarn), config_of(rope_scaling=YARN | {field: value}))
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from enginepool.engine.scoring import Scorer
     from enginepool.engine.steady.prefill import Prefill
 
-# How many steps run at most if requests waited before the first one that could not start then.
+# The most steps until the next step boundary, if requests waited without room when these began.
 _STEPS_WHILE_WAITING = 16
 
 
@@ -140,6 +140,6 @@ class Admission:
         return tokens <= min(limit for limit in limits if limit and limit > 0)
 
     def _in_chunks(self) -> dict[int, Req]:
-        """By rank: the request that is prefilled in chunks. Upstream asks for it in this form."""
+        """For each rank, the request that is prefilled in chunks. Upstream wants this form."""
         chunked = self._scheduler.chunked_reqs
         return {rank: req for rank, req in enumerate(chunked) if req is not None}

@@ -57,7 +57,7 @@ class BlockTable:
         self._places[rows], self._written[rows], self._counts[rows] = places, lengths, counts
 
     def allocate(self, rows: np.ndarray, lengths: np.ndarray, *, evict: bool) -> bool | None:
-        """Allocate the pages that these rows still need for so many tokens.
+        """Allocate the pages that these rows still need for this many tokens.
 
         Args:
             evict: The prefix cache may evict for it.
@@ -81,7 +81,7 @@ class BlockTable:
         return True
 
     def write_back(self, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Write the slots of so many tokens to upstream's table, and free the pages beyond."""
+        """Write the slots of this many tokens to upstream's table, and free the pages beyond."""
         size, new = self._size, np.maximum(lengths - self._written[rows], 0)
         row = np.repeat(rows, new)
         nth = np.arange(len(row)) - np.repeat(np.cumsum(new) - new, new)

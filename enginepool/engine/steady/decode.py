@@ -66,11 +66,11 @@ class SteadyDecode:
         self.program, self.prefill = program, prefill
         self.admission = Admission(scheduler, channel, scorer, prefill)
         self._pace = Pace(channel.max_decode_steps)
-        self._read_at: float | None = None  # when the last launch's output was, in this run
+        self._read_at: float | None = None  # when the last output was read, in this run
 
     def ahead(self) -> list[Callable[[], None]]:
-        """What compiles the step program for each bucket, on any threads, while upstream's own
-        programs run."""
+        """Jobs that compile the step program for each bucket. They may run on any threads, while
+        upstream's own programs run."""
         if self.program is None:
             return []
         return [partial(self.program.compile_ahead, rows) for rows in self.program.buckets]
@@ -113,7 +113,7 @@ class SteadyDecode:
             self._run_steps(StepsInFlight(program, batch, block_table, reqs, limit))
         drop_ended(upstreams)
         write_back_batch(upstreams)
-        # As after so many steps of upstream's. It has lowered the ratio for the first one itself.
+        # As after as many steps of upstream's. It has already lowered the ratio for the first step.
         scheduler.forward_ct += batch.steps
         scheduler.new_token_ratio = max(
             scheduler.new_token_ratio - (batch.steps - 1) * scheduler.new_token_ratio_decay,
@@ -213,7 +213,7 @@ class SteadyDecode:
             self._hand_over([batch.reqs[row] for row in news])
 
     def append(self, append_tokens: Callable[[], list[int]], steps: int) -> list[int]:
-        """Append the tokens of so many steps. Nobody can take the requests away meanwhile.
+        """Append the tokens of these steps. Nobody can take the requests away meanwhile.
 
         Raises:
             StepTimeout: The requests were taken away before.

@@ -29,13 +29,13 @@ UNCHANGED, FROM_TABLE = 0, 1
 
 
 class RowTable:
-    """What the host tells the device of every row: one table of int32, in which floats are bits.
-    So it is one transfer.
+    """The rows of a batch as the host sends them. They are one table of int32, in which floats are
+    bits, so they are one transfer.
 
     Attributes:
         numbers: The table. The others are its columns.
         state: The last id, and the length with that id, when the row was given to a request.
-        origin: Where the device gets these from with the next transfer.
+        origin: From where the device takes the state at the next transfer.
         limits: The length at which a row ends, and its stop ids. The length is 0 if the host has
             ended the row. Unused stop ids are -1.
         penalties: See `penalties.py`.
@@ -48,7 +48,7 @@ class RowTable:
         self._floats = self.numbers[:, FLOATS].view(np.float32)
         self._ints = self.numbers[:, INTS]
         self.penalties = Penalties(self._floats[:, 3:], self._ints[:, 2])
-        # What upstream pads with.
+        # The values that upstream pads with.
         self._floats[:, :2] = 1
         self._ints[:, 0] = 1
 
@@ -61,7 +61,7 @@ class RowTable:
 
 
 class SentBatch(NamedTuple):
-    """What is sent of a batch, for `unpack`.
+    """The arrays of a batch that are sent. `unpack` reads them.
 
     Attributes:
         numbers: Its features, its `RowTable`, and its block table.
@@ -75,7 +75,7 @@ class SentBatch(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """What a step reads of a batch and does not change.
+    """The part of a batch that a step reads and does not change.
 
     Attributes:
         limits, penalties: See `RowTable`.
@@ -103,7 +103,7 @@ class DeviceBatch(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What at least one row of a batch needs. A step skips the others.
+    """The features that at least one row of a batch needs. A step skips the others.
 
     Attributes:
         penalised: Penalties or `min_new_tokens`.
@@ -133,7 +133,7 @@ class Features(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """What a step changes of a batch. The next step takes its buffers over.
+    """The part of a batch that a step changes. The next step takes over its buffers.
 
     Attributes:
         rows: By row: its last id, and its length with that id. The length is 0 if it has ended.
@@ -145,7 +145,7 @@ class DecodeState(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step samples.
+    """The results of a step.
 
     Attributes:
         ids: By row: the id, and the bits of its log-probability.

@@ -1,4 +1,4 @@
-"""What some requests want of each token beside its id and its log-probability."""
+"""Values that some requests want for each token beside its id and its log-probability."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ type Top = tuple[np.ndarray, np.ndarray]
 
 
 class Extras(NamedTuple):
-    """What some rows want of the next steps beside ids and log-probabilities. None: no row does.
+    """Values of some steps beside ids and log-probabilities. None: no row wants them.
 
     Attributes:
         top: The most probable ids and their log-probabilities, by step, by row.

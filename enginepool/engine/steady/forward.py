@@ -65,7 +65,7 @@ class Model:
         """A backend for this trace. Upstream's own would keep traced arrays.
 
         Args:
-            metadata: Of upstream's attention kernel, if it is used.
+            metadata: The metadata of upstream's attention kernel, if that is used.
         """
         backend: Any = jax.tree.unflatten(self._backend, [None] * self._backend.num_leaves)
         if self.kernel:
@@ -90,13 +90,13 @@ class Model:
             head: Wraps the model's logits processor.
 
         Returns:
-            What the model, or its `head`, returns, the KV buffers, and the experts of each id, if
+            The result of the model or its `head`, the KV buffers, and the experts of each id if
             they are wanted.
         """
         pools = jax.tree.unflatten(self._pools, kv)
         model = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
         if head is not None:
-            # The module itself counts its arrays; this is none of them.
+            # Set through `vars`: nnx would count the head's arrays as the model's.
             vars(model)["logits_processor"] = head(model.logits_processor)
         with jax.sharding.use_abstract_mesh(self.mesh), on_batch(batch):
             output, updates, *_, layers = model(batch, pools, wanted)

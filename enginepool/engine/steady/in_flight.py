@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import jax
     from sgl_jax.srt.managers.schedule_batch import Req
 
-# KV pages are allocated for so many steps at once while some are free, and for so few once the
-# prefix cache has to evict. Allocated pages count as used.
+# KV pages are allocated for _PAGES_AHEAD steps at once while some are free. Once the prefix cache
+# has to evict, they are allocated for _FEW_AHEAD steps. Allocated pages count as used.
 _PAGES_AHEAD, _FEW_AHEAD = 32, 4
 
 

@@ -46,7 +46,7 @@ class InputBatch:
         grammars: By row: its grammar, if it has one. It has accepted all tokens of the row.
         latest: The rows that got tokens from the last steps. Some of them have ended since.
         not_finite: Whether one of these rows got a log-probability that is not finite.
-        table: What the device is told of every row. `limits` and `state` are columns of it.
+        table: The rows as they are sent to the device. `limits` and `state` are columns of it.
         adapters: By row: its adapter. None for the base, and for a free row.
         names: See `device_batch.DeviceBatch`.
         steps: How many steps' tokens the requests have.
@@ -84,7 +84,7 @@ class InputBatch:
         self._with_extras, self._extras = with_extras, dict[int, Request]()
         self.latest = self.active
         self.not_finite = self._changed = False
-        # Of the latest rows: the earliest last step, and the stop ids if any row has some.
+        # The smallest `_last` of the latest rows, and their stop ids if any row has some.
         self._soonest, self._stops = 0, None
 
     def add_requests(self, reqs: Sequence[Req], after: int) -> list[int]:
@@ -196,8 +196,8 @@ class InputBatch:
         return gone.tolist()
 
     def _counts(self, ids: np.ndarray, logprobs: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-        """How many of these steps count. By latest row: how many of them it takes part in, and
-        whether the device has ended it by the last of those."""
+        """Returns how many of these steps count; for each latest row, how many steps it takes part
+        in; and for each latest row, whether it ends with its last step."""
         latest = self.latest
         # Most steps end no row. The rest of this function would take most of their time.
         if (

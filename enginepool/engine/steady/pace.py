@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Of this many launches so many must find the device idle before launches have several steps.
+# Of _LOOKED_AT launches, _IDLE must find the device idle. Then launches have several steps.
 _LOOKED_AT, _IDLE = 16, 2
 # After this many launches of several steps, single steps are tried again.
 _TRIED_AFTER = 128

@@ -37,12 +37,12 @@ def pack(features: Features, table: RowTable, *others: np.ndarray) -> np.ndarray
 
 
 def rows_of(numbers: jax.Array, pages: int) -> int:
-    """How many rows a decode batch has, each with so many pages in the block table."""
+    """How many rows a decode batch has, each with this many pages in the block table."""
     return (len(numbers) - _FLAGS) // (COLUMNS + pages)
 
 
 def rest_of(numbers: jax.Array, rows: int) -> jax.Array:
-    """What was packed after the table."""
+    """The numbers that were packed after the table."""
     return numbers[_FLAGS + rows * COLUMNS :]
 
 

@@ -112,7 +112,7 @@ class PrefillStep(PrefillProgram):
         return self._steps.tally(empty, rows, found).tallies
 
     def prompts(self, tokens: int) -> HostPrompts:
-        """No prompts yet, which are to have so many tokens."""
+        """Room for prompts of this many tokens in all. There are no prompts in it yet."""
         return HostPrompts(
             RowTable(self.sequences),
             np.zeros(self.sequences, np.int32),
@@ -145,11 +145,11 @@ class PrefillStep(PrefillProgram):
         """Launch a prefill.
 
         Args:
-            tallies: Of rows with penalties.
-            wanted: What `ScoreHead` is to compute.
+            tallies: The tallies of rows with penalties.
+            wanted: The argument of `ScoreHead`.
 
         Returns:
-            What was sampled, what was scored, and the experts of each id, if they are wanted.
+            The samples, the scores, and the experts of each id if they are wanted.
         """
         runner = self._runner
         output, scores, experts, buffers = self._program(

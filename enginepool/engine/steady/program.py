@@ -101,7 +101,7 @@ class StepProgram:
         self._tally = programs.common(["tally", mesh], lambda: build_tally(mesh))
 
     def bucket(self, requests: int) -> int:
-        """How many rows a batch of so many requests has."""
+        """How many rows a batch of this many requests has."""
         return next(size for size in self.buckets if size >= requests)
 
     def compile_ahead(self, rows: int) -> None:
@@ -169,7 +169,7 @@ class StepProgram:
     def step(
         self, state: DecodeState, batch: SentBatch, steps: int
     ) -> tuple[DecodeState, StepOutput]:
-        """Launch so many steps at once. They take the old state's buffers over.
+        """Launch this many steps at once. They take over the old state's buffers.
 
         Returns:
             The state after them, and their output, by step.

@@ -53,12 +53,12 @@ class Sample:
         """
         Args:
             leaves: The sampler's arrays.
-            output: The forward's. Penalties and masks are applied.
+            output: The forward pass's output, with penalties and masks applied.
 
         Returns:
             The sampled ids, and the step's output.
         """
-        sampling: Any = batch.sampling  # of flags that are arrays
+        sampling: Any = batch.sampling  # Any, because its flags are arrays here
         sampling.positions = put(self._mesh, positions, "data")
         # Upstream's sampler must not apply them again. It traces that branch all the same.
         sampling.do_penalties, sampling.linear_penalty = False, jnp.zeros((), jnp.float32)
@@ -107,7 +107,7 @@ class Sample:
         return put(self._mesh, no_kept(len(logprobs), self._kept_width), None, None)
 
     def nothing(self, steps: int, rows: int) -> StepOutput:
-        """The empty output of so many steps."""
+        """The empty output of this many steps."""
         zeros = jnp.zeros((steps, 2, rows, self._width), jnp.int32)
         named = jnp.zeros((steps, rows, MAX_NAMED_IDS), jnp.float32)
         kept = no_kept(steps * rows, self._kept_width).reshape(steps, rows, -1)

@@ -71,5 +71,5 @@ class BatchSender:
 
 
 def no_names(rows: int) -> np.ndarray:
-    """The `names` of so many rows, none of which names an id."""
+    """The `names` of this many rows, none of which names an id."""
     return np.zeros((rows, MAX_NAMED_IDS), np.int32)
