@@ -98,7 +98,7 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (TOKENIZE, {"prompt": SUM, "tools": [TOOL]}, "tools"),
     (TOKENIZE, {"prompt": SUM, "continue_final_message": True}, "is for messages"),
     (TOKENIZE, {"prompt": SUM, "chat_template_kwargs": {"a": 1}}, "is for messages"),
-    (TOKENIZE, {"messages": TURNS, "add_special_tokens": True}, "the template says"),
+    (TOKENIZE, {"messages": TURNS, "add_special_tokens": True}, "the chat template adds"),
     (SCORE, {"prompt": SUM}, "prompt"),
 ]
 

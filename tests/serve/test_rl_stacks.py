@@ -223,7 +223,7 @@ def test_weights_of_no_checkpoint(administered: Running) -> None:
         post(client, "/release_memory_occupation", {"tags": ["weights"]})
         reply = client.post("/wake_up")
         assert reply.status_code == 400
-        assert "no checkpoint has them" in reply.json()["message"]
+        assert "did not come from a checkpoint" in reply.json()["message"]
         post(client, "/update_weights", {"weight_dir": TOY})
         assert generate(client, SUM)["text"] == "19"
 
