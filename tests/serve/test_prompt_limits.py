@@ -106,7 +106,7 @@ def test_what_fits_is_taken(plain: Running) -> None:
             GENERATE, json={"text": text + "1", "sampling_params": {"max_new_tokens": 1}}
         )
         assert reply.status_code == 400
-        assert "too long" in reply.json()["error"]["message"]
+        assert "too many" in reply.json()["error"]["message"]
         turns = [{"role": "user", "content": [{"type": "text", "text": "1"}]}] * 50
         reply = client.post(CHAT, json={"model": "toy", "messages": turns, "max_tokens": 1})
         assert reply.json()["usage"]["prompt_tokens"] > 400
