@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,7 +72,7 @@ class SteadyDecode:
         upstream's own programs run."""
         if self.program is None:
             return []
-        return [partial(self.program.compile_ahead, rows) for rows in self.program.buckets]
+        return [self.program.ahead(rows) for rows in self.program.buckets]
 
     def compile(self) -> None:
         """Run the step program once for each bucket. Later steps compile nothing."""

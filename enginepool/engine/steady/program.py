@@ -104,12 +104,16 @@ class StepProgram:
         """How many rows a batch of this many requests has."""
         return next(size for size in self.buckets if size >= requests)
 
-    def compile_ahead(self, rows: int) -> None:
-        """Compile the program of a bucket, on any thread."""
+    def ahead(self, rows: int) -> Callable[[], None]:
+        """Prepare the compilation of a bucket's program, on the engine's thread.
+
+        Returns:
+            What compiles it, on any thread. It calls no program: JAX lets a thread that calls one
+            wait while another compiles it, and neither gives the other its turn.
+        """
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
-        state, batch = self._empty(rows)
-        leaves = self._runner.model_state_leaves
-        self._step.compile(leaves, self.sampler, kv, state, batch, self._counts[1])
+        leaves, (state, batch) = self._runner.model_state_leaves, self._empty(rows)
+        return lambda: self._step.compile(leaves, self.sampler, kv, state, batch, self._counts[1])
 
     def compile(self) -> None:
         """Run every program once, on batches without requests. The engine does not change."""
