@@ -37,7 +37,7 @@ def log_exchange(record: ExchangeRecord, *, prompts: bool) -> None:
     if record.seconds is not None:
         about["seconds"] = round(record.seconds, 4)
     if outputs := record.outputs:
-        first = [output for output in outputs if output.sample_index == 0]  # one a prompt
+        first = [output for output in outputs if output.sample_index == 0]  # one per prompt
         about |= {
             "ids": _some(dict.fromkeys(output.rid for output in outputs), {str: _LONGEST_RID}),
             "engines": sorted({o.engine_index for o in outputs if o.engine_index is not None}),

@@ -138,7 +138,7 @@ class StepProgram:
     def adapters_of(
         self, adapters: Sequence[Adapter | None], size: int
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """The slots and the scales of so many rows. None if the engine has no adapters."""
+        """The slots and the scales of this many rows. None if the engine has no adapters."""
         if self._adapters is None:
             return None
         slots, scales = np.full(size, NO_SLOT, np.int32), np.zeros(size, np.float32)
