@@ -34,6 +34,7 @@ def test_no_page_is_left_out() -> None:
     assert with_blocks == {
         "README.md",
         "docs/generation.md",
+        "docs/lora.md",
         "docs/scoring.md",
         "docs/serving.md",
         "docs/structured_output.md",
@@ -61,6 +62,14 @@ def test_generation() -> None:
     names = run_page("docs/generation.md")
     assert len(names["outputs"]) == 16
     assert len(names["some"]) == 2
+
+
+def test_lora() -> None:
+    """One output has the adapter, the other the base."""
+    adapted, base = (result["meta_info"] for result in run_page("docs/lora.md")["outputs"])
+    assert adapted["lora_path"] == "run-1"
+    assert [span[2] for span in adapted["lora_versions"]] == [1]
+    assert base.get("lora_path") is None
 
 
 def test_scoring() -> None:
