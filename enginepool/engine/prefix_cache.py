@@ -10,6 +10,7 @@ Remove when: Upstream keeps its leaves in order.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from sgl_jax.srt.mem_cache.radix_cache import RadixKey
@@ -29,18 +30,19 @@ def evict_more(tree_cache: Any, tokens: int) -> None:
     Args:
         tokens: How many the KV cache has.
     """
-    evict, least = tree_cache.evict, tokens // _SHARE
+    # No cycle: the cache holds KV buffers, which are freed when the pool is closed.
+    cache, evict, least = weakref.ref(tree_cache), type(tree_cache).evict, tokens // _SHARE
 
     def evict_params(params: Any) -> Any:
         swa = getattr(params, "swa_num_tokens", 0)
         if not swa:  # a pool for a sliding window is smaller
             params = type(params)(num_tokens=max(params.num_tokens, least), dp_rank=params.dp_rank)
-        return evict(params)
+        return evict(cache(), params)
 
     def evict_tokens(num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if not args:
             num_tokens = max(num_tokens, least)
-        return evict(num_tokens, *args, **kwargs)
+        return evict(cache(), num_tokens, *args, **kwargs)
 
     tree_cache.evict = evict_tokens if EvictParams is None else evict_params
 

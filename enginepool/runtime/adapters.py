@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from enginepool.dispatch.request import Request
-from enginepool.engine.adapter_slots import AdapterSlots, Placed
 from enginepool.engine.jobs import EngineBroken
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EnginePoolError, InvalidRequest
@@ -24,6 +23,9 @@ from enginepool.runtime.staging import naming
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.update_lock import updating
 from enginepool.values import shown
+
+if TYPE_CHECKING:  # it imports sgl_jax; patches come first
+    from enginepool.engine.adapter_slots import AdapterSlots, Placed
 
 
 @dataclass(frozen=True)

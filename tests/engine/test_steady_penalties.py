@@ -4,9 +4,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 
 from enginepool import EnginePool
+from enginepool.engine.steady.device_batch import Features
 from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, paused, until
 from tests.support.marks import slow, steady_decode
@@ -112,7 +114,8 @@ def test_nobody_falls_back_for_penalties(
     step = program.step
 
     def looking(state: Any, batch: Any, at_once: int) -> Any:
-        looked_at.extend([bool(batch.sampling.do_penalties)] * at_once)
+        features = Features(*np.asarray(batch.numbers)[: len(Features._fields)])
+        looked_at.extend([bool(features.penalised)] * at_once)
         return step(state, batch, at_once)
 
     monkeypatch.setattr(program, "step", looking)

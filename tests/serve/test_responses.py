@@ -213,7 +213,7 @@ def test_cut_by_an_abort(one_sum: EnginePool) -> None:
         ({"max_tokens": 5}, "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens=0"),
         ({"top_logprobs": 2}, "without include"),
-        ({"truncation": "auto", "input": "1" * 2000}, "too long"),
+        ({"truncation": "auto", "input": "1" * 2000}, "too many"),
         ({"include": ["reasoning.encrypted_content"]}, "reasoning.encrypted_content"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type='web_search'"),
         ({"tools": [TOOL]}, "--tool-call-parser"),
@@ -225,7 +225,7 @@ def test_cut_by_an_abort(one_sum: EnginePool) -> None:
         ({"input": [{"type": ["message"]}]}, "expected an item of type"),
         ({"input": [1]}, "expected an item of type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
-        ({"input": "1" * 2000}, "too long"),
+        ({"input": "1" * 2000}, "too many"),
         ({"temperature": -1}, "temperature"),
     ],
 )
