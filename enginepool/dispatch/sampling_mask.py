@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,7 +10,8 @@ import numpy as np
 MAX_KEPT_IDS = 512
 
 
-class Kept(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Kept:
     """The ids that were left at one position, when grammar, `min_new_tokens`, top-k, top-p and
     min-p had been applied.
 
