@@ -204,7 +204,7 @@ def test_nobody_starves(groups: int):
 def test_samples_of_one_prompt_run_on_all_engines(pool: EnginePool):
     """n=64 on four real engines, with a prompt long enough to share."""
     results = pool.generate_all(
-        input_ids=[random_ids(100, 5)], sampling_params={"n": 64, "max_new_tokens": 4}
+        input_ids=[random_ids(100, 5)], sampling_params={"n": 64, "max_new_tokens": 24}
     )
     served = [result["meta_info"]["engine_index"] for result in results]
     assert set(served) == {0, 1, 2, 3}
