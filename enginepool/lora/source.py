@@ -196,9 +196,13 @@ def _fitted(
             )
         for side, array in sides.items():
             if not convertible(array.dtype, jax.numpy.float32):
-                raise InvalidWeights(f"{name}.lora_{side}: dtype {array.dtype}", names=[name])
+                raise InvalidWeights(
+                    f"{name}.lora_{side}: dtype {array.dtype} is no floating-point type that the "
+                    f"engines convert",
+                    names=[name],
+                )
         mine = _scale(config, rank, _pattern(config, "alpha_pattern", name, config["lora_alpha"]))
-        # What is scaled otherwise than the whole has the difference in its B.
+        # One scale serves the whole adapter. A layer with another one gets the ratio in its B.
         made[path] = a, b if mine == whole else _times(b, mine / whole)
     return made
 
