@@ -84,7 +84,7 @@ def test_openai(running: Running) -> None:
     assert client.responses.create(model=card.id, input=SUM, temperature=0).output_text == "19"
     made = client.completions.create(model=card.id, prompt="12+7=", temperature=0)
     assert made.choices[0].text == "19"
-    with pytest.raises(openai.BadRequestError, match="too long"):
+    with pytest.raises(openai.BadRequestError, match="too many"):
         client.chat.completions.create(**(options | {"messages": TOO_LONG}))
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model=card.id, input="12+7=")
@@ -144,7 +144,7 @@ def test_langchain(chat: Any, loop: Runner) -> None:
     said = chat.bind(logprobs=True, top_logprobs=2, stop=["9"]).invoke("12+7=")
     assert said.content == "1"
     assert [one["token"] for one in said.response_metadata["logprobs"]["content"]] == ["1", "9"]
-    with pytest.raises(openai.BadRequestError, match="too long"):
+    with pytest.raises(openai.BadRequestError, match="too many"):
         chat.invoke("9" * 3000)
 
 
@@ -214,7 +214,7 @@ def test_instructor_streams(running: Running, mode: str) -> None:
 
 def test_instructor_says_what_is_wrong(running: Running) -> None:
     client = instructor.from_openai(running.openai(), mode=instructor.Mode.TOOLS)
-    with pytest.raises(Exception, match="too long"):
+    with pytest.raises(Exception, match="too many"):
         client.create(model="toy", messages=TOO_LONG, response_model=Answer, max_retries=0)
 
 
@@ -238,7 +238,7 @@ def test_litellm(running: Running, loop: Runner, provider: str) -> None:
     Answer.model_validate_json(made.choices[0].message.content)
     made = loop.run(litellm.acompletion(**options, temperature=0, logprobs=True))
     assert [one.token for one in made.choices[0].logprobs.content][:2] == ["1", "9"]
-    with pytest.raises(litellm.BadRequestError, match="too long"):
+    with pytest.raises(litellm.BadRequestError, match="too many"):
         litellm.completion(**(options | {"messages": TOO_LONG}))
 
 
