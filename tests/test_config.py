@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from enginepool import EnginePool, InvalidConfig
-from enginepool.config import REFUSED, REFUSED_ENVIRONMENT, REFUSED_PREFIXES, PoolConfig
+from enginepool.config import PoolConfig
 from enginepool.devices import resolve_devices
 from enginepool.runtime.startup import advise
+from enginepool.server_args import REFUSED, REFUSED_ENVIRONMENT, REFUSED_PREFIXES
 from enginepool.sizing.chips import V6E
 from tests.support.pools import SMALL
 from tests.support.published import CONFIGS

@@ -94,7 +94,7 @@ def upstream_help(hidden: Collection[str]) -> str:
     Args:
         hidden: Options that are the command's own.
     """
-    from enginepool.config import REFUSED, REFUSED_PREFIXES, server_args_class
+    from enginepool.server_args import REFUSED, REFUSED_PREFIXES, server_args_class
 
     upstream = server_args_class()
     fields = {field.name for field in dataclasses.fields(upstream)}
@@ -109,7 +109,7 @@ def upstream_help(hidden: Collection[str]) -> str:
 
 
 def _parse(args: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
-    from enginepool.config import server_args_class
+    from enginepool.server_args import server_args_class
 
     upstream = server_args_class()
     parser = _Parser()
@@ -138,7 +138,7 @@ def _parse(args: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
 
 def _as_flags(file: FromFile) -> list[str]:
     """The command line with these values, so that they are checked like one."""
-    from enginepool.config import server_args_class
+    from enginepool.server_args import server_args_class
 
     parser = _Parser()
     server_args_class().add_cli_args(parser)

@@ -19,9 +19,10 @@ from typing import Any
 
 import psutil
 
-from enginepool.config import REFUSED_ENVIRONMENT, PoolConfig
+from enginepool.config import PoolConfig
 from enginepool.doctor.tpu_warnings import warnings
 from enginepool.process.cores import usable_cores
+from enginepool.server_args import REFUSED_ENVIRONMENT
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 # TPU chips by driver generation: one device file per chip, or one per VFIO group.

@@ -73,13 +73,10 @@ class UpstreamPrefill(PrefillProgram):
         if self.refusal is not None:
             raise InvalidConfig(f"enable_return_routed_experts=True: {self.refusal}")
         assert self._experts is not None
-        batch = self._batch(self.buckets[0], [])
         runner = self._runner
-        forward_batch = ForwardBatch.init_new(batch, runner)
-        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
+        forward_batch, metadata = self._arguments(self.buckets[0], [])
         backend: Any = WithoutDevices(forward_batch.attn_backend)
         forward_batch.attn_backend = backend
-        metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
         program = OnAnyDevice(jax.jit(_layers_of_experts, static_argnames=["structure"]))
         with jax.set_mesh(runner.mesh):
             layers = program.eval_shape(
@@ -94,10 +91,7 @@ class UpstreamPrefill(PrefillProgram):
 
     def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Any:
         runner = self._runner
-        batch = self._batch(bucket, pieces)
-        forward_batch = ForwardBatch.init_new(batch, runner)
-        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
-        metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
+        forward_batch, metadata = self._arguments(bucket, pieces)
         wanted = self._wanted(bucket, pieces, top)
         runner.jitted_run_model = partial(self._instead, wanted)
         try:
@@ -128,6 +122,15 @@ class UpstreamPrefill(PrefillProgram):
             metadata,
             wanted,
         )
+
+    def _arguments(
+        self, bucket: int, pieces: Sequence[PrefillPiece]
+    ) -> tuple[ForwardBatch, LogitsMetadata]:
+        """What `ModelRunner.forward` takes."""
+        batch, runner = self._batch(bucket, pieces), self._runner
+        forward_batch = ForwardBatch.init_new(batch, runner)
+        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
+        return forward_batch, LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
 
     def _batch(self, bucket: int, pieces: Sequence[PrefillPiece]) -> ModelWorkerBatch:
         """An extend batch of upstream's, padded as upstream pads."""

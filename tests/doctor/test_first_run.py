@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from enginepool import EnginePool, toy
 from enginepool.cli.main import app
-from enginepool.config import REFUSED_ENVIRONMENT
 from enginepool.doctor.first_run import cache, goldens, pools, process
 from enginepool.doctor.first_run.checklist import Checklist, Finding
 from enginepool.doctor.first_run.run import first_run
 from enginepool.doctor.first_run.scrub import scrub
+from enginepool.server_args import REFUSED_ENVIRONMENT
 from enginepool.toy.files import PAD_ID, read_checkpoint
 from enginepool.toy.model import forward
 from tests.support import faults
