@@ -68,7 +68,7 @@ class WeightsCondition:
         being_replaced: Whether an update is being put in place. Leaves may then be old or new.
         finite_under: The last update under which a request got finite numbers on this engine.
         finite_at: When that was, in `time.perf_counter`.
-        nonfinite_under: The last update that gave no finite numbers on any engine.
+        nonfinite_under: The last update under which no engine gave finite numbers.
     """
 
     version: int | str = 0

@@ -130,8 +130,8 @@ class Dispatch:
             able = [e for e in self.serving() if pinned_to in (None, e.index)]
             if all(engine.condition.paused for engine in able):
                 raise InvalidRequest(
-                    f"generating inside {outer} would wait for ever: no engine takes a step before "
-                    "it returns. Generate before it. Or do not pause the pool, and update with "
+                    f"generating inside {outer} would wait for ever: no engine takes a step until "
+                    f"{outer} returns. Generate first. Or do not pause the pool, and update with "
                     "staging='double' and without free_kv=True"
                 )
 

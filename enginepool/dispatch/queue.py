@@ -51,9 +51,8 @@ class RequestQueue:
         """
         with self._lock:
             self._engines[engine_index] = (load, wake)
-            # A request in `_alone` may have failed on every engine but this one. The engine that
-            # reserved the request may not run it any more. Its reservation would keep the request
-            # from this engine.
+            # A request in `_alone` may have failed on every engine but this one. If another engine
+            # has reserved it, that engine may not run it, and this one could not take it.
             self._reserved.clear()
 
     def detach(self, engine_index: int) -> None:
@@ -181,8 +180,8 @@ class RequestQueue:
             begun: Take only requests that have output tokens of this pool, because the engine
                 drains.
             prefilling: The engine has prompts to prefill already.
-            may_start: Says whether the engine can start a request. It is asked for the oldest
-                first, and may remember what it said.
+            may_start: Says whether the engine can start a request. It is called with the oldest
+                request first, and may count what it has allowed.
         """
         if room <= 0 or not len(self):
             return []

@@ -49,7 +49,7 @@ class QueueLimit:
                 self._outside.append(call)
 
     def discard(self, request: Request) -> bool:
-        """Whether the request waits in front of the queue. It does not enter once it has ended."""
+        """Whether the request waits in front of the queue. It never enters once it has ended."""
         with self._lock:
             return request.call in self._outside
 

@@ -101,7 +101,7 @@ class Request:
     kept: list[Kept] = field(default_factory=list)  # by token, with `return_sampling_mask`
     experts: RoutedTokens | None = None  # of its positions, if engines return them
     weight_versions: list[list[Any]] = field(default_factory=list)
-    lora_versions: list[list[Any]] = field(default_factory=list)  # the same of its adapter
+    lora_versions: list[list[Any]] = field(default_factory=list)  # likewise, of its adapter
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
     scored: Scored | None = None  # the result of `scoring`

@@ -43,8 +43,8 @@ class Thought:
     def take(self, token: int, *, fits_answer: bool) -> str | None:
         """Take the next token.
 
-        Returns the part of its text that belongs to the answer, if the end mark is in it. None if
-        the whole token belongs to the answer.
+        Returns the part of its text that belongs to the answer: what follows the end mark, an
+        empty string while the thinking goes on. None if the whole token belongs to the answer.
 
         Args:
             fits_answer: Whether an answer may begin with the token.

@@ -24,7 +24,7 @@ class Adapter:
         scale: What the product of B and A is multiplied with.
         config: The fields of adapter_config.json.
         arrays: A `[rank, in]` and B `[out, rank]`, by the path of the linear layer.
-        successor: What its running requests continue with, once there is something.
+        successor: The version that has replaced this one under running requests, if any.
     """
 
     name: str
@@ -129,8 +129,9 @@ class Adapters:
         return adapter
 
     def for_start(self, adapter: Adapter | None, *, begun: bool) -> Adapter | None:
-        """What a waiting request starts with. One that has begun keeps its version, unless that
-        was replaced under it. Another gets the newest, or its own if the adapter was unloaded."""
+        """The version that a waiting request starts with. A request that has begun keeps its
+        version, or what has replaced that. Others get the newest version of that name, or their
+        own if the adapter was unloaded."""
         if adapter is None or begun:
             return adapter and adapter.latest
         return self._by_name.get(adapter.name, adapter.latest)

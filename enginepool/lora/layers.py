@@ -1,9 +1,9 @@
-"""Linear layers that add what the adapters of a batch's rows say, and how a model gets them.
+"""Linear layers that add the adapter's product to each row of a batch, and how a model gets them.
 
 Reaches into upstream's model runner: `init_lora_manager` is replaced while an engine is built.
 
-What breaks: Upstream's adapters are read at the start only, their slots are never free again, a
-new one puts old weights back, and projections that it does not know are left out silently.
+What breaks: Upstream reads adapters at the start only, and never frees their slots. Loading one
+puts old base weights back. Projections that it does not know are left out silently.
 Why: Its manager has a life of its own beside the model's state.
 Remove when: Upstream loads and unloads adapters, as arrays, under new weights.
 

@@ -21,7 +21,7 @@ from enginepool.weights.name_mismatch import listed
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 
-# Fields of adapter_config.json that no engine computes, by the values that need nothing of it.
+# Fields of adapter_config.json that no engine computes, with the values that turn them off.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA", "lora", None),
     "bias": ("none", None),
@@ -175,8 +175,12 @@ def _fitted(
     for name, sides in found.items():
         path = paths.get(name + ".weight", "").removesuffix(".weight")
         if path not in layers:
-            known = "is not among lora_target_modules" if path else "is no layer of this model"
-            raise InvalidWeights(f"{name} {known}; every layer of an adapter must be", names=[name])
+            why = "is not among lora_target_modules" if path else "is no layer of this model"
+            raise InvalidWeights(
+                f"{name} {why}. An adapter may only have layers of the model that "
+                "lora_target_modules names",
+                names=[name],
+            )
         a, b = sides["A"], sides["B"]
         rank, (size_in, size_out) = len(a) if a.ndim else 0, layers[path]
         if a.shape != (rank, size_in) or b.shape != (size_out, rank) or not rank:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 class AdapterTurn:
     """One look at the queue, oldest request first.
 
-    The oldest request whose adapter has no slot gets the first one that is free. While none is,
-    no request starts under the adapter that has the fewest running, so that its slot becomes free.
+    The oldest request whose adapter has no slot gets the first free slot. If no slot is free, the
+    adapter with the fewest running requests starts no more of them, so that its slot becomes free.
 
     Args:
         held: The adapters in slots, least recently used first.
-        running: By adapter: how many requests run under it. None of them leaves its slot.
+        running: How many requests run, by adapter. An adapter with any keeps its slot.
         slots: How many there are.
     """
 

@@ -17,9 +17,9 @@ from enginepool.errors import InvalidWeights
 from enginepool.weights.parts import bounds
 
 _REMEDY = (
-    "every process of the trainer has to call, on all of its arrays, jax.jit(lambda tree: tree, "
-    "out_shardings=NamedSharding(mesh, PartitionSpec()))(tree), or the same with a sharding over "
-    "the mesh axes within a process, before update_weights"
+    "before update_weights, every process of the trainer has to call, on all of its arrays, "
+    "jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree). A "
+    "sharding over the mesh axes within a process will do as well"
 )
 
 

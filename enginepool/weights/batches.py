@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-# Leaves per batch: so few that a program compiles quickly, so many that the calls cost little.
+# Leaves per batch: few enough to compile quickly, many enough to make few calls.
 LEAVES = 32
 # Bytes per batch with staging="double". With "stream" the limit is the largest leaf.
 BYTES = 64 << 20

@@ -22,7 +22,7 @@ class Checkpoint:
     Raises:
         InvalidWeights: The directory does not exist or has no safetensors file. A file is missing,
             truncated or broken. A tensor is not in the file that the index names, or is in two
-            files and the index names neither.
+            files without an index that chooses.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -66,9 +66,9 @@ def loader_for(
     """A loader class for an engine on this mesh, for upstream's `load_format`. None if this
     upstream makes its models in another way.
 
-    With `source`, the leaves are copies: they have its values and, on their own devices, its
-    shardings. A quantized model, or one that derives weights while it loads, does not begin with
-    the leaves of the source. It reads the checkpoint itself.
+    With `source`, the leaves are copies of that engine's, sharded over this mesh in the same way.
+    A quantized model reads the checkpoint itself, and so does one that derives weights while it
+    loads, because its first leaves are not those of the source.
 
     Args:
         check: Raises if the model may not be loaded.
@@ -92,8 +92,8 @@ def loader_for(
                 model = super().load_model(model_config)
             finally:
                 _loading.reset(token)
-            # The model gets its own class back. `object.__setattr__` hides this from nnx, which
-            # would store an attribute. The model would then differ from the one that it copies.
+            # The model gets its own class back. By a plain assignment, nnx would store `__class__`
+            # as an attribute, and the model would differ from the one that it copies.
             own = getattr(type(model), "replaced_class", type(model))
             object.__setattr__(model, "__class__", own)
             return model

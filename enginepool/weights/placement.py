@@ -2,7 +2,7 @@
 
 This relies on three facts about `jax.device_put`, measured with JAX 0.8.1 and 0.10.2:
 - Between two shardings of the same one device it keeps the buffer.
-- On the CPU platform it reads a NumPy array in place. Who writes to the array changes weights.
+- On the CPU platform it reads a NumPy array in place. Writing to that array then changes weights.
 - It moves an array through host memory if the array's parts are not the wanted parts.
 In the last case the array is joined from its parts here. If all of its devices want the whole
 array, one program over these devices gathers it.
@@ -43,7 +43,7 @@ def place_all(
     private: bool = False,
     copy: Sequence[bool] | None = None,
 ) -> list[jax.Array]:
-    """The arrays in these dtypes and shardings, which are all over the same devices.
+    """The arrays in these dtypes and shardings. All shardings use the same devices.
 
     A JAX array whose shards already lie where its sharding wants them keeps its buffers. So they
     are lost if its owner deletes or donates it.
@@ -111,7 +111,7 @@ def _moved(
 
 
 def _readable(array: np.ndarray, sharding: Sharding, dtype: Any, private: bool) -> np.ndarray:
-    """The array, or a copy if `device_put` could read memory in place that its owner changes."""
+    """The array. A copy if `device_put` might read it in place and its owner may change it."""
     native = for_jax(array)
     if private or native is not array or array.dtype != dtype:
         return native
@@ -150,7 +150,7 @@ def route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route |
 
 
 def lies_there(array: Any, sharding: Sharding) -> bool:
-    """Whether the array's own buffers lie where `place` wants them. It uses them, or casts them."""
+    """Whether the array's own buffers lie where `place` wants them. Then it moves no bytes."""
     if not isinstance(array, jax.Array):
         return False
     way = route(array.sharding, sharding, array.shape)

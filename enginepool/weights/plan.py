@@ -91,7 +91,7 @@ class Plan:
             if copied or not shared:
                 part = _part_size(spec) * spec.dtype.itemsize
                 parts.append(part)
-                # A leaf that is converted is first whole on each device.
+                # Conversion first makes the whole leaf on each device.
                 beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
         return sum(parts) + max(*beside, min(sum(beside), batches.BYTES))
 

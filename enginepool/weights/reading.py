@@ -98,7 +98,7 @@ def _check(
         return
     check()
     there = checkpoint.specs
-    # Only upstream's quantization code knows a quantized checkpoint's other tensors and its shapes.
+    # Shapes and extra tensors of a quantized checkpoint are known to upstream's code alone.
     quantized = _quantized(model_config)
     if quantized:
         _check_places(checkpoint.directory, model, specs, mapping)

@@ -84,8 +84,8 @@ def _of_mapping(source: Mapping[Any, Any], leaves: Specs) -> Source:
     if flax_tree.is_flax_tree(flat):
         arrays, origins = flax_tree.to_leaves(flat, leaves)
         return Source(True, arrays, arrays.__getitem__, origins=origins)
-    # A leaf path may also be the Hugging Face name of the transposed tensor. A dict's names are
-    # paths if it is nested or its keys are tuples, as in nnx, or if one name can only be a path.
+    # Some names are both a leaf's path and the Hugging Face name of the transposed tensor. Names
+    # count as paths if the dict is nested, has tuples as keys, or has a name that is only a path.
     nested = len(flat) != len(source) or any(isinstance(key, tuple) for key in source)
     if nested or (flat.keys() <= leaves.keys() and any(_only_a_path(name) for name in flat)):
         return _of_paths(flat)
