@@ -9,7 +9,7 @@ from typing import Literal
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.errors import NotFinite
 
-# How long a failure counts. A request that finishes in between ends the row.
+# How long a failure counts. A request that finishes afterwards ends the row of failures.
 WINDOW_SECONDS = 60.0
 # After this many failures in a row an engine is rebuilt instead of reset.
 REBUILD_AFTER = 3
@@ -35,7 +35,7 @@ class Decision:
         action: "reset": make the scheduler's state and the KV cache anew, in milliseconds.
             "rebuild": make the whole engine anew. "stay out": do nothing.
         delay: Seconds to wait before the action.
-        attempt: The number of this recovery in its row, from 1.
+        attempt: Which recovery it is in this row of failures, from 1.
         why: Why it stays out, if there is a reason other than its failure.
     """
 

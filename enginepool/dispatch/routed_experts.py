@@ -29,8 +29,8 @@ class Routing:
 
 
 class RoutedTokens:
-    """The experts of a request's tokens, from its first position on. They are kept as they were
-    first computed: a token that is computed again, when a request resumes, does not count.
+    """The experts of a request's tokens, from its first position on. A request that resumes has its
+    tokens computed again. Their experts stay those of the first time.
 
     Attributes:
         count: The number of positions whose experts are known.

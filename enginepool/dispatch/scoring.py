@@ -18,7 +18,7 @@ class Scored(NamedTuple):
         named_logprobs: The log-probabilities of `Scoring.named_ids` at each, if there are any.
         version: The label of the weights.
         update: The number of the update that brought the weights.
-        adapter: That they were computed with, if any.
+        adapter: The adapter that they were computed with, if any.
     """
 
     logprobs: list[float | None]

@@ -197,7 +197,7 @@ class _Seen:
 
 
 class _Deadline:
-    """Ends a call's requests at its timeout, and then no longer waits for a stuck engine."""
+    """Ends a call's requests at its timeout. An engine then has GRACE_SECONDS to return tokens."""
 
     def __init__(self, dispatch: Dispatch, call: Call, timeout: float | None) -> None:
         self._dispatch, self._call, self._timeout = dispatch, call, timeout

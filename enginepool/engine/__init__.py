@@ -1,1 +1,1 @@
-"""One engine: its thread, its door, upstream's scheduler inside, and what it runs."""
+"""One engine: its thread, its channel, upstream's scheduler, and the programs that it runs."""

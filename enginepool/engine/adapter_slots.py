@@ -1,8 +1,8 @@
-"""The slots of one engine: which adapter each holds, and what a batch's rows say of them.
+"""The adapter slots of one engine: which adapter each holds, and which slot each row uses.
 
 Reaches into upstream's batches: an extend batch gets a slot and a scale for each token.
 
-What breaks: Upstream's batches name adapters of its own manager, by paths of its own.
+What breaks: Upstream's batches name the adapters of upstream's own manager.
 Why: See `lora/layers.py`.
 Remove when: With `lora/layers.py`.
 """
@@ -28,7 +28,7 @@ from enginepool.weights.placement import place
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
 
-# An adapter on an engine's device: A and B by the layer's path, as large as a slot.
+# An adapter on an engine's device: A and B by the layer's path, padded to a slot's size.
 type Placed = Mapping[str, tuple[jax.Array, jax.Array]]
 
 
@@ -100,7 +100,7 @@ class AdapterSlots:
 
         Args:
             in_use: The numbers of adapters that must stay.
-            placed: It, on the device already.
+            placed: The adapter, if it is on the device already.
 
         Returns:
             False if every slot is in use.
@@ -115,7 +115,7 @@ class AdapterSlots:
         return True
 
     def replace(self, numbers: Collection[int], adapter: Adapter, placed: Placed | None) -> None:
-        """Put an adapter in the place of others, of which at least one is in a slot."""
+        """Put an adapter into the slot of others that it replaces. At least one of them has one."""
         slots = [self._held.pop(number)[0] for number in numbers if number in self._held]
         self._put(slots[0], adapter, placed)
 
@@ -134,7 +134,7 @@ class AdapterSlots:
         )
 
     def compile(self) -> None:
-        """Compile what loads an adapter, into a slot that no request has."""
+        """Compile what loads an adapter, by loading zeros into a slot that no request uses."""
         nothing = {
             path: (np.zeros((1, size_in)), np.zeros((size_out, 1)))
             for path, (size_in, size_out) in self.layers.items()
@@ -187,7 +187,7 @@ class AdapterSlots:
 
     @staticmethod
     def fill(batch: Any, rows: Sequence[tuple[int, float]], lengths: Any) -> None:
-        """The same for known rows.
+        """`prepare`, where the slot and the scale of each row are known.
 
         Args:
             lengths: How many tokens each row has; None for one.

@@ -46,8 +46,8 @@ def message(request: Request, extra_key: str | None) -> TokenizedGenerateReqInpu
 
 
 def resume(req: Req, request: Request) -> None:
-    """Put what a request has beside its message into upstream's request: its outputs so far, its
-    grammar, and that it has an adapter."""
+    """Put into upstream's request what its message does not carry: the outputs so far, the grammar,
+    and that it has an adapter."""
     if request.output_ids:
         req.output_ids = list(request.output_ids)
         req.output_token_logprobs_val = list(request.logprobs)

@@ -5,8 +5,8 @@ Reaches into upstream's Engine and its caches.
 What breaks: `Engine.__init__` makes temp files, binds a zmq socket, registers an `atexit` hook
 that kills the host's children, and starts threads that nothing stops. Upstream's cache of zero
 penalties keeps device memory of engines that are gone.
-Why: An Engine expects to be the only one of its process, beside a scheduler in another process, or
-on a thread that lives as long as the process.
+Why: An Engine expects to be alone in its process. Its scheduler has another process, or a thread
+that lives as long as the process.
 Remove when: An Engine takes a scheduler that its caller runs, and gives back what it holds.
 
 None of that is needed when the scheduler runs on a thread of ours. So the object is made without
@@ -132,7 +132,8 @@ class Assembly:
             )
             scheduler = self._built()
             self.leaves = scheduler.leaves
-            if source is None and server_args.get("load_format") != "dummy":  # else a first one was
+            # A copy, or a rebuilt engine, has the model of an engine that was checked.
+            if source is None and server_args.get("load_format") != "dummy":
                 runner = scheduler.tp_worker.worker.model_runner
                 with self.start.stage("check"), self.precision.on_this_thread():
                     check_model(runner, self.engine.server_args, scheduler.config_reads)

@@ -284,7 +284,7 @@ class Channel:
             if request.abort_reason is not None:  # aborted on its way from the queue to here
                 self._abort([request.internal_rid])
         if any(request.finish_reason is not None for request in taken):
-            self.wake()  # there is room again, and no step may come to see it
+            self.wake()  # there is room again, and perhaps no step follows
 
     def _abort(self, internal_rids: list[str]) -> None:
         scheduler = self._attached()
@@ -293,7 +293,7 @@ class Channel:
             if request is None:
                 continue
             if self.condition.paused and request.abort_reason is not None:
-                # No step would end it before the pool goes on, and its caller should not wait.
+                # A paused engine takes no step that would end it. Its caller should not wait.
                 self.running.take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)
             scheduler.abort(internal_rid)

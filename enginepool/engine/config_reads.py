@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def noted_reads() -> Iterator[set[str]]:
-    """Inside the block, record the fields that are read of the `hf_config` of each ModelConfig that
-    this thread makes there."""
+    """Inside the block, record which fields are read from the `hf_config` of every ModelConfig that
+    this thread makes."""
     notes = _Notes(set(), [])
     token = _notes.set(notes)
     try:
@@ -80,8 +80,8 @@ def _assign(model_config: Any, config: Any) -> None:
 
 
 def check_made(server_args: ServerArgs) -> None:
-    """Check that the model that this thread has just made has read every field that matters of its
-    configuration. Called before the weights are read.
+    """Check that the model that this thread has just made has read every field of its configuration
+    that matters. Called before the weights are read.
 
     Raises:
         InvalidConfig: The model has not read a field. The error names it.

@@ -43,7 +43,7 @@ class CurrentWeights:
         return "checkpoint" if self._desired.update == 0 else "nowhere"
 
     def labels(self, engine: PinnedEngine) -> bool:
-        """Whether the engine's weights, unless they are lost, are those of the last update."""
+        """Whether the engine's weights are those of the last update. They may be lost."""
         weights = engine.condition.weights
         return weights.update == self._desired.update and not weights.being_replaced
 
@@ -76,7 +76,7 @@ class CurrentWeights:
             except EngineStopped:
                 continue  # it has left
             except Exception as error:
-                # It stays without: the next update brings it weights.
+                # It has no weights until the next update.
                 condition.weights.missing = f"its weights are gone; copying them failed: {error}"
                 logger().warning(
                     "enginepool.weights_not_copied", engine=other.index, why=str(error)
@@ -88,7 +88,7 @@ class CurrentWeights:
         engine.condition.weights.replaced(desired.weight_version, desired.update)
 
     def _serving(self, engine: PinnedEngine) -> list[PinnedEngine]:
-        """Other engines that serve with them."""
+        """Other engines that serve with the current weights."""
         return [
             other
             for other in self._engines
@@ -98,7 +98,7 @@ class CurrentWeights:
         ]
 
     def _copies(self, engine: PinnedEngine) -> Iterator[Mapping[str, jax.Array]]:
-        """Sets that may be copied, best first. A failed engine that will return may have one."""
+        """Weight sets that may be copied, best first. A failed engine that returns may have one."""
         for sibling in self._serving(engine):
             yield sibling.leaves
         for other in self._engines:
@@ -123,7 +123,7 @@ def _held(engine: PinnedEngine) -> Mapping[str, jax.Array]:
 
 
 def _copy_leaves(mine: EngineLeaves, theirs: Mapping[str, jax.Array]) -> None:
-    """Copy leaf by leaf: there is never more than one set and one leaf."""
+    """Copy leaf by leaf, so that the devices never hold more than one set and one leaf."""
     for path, spec in mine.specs.items():
         mine.drop([path])
         array = place(theirs[path], spec.sharding, spec.dtype)

@@ -41,7 +41,7 @@ _original: Any = None
 
 # A warm-up that traces and lowers for this many seconds without compiling counts as hung.
 _PATIENCE = 60.0
-# Each has a program in XLA, which takes memory of the host.
+# Threads that compile ahead. Each program in XLA takes memory of the host.
 _THREADS_AHEAD = 8
 
 
@@ -185,7 +185,7 @@ def compiling_ahead(jobs: Sequence[Callable[[], None]]) -> Iterator[None]:
 
 
 def common_programs() -> CommonPrograms:
-    """The programs of the cache that this thread shares. Without a cache, they are the caller's
+    """The programs of the cache that this thread shares. Without a cache, a new set for the caller
     alone."""
     cache = getattr(_thread, "cache", None)
     return CommonPrograms() if cache is None else cache.programs
@@ -210,7 +210,7 @@ def _compile_and_load(
         # A host callback is an address baked into the program: such a program is not shared.
         if backend.platform == "cpu" and not host_callbacks and not _host_caches(backend):
             executable = cache.load_or_compile(backend, module, executable_devices, options)
-            if not _host_caches(backend):  # still
+            if not _host_caches(backend):  # it may have been switched on meanwhile
                 return executable
         return _original(backend, module, executable_devices, options, host_callbacks)
 

@@ -58,8 +58,8 @@ class Limiter:
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """Give the slot to others inside the block, which waits for something. It is not acquired
-        again after an error, or if the thread had none."""
+        """Give the slot to others inside the block, which waits for something. Afterwards acquire
+        one again, unless the block raised or the thread had none."""
         had = threading.get_ident() in self._since
         self.release()
         yield

@@ -89,7 +89,7 @@ class Jobs:
         )
 
     def run_due(self) -> None:
-        """Run every job that is due, and every job that becomes due by that.
+        """Run every job that is due, and every job that becomes due meanwhile.
 
         Raises:
             StopEngine, EngineBroken: A job ended the loop.

@@ -111,7 +111,7 @@ class PinnedEngine:
         self.condition.pause(reason)
 
     def go_on(self, reason: PauseReason) -> None:
-        """As a job: this is no reason any more. Others may be left."""
+        """As a job: drop this reason to pause. Others may be left."""
         self.condition.go_on(reason)
 
     def drain(self, on: bool) -> None:
@@ -129,7 +129,7 @@ class PinnedEngine:
         return self.leaves.replace(arrays, shared)
 
     def restore_weights(self, arrays: Mapping[str, jax.Array], shared: Collection[str]) -> None:
-        """As a job: the update is given up. `arrays`, if there are any, go back."""
+        """As a job: give the update up, and put `arrays`, if there are any, back."""
         if arrays:
             self.leaves.replace(arrays, shared)
         self.condition.weights.being_replaced = False

@@ -1,7 +1,7 @@
 """The prefill program, which can compute log-probabilities of given tokens as well.
 
-Reaches into upstream's model runner and compilation manager. `steady/prefill_step.py` is it where
-decode is steady, `upstream_prefill.py` elsewhere.
+Reaches into upstream's model runner and compilation manager. It is
+`steady/prefill_step.py` if decode is steady, and `upstream_prefill.py` otherwise.
 
 What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions. A
 long prompt has no memory for them. They compile new programs while the engine serves, and cannot be
@@ -43,7 +43,7 @@ class PrefillPiece:
         slots: The KV cache's slots for prefix and piece, in whole pages.
         targets: The ids that follow the last tokens of the piece, one each.
         named: Ids whose log-probabilities are wanted beside each target's.
-        adapter: That it is computed with, if any.
+        adapter: The adapter that it is computed with, if any.
     """
 
     ids: list[int]

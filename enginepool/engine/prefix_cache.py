@@ -20,7 +20,7 @@ try:  # 0.1.0rc0; 0.0.3rc99 takes the values themselves
 except ImportError:
     EvictParams = MatchPrefixParams = None
 
-# Whoever evicts evicts at least this share of the KV cache.
+# An eviction frees at least 1 / _SHARE of the KV cache.
 _SHARE = 32
 
 

@@ -1,4 +1,4 @@
-"""Checks that a model's quantized matrices take what its attention gives them.
+"""Checks that a model's quantized matrices accept the output of its attention.
 
 Reaches into upstream's models: the layers' `self_attn.o_proj`, and its `QuantizedLinear`.
 

@@ -58,8 +58,8 @@ class Recovery:
         self._engines = engines
         self.weights = CurrentWeights(desired, engines)
         self._times: dict[int, list[float]] = {}  # of failures, by engine
-        # By engine: each request that was alone there and had no finite numbers, the update, and
-        # the time.
+        # By engine: the requests that were alone there and got no finite numbers, each with the
+        # update and the time.
         self._not_finite: dict[int, list[tuple[FaultHistory, int, float]]] = {}
 
     # The requests
@@ -212,7 +212,7 @@ class Recovery:
         with self._steering.turn("recovery"):
             if self._dispatch.closed:
                 return False
-            engine.kept = {}  # they are in place, and no other thread reads them during this turn
+            engine.kept = {}  # in place now; during this turn no other thread reads them
             self._bring_up_to_date(engine)
             if engine.condition.weights.missing is None:
                 self.weights.bring_from(engine)

@@ -34,7 +34,7 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def stacked(layers: Sequence[Any], dtype: Any) -> jax.Array:
-    """Inside a program: by token, by layer with experts: the experts, of what a model returns."""
+    """Inside a program: the experts that a model returns, by token, by layer with experts."""
     everywhere = PartitionSpec(None, None)
     found = [jax.sharding.reshard(layer, everywhere) for layer in layers if layer is not None]
     return jnp.stack(found, axis=1).astype(dtype)
@@ -112,7 +112,7 @@ class RoutedExperts:
         return request.experts
 
     def computed(self, experts: jax.Array | None) -> None:
-        """Another program has run a step, and returns these: what `collect` takes."""
+        """Report the experts of a step that another program has run. `collect` takes them."""
         self._latest = experts
 
     def collect(self, batch: ScheduleBatch) -> None:
@@ -132,7 +132,7 @@ class RoutedExperts:
             place += count
 
     def _fetched(self, latest: Any) -> np.ndarray:
-        """Upstream's own decode steps return a list by layer."""
+        """The experts on the host. Upstream's own decode steps return a list by layer."""
         if isinstance(latest, list | tuple):
             found = jax.device_get([layer for layer in latest if layer is not None])
             return np.stack(found, axis=1).astype(self.routing.dtype)
@@ -149,7 +149,7 @@ class RoutedExperts:
         tokens.stored = start + len(rows)
 
     def _store(self, req: Req) -> None:
-        """Keep what steady decode has added to a request, whose KV cache others may find."""
+        """Store the experts that steady decode has added. Others may find the KV cache of these."""
         tokens = None if req.req_pool_idx is None else self.tokens_of(req)
         if tokens is not None and (end := min(req.kv_committed_len, tokens.count)) > tokens.stored:
             slots = self._slots(req, tokens.stored, end)

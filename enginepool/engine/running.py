@@ -82,14 +82,15 @@ class RunningRequests:
             request.prompt_weight_versions.append(version)
 
     def sampled_first(self, request: Request, req: Req) -> None:
-        """The first token is there. Later admissions would count outputs as cached, too."""
+        """Report the first token. How much was cached is noted once: a later admission would count
+        outputs, too."""
         request.first_token_at = time.perf_counter()
         if request.cached_tokens is None:
             # Outputs that it was given may be cached, as the prompt of another request.
             request.cached_tokens = min(req.cached_tokens, len(request.input_ids))
 
     def proved(self, request: Request) -> None:
-        """A request that started alone has got finite numbers."""
+        """Report that a request that started alone has got finite numbers."""
         self._weights.are_finite()
         request.faults.proved(self._weights.update)
 
@@ -100,7 +101,7 @@ class RunningRequests:
         self._weights.replaced(version, update)
 
     def adapters(self) -> Counter[int]:
-        """By number of an adapter: how many requests run under it."""
+        """How many requests run, by the number of their adapter."""
         adapters = [request.adapter for request in self.held.values()]
         return Counter(adapter.number for adapter in adapters if adapter is not None)
 
@@ -109,7 +110,7 @@ class RunningRequests:
         are booked on the old one.
 
         Returns:
-            What each request had.
+            The adapter that each request had.
         """
         before = {}
         for request in self.held.values():
@@ -247,8 +248,8 @@ class RunningRequests:
 
 
 def finish_reason(req: Req, reason: dict[str, Any]) -> dict[str, Any]:
-    """Upstream's reason why a request ended, unless its grammar could not go on: then it was
-    aborted."""
+    """The reason why a request ended. If its grammar could not go on, it was aborted, although
+    upstream says that it stopped."""
     grammar: RequestGrammar | None = req.grammar
     if reason.get("type") != "stop" or grammar is None or grammar.failure is None:
         return reason
@@ -258,5 +259,5 @@ def finish_reason(req: Req, reason: dict[str, Any]) -> dict[str, Any]:
 def _has_progressed(request: Request) -> bool:
     if request.req is not None:
         return len(request.req.output_ids) > request.retracted_at
-    # Its prompt is being scored, anew if it was retracted: then it ends first.
+    # Its prompt is being scored. If it was retracted that begins anew, and counts once it ends.
     return request.scoring is not None and request.scored is None and not request.retracted

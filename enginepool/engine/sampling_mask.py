@@ -21,7 +21,7 @@ from sgl_jax.srt.layers.binary_search import topk_mask, topp_mask
 
 from enginepool.dispatch.sampling_mask import Kept
 
-# Below every log-probability of what may be sampled.
+# Lower than the log-probability of any id that may be sampled.
 NEVER = -1e30
 # More than any sum of probabilities.
 _ALL = 2.0
@@ -35,8 +35,8 @@ def find_kept(logprobs: jax.Array, params: Any, ids: jax.Array, width: int) -> j
     Args:
         logprobs: By row, by id: those that are reported.
         params: An object with `top_ks`, `top_ps` and `min_ps`, by row.
-        ids: By row: the sampled id. It is always kept. Rounding may decide otherwise here than in
-            the sampler, where sums of probabilities come out as `top_p` itself.
+        ids: By row: the sampled id. It is always kept. Where a sum of probabilities is `top_p`
+            itself, rounding may decide otherwise here than in the sampler.
         width: How many ids there is room for.
     """
     rows = jnp.arange(len(ids))
@@ -57,7 +57,7 @@ def find_kept(logprobs: jax.Array, params: Any, ids: jax.Array, width: int) -> j
 
 
 def no_kept(rows: int, width: int) -> jax.Array:
-    """Inside a program: the same, where nobody asks."""
+    """Inside a program: the result of `find_kept` where no row asks for it."""
     return jnp.zeros((rows, _HEAD + width), jnp.int32)
 
 

@@ -86,7 +86,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
-        # The notes end before `share`: with them, no two models are equal.
+        # `noted_reads` ends before `share`: while it records, no two models are equal.
         with adapting(), noted_reads() as self.config_reads:
             super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         expect(self, *_USED)
@@ -199,7 +199,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return batch
 
     def _prepare_adapters(self, batch: ModelWorkerBatch) -> None:
-        """Called by upstream before each forward, in place of its own."""
+        """Called by upstream before each forward, in place of its own manager's method."""
         assert self.adapters is not None
 
         def find(lora_id: str) -> Adapter | None:
@@ -224,8 +224,8 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         )
 
     def look_at_weights(self) -> None:
-        """Check shared weights after idling: a trainer may have donated them meanwhile. The step
-        would fail, with requests that another engine can run.
+        """Check shared weights after idling: a trainer may have donated them meanwhile. A step
+        would then fail, with requests that another engine can run.
 
         Raises:
             LookupError: Weights are gone.
@@ -260,8 +260,8 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         """Create upstream's request, with the outputs that it already has.
 
         Returns:
-            None for a request whose prompt is scored first, which `_scored` admits again; and for
-            one that ends here, as it was only to be scored or its given output is complete.
+            None for a request whose prompt is scored first. `_scored` admits it again. None also
+            for a request that ends here: it was only to be scored, or its output is complete.
         """
         self._admit_adapter(request)
         if self.scorer.takes(request):

@@ -34,7 +34,7 @@ class StepScheduler(Protocol):
         ...
 
     def may_start(self) -> Callable[[Request], bool]:
-        """A function that says of waiting requests, oldest first, whether they can start."""
+        """A function that says whether a waiting request can start. The oldest is asked first."""
         ...
 
     def admit(self, request: Request) -> Req | None:

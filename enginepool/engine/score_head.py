@@ -121,7 +121,7 @@ class ScoreHead:
             # Round as a decode step does. XLA would keep more precision here.
             logits = jax.lax.reduce_precision(logits, 8, 7)
         logits = logits.astype(jnp.float32)
-        # In the order of `jax.nn.log_softmax`, which a decode step takes: it rounds the same way.
+        # As `jax.nn.log_softmax` in a decode step, in its order, so that both round the same way.
         best = jax.sharding.reshard(logits.max(axis=-1), replicated)
         logits = logits - best[:, None]
         total = jax.sharding.reshard(jnp.log(jnp.exp(logits).sum(axis=-1)), replicated)

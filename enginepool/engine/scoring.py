@@ -39,7 +39,7 @@ class _Prompt:
 
     @property
     def length(self) -> int:
-        """How many tokens are computed: nothing follows the last."""
+        """How many tokens are computed: all but the last, which no token follows."""
         return len(self.ids) - 1
 
     @property
@@ -187,7 +187,7 @@ class Scorer:
         weights = self._weights
         for prompt in self._begun[: self.program.sequences]:
             replaced = prompt.adapter is not prompt.requests[0].adapter
-            if prompt.update != weights.update or replaced:  # new ones are in place since
+            if prompt.update != weights.update or replaced:  # they have changed since
                 prompt.begin_anew()
                 prompt.version, prompt.update = weights.version, weights.update
             piece = prompt.next_piece(room, self.program.page_size)
@@ -237,7 +237,7 @@ class Scorer:
         self.waits_for_room = False
 
     def _has_room(self) -> bool:
-        """Whether the next run has room for one more prompt. Until then it takes no KV cache."""
+        """Whether the next run has room for one more prompt. Before, a prompt takes no KV cache."""
         tokens = sum(prompt.length - prompt.computed for prompt in self._begun)
         return len(self._begun) < self.program.sequences and tokens < self.program.tokens
 

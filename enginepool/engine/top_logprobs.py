@@ -1,5 +1,5 @@
 """Log-probabilities of the most probable tokens and of named tokens, and the ids that a token was
-sampled from, in upstream's own steps. Others compute them in `steady/sample.py`.
+sampled from, in upstream's own steps. Other steps do this in `steady/sample.py`.
 
 Reaches into upstream's model runner: its `compute_logprobs` is replaced.
 
@@ -73,7 +73,7 @@ class TopLogprobs:
         return [(row, request) for row, _, request in self._asking]
 
     def computed(self, values: tuple[np.ndarray | None, ...]) -> None:
-        """Another program has computed the step, and this: what `collect` appends."""
+        """Report the values of a step that another program has run. `collect` appends them."""
         self._latest = values
 
     def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:
@@ -120,8 +120,8 @@ class TopLogprobs:
 
 
 def top_values(values: np.ndarray, ids: np.ndarray, k: int) -> tuple[list[float], list[int]]:
-    """The log-probabilities of the `k` most probable ids of one token, and these ids. They are
-    fewer if a grammar allows fewer: the others have float32's lowest value."""
+    """The log-probabilities of the `k` most probable ids of one token, and these ids. Fewer, if a
+    grammar allows fewer: ids that it forbids have float32's lowest value."""
     k = min(k, int((values > NEVER).sum()))
     return values[:k].tolist(), ids[:k].tolist()
 

@@ -102,7 +102,7 @@ class UpstreamPrefill(PrefillProgram):
 
     def _prefill(self, forward_batch: ForwardBatch, metadata: LogitsMetadata) -> Any:
         """Called by `ModelRunner.forward` instead of upstream's program. Upstream's still runs
-        what is no prefill."""
+        all other steps."""
         if forward_batch.forward_mode != ForwardMode.EXTEND:
             return self._upstreams(forward_batch, metadata)
         nothing = self._nothing[len(forward_batch.input_ids)]

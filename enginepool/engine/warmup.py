@@ -1,7 +1,7 @@
 """Warm-up: compiles every program that serving needs, before the first request.
 
-Upstream's own precompile over the buckets that `max_running_requests` and `max_prefill_tokens`
-allow, in the form that the pool's requests have.
+It runs upstream's own precompile, over the buckets that `max_running_requests` and
+`max_prefill_tokens` allow, with batches in the form of the pool's requests.
 
 Reaches into upstream's compilation manager: `_make_dummy_batch` is replaced during the warm-up, and
 so are `_precompile_extend` and `_precompile_decode` if decode is steady.
@@ -33,10 +33,10 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     """Compile the engine's programs, on its thread. Afterwards serving compiles nothing.
 
     Args:
-        start: Gets every bucket that begins.
+        start: Is told of every bucket that begins.
 
     Raises:
-        EnginePoolError: This upstream warms up otherwise.
+        EnginePoolError: This upstream warms up in another way.
         Exception: Whatever upstream's forward raises on the dummy batches.
     """
     worker: Any = scheduler.tp_worker.worker

@@ -53,7 +53,7 @@ class StructuredOutputs(BaseModel):
 
     def as_pools(self) -> dict[str, Any]:
         if self.choice is not None:
-            # A regex: a grammar with more than 2,000 alternatives takes too long for one step.
+            # As a regex, because a grammar of over 2,000 alternatives takes too long for a step.
             return {"regex": "|".join(map(re.escape, self.choice))}
         if self.json_object is not None:
             return {"json_schema": {"type": "object"}} if self.json_object else {}

@@ -30,7 +30,7 @@ from enginepool.serve.service import Service
 
 
 def make_app(service: Service) -> FastAPI:
-    """All routes under one guard; the administrators' only if they were asked for."""
+    """All routes, behind one guard. Administrators' routes are left out unless enabled."""
     # Its own documentation pages would load scripts from elsewhere.
     app = FastAPI(
         title="enginepool",

@@ -104,7 +104,7 @@ def _parse(content: bytes, limits: PromptLimits) -> tuple[dict[str, Any], dict[s
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refused(400, f"the body is {described(body)}: expected a JSON object")
-    # As OpenAI's servers do.
+    # Null counts as left out, as in OpenAI's servers.
     body = {name: value for name, value in body.items() if value is not None}
     ids = limits.check_body(body)
     return {**body, **{name: [0] for name in ids}}, ids

@@ -3,7 +3,7 @@
 Reaches into upstream's serving class, which makes no chunks any more.
 
 What breaks: In upstream's own stream of several answers only the last one ends if usage is wanted.
-Calls end as "stop". With `logprobs` tokens come twice, or not at all.
+An answer of calls ends as "stop". With `logprobs` tokens come twice, or not at all.
 Why: It expects one answer, and one token per chunk.
 Remove when: Its stream has the same content as its reply without a stream.
 """
@@ -67,7 +67,7 @@ class _Answer:
 class ChatStream:
     """
     Args:
-        reasons: Whether the answers begin with reasoning that is to be told apart.
+        reasons: Whether the answers begin with reasoning, which gets chunks of its own.
     """
 
     def __init__(self, body: ChatBody, server_args: Any, *, reasons: bool) -> None:

@@ -51,7 +51,7 @@ _DONE = "data: [DONE]\n\n"
 
 
 class ExchangeHost(Protocol):
-    """The server, as far as its exchanges know it. (Its own module imports this one.)"""
+    """What an exchange needs of `Service`, whose module imports this one."""
 
     max_queued: int | None
 
@@ -184,7 +184,7 @@ class Exchange:
         return call
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """As upstream's: the result, or chunks."""
+        """Replaces upstream's method of this name: yields the result, or chunks."""
         del obj, request
         assert self._outputs is not None
         try:
@@ -273,7 +273,7 @@ class Exchange:
         return output
 
     def _see(self, chunk: dict[str, Any], index: int) -> int:
-        """Note a chunk of an output; returns how many tokens the last chunk had."""
+        """Note a chunk of an output. Returns how many tokens the chunk before it had."""
         assert self.call is not None
         request = self.call.requests[index]
         if request.scoring is not None and index not in self._seen:

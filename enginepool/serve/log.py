@@ -66,7 +66,7 @@ def _some(values: Iterable[str | list[int]], longest: Mapping[type, int]) -> lis
 
 
 class LogLines:
-    """A file to structlog's WriteLogger. `write` never waits and never raises.
+    """The file that structlog's WriteLogger writes to. `write` never waits and never raises.
 
     Args:
         descriptor: The descriptor of the file; it is duplicated. None discards all lines.
@@ -91,7 +91,7 @@ class LogLines:
         """Do nothing: lines are written as they come."""
 
     def close(self, timeout: float = _END_SECONDS) -> None:
-        """Wait at most so long for lines that are not written yet."""
+        """Wait up to `timeout` seconds for lines that are not written yet."""
         try:
             self._lines.put(None, timeout=timeout)
         except queue.Full:

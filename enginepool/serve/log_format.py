@@ -1,6 +1,6 @@
 """The format of the server's log lines: for people on a terminal, JSON elsewhere.
 
-It is also that of the standard `logging` (upstream's, uvicorn's, JAX's) and of Python's warnings.
+The standard `logging` (of upstream, uvicorn and JAX) and Python's warnings have it too.
 """
 
 from __future__ import annotations

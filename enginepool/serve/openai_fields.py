@@ -52,8 +52,8 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
         body.logprobs if chat else body.logprobs is not None
     ):
         raise Refused(
-            400, "return_tokens_as_token_ids without logprobs: it is about their tokens; for the "
-            "ids themselves send return_token_ids",
+            400, "return_tokens_as_token_ids without logprobs: it changes how tokens are written "
+            "in them; for the ids themselves send return_token_ids",
             param="return_tokens_as_token_ids",
         )  # fmt: skip
     scored = body.prompt_logprobs is not None or (

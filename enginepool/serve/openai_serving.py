@@ -236,7 +236,7 @@ class Chat(_Serving, OpenAIServingChat):
             async for chunk in stream.of(outputs, self._process_streaming_logprobs):
                 yield chunk
         except ValueError:
-            yield ""  # the exchange knows why, and tells
+            yield ""  # the exchange has the error, and sends it
         yield "data: [DONE]\n\n"
 
 

@@ -17,7 +17,7 @@ class ServeOptions:
     """Options of one server. Those of its pool are in PoolConfig.
 
     Attributes:
-        port: Of the whole pool; 0 for any that is free.
+        port: The port of the whole pool; 0 for any free one.
         engine_ports: A port for each engine, in the engines' order; empty for none.
         trusted_admins: Addresses and networks from which administrators come without a token.
         model_root: Reloads read below this directory only; without it, only the model that the
@@ -27,8 +27,8 @@ class ServeOptions:
         header_timeout: Seconds that the headers of a request may take to come.
         body_timeout: Seconds that its body may take after them.
         keep_alive_timeout: Seconds that a connection is kept for a further request.
-        clamp_max_new_tokens: Cut a `max_new_tokens` that does not fit down to the room after its
-            prompt, as sglang does, and do not refuse it.
+        clamp_max_new_tokens: Cut a `max_new_tokens` that is too large to the room after its prompt,
+            as sglang does. Otherwise it is refused.
         log_prompts: Put the prompts' text into the log.
     """
 

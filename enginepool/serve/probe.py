@@ -36,7 +36,7 @@ async def _trouble(runtime: Runtime, worker: EngineWorker) -> str | None:
         return f"engine {worker.index} is {state.value}"
     steps = worker.channel.steps
     why = await _failure(runtime, worker.index)
-    # A full engine does not come to the request, but takes steps.
+    # A full engine has no room for the request. It works if it takes steps.
     if why is None or worker.channel.steps > steps:
         return None
     return f"engine {worker.index}: {why}"

@@ -103,7 +103,7 @@ def raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
     aborted is returned, as upstream's are.
 
     Args:
-        nothing_yet: Raise only if there is no output; a stream tells the rest itself.
+        nothing_yet: Raise only if there is no output yet. A stream reports the other cases itself.
     """
     for one in output if isinstance(output, list) else [output]:
         reason = one["meta_info"]["finish_reason"] or {}

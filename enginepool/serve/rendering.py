@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.serve.prompt_limits import PromptLimits
 
-# So that other work finds threads.
+# Limits on threads, so that other work finds some.
 _TEMPLATES_AT_ONCE = 4
 _LARGE_AT_ONCE = 4
 _GRAMMARS_AT_ONCE = 64  # most of them wait
@@ -25,7 +25,7 @@ _TELLING = 4  # characters; a shorter text may be part of any sentence
 def why_not_rendered(error: Exception, body: BaseModel) -> str:
     """The message of a template's error or of a TypeError, unless it repeats what was sent.
 
-    Of other errors, which quote values, only the name.
+    Other errors quote values, so only their name is given.
     """
     name, said = type(error).__name__, str(error)
     if not (isinstance(error, TypeError) or type(error).__module__.startswith("jinja2")):

@@ -120,7 +120,7 @@ def rids_of(rid: Any, prompts: int, prefix: str | None) -> list[str] | None:
     """The id of each prompt's outputs: the client's own, or one that is made here.
 
     Args:
-        prefix: Of the one id that all outputs carry, where the client gave none.
+        prefix: Begins the one id that all outputs carry, if the client gave none.
     """
     if rid is None:
         return None if prefix is None else [f"{prefix}{uuid.uuid4().hex}"] * prompts

@@ -10,7 +10,7 @@ from enginepool.dispatch.request import MAX_TOP_LOGPROBS
 from enginepool.serve.unknown_fields import NothingUnread
 
 LOGPROBS = "message.output_text.logprobs"
-# The others are of tools and images that no request here can have had.
+# The others belong to tools and images, which no response here has.
 Included = Literal[
     "message.output_text.logprobs",
     "code_interpreter_call.outputs",

@@ -54,8 +54,8 @@ def _with_custom(params: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in custom.items():
         if name not in NAMES and not says_nothing(value):
             raise InvalidRequest(
-                f"custom_params.{name}={described(value)}: here it may hold sampling parameters "
-                "alone"
+                f"custom_params.{name}={described(value)}: custom_params may only hold "
+                "sampling parameters"
             )
         if value is not None and taken.get(name) not in (None, value):
             raise InvalidRequest(

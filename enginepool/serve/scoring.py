@@ -18,7 +18,7 @@ from enginepool.values import described
 
 
 class ScoreExchange(Exchange):
-    """In the place of the TokenizerManager of upstream's class for scores."""
+    """Replaces the TokenizerManager of upstream's class for scores."""
 
     async def score_request(
         self,
@@ -55,7 +55,7 @@ class ScoreExchange(Exchange):
 
     def _prompts(self, query: Any, items: Any, labels: list[int], item_first: bool) -> list[Any]:
         if not labels:
-            raise InvalidRequest("label_token_ids: give the ids of the tokens that are meant")
+            raise InvalidRequest("label_token_ids: give the ids of the tokens to score")
         size = self._front.runtime.input_processor.limits.vocab_size
         for label in labels:
             if not 0 <= label < size:

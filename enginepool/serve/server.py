@@ -162,7 +162,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without uvicorn's signal handlers: those close the ports at once, and raise signals again."""
+    """uvicorn without its signal handlers: they close the ports at once and raise signals again."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

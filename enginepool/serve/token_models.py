@@ -67,7 +67,7 @@ class TokenSampling(BaseModel):
 
 
 class TokensIn(BaseModel):
-    """vLLM's; `priority` has no other value."""
+    """vLLM's body. `priority` accepts its default only."""
 
     token_ids: list[StrictInt]
     sampling_params: TokenSampling
@@ -108,7 +108,7 @@ class TokenUsage(BaseModel):
 
 
 class TokensOut(BaseModel):
-    """A reply, or a chunk of a stream: that has no usage, and only new `token_ids`."""
+    """A reply, or a chunk of a stream. A chunk has no usage, and only new `token_ids`."""
 
     request_id: str
     choices: list[TokenChoice]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from enginepool.engine.scoring import Scorer
     from enginepool.engine.steady.prefill import Prefill
 
-# The most steps until the next step boundary, if requests waited without room when these began.
+# The most steps until the next step boundary, if requests had no room when these steps began.
 _STEPS_WHILE_WAITING = 16
 
 
@@ -42,7 +42,7 @@ class Admission:
         self._freed = False  # a request has ended since upstream last looked for room
 
     def begin(self) -> None:
-        """Steps are launched next. All requests that can start have started."""
+        """Report that steps are launched next. All requests that can start have started."""
         self._left, self._freed = self._channel.queued(), False
 
     def most_steps(self) -> int | None:
@@ -64,7 +64,7 @@ class Admission:
 
     @property
     def wanted(self) -> bool:
-        """Whether requests wait for which there may be room."""
+        """Whether requests wait that may find room."""
         return self._arrived or (self._freed and bool(self._scheduler.waiting_queue))
 
     @property

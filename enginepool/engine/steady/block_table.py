@@ -24,7 +24,7 @@ class BlockTable:
     """The KV pages of one batch. Pages for several steps are allocated at once.
 
     Attributes:
-        pages: By row: its pages. Nobody reads what follows them.
+        pages: By row: its pages. Entries after these are not read.
     """
 
     def __init__(self, scheduler: Scheduler, rows: int) -> None:

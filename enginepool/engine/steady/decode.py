@@ -112,7 +112,7 @@ class SteadyDecode:
             self._run_steps(StepsInFlight(program, batch, block_table, reqs, limit))
         drop_ended(upstreams)
         write_back_batch(upstreams)
-        # As after as many steps of upstream's. It has already lowered the ratio for the first step.
+        # As upstream's own steps would count. Upstream has lowered the ratio for the first step.
         scheduler.forward_ct += batch.steps
         scheduler.new_token_ratio = max(
             scheduler.new_token_ratio - (batch.steps - 1) * scheduler.new_token_ratio_decay,

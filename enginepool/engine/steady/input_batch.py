@@ -49,7 +49,7 @@ class InputBatch:
         table: The rows as they are sent to the device. `limits` and `state` are columns of it.
         adapters: By row: its adapter. None for the base, and for a free row.
         names: See `device_batch.DeviceBatch`.
-        steps: How many steps' tokens the requests have.
+        steps: The number of the last step whose tokens the requests have.
     """
 
     def __init__(

@@ -108,8 +108,9 @@ class StepProgram:
         """Prepare the compilation of a bucket's program, on the engine's thread.
 
         Returns:
-            What compiles it, on any thread. It calls no program: JAX lets a thread that calls one
-            wait while another compiles it, and neither gives the other its turn.
+            A function that compiles it, on any thread. It does not call the program. Two threads
+            that call one program could wait for each other: one in JAX until it is compiled, the
+            other for the turn to compile it.
         """
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
         leaves, (state, batch) = self._runner.model_state_leaves, self._empty(rows)
@@ -219,7 +220,7 @@ def supported(scheduler: Scheduler) -> bool:
         and len(jax.tree.leaves(model_state)) == len(runner.model_state_leaves)
         and type(runner.attn_backend).__name__ in _ATTENTION
         and not hasattr(runner.attn_backend, "swa_index_mapping")
-        # Upstream's next version has it change the weights that its own program gets.
+        # In upstream's next version the backend changes the weights that its program gets.
         and not hasattr(runner.attn_backend, "prepare_model_state")
         and not getattr(runner, "is_hybrid", False)
     )

@@ -27,7 +27,7 @@ class BatchSender:
         Args:
             sizes: How many rows a batch can have.
         """
-        # By number of dimensions: everywhere.
+        # By number of dimensions: the whole array on every device.
         self._shardings = [
             NamedSharding(runner.mesh, PartitionSpec(*[None] * ndim)) for ndim in range(3)
         ]
@@ -38,7 +38,7 @@ class BatchSender:
 
     def place(self, array: np.ndarray | np.generic) -> jax.Array:
         """Send an array that nobody changes any more. A CPU device uses the same memory."""
-        # As upstream's arrays: patches/batch_transfers.py makes it quick.
+        # By upstream's own function, which patches/batch_transfers.py makes quick.
         return forward_batch_info.device_array(array, sharding=self._shardings[array.ndim])
 
     def batch(
