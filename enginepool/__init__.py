@@ -30,6 +30,7 @@ from enginepool.errors import (
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
     from enginepool.runtime.adapters import AdapterReport
+    from enginepool.runtime.staged_adapter import StagedAdapter
     from enginepool.runtime.staged_weights import StagedWeights
     from enginepool.runtime.swap_report import SwapReport
 
@@ -52,6 +53,7 @@ __all__ = [
     "QueueFull",
     "RequestFailed",
     "RequestsFailed",
+    "StagedAdapter",
     "StagedWeights",
     "StaleWeights",
     "StepTimeout",
@@ -66,6 +68,8 @@ def __getattr__(name: str) -> object:
         from enginepool.pool.pool import EnginePool as found
     elif name == "AdapterReport":
         from enginepool.runtime.adapters import AdapterReport as found
+    elif name == "StagedAdapter":
+        from enginepool.runtime.staged_adapter import StagedAdapter as found
     elif name == "StagedWeights":
         from enginepool.runtime.staged_weights import StagedWeights as found
     elif name == "SwapReport":

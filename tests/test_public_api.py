@@ -11,7 +11,7 @@ from enginepool import EnginePool, EnginePoolError, errors
 
 # Sync verbs whose answer needs no waiting have no twin.
 IMMEDIATE = {"open", "close", "stats", "get_load", "events", "front_end"}
-NO_ERRORS = {"AdapterReport", "EnginePool", "StagedWeights", "SwapReport"}
+NO_ERRORS = {"AdapterReport", "EnginePool", "StagedAdapter", "StagedWeights", "SwapReport"}
 
 
 def public(thing: object) -> list[str]:

@@ -79,27 +79,27 @@ class Adapters:
     def get(self, name: str) -> Adapter | None:
         return self._by_name.get(name)
 
-    def find(self, name: Any) -> Adapter:
+    def find(self, name: Any, argument: str = "lora_path") -> Adapter:
         """The adapter that a call names.
 
         Raises:
             InvalidRequest: There is none of that name.
         """
-        self.check_enabled()
+        self.check_enabled(name, argument)
         if not isinstance(name, str) or (adapter := self._by_name.get(name)) is None:
             loaded = ", ".join(self.names()) or "none"
             raise InvalidRequest(
-                f"lora_path={shown(name)}: no such adapter; loaded: {loaded}; load_lora_adapter "
+                f"{argument}={shown(name)}: no such adapter; loaded: {loaded}; load_lora_adapter "
                 "loads one"
             )
         return adapter
 
-    def check_enabled(self) -> None:
+    def check_enabled(self, name: Any, argument: str) -> None:
         """Raise InvalidRequest if the pool was opened without adapters."""
         if not self.enabled:
             raise InvalidRequest(
-                "this pool takes no adapters; open it with enable_lora=True, max_lora_rank= and "
-                "lora_target_modules="
+                f"{argument}={shown(name)}: this pool takes no adapters; open it with "
+                "enable_lora=True, max_lora_rank= and lora_target_modules="
             )
 
     def check_room(self, name: str) -> None:
@@ -123,7 +123,7 @@ class Adapters:
 
     def remove(self, name: str) -> Adapter:
         """Forget an adapter. Requests that have it keep it."""
-        adapter = self.find(name)
+        adapter = self.find(name, "lora_name")
         with self._lock:
             self._by_name.pop(name, None)
         return adapter

@@ -8,6 +8,7 @@ from typing import Any
 from enginepool.pool.calls import CallGroup, async_twin
 from enginepool.runtime.adapters import AdapterReport, load_adapter, unload_adapter
 from enginepool.runtime.quiesce import SwapMode
+from enginepool.runtime.staged_adapter import StagedAdapter, stage_adapter
 
 
 class AdapterCalls(CallGroup):
@@ -50,6 +51,21 @@ class AdapterCalls(CallGroup):
         """
         return load_adapter(self.runtime, lora_name, source, config_dict, weight_version, mode)
 
+    def stage_lora_adapter(
+        self,
+        lora_name: str,
+        source: Any,
+        *,
+        config_dict: Mapping[str, Any] | None = None,
+        weight_version: int | str | None = None,
+    ) -> StagedAdapter:
+        """Read an adapter and put it on every device, to commit it later.
+
+        This is the first half of `load_lora_adapter`, for a program that must first know that all
+        hosts have the adapter. Arguments and errors are those of `load_lora_adapter`.
+        """
+        return stage_adapter(self.runtime, lora_name, source, config_dict, weight_version)
+
     def unload_lora_adapter(self, lora_name: str) -> None:
         """Forget an adapter. Outputs whose calls were made before are finished with it.
 
@@ -59,4 +75,5 @@ class AdapterCalls(CallGroup):
         unload_adapter(self.runtime, lora_name)
 
     async_load_lora_adapter = async_twin(load_lora_adapter)
+    async_stage_lora_adapter = async_twin(stage_lora_adapter)
     async_unload_lora_adapter = async_twin(unload_lora_adapter)

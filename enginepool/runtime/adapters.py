@@ -62,12 +62,18 @@ def load_adapter(
     mode: SwapMode,
 ) -> AdapterReport:
     """See `EnginePool.load_lora_adapter`."""
-    Options(weight_version, mode).check()
-    runtime.adapters.check_enabled()
+    check_load(runtime, name, Options(weight_version, mode))
+    with updating(runtime, "load_lora_adapter()") as workers:
+        load = AdapterLoad(runtime, workers, name)
+        load.stage(source, config, weight_version)
+        return load.commit(workers, mode)
+
+
+def check_load(runtime: Runtime, name: Any, options: Options) -> None:
+    options.check()
+    runtime.adapters.check_enabled(name, "lora_name")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"lora_name={shown(name)}: expected a name")
-    with updating(runtime, "load_lora_adapter()") as workers:
-        return _Load(runtime, workers, name, mode).run(source, config, weight_version)
 
 
 def unload_adapter(runtime: Runtime, name: str) -> None:
@@ -76,41 +82,54 @@ def unload_adapter(runtime: Runtime, name: str) -> None:
         runtime.adapters.remove(name)
 
 
-class _Load:
-    """One version of an adapter on its way into the engines."""
+class AdapterLoad:
+    """One version of an adapter on its way into the engines.
 
-    def __init__(
-        self, runtime: Runtime, workers: Sequence[EngineWorker], name: str, mode: SwapMode
-    ) -> None:
+    Attributes:
+        new: It, once it is staged.
+    """
+
+    new: Adapter
+
+    def __init__(self, runtime: Runtime, workers: Sequence[EngineWorker], name: str) -> None:
         self._runtime, self._workers = runtime, workers
         self._name = name
-        self._mode: SwapMode = mode
         self._placed: dict[int, Placed] = {}
         # By engine: what its requests had before.
         self._had: dict[int, dict[Request, Adapter]] = {}
-        self._in_slots = 0
+        self._seconds = 0.0
 
-    def run(
+    def stage(
         self, source: Any, config: Mapping[str, Any] | None, version: int | str | None
-    ) -> AdapterReport:
+    ) -> None:
         started = time.perf_counter()
         adapters = self._runtime.adapters
         adapters.check_room(self._name)
         old = adapters.get(self._name)
         if config is None and old is not None and isinstance(source, Mapping):
             config = old.config
-        new = self._read(source, config, version)
-        staged = time.perf_counter()
-        self._commit(new, old)
-        ended = time.perf_counter()
+        self.new = self._read(source, config, version)
+        self._seconds = time.perf_counter() - started
+
+    def commit(self, workers: Sequence[EngineWorker], mode: SwapMode) -> AdapterReport:
+        """
+        Args:
+            workers: Engines of now. One that has come back since takes it from the host.
+        """
+        started, new = time.perf_counter(), self.new
+        self._workers, self._had = workers, {}
+        adapters = self._runtime.adapters
+        adapters.check_room(self._name)
+        in_slots = self._commit(new, adapters.get(self._name), mode)
+        seconds = time.perf_counter() - started
         return AdapterReport(
             self._name,
             new.version,
-            self._mode,
+            mode,
             new.rank,
             new.nbytes,
-            {"stage": staged - started, "commit": ended - staged, "total": ended - started},
-            self._in_slots,
+            {"stage": self._seconds, "commit": seconds, "total": self._seconds + seconds},
+            in_slots,
         )
 
     def _read(
@@ -140,20 +159,23 @@ class _Load:
             arrays,
         )
 
-    def _commit(self, new: Adapter, old: Adapter | None) -> None:
-        if old is None or self._mode in ("drain", "abort"):
+    def _commit(self, new: Adapter, old: Adapter | None, mode: SwapMode) -> int:
+        """Returns how many engines have it in a slot."""
+        adapters, workers = self._runtime.adapters, self._workers
+        if old is None or mode in ("drain", "abort"):
             # Both versions have slots until the old one's requests have ended.
-            self._on_all(StoppedEngines(self._runtime, self._workers), self._put, new)
-            self._runtime.adapters.set(new)
-            if self._mode == "abort":
+            count = self._on_all(StoppedEngines(self._runtime, workers), self._put, new)
+            adapters.set(new)
+            if mode == "abort":
                 self._abort()
-            return
-        with quiesced(self._runtime, self._workers, self._mode) as engines:
-            self._on_all(engines, self._replace, new)
+            return count
+        with quiesced(self._runtime, workers, mode) as engines:
+            count = self._on_all(engines, self._replace, new)
             for each in self._replaced(new):
                 each.successor = new
             old.successor = new
-            self._runtime.adapters.set(new)
+            adapters.set(new)
+        return count
 
     def _replaced(self, new: Adapter) -> list[Adapter]:
         """Older versions, of which requests may wait somewhere."""
@@ -172,20 +194,20 @@ class _Load:
         engines: StoppedEngines,
         job: Callable[[EngineWorker, Adapter], bool],
         new: Adapter,
-    ) -> None:
-        """On every engine or, if one fails, on none."""
+    ) -> int:
+        """On every engine or, if one fails, on none. Returns on how many the job says so."""
         try:
             done = engines.run(lambda worker: _named(worker, partial(job, worker, new)))
         except BaseException:
             with suppress(EnginePoolError):  # the first error says more
                 engines.run(lambda worker: self._put_back(worker, new))
             raise
-        self._in_slots = sum(done.values())
+        return sum(done.values())
 
     def _put(self, worker: EngineWorker, new: Adapter) -> bool:
         """On the engine's thread."""
         in_use = worker.channel.running.adapters()
-        return _slots(worker).load(new, in_use, self._placed.pop(worker.index))
+        return _slots(worker).load(new, in_use, self._placed.pop(worker.index, None))
 
     def _replace(self, worker: EngineWorker, new: Adapter) -> bool:
         """On the engine's thread: requests that run under an older version continue with this."""
@@ -194,7 +216,7 @@ class _Load:
         numbers = list(dict.fromkeys(adapter.number for adapter in before.values()))
         if not numbers:
             return self._put(worker, new)
-        _slots(worker).replace(numbers, new, self._placed.pop(worker.index))
+        _slots(worker).replace(numbers, new, self._placed.pop(worker.index, None))
         return True
 
     def _put_back(self, worker: EngineWorker, new: Adapter) -> None:

@@ -58,6 +58,16 @@ def test_mixed_batch(adapted: EnginePool, world: World) -> None:
         assert meta["weight_versions"] == [[0, TOKENS, 0]]
 
 
+def test_one_engine(adapted: EnginePool, world: World) -> None:
+    """Upstream's own call of one engine takes adapters."""
+    load(adapted, world, "a", "b")
+    engine: Any = adapted.engines[1]
+    results = engine.generate(
+        input_ids=PROMPTS, sampling_params=GREEDY, lora_path=NAMES, return_logprob=True
+    )
+    check(world, PROMPTS, NAMES, results)
+
+
 def test_score(adapted: EnginePool, world: World) -> None:
     load(adapted, world, "a", "b")
     after = [world.expected(name, [p])[0] for name, p in zip(NAMES, PROMPTS, strict=True)]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from enginepool import EnginePool, InvalidRequest, WeightUpdateFailed
+from enginepool import EnginePool, InvalidRequest, StaleWeights, WeightUpdateFailed
 from tests.lora.conftest import World
 from tests.lora.test_exact import GREEDY, PROMPTS, check, load
 from tests.support.adapters import agrees, config, ids_of
@@ -120,6 +120,40 @@ def test_a_device_that_fails_changes_nothing(
         assert result["meta_info"].get("lora_versions", [[0, 40, 1]]) == [[0, 40, 1]]
     check(world, PROMPTS, [name and "a" for name in NAMES], results)
     assert adapted.stats()["lora_adapters"]["x"]["weight_version"] == 1
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place"])
+def test_staged(
+    mode: Any, adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it shows before the commit. One that fails can be tried again."""
+    adapted.load_lora_adapter("x", world.folders["a"], weight_version=1)
+    staged = adapted.stage_lora_adapter("x", world.folders["b"], weight_version=2)
+    assert (staged.lora_name, staged.weight_version) == ("x", 2)
+    slots: Any = adapted.runtime.workers[1].scheduler.adapters
+
+    def fail(*_: Any) -> None:
+        raise Fault("the device is gone")
+
+    for name, failing in (("a", True), ("b", False)):
+        with monkeypatch.context() as patch:
+            if failing:
+                patch.setattr(slots, "_written", fail)
+                with pytest.raises(WeightUpdateFailed):
+                    staged.commit(mode)
+            else:
+                staged.commit(mode)
+        until(lambda: all(e["state"] == "serving" for e in adapted.stats()["engines"]))
+        results = adapted.generate_all(
+            input_ids=PROMPTS, sampling_params=GREEDY, lora_path="x", return_logprob=True
+        )
+        check(world, PROMPTS, [name] * len(PROMPTS), results)
+    with pytest.raises(StaleWeights, match="version 2"):
+        staged.commit()
+    gone = adapted.stage_lora_adapter("y", world.folders["b"])
+    gone.discard()
+    with pytest.raises(StaleWeights):
+        gone.commit()
 
 
 def test_unload_while_it_is_in_use(adapted: EnginePool, world: World) -> None:

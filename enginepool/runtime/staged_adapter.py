@@ -1,0 +1,74 @@
+"""An adapter that is staged on every device and waits for its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio.to_thread
+
+from enginepool.errors import StaleWeights
+from enginepool.runtime.adapters import AdapterLoad, AdapterReport, check_load
+from enginepool.runtime.quiesce import SwapMode
+from enginepool.runtime.runtime import Runtime
+from enginepool.runtime.swap_options import Options
+from enginepool.runtime.update_lock import updating
+
+
+class StagedAdapter:
+    """A version of an adapter on every device, beside the slots. Thread-safe.
+
+    Attributes:
+        lora_name: What `lora_path` names in calls.
+        weight_version: The label that results carry in `lora_versions` once it is committed.
+    """
+
+    def __init__(self, runtime: Runtime, load: AdapterLoad) -> None:
+        self.lora_name, self.weight_version = load.new.name, load.new.version
+        self._runtime = runtime
+        self._load: AdapterLoad | None = load
+
+    def commit(self, mode: SwapMode = "drain") -> AdapterReport:
+        """Load it on every engine or, if anything is wrong, on none. Then it stays staged.
+
+        Raises:
+            StaleWeights: It was committed or discarded.
+            WeightUpdateFailed, InvalidRequest, PoolClosed, PoolFailed: As `load_lora_adapter`.
+        """
+        Options(mode=mode).check()
+        with updating(self._runtime, "commit()") as workers:
+            if self._load is None:
+                raise StaleWeights(
+                    f"{self.lora_name!r} of version {self.weight_version!r} cannot be committed: "
+                    "it was committed or discarded already"
+                )
+            report = self._load.commit(workers, mode)
+            self.discard()
+        return report
+
+    def discard(self) -> None:
+        """Forget it. Does nothing if it is committed."""
+        self._load = None
+
+    async def async_discard(self) -> None:
+        """`discard` for a task."""
+        self.discard()
+
+    async def async_commit(self, mode: SwapMode = "drain") -> AdapterReport:
+        """`commit` without blocking the event loop; cancelling does not stop it."""
+        return await anyio.to_thread.run_sync(self.commit, mode)
+
+
+def stage_adapter(
+    runtime: Runtime,
+    name: str,
+    source: Any,
+    config: Mapping[str, Any] | None,
+    weight_version: int | str | None,
+) -> StagedAdapter:
+    """See `EnginePool.stage_lora_adapter`."""
+    check_load(runtime, name, Options(weight_version))
+    with updating(runtime, "stage_lora_adapter()") as workers:
+        load = AdapterLoad(runtime, workers, name)
+        load.stage(source, config, weight_version)
+        return StagedAdapter(runtime, load)
