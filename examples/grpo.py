@@ -13,6 +13,8 @@ engines agree on its probability.
 one step off policy: weights are replaced under running outputs, and each token says which weights
 it came from.
 
+`--lora RANK` trains an adapter of that rank. The pool generates under it, and its base stays.
+
 `--out` has metrics.jsonl (a line a step), plot.png and the checkpoints that `--resume` goes on
 from.
 """
@@ -23,7 +25,7 @@ import argparse
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,15 @@ import grpo_report
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from grpo_policy import Adapter, AllWeights
 from grpo_trainer import State, Trainer
 
 from enginepool import EnginePool, rl, toy
 from enginepool.toy.files import PAD_ID
 
 MAX_PROMPT, MAX_OUTPUT = 8, 8  # tokens
-Pair = tuple[int, int]
+type Pair = tuple[int, int]
+type Reward = Callable[[Pair, dict[str, Any]], float]
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,9 +56,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=int, default=64, help="a step")
     add("--samples", type=int, default=8, help="a prompt")
     add("--updates", type=int, default=1, help="gradient steps on each step's samples")
-    add("--learning-rate", type=float, default=2e-4)
+    add("--learning-rate", type=float, help="default: 2e-4; of an adapter, 2e-3")
     add("--evaluate-every", type=int, default=20, help="steps")
     add("--async", dest="one_step_off", action="store_true", help="generate one step ahead")
+    add("--lora", type=int, metavar="RANK", help="train an adapter of this rank alone")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--wandb", metavar="PROJECT", help="log there as well")
     return parser.parse_args(argv)
@@ -80,8 +85,15 @@ def reward(pair: Pair, result: dict[str, Any]) -> float:
 class Rollouts:
     """Groups of samples from the pool, rewarded as they end."""
 
-    def __init__(self, pool: EnginePool, options: argparse.Namespace, pairs: list[Pair]) -> None:
-        self._pool, self._options, self._pairs = pool, options, pairs
+    def __init__(
+        self,
+        pool: EnginePool,
+        policy: AllWeights,
+        options: argparse.Namespace,
+        reward: Reward = reward,
+    ) -> None:
+        self.pool, self.policy, self._options, self._reward = pool, policy, options, reward
+        self._pairs, self._held_out = split()
 
     def collect(self, step: int) -> tuple[rl.RolloutBatch, np.ndarray]:
         """The batch of one step, in the order of its prompts, and its rewards.
@@ -102,42 +114,43 @@ class Rollouts:
         }
         results: list[Any] = [None] * (options.prompts * options.samples)
         rewards = np.zeros(len(results))
-        for result in self._pool.as_completed(None, params, input_ids=prompts, return_logprob=True):
+        for result in self.pool.as_completed(
+            None, params, input_ids=prompts, return_logprob=True, **self.policy.call
+        ):
             meta = result["meta_info"]
             place = meta["prompt_index"] * options.samples + meta["sample_index"]
             results[place] = result
-            rewards[place] = reward(pairs[meta["prompt_index"]], result)
+            rewards[place] = self._reward(pairs[meta["prompt_index"]], result)
         batch = rl.pad_results(
             results, prompts, pad_id=PAD_ID, max_prompt=MAX_PROMPT, max_output=MAX_OUTPUT
         )
         return batch, rewards
 
+    def evaluate(self) -> float:
+        """The reward of greedy answers to sums that are not trained on."""
+        results = self.pool.generate_all(
+            None,
+            {"temperature": 0, "max_new_tokens": MAX_OUTPUT},
+            input_ids=[prompt_ids(pair) for pair in self._held_out],
+            **self.policy.call,
+        )
+        pairs = zip(self._held_out, results, strict=True)
+        return float(np.mean([self._reward(pair, result) for pair, result in pairs]))
 
-def evaluate(pool: EnginePool, pairs: list[Pair]) -> float:
-    """The share of sums that greedy decoding gets right."""
-    results = pool.generate_all(
-        None,
-        {"temperature": 0, "max_new_tokens": MAX_OUTPUT},
-        input_ids=[prompt_ids(pair) for pair in pairs],
-    )
-    return float(np.mean([reward(pair, r) for pair, r in zip(pairs, results, strict=True)]))
 
-
-def check_versions(batch: rl.RolloutBatch, newest: int, *, lag: int) -> list[int]:
+def check_versions(found: np.ndarray, newest: int, *, lag: int) -> list[int]:
     """Which weights the tokens came from; none may be older than `lag` updates."""
-    versions = sorted(set(batch.weight_versions[batch.output_mask].tolist()))
+    versions = sorted(set(found.tolist()))
     if versions[0] < newest - lag or versions[-1] > newest:
         raise RuntimeError(f"tokens of versions {versions}, and the trainer is at {newest}")
     return versions
 
 
 def train(
-    pool: EnginePool, trainer: Trainer, options: argparse.Namespace, begin: State, first: int
+    rollouts: Rollouts, trainer: Trainer, options: argparse.Namespace, begin: State, first: int
 ) -> Iterator[tuple[int, State, dict[str, Any]]]:
     """The loop: yields step, state and metrics after each."""
-    state = begin
-    pairs, held_out = split()
-    rollouts = Rollouts(pool, options, pairs)
+    state, policy = begin, rollouts.policy
     lag = 1 if options.one_step_off else 0
     with ThreadPoolExecutor(1) as ahead:
         pending: Future[Any] | None = None
@@ -145,12 +158,13 @@ def train(
             started = time.perf_counter()
             metrics: dict[str, Any] = {"step": step}
             if step % options.evaluate_every == 0:
-                metrics["held_out"] = evaluate(pool, held_out)
+                metrics["held_out"] = rollouts.evaluate()
             batch, rewards = pending.result() if pending else rollouts.collect(step)
             if options.one_step_off and step + 1 < options.steps:
                 pending = ahead.submit(rollouts.collect, step + 1)
             generated = time.perf_counter()
-            metrics["versions"] = check_versions(batch, step, lag=lag)
+            found = policy.versions(batch)[batch.output_mask]
+            metrics["versions"] = check_versions(found, step, lag=lag)
             metrics["samples"] = hashlib.sha256(batch.output_ids.tobytes()).hexdigest()[:16]
             advantages = rl.group_advantages(rewards, batch.prompt_index, valid=~batch.aborted)
             state, seen = trainer.step(state, batch, advantages)
@@ -158,7 +172,7 @@ def train(
             metrics |= seen | {"reward": float(rewards.mean())}
             trained = time.perf_counter()
             mode = "in_place" if options.one_step_off else "drain"
-            pool.update_weights(state.params, weight_version=step + 1, mode=mode)
+            policy.give(rollouts.pool, state.params, step + 1, mode)
             metrics["seconds"] = {
                 "generate": generated - started,
                 "train": trained - generated,
@@ -171,6 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
+    policy = Adapter(options.lora, seed=options.seed) if options.lora else AllWeights()
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(
             EnginePool(
@@ -179,11 +194,12 @@ def main(argv: list[str] | None = None) -> None:
                 dtype="float32",
                 context_length=64,
                 max_running_requests=max(1, 128 // options.devices),
+                **policy.pool_options,
             )
         )
         trainer = Trainer(
-            jax.devices()[: options.devices], toy.checkpoint("half"), options.learning_rate,
-            options.steps, options.updates,
+            policy, jax.devices()[: options.devices], toy.checkpoint("half"),
+            options.learning_rate or policy.learning_rate, options.steps, options.updates,
         )  # fmt: skip
         checkpoints = stack.enter_context(
             ocp.CheckpointManager(
@@ -191,14 +207,15 @@ def main(argv: list[str] | None = None) -> None:
                 options=ocp.CheckpointManagerOptions(max_to_keep=2),
             )
         )
+        rollouts = Rollouts(pool, policy, options)
         begin, first = trainer.start(), 0
         if options.resume and (latest := checkpoints.latest_step()) is not None:
             begin = checkpoints.restore(latest, args=ocp.args.StandardRestore(begin))
             first = latest
-        pool.update_weights(begin.params, weight_version=first)
+        policy.give(pool, begin.params, first)
         log = stack.enter_context(grpo_report.Log(options, append=options.resume))
         step = first - 1
-        for step, state, metrics in train(pool, trainer, options, begin, first):
+        for step, state, metrics in train(rollouts, trainer, options, begin, first):
             log.write(metrics | {"minutes": (time.monotonic() - began) / 60})
             over = time.monotonic() - began > 60 * options.minutes
             if over or step + 1 == options.steps or (step + 1) % options.evaluate_every == 0:
@@ -207,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
                 break
         log.write({
             "step": step + 1,
-            "held_out": evaluate(pool, split()[1]),
+            "held_out": rollouts.evaluate(),
             "minutes": (time.monotonic() - began) / 60,
         })  # fmt: skip
         checkpoints.wait_until_finished()

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from grpo_policy import AllWeights, Params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from enginepool import rl
@@ -22,9 +23,9 @@ WARMUP_STEPS = 10
 
 
 class State(NamedTuple):
-    """Float32 weights by Hugging Face name, and the optimizer's state."""
+    """What is trained, in float32, and the optimizer's state."""
 
-    params: dict[str, jax.Array]
+    params: Params
     optimizer: Any
 
 
@@ -32,6 +33,7 @@ class Trainer:
     """Data-parallel: weights on every device, a batch cut into as many parts.
 
     Args:
+        policy: Says what is trained, and what the model computes with.
         steps: At the last of these the learning rate has fallen to a tenth: what late steps of the
             full rate learn and unlearn is the noise of their few groups.
         updates: Gradient steps on one batch.
@@ -39,6 +41,7 @@ class Trainer:
 
     def __init__(
         self,
+        policy: AllWeights,
         devices: Sequence[jax.Device],
         checkpoint: Path,
         learning_rate: float,
@@ -49,10 +52,12 @@ class Trainer:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._by_row = NamedSharding(mesh, PartitionSpec("data"))
         self._config, stored = read_checkpoint(checkpoint)
-        self._start = {
+        self._policy = policy
+        self._base = {
             name: jax.device_put(jnp.asarray(value, jnp.float32), self._everywhere)
             for name, value in stored.items()
         }
+        self._start = policy.start(self._base)
         rate = optax.warmup_cosine_decay_schedule(
             init_value=learning_rate / 10,
             peak_value=learning_rate,
@@ -78,10 +83,12 @@ class Trainer:
         """
         placed = jax.tree.map(lambda array: jax.device_put(array, self._by_row), batch)
         weights = jax.device_put(advantages, self._by_row)
-        agreement = rl.agreement(batch, np.asarray(self._logprobs(state.params, placed)))
-        from_start = rl.agreement(batch, np.asarray(self._logprobs(self._start, placed)))
+        agreement, from_start = (
+            rl.agreement(batch, np.asarray(self._logprobs(params, self._base, placed)))
+            for params in (state.params, self._start)
+        )
         for _ in range(self._updates):
-            state = self._update(state, placed, weights)
+            state = self._update(state, self._base, placed, weights)
         return state, {
             "ratio": {"mean": agreement.mean, "min": agreement.min, "max": agreement.max},
             "worst": str(agreement.worst),
@@ -90,31 +97,34 @@ class Trainer:
         }
 
     @partial(jax.jit, static_argnums=0)
-    def _logprobs(self, params: dict[str, jax.Array], batch: rl.RolloutBatch) -> jax.Array:
+    def _logprobs(self, params: Params, base: Params, batch: rl.RolloutBatch) -> jax.Array:
         """[N, T] of each output token, as the rollout has them at temperature 1."""
         ids = jnp.concatenate([batch.prompt_ids, batch.output_ids], axis=1)
         mask = jnp.concatenate([batch.prompt_mask, batch.output_mask], axis=1)
         first = batch.prompt_ids.shape[1] - 1  # the position that the first output token is told at
-        logits = forward(self._config, params, ids, mask)[:, first:-1]
+        weights = self._policy.weights(params, base)
+        logits = forward(self._config, weights, ids, mask)[:, first:-1]
         every = jax.nn.log_softmax(logits)
         return jnp.take_along_axis(every, batch.output_ids[..., None], axis=-1)[..., 0]
 
     # Nothing is donated: engines may still step with arrays of the weights before.
     @partial(jax.jit, static_argnums=0)
-    def _update(self, state: State, batch: rl.RolloutBatch, advantages: jax.Array) -> State:
-        gradients = jax.grad(self._loss)(state.params, batch, advantages)
+    def _update(
+        self, state: State, base: Params, batch: rl.RolloutBatch, advantages: jax.Array
+    ) -> State:
+        gradients = jax.grad(self._loss)(state.params, base, batch, advantages)
         changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         return State(optax.apply_updates(state.params, changes), optimizer)
 
     def _loss(
-        self, params: dict[str, jax.Array], batch: rl.RolloutBatch, advantages: jax.Array
+        self, params: Params, base: Params, batch: rl.RolloutBatch, advantages: jax.Array
     ) -> jax.Array:
         """PPO's clipped objective, the mean over tokens.
 
         The ratio is to the probability that the token was sampled with, whichever weights that
         were: on policy, one update later, and one step behind alike.
         """
-        ratio = jnp.exp(self._logprobs(params, batch) - batch.logprobs)
+        ratio = jnp.exp(self._logprobs(params, base, batch) - batch.logprobs)
         clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
         gain = jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
         return -jnp.sum(gain * batch.output_mask) / jnp.sum(batch.output_mask)

@@ -12,6 +12,8 @@ from enginepool import InvalidRequest
 from enginepool.rl.kept import KeptIds, width
 
 _INT32 = np.iinfo(np.int32)
+# From one output token up to another, and the version that they came from.
+type _Span = tuple[int, int, int | str]
 
 
 class RolloutBatch(NamedTuple):
@@ -39,6 +41,8 @@ class RolloutBatch(NamedTuple):
             row of only -1 means the whole vocabulary. None without `return_sampling_mask`.
         sampling_logprobs: [N, T] float32, of each token among these ids. None if `sampling_mask` is
             None.
+        lora_versions: [N, T], as `weight_versions`, of the adapter that each token came from.
+            None if all outputs are the base's.
     """
 
     prompt_ids: np.ndarray
@@ -53,6 +57,7 @@ class RolloutBatch(NamedTuple):
     truncated: np.ndarray
     sampling_mask: np.ndarray | None = None
     sampling_logprobs: np.ndarray | None = None
+    lora_versions: np.ndarray | None = None
 
 
 def pad_results(
@@ -90,18 +95,20 @@ def pad_results(
         raise InvalidRequest(f"pad_to_multiple_of={pad_to_multiple_of}: expected 1 or more")
     num_prompt = _width(rows, "prompt", max_prompt, pad_to_multiple_of)
     num_output = _width(rows, "output", max_output, pad_to_multiple_of)
-    versions = _no_versions((len(rows), num_output), rows)
+    shape = len(rows), num_output
+    adapted = any(row.lora_spans for row in rows)
     batch = RolloutBatch(
         prompt_ids=np.full((len(rows), num_prompt), pad_id, np.int32),
         prompt_mask=np.zeros((len(rows), num_prompt), bool),
         output_ids=np.full((len(rows), num_output), pad_id, np.int32),
         output_mask=np.zeros((len(rows), num_output), bool),
         logprobs=np.zeros((len(rows), num_output), np.float32),
-        weight_versions=versions,
+        weight_versions=_versions(shape, [row.spans for row in rows]),
         prompt_index=np.array([row.prompt_index for row in rows], np.int32),
         sample_index=np.array([row.sample_index for row in rows], np.int32),
         aborted=np.array([row.finish == "abort" for row in rows], bool),
         truncated=np.array([row.finish == "length" for row in rows], bool),
+        lora_versions=_versions(shape, [row.lora_spans for row in rows]) if adapted else None,
     )
     for index, row in enumerate(rows):
         start, end = num_prompt - len(row.prompt), len(row.output)
@@ -110,8 +117,6 @@ def pad_results(
         batch.output_ids[index, :end] = row.output
         batch.output_mask[index, :end] = True
         batch.logprobs[index, :end] = row.logprobs
-        for first, last, version in row.spans:
-            versions[index, first:last] = version
     return _with_masks(batch, rows, max_sampling_mask)
 
 
@@ -166,7 +171,8 @@ class _Row:
         self.finish: str = meta["finish_reason"]["type"]
         self.output: Sequence[int] = []
         self.logprobs: list[float] = []
-        self.spans: list[tuple[int, int, int | str]] = []
+        self.spans: list[_Span] = []
+        self.lora_spans: list[_Span] = []
         self.kept: KeptIds | None = None
         if self.finish != "abort":
             if "output_token_logprobs" not in meta:
@@ -177,6 +183,7 @@ class _Row:
             self.output = result["output_ids"]
             self.logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
             self.spans = meta["weight_versions"]
+            self.lora_spans = meta.get("lora_versions", [])
             self.kept = KeptIds(meta, self.prompt_index)
 
 
@@ -195,9 +202,14 @@ def _width(rows: list[_Row], what: str, limit: int | None, multiple: int) -> int
     return limit
 
 
-def _no_versions(shape: tuple[int, int], rows: list[_Row]) -> np.ndarray:
-    """An array of padding, in a dtype that holds all version labels."""
-    labels = {version for row in rows for *_, version in row.spans}
+def _versions(shape: tuple[int, int], rows: list[list[_Span]]) -> np.ndarray:
+    """The version of each token, in a dtype that holds all labels; padding elsewhere."""
+    labels = {version for spans in rows for *_, version in spans}
     if all(isinstance(v, int) and _INT32.min <= v <= _INT32.max for v in labels):
-        return np.full(shape, -1, np.int32)
-    return np.full(shape, None, object)
+        versions = np.full(shape, -1, np.int32)
+    else:
+        versions = np.full(shape, None, object)
+    for index, spans in enumerate(rows):
+        for first, last, version in spans:
+            versions[index, first:last] = version
+    return versions

@@ -1,14 +1,17 @@
 """examples/grpo.py as its users run it, a few steps long."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
-from tests.support.liveness import SECONDS
+from enginepool import EnginePool, toy
+from tests.support.liveness import SECONDS, callers
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 
@@ -58,3 +61,59 @@ def test_one_step_off_policy(tmp_path: Path) -> None:
     for row in rows:
         assert set(row["versions"]) <= {row["step"] - 1, row["step"]}
     assert any(row["step"] - 1 in row["versions"] for row in rows)
+
+
+def test_adapter(tmp_path: Path) -> None:
+    """With --lora an adapter is trained, and every token is of its newest version."""
+    options = ["--steps", "2", "--devices", "2", "--lora", "4"]
+    first, second, _ = run(tmp_path, *options)
+    assert [first["versions"], second["versions"]] == [[0], [1]]
+    for row in (first, second):
+        assert row["ratio"]["min"] == pytest.approx(1, abs=1e-3)
+        assert row["ratio"]["max"] == pytest.approx(1, abs=1e-3)
+    assert first["kl_to_start"] < 1e-6 < second["kl_to_start"]
+    rows = run(tmp_path, *options[:-2], "--steps", "3", "--lora", "4", "--resume")
+    assert rows[-2]["versions"] == [2]
+    assert rows[-2]["ratio"]["max"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_two_trainers_of_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has an adapter and a reward of its own. Both rewards rise, and every token of a trainer
+    is of its own adapter's newest version, in batches of both."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    grpo, trained = importlib.import_module("grpo"), importlib.import_module("grpo_policy")
+    options = grpo.arguments(["--steps", "40", "--evaluate-every", "100"])
+    policies = {name: trained.Adapter(8, name) for name in ("sum", "even")}
+
+    def even(pair: Any, result: dict[str, Any]) -> float:
+        return float(result["text"][-1:] in tuple("02468"))
+
+    def rewards(pool: EnginePool, name: str, reward: Any) -> list[float]:
+        trainer = grpo.Trainer(
+            policies[name], jax.devices()[:2], toy.checkpoint("half"), 2e-3, options.steps, 1
+        )
+        begin, seen = trainer.start(), []
+        policies[name].give(pool, begin.params, 0)
+        rollouts = grpo.Rollouts(pool, policies[name], options, reward)
+        for step, _, metrics in grpo.train(rollouts, trainer, options, begin, 0):
+            assert metrics["versions"] == [step]
+            assert metrics["ratio"]["min"] == pytest.approx(1, abs=2e-3)
+            assert metrics["ratio"]["max"] == pytest.approx(1, abs=2e-3)
+            seen.append(metrics["reward"])
+        return seen
+
+    model, lora = str(toy.checkpoint("half")), policies["sum"].pool_options
+    with (
+        EnginePool(model, devices=2, dtype="float32", context_length=64, **lora) as pool,
+        callers(2) as threads,
+    ):
+        before = pool.checksum()
+        calls = [
+            threads.submit(rewards, pool, name, reward)
+            for name, reward in (("sum", grpo.reward), ("even", even))
+        ]
+        sums, evens = (call.result() for call in calls)
+        assert pool.checksum() == before
+    assert sum(sums[-5:]) > sum(sums[:5]) + 0.5
+    assert sum(evens[-5:]) > sum(evens[:5]) + 0.5
