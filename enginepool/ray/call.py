@@ -79,6 +79,7 @@ class Output:
 
     def end(self, err_type: str, message: str) -> None:
         """End the output with the tokens so far."""
+        adapter = self.options.get("lora_path")
         result = self.latest or {
             "text": "",
             "output_ids": [],
@@ -94,6 +95,7 @@ class Output:
                 "weight_version": self.call.weight_version,
                 "weight_versions": [],
                 "prompt_weight_versions": [],
+                **({} if adapter is None else {"lora_path": adapter, "lora_versions": []}),
             },
         }
         reason = {"type": "abort", "message": message, "err_type": err_type}
@@ -143,6 +145,8 @@ class RayCall:
                 params = {**params, "n": 1, "stream_interval": interval}
             group = hash(tuple(ids[:_SHARED])) if len(ids) >= _SHARED else (id(self), place)
             own = dict(options)
+            if not isinstance(options.get("lora_path"), str | None):
+                own["lora_path"] = options["lora_path"][place]
             if starts is not None and not isinstance(starts, int):
                 own["logprob_start_len"] = starts[place]
             for sample in range(count):

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 
-from enginepool import EnginePoolError, PoolClosed, PoolFailed
+from enginepool import EnginePoolError, InvalidRequest, PoolClosed, PoolFailed
 from enginepool.ray.call import RayCall
 from enginepool.ray.link import HostLink, HostLost
 from enginepool.ray.output_router import OutputRouter
@@ -34,7 +34,8 @@ class Fleet:
     Attributes:
         number: The number of the update that every host should have.
         undone: The numbers of failed updates. A host may still have one of them.
-        updates: The last full update and all later ones, for hosts that come back.
+        updates: For hosts that come back, in order: the last full update of the base and all later
+            ones, and the last of each adapter.
         changing: Held while hosts get other weights, or are paused.
         paused: Whether hosts should be paused.
     """
@@ -115,19 +116,12 @@ class Fleet:
             if host.number in self.undone:
                 raise HostLost("it has weights that no other host got", end=True)
             for weights in self.updates:
-                await host.ask(
-                    "update",
-                    weights.number,
-                    weights.weight_version,
-                    weights.options,
-                    weights.source,
-                    watched=True,
-                )
-                host.number = weights.number
+                await host.ask("update", *weights.args, watched=True)
+            await host.ask("caught_up", self.number, list(self.adapters), watched=True)
+            host.number = self.number
             if self.paused:
                 await host.ask("pause", "retract", watched=True)
-            if host.number == self.number:
-                host.state, host.reason = "serving", None
+            host.state, host.reason = "serving", None
 
     async def _keep(self, host: HostLink) -> None:
         """Listen to a host; start it again when it is lost."""
@@ -192,6 +186,43 @@ class Fleet:
     def _ready(self) -> list[HostLink]:
         return [host for host in self.serving() if host.number == self.number]
 
+    # Weights
+
+    @property
+    def adapters(self) -> dict[str, Weights]:
+        """The last update of each adapter that calls may name."""
+        return {one.lora_name: one for one in self.updates if one.lora_name is not None}
+
+    def updated(self, weights: Weights) -> None:
+        """Remember that hosts have this update."""
+        self.number = weights.number
+        if weights.lora_name is None:
+            self.weight_version = weights.weight_version
+        self.updates = [old for old in self.updates if not weights.replaces(old)] + [weights]
+
+    async def unload(self, name: str) -> None:
+        """Let no new call name an adapter. Hosts forget it once no output needs it."""
+        async with self.changing:
+            self._check_adapters([name], "lora_name")
+            self.updates = [one for one in self.updates if one.lora_name != name]
+        self._spawn(self._unload_unused(name))
+
+    async def _unload_unused(self, name: str) -> None:
+        while self.router.uses(name):
+            await asyncio.sleep(_BACKOFF)
+        async with self.changing:
+            if name not in self.adapters:
+                await self.on_all("unload", name)
+
+    def _check_adapters(self, names: Iterable[Any], argument: str = "lora_path") -> None:
+        for name in names:
+            if name is not None and name not in self.adapters:
+                loaded = ", ".join(self.adapters) or "none"
+                raise InvalidRequest(
+                    f"{argument}={name!r}: no such adapter; loaded: {loaded}; load_lora_adapter "
+                    "loads one"
+                )
+
     # Asking
 
     async def check(self, prompts: Any, sampling_params: Any, options: Any) -> Any:
@@ -199,7 +230,12 @@ class Fleet:
         while True:
             for host in self.serving():
                 try:
-                    return await host.ask("check", prompts, sampling_params, options, watched=True)
+                    checked = await host.ask(
+                        "check", prompts, sampling_params, options, watched=True
+                    )
+                    names = options.get("lora_path")
+                    self._check_adapters([names] if isinstance(names, str) else names or ())
+                    return checked
                 except HostLost as error:
                     _logger.debug("host %s did not check a call: %s", host.index, error)
             if self.closed or self._none_left():

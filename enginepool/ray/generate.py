@@ -16,7 +16,7 @@ from enginepool.ray.fleet import FleetCalls
 _OPTIONS = (
     *("input_ids", "return_logprob", "top_logprobs_num", "return_prompt_logprob"),
     *("logprob_start_len", "timeout", "prompt_indices", "return_sampling_mask"),
-    "return_routed_experts",
+    *("return_routed_experts", "lora_path"),
 )
 
 

@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from enginepool import (
+    AdapterReport,
     EnginePool,
     EnginePoolError,
     PoolClosed,
+    StagedAdapter,
     StagedWeights,
     StaleWeights,
     SwapReport,
@@ -50,7 +52,7 @@ class Host:
         self._pool: EnginePool | None = None
         self._opening = asyncio.Lock()
         self._number = 0  # of the update that it has
-        self._staged: dict[int, StagedWeights] = {}  # by the update's number
+        self._staged: dict[int, StagedWeights | StagedAdapter] = {}  # by the update's number
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by an attempt's key
         self._news = News()
         self._told = News()  # until the driver says that it has heard them
@@ -106,6 +108,7 @@ class Host:
             logprob_start_len=(start or 0) if scored else None,
             top_logprobs_num=options.get("top_logprobs_num"),
             return_routed_experts=options.get("return_routed_experts"),
+            lora_path=options.get("lora_path"),
         )
         asked.return_sampling_mask = options.get("return_sampling_mask")
         call = await asyncio.to_thread(self._open().front_end().make_call, asked)
@@ -181,18 +184,26 @@ class Host:
 
     @_answering
     async def stage(
-        self, number: int, weight_version: int | str, options: Mapping[str, Any], source: Any
+        self,
+        number: int,
+        weight_version: int | str,
+        options: Mapping[str, Any],
+        lora_name: str | None,
+        source: Any,
     ) -> None:
-        """Stage new weights beside the weights that serve."""
-        self._staged = {
-            number: await self._open().async_stage_weights(
-                self._read(source), weight_version=weight_version, **options
-            )
-        }
+        """Stage new weights, or an adapter, beside what serves."""
+        pool, source, options = self._open(), self._read(source), {**options}
+        options["weight_version"] = weight_version
+        staged: StagedWeights | StagedAdapter
+        if lora_name is None:
+            staged = await pool.async_stage_weights(source, **options)
+        else:
+            staged = await pool.async_stage_lora_adapter(lora_name, source, **options)
+        self._staged = {number: staged}
 
     @_answering
-    async def commit(self, number: int, mode: Any) -> SwapReport:
-        """Put the staged weights in place."""
+    async def commit(self, number: int, mode: Any) -> SwapReport | AdapterReport:
+        """Put what is staged in place."""
         staged = self._staged.get(number)
         if staged is None:
             raise StaleWeights(f"host {self._index} has not staged update {number}")
@@ -207,15 +218,33 @@ class Host:
             await staged.async_discard()
 
     @_answering
-    async def update(
-        self, number: int, weight_version: int | str, options: Mapping[str, Any], source: Any
-    ) -> None:
-        """Catch up with an update that the other hosts have. Nothing runs here meanwhile."""
+    async def update(self, number: int, *args: Any) -> None:
+        """Catch up with an update that the other hosts have. Nothing runs here meanwhile.
+
+        Args:
+            args: As `stage` takes them.
+        """
         if number > self._number:
-            await self._open().async_update_weights(
-                self._read(source), weight_version=weight_version, mode="retract", **options
-            )
-            self._number = number
+            if reply := await self.stage(number, *args):
+                raise reply.error
+            if isinstance(reply := await self.commit(number, "retract"), ErrorReply):
+                raise reply.error
+
+    @_answering
+    async def caught_up(self, number: int, adapters: Sequence[str]) -> None:
+        """It has every update up to this one.
+
+        Args:
+            adapters: The only ones that are loaded.
+        """
+        pool, self._number = self._open(), number
+        for name in pool.stats()["lora_adapters"]:
+            if name not in adapters:
+                await pool.async_unload_lora_adapter(name)
+
+    @_answering
+    async def unload(self, name: str) -> None:
+        await self._open().async_unload_lora_adapter(name)
 
     def _read(self, source: Any) -> Any:
         return source if isinstance(source, str) else unpack_tree(source)

@@ -43,6 +43,14 @@ class OutputRouter:
         """How many outputs no host has."""
         return len(self._waiting)
 
+    def uses(self, adapter: str) -> bool:
+        """Whether an output that has not ended is to have this adapter."""
+        return any(
+            output.options.get("lora_path") == adapter and not output.done
+            for call in self.calls
+            for output in call.outputs
+        )
+
     def submit(self, call: RayCall) -> None:
         if not call.outputs:
             call.close()

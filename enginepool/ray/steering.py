@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import anyio.to_thread
 
-from enginepool import EnginesDiffer
+from enginepool import EnginesDiffer, InvalidRequest, InvalidWeights
 from enginepool.ray.fleet import FleetCalls
 from enginepool.ray.link import HostLost
 from enginepool.ray.update import FleetReport, shared, update
@@ -62,6 +62,54 @@ class RaySteeringCalls(FleetCalls):
             )
         )
 
+    def load_lora_adapter(
+        self,
+        lora_name: str,
+        source: Any,
+        *,
+        config_dict: Mapping[str, Any] | None = None,
+        weight_version: int | str | None = None,
+        mode: Mode = "drain",
+    ) -> FleetReport:
+        """As `EnginePool.load_lora_adapter`, on every host, or on none if one refuses.
+
+        Args:
+            source: As in `update_weights`, by PEFT's names. Hosts that come back load it again.
+            config_dict: None, for arrays: that of the version before, if it was given.
+        """
+        if not isinstance(lora_name, str) or not lora_name:
+            raise InvalidRequest(f"lora_name={lora_name!r}: expected a name")
+        fleet = self.fleet
+        started = time.perf_counter()
+        label = "" if weight_version is None else weight_version
+        packed = shared(source)
+        if config_dict is None and not isinstance(packed, str):
+            before = fleet.adapters.get(lora_name)
+            config_dict = None if before is None else before.options["config_dict"]
+            if config_dict is None:
+                raise InvalidWeights(
+                    "load_lora_adapter: arrays alone do not say how they are scaled; give "
+                    'config_dict={"r": …, "lora_alpha": …}, as adapter_config.json has them'
+                )
+        adapter = Weights(0, label, packed, {"config_dict": config_dict}, lora_name)
+        return fleet.run(update(fleet, adapter, mode, time.perf_counter() - started))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """As `EnginePool.unload_lora_adapter`, on every host."""
+        self.fleet.run(self.fleet.unload(lora_name))
+
+    async def async_load_lora_adapter(
+        self, lora_name: str, source: Any, **options: Any
+    ) -> FleetReport:
+        """`load_lora_adapter` without blocking the event loop; cancelling does not stop it."""
+        return await anyio.to_thread.run_sync(
+            lambda: self.load_lora_adapter(lora_name, source, **options)
+        )
+
+    async def async_unload_lora_adapter(self, lora_name: str) -> None:
+        """`unload_lora_adapter` without blocking the event loop."""
+        await anyio.to_thread.run_sync(self.unload_lora_adapter, lora_name)
+
     def checksum(self) -> str:
         """`EnginePool.checksum` of every host that serves.
 
@@ -108,6 +156,9 @@ class RaySteeringCalls(FleetCalls):
             "waiting": fleet.router.waiting,
             "running": sum(host["outstanding"] for host in hosts),
             "weight_version": fleet.weight_version,
+            "lora_adapters": {
+                name: {"weight_version": one.weight_version} for name, one in fleet.adapters.items()
+            },
         }
 
     async def async_stats(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Updates weights on all hosts: each stages them, then each commits them, or none does.
+"""Updates weights or an adapter on all hosts: each stages, then each commits, or none does.
 
 A host that is lost on the way is barred until it has them: it starts again and catches up.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 
 from enginepool import (
+    AdapterReport,
     EnginePoolError,
     InvalidRequest,
     StaleWeights,
@@ -40,7 +41,7 @@ class FleetReport:
 
     weight_version: int | str
     seconds: dict[str, float]
-    hosts: dict[int, SwapReport]
+    hosts: dict[int, SwapReport | AdapterReport]
     missing: dict[int, str] = field(default_factory=dict)
 
 
@@ -70,7 +71,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
         started = time.perf_counter()
         number = max((fleet.number, *fleet.undone)) + 1  # never one that a host may have
         label = weights.weight_version
-        weights = Weights(number, number if label == "" else label, weights.source, weights.options)
+        weights = replace(weights, number=number, weight_version=number if label == "" else label)
         hosts = fleet.serving()
         if not hosts:
             raise WeightUpdateFailed(
@@ -81,10 +82,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
         fleet.undone.add(number)
         reports = await _commit(fleet, number, mode, staged)
         fleet.undone.discard(number)
-        fleet.number, fleet.weight_version = number, weights.weight_version
-        if weights.options["strict"]:
-            fleet.updates.clear()
-        fleet.updates.append(weights)
+        fleet.updated(weights)
         for host in fleet.hosts:
             if host.index in reports:
                 host.number = number
@@ -109,14 +107,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
 async def _stage(fleet: Fleet, weights: Weights, hosts: list[HostLink]) -> list[HostLink]:
     """The hosts that have staged the weights. If one refuses, none keeps them."""
     pids = {host.index: host.pid for host in hosts}
-    said = await fleet.on_all(
-        "stage",
-        weights.number,
-        weights.weight_version,
-        weights.options,
-        weights.source,
-        hosts=hosts,
-    )
+    said = await fleet.on_all("stage", *weights.args, hosts=hosts)
     refused = [answer for answer in said.values() if isinstance(answer, EnginePoolError)]
     staged = [
         host
@@ -136,9 +127,10 @@ async def _stage(fleet: Fleet, weights: Weights, hosts: list[HostLink]) -> list[
 
 async def _commit(
     fleet: Fleet, number: int, mode: str, hosts: list[HostLink]
-) -> dict[int, SwapReport]:
+) -> dict[int, SwapReport | AdapterReport]:
     said = await fleet.on_all("commit", number, mode, hosts=hosts)
-    reports = {index: one for index, one in said.items() if isinstance(one, SwapReport)}
+    kinds = SwapReport, AdapterReport
+    reports = {index: one for index, one in said.items() if isinstance(one, kinds)}
     refused = {
         index: one
         for index, one in said.items()

@@ -65,13 +65,26 @@ class Weights:
     Attributes:
         number: Its number, from 1.
         source: A path, or a reference to a tree of `Packed` arrays in Ray's object store.
-        options: `strict` and `copy`.
+        options: `strict` and `copy`; `config_dict` of an adapter.
+        lora_name: Of the adapter that is updated. None: the base is.
     """
 
     number: int
     weight_version: int | str
     source: Any
     options: Mapping[str, Any]
+    lora_name: str | None = None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Of `Host.stage` and `Host.update`. Ray puts objects in the place of references only if
+        they are arguments themselves."""
+        return self.number, self.weight_version, self.options, self.lora_name, self.source
+
+    def replaces(self, older: Weights) -> bool:
+        """Whether hosts that get this need not have had the other."""
+        whole = self.lora_name is not None or self.options["strict"]
+        return whole and self.lora_name == older.lora_name
 
 
 @dataclass(frozen=True)

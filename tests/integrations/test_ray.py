@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -21,12 +22,21 @@ from enginepool import (  # noqa: E402
 )
 from enginepool.ray import RayEnginePool  # noqa: E402
 from enginepool.toy.files import read_checkpoint  # noqa: E402
+from tests.support.adapters import (  # noqa: E402
+    Arrays,
+    config,
+    merged,
+    random_adapter,
+    write_adapter,
+)
 from tests.support.liveness import SECONDS, callers, until  # noqa: E402
 from tests.support.pools import SMALL, same  # noqa: E402
 from tests.support.ray_nodes import two_nodes  # noqa: E402
 
 PROMPTS = [[3 + i % 50, 40 + i % 7, 7] * (1 + i % 3) for i in range(60)]
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12}
+LONG = GREEDY | {"max_new_tokens": 40}
+LORA = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["all"]}
 SEEDED = {"temperature": 1.0, "sampling_seed": 7, "ignore_eos": True, "max_new_tokens": 12}
 
 
@@ -38,7 +48,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def hosts(cluster: None) -> Iterator[RayEnginePool]:
-    options: dict[str, Any] = {"warmup": "none", **SMALL}
+    options: dict[str, Any] = {"warmup": "none", **LORA, **SMALL}
     with RayEnginePool(hosts=2, devices_per_host=2, hang_timeout=120.0, **options) as pool:
         yield pool
 
@@ -230,6 +240,94 @@ def test_a_host_dies_between_stage_and_commit(
     until(lambda: states(fresh) == ["serving"] * 2)
     assert fresh.checksum()
     assert {r["meta_info"]["host_index"] for r in run(fresh, GREEDY)} == {0, 1}
+
+
+@pytest.fixture
+def adapted(
+    fresh: RayEnginePool, alone: EnginePool, tmp_path: Path
+) -> Iterator[tuple[RayEnginePool, list[Arrays], list[list[dict[str, Any]]]]]:
+    """Hosts without adapters, two adapters, and what the weights that they make say."""
+    arrays = [random_adapter(toy.checkpoint(), seed) for seed in range(2)]
+    expected = []
+    for index, one in enumerate(arrays):
+        alone.update_weights(merged(tmp_path / str(index), toy.checkpoint(), one, 2.0))
+        expected.append(run(alone, LONG))
+    alone.update_weights(toy.checkpoint())
+    yield fresh, arrays, expected
+    for name in fresh.stats()["lora_adapters"]:
+        fresh.unload_lora_adapter(name)
+    until(lambda: not any(host["lora_adapters"] for host in fresh.stats()["hosts"]))
+
+
+def test_adapters(adapted: Any, alone: EnginePool, tmp_path: Path) -> None:
+    """On both hosts, from a folder that each reads or through the object store, beside the base;
+    a new version; and unloaded while calls need it."""
+    hosts, arrays, expected = adapted
+    folder = write_adapter(tmp_path / "adapter", arrays[0], config(4))
+    report = hosts.load_lora_adapter("x", folder, weight_version="one")
+    assert report.hosts.keys() == {0, 1}
+    names = [("x", None)[i % 2] for i in range(len(PROMPTS))]
+    results = run(hosts, LONG, lora_path=names)
+    same(results[::2], expected[0][::2])
+    same(results[1::2], run(alone, LONG)[1::2])
+    assert results[0]["meta_info"]["lora_versions"] == [[0, 40, "one"]]
+    assert "lora_path" not in results[1]["meta_info"]
+    assert {r["meta_info"]["host_index"] for r in results[::2]} == {0, 1}
+    hosts.load_lora_adapter("x", arrays[1], config_dict=config(4), weight_version="two")
+    assert hosts.stats()["lora_adapters"] == {"x": {"weight_version": "two"}}
+    with callers(1) as executor:
+        hosts.pause_generation()
+        call = executor.submit(run, hosts, LONG, lora_path="x")
+        until(lambda: hosts.stats()["waiting"] > 0)
+        hosts.unload_lora_adapter("x")
+        with pytest.raises(InvalidRequest, match="no such adapter; loaded: none"):
+            run(hosts, GREEDY, lora_path="x")
+        hosts.continue_generation()
+        same(call.result(SECONDS), expected[1])
+    until(lambda: not any(host["lora_adapters"] for host in hosts.stats()["hosts"]))
+    assert hosts.stats()["weight_version"] == 0
+
+
+def test_an_adapter_that_does_not_fit(adapted: Any) -> None:
+    """No host has it; the version before goes on."""
+    hosts, arrays, expected = adapted
+    wide = random_adapter(toy.checkpoint(), 5, rank=5)
+    hosts.load_lora_adapter("x", arrays[0], config_dict=config(4), weight_version=1)
+    with pytest.raises(InvalidWeights, match="rank 5 is more"):
+        hosts.load_lora_adapter("x", wide, config_dict=config(5), weight_version=2)
+    with pytest.raises(InvalidWeights, match="config_dict"):
+        hosts.load_lora_adapter("y", arrays[0])
+    for name in (None, "", 7):
+        with pytest.raises(InvalidRequest, match="lora_name"):
+            hosts.load_lora_adapter(name, arrays[0], config_dict=config(4))
+    results = run(hosts, LONG, lora_path="x")
+    same(results, expected[0])
+    assert {tuple(r["meta_info"]["lora_versions"][0]) for r in results} == {(0, 40, 1)}
+
+
+def test_a_host_that_comes_back_has_the_adapters(adapted: Any) -> None:
+    """Its outputs move with their adapters, and it loads those of now before it serves: the newest
+    version of each, and none that was unloaded."""
+    hosts, arrays, expected = adapted
+    fields = {"config_dict": config(4)}
+    for version, index in ((1, 1), (2, 0)):
+        hosts.load_lora_adapter("x", arrays[index], weight_version=version, **fields)
+    hosts.load_lora_adapter("y", arrays[1], weight_version=3, **fields)
+    hosts.load_lora_adapter("z", arrays[1], weight_version=4, **fields)
+    hosts.unload_lora_adapter("z")
+    names = ["xy"[i % 2] for i in range(len(PROMPTS))]
+    with callers(1) as executor:
+        call = executor.submit(run, hosts, LONG, lora_path=names)
+        until(lambda: hosts.stats()["hosts"][0]["outstanding"] > 0)
+        os.kill(hosts.stats()["hosts"][0]["pid"], signal.SIGKILL)
+        results = [call.result(SECONDS)]
+    until(lambda: states(hosts) == ["serving"] * 2)
+    assert [sorted(host["lora_adapters"]) for host in hosts.stats()["hosts"]] == [["x", "y"]] * 2
+    results.append(run(hosts, LONG, lora_path=names))
+    for each in results:
+        same(each[::2], expected[0][::2])
+        same(each[1::2], expected[1][1::2])
+    assert {r["meta_info"]["host_index"] for r in results[1]} == {0, 1}
 
 
 def test_pause(hosts: RayEnginePool) -> None:
