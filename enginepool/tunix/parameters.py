@@ -108,6 +108,35 @@ class ParameterMapping:
             )
         return source
 
+    def adapter(self, adapters: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
+        """Adapters as `load_lora_adapter` takes them, by the parameter that they adapt.
+
+        Raises:
+            InvalidWeights: The mapping may change the order of inputs or outputs.
+        """
+        arrays: dict[str, jax.Array] = {}
+        for name, (a, b) in adapters.items():
+            found = None if self._preprocess else self._find(name)
+            if found is None or not self._keeps_order(name, found[0], a.ndim - 1):
+                raise InvalidWeights(
+                    f"{name}: its mapping does not say where inputs and outputs of an adapter are; "
+                    "leave lora_name out, and adapters are merged",
+                    names=[name],
+                )
+            layer = found[1].removesuffix(".weight")
+            arrays[f"{layer}.lora_A.weight"] = a.reshape(-1, a.shape[-1]).T
+            arrays[f"{layer}.lora_B.weight"] = b.reshape(len(b), -1).T
+        return arrays
+
+    def _keeps_order(self, name: str, pattern: str, inputs: int) -> bool:
+        """Whether a parameter's inputs, and its outputs, are in the same order afterwards."""
+        keys = _keys(name, pattern)
+        if any(key in self._hooks for key in keys):
+            return False
+        axes = next((self._transposes[key] for key in keys if key in self._transposes), ())
+        ins, outs = ([axis for axis in axes if (axis < inputs) == side] for side in (True, False))
+        return ins == sorted(ins) and outs == sorted(outs)
+
     def _find(self, name: str) -> tuple[str, str] | None:
         for expression, pattern, target in self._targets:
             if match := expression.fullmatch(name):
@@ -117,7 +146,7 @@ class ParameterMapping:
         return None
 
     def _shaped(self, name: str, pattern: str, target: str, value: jax.Array) -> jax.Array:
-        keys = (name, pattern, name.rpartition(".")[2])
+        keys = _keys(name, pattern)
         if axes := next((self._transposes[key] for key in keys if key in self._transposes), None):
             value = jnp.transpose(value, axes)
         if hook := next((self._hooks[key] for key in keys if key in self._hooks), None):
@@ -127,36 +156,49 @@ class ParameterMapping:
         return value if shape is None or value.size != math.prod(shape) else value.reshape(shape)
 
 
-def merge_lora(params: Mapping[str, jax.Array], scaling: float | None) -> dict[str, jax.Array]:
-    """Merge each adapter into its parameter. The result has no adapters.
+def _keys(name: str, pattern: str) -> tuple[str, ...]:
+    """How a mapping may name a parameter's transposition or hook."""
+    return name, pattern, name.rpartition(".")[2]
+
+
+def split_lora(
+    params: Mapping[str, jax.Array], scaling: float | None
+) -> tuple[dict[str, jax.Array], dict[str, tuple[jax.Array, jax.Array]]]:
+    """The parameters without adapters, and the adapters by the parameter that they adapt.
 
     Args:
         scaling: alpha / rank. The model's parameters do not contain it.
     """
-    merged = {name: v for name, v in params.items() if not name.endswith((_LORA_A, _LORA_B))}
-    for name in params:
-        if not name.endswith(_LORA_A):
-            continue
+    base = {name: v for name, v in params.items() if not name.endswith((_LORA_A, _LORA_B))}
+    names = [name.removesuffix(_LORA_A) for name in params if name.endswith(_LORA_A)]
+    adapters = {name: (params[name + _LORA_A], params[name + _LORA_B]) for name in names}
+    for name, (a, b) in adapters.items():
         if scaling is None:
             raise InvalidConfig(
                 "the actor has LoRA parameters, whose scale is not known: give alpha / rank as "
                 "RolloutConfig.rollout_sglang_jax_lora_scaling"
             )
-        base = name.removesuffix(_LORA_A)
-        if base not in merged:
+        if name not in base:
             raise InvalidWeights(
-                f"{base} has an adapter and is quantised: adapters cannot be merged into a "
-                "quantised base; train them on one that is not quantised",
-                names=[base],
+                f"{name} has an adapter and is quantised: engines cannot take a quantised base; "
+                "train adapters on one that is not quantised",
+                names=[name],
             )
-        a, b, weight = params[name], params[base + _LORA_B], merged[base]
-        if a.shape[:-1] + b.shape[1:] != weight.shape:
+        if a.shape[:-1] + b.shape[1:] != base[name].shape:
             raise InvalidWeights(
-                f"{base} has shape {weight.shape} and its adapter {a.shape} by {b.shape}: only "
-                "adapters of input by rank and rank by output can be merged",
-                names=[base],
+                f"{name} has shape {base[name].shape} and its adapter {a.shape} by {b.shape}: only "
+                "adapters of input by rank and rank by output can be synced",
+                names=[name],
             )
-        merged[base] = _sum(weight, a, b, scaling)
+    return base, adapters
+
+
+def merge_lora(params: Mapping[str, jax.Array], scaling: float | None) -> dict[str, jax.Array]:
+    """Merge each adapter into its parameter. The result has no adapters."""
+    merged, adapters = split_lora(params, scaling)
+    for name, (a, b) in adapters.items():
+        assert scaling is not None
+        merged[name] = _sum(merged[name], a, b, scaling)
     return merged
 
 

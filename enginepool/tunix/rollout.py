@@ -23,7 +23,13 @@ from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImpo
 )
 
 from enginepool import EnginePool, InvalidConfig
-from enginepool.tunix.parameters import ParameterMapping, flat_params, mapping_config, merge_lora
+from enginepool.tunix.parameters import (
+    ParameterMapping,
+    flat_params,
+    mapping_config,
+    merge_lora,
+    split_lora,
+)
 
 
 @dataclass
@@ -55,6 +61,9 @@ class EnginePoolRollout(BaseRollout):
             from each call's config.
         pool: An existing pool. Its owner closes it.
         pool_args: The arguments of a pool to open instead, with `model`.
+        lora_name: Sync the actor's LoRA parameters as an adapter of this name, and generate with
+            it. The base is synced once. The pool needs `enable_lora`, `max_lora_rank` and
+            `lora_target_modules`. None: adapters are merged into the weights.
         return_sampling_mask: `generate` returns a `MaskedRolloutOutput`.
     """
 
@@ -67,6 +76,7 @@ class EnginePoolRollout(BaseRollout):
         *,
         pool: EnginePool | None = None,
         pool_args: Mapping[str, Any] | None = None,
+        lora_name: str | None = None,
         return_sampling_mask: bool = False,
     ) -> None:
         if (pool is None) == (pool_args is None):
@@ -75,6 +85,7 @@ class EnginePoolRollout(BaseRollout):
         self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
         self._actor = rollout_actor
         self._return_sampling_mask = return_sampling_mask
+        self._lora_name = lora_name
         self._lora_scaling = rollout_config.rollout_sglang_jax_lora_scaling
         # Done before the pool is opened. If it raised later, nobody could close the pool.
         config = mapping_config(rollout_actor, rollout_config.rollout_mapping_config)
@@ -108,6 +119,7 @@ class EnginePoolRollout(BaseRollout):
             input_ids=ids,
             sampling_params=self._sampling_params(rollout_config) | kwargs,
             return_logprob=rollout_config.return_logprobs,
+            lora_path=self._lora_name,
             return_sampling_mask=self._return_sampling_mask,
             raise_on_error=True,
         )
@@ -155,6 +167,7 @@ class EnginePoolRollout(BaseRollout):
                 prompts[row][_begin(prompts[row], self.pad_id()) :].tolist() for row in rows
             ],
             continuation_ids=[completions[row][: lengths[row]].tolist() for row in rows],
+            lora_path=self._lora_name,
             raise_on_error=True,
         )
         for row, result in zip(rows, results, strict=True):
@@ -164,7 +177,7 @@ class EnginePoolRollout(BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Give every engine these parameters. Parameters that are left out come from the actor.
 
-        Adapters (LoRA) are merged into the parameters that they adapt.
+        Adapters (LoRA) are merged into the parameters that they adapt, or synced alone.
         """
         del filter_types  # Tunix has filtered `params` by them
         with self._lock:
@@ -187,9 +200,25 @@ class EnginePoolRollout(BaseRollout):
 
     def _update(self, given: Mapping[str, jax.Array]) -> None:
         params = flat_params(nnx.state(self._actor, nnx.Param)) | dict(given)
-        source = self._mapping.source(merge_lora(params, self._lora_scaling))
-        self.pool.update_weights(source)
+        if self._lora_name is None:
+            merged = merge_lora(params, self._lora_scaling)
+            self.pool.update_weights(self._mapping.source(merged))
+        else:
+            base, adapters = split_lora(params, self._lora_scaling)
+            if not self._synced or any(name in base for name in given):
+                self.pool.update_weights(self._mapping.source(base))
+            self._load(self._lora_name, adapters)
         self._synced = True
+
+    def _load(self, name: str, adapters: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
+        if not adapters:
+            raise InvalidConfig(f"lora_name={name!r}: the actor has no LoRA parameters")
+        assert self._lora_scaling is not None
+        rank = max(a.shape[-1] for a, _ in adapters.values())
+        config = {"r": rank, "lora_alpha": self._lora_scaling * rank}
+        # The pool keeps adapters on the host, too. On CPU, Tunix forbids copies in its syncs.
+        with jax.transfer_guard("allow"):
+            self.pool.load_lora_adapter(name, self._mapping.adapter(adapters), config_dict=config)
 
     def _tokenize(self, text: str) -> list[int]:
         """Encode as Tunix's own samplers do."""

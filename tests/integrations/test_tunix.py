@@ -30,7 +30,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from enginepool.tunix import EnginePoolRollout
-from enginepool.tunix.parameters import merge_lora
+from enginepool.tunix.parameters import ParameterMapping, mapping_config, merge_lora
 from tests.support.tunix import (
     Model,
     Watched,
@@ -51,6 +51,7 @@ CONFIG = RolloutConfig(
     temperature=0.7,
     return_logprobs=True,
 )
+LORA = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["all"]}
 PROMPTS = ["1+1=", "20+22=", "A longer one: 3+4=", "5"]
 
 
@@ -66,12 +67,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="module")
 def pool_of(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., EnginePool]]:
     """Two engines on other weights than a test's actor has."""
-    pools: dict[str, EnginePool] = {}
+    pools: dict[tuple[str, bool], EnginePool] = {}
 
-    def open_pool(family: str = "qwen3") -> EnginePool:
-        if family not in pools:
-            pools[family] = EnginePool(str(checkpoint(family, 2)), devices=2, **SMALL)
-        return pools[family]
+    def open_pool(family: str = "qwen3", *, lora: bool = False) -> EnginePool:
+        if (family, lora) not in pools:
+            options = LORA if lora else {}
+            model = str(checkpoint(family, 2))
+            pools[family, lora] = EnginePool(model, devices=2, **options, **SMALL)
+        return pools[family, lora]
 
     yield open_pool
     for pool in pools.values():
@@ -249,6 +252,67 @@ def test_lora(make: Callable[..., Any], checkpoint: Callable[..., Path]) -> None
     values = cluster.rollout.get_per_token_logps(tokens, tokens)
     assert np.abs(values - last.logps(tokens, tokens)).max() < 1e-4
     assert np.abs(values - Model(base).logps(tokens, tokens)).max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_lora_as_an_adapter(
+    family: str, checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]
+) -> None:
+    """The base is synced once, and the adapter at each of Tunix's syncs: what is sampled and scored
+    is of both."""
+    mesh, pool = mesh_of(2), pool_of(family, lora=True)
+    base = load(checkpoint(family), family, mesh)
+    config = RolloutConfig(
+        max_tokens_to_generate=8,
+        max_prompt_length=48,
+        temperature=1.0,
+        return_logprobs=True,
+        rollout_sglang_jax_lora_scaling=2.0,
+    )
+    cluster = make_cluster(
+        with_lora(base),
+        mesh,
+        tokenizer_of(checkpoint(family)),
+        partial(Watched, pool=pool, lora_name="policy"),
+        config,
+        steps=3,
+    )
+    GRPOLearner(cluster, GRPOConfig(num_generations=4, beta=0.0), many_letters).train(prompts_of(3))
+    assert assert_outputs(cluster.rollout) > 0
+    last = cluster.rollout.models[-1]
+    tokens = np.arange(30, 40)[None]
+    values = cluster.rollout.get_per_token_logps(tokens, tokens)
+    assert np.abs(values - last.logps(tokens, tokens)).max() < 1e-4
+    first = cluster.rollout.models[0].logps(tokens, tokens)
+    assert np.abs(values - first).max() > 1e-3
+    (score,) = pool.score(input_ids=[tokens[0].tolist()], continuation_ids=[tokens[0].tolist()])
+    assert np.abs(score["logprobs"] - Model(base).logps(tokens, tokens)).max() < 1e-4
+    assert pool.stats()["weight_version"] == 1
+    assert len(cluster.rollout.models) == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "taken"),
+    [
+        ({}, True),
+        ({"to_hf_transpose_keys": {"w": (1, 2, 0)}}, True),  # outputs before inputs
+        ({"to_hf_transpose_keys": {"w": (0, 2, 1)}}, False),  # heads inside
+        ({"to_hf_hook_fns": {"w": jnp.sin}}, False),
+    ],
+)
+def test_lora_whose_mapping_reorders(more: dict[str, Any], taken: bool) -> None:
+    """A layer's inputs, or its outputs: the adapter's are not in the engine's order then."""
+    names = {"layers.*.q.w": ("model.layers.*.self_attn.q_proj.weight", ())}
+    mapping = ParameterMapping(mapping_config(nnx.Module(), {"to_hf_mappings": names, **more}), {})
+    a, b = jnp.arange(4.0).reshape(4, 1), jnp.arange(6.0).reshape(1, 2, 3)
+    if not taken:
+        with pytest.raises(InvalidWeights, match="leave lora_name out"):
+            mapping.adapter({"layers.0.q.w": (a, b)})
+        return
+    found = mapping.adapter({"layers.0.q.w": (a, b)})
+    layer = "model.layers.0.self_attn.q_proj"
+    assert found[f"{layer}.lora_A.weight"].tolist() == [[0, 1, 2, 3]]
+    assert found[f"{layer}.lora_B.weight"].tolist() == [[0], [1], [2], [3], [4], [5]]
 
 
 def test_lora_without_its_scale(make: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
