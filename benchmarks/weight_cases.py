@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.synthetic import tensors
@@ -37,16 +38,23 @@ class Case:
 
 
 def cases(
-    directory: Path, devices: Sequence[jax.Device], other: jax.Device, *, cast: bool = False
+    directory: Path, devices: Sequence[jax.Device], other: jax.Device, *, every: bool = False
 ) -> list[Case]:
     """Every kind of source.
 
     Args:
         devices: The engines', one each.
         other: The trainer's device. An engine's only if there is no other.
-        cast: With a source of another width than the engines'.
+        every: With an nnx.State, and a source of another width than the engines', as well.
     """
     count, own = len(devices), functools.partial(own_layout, directory)
+
+    def state(device: jax.Device) -> nnx.State:
+        flat: dict[Any, Any] = {
+            _nnx_path(path): nnx.Param(leaf) for path, leaf in own(device).items()
+        }
+        return nnx.from_flat_state(flat)
+
     found = [
         _own_layout_case("own layout, on another device", own, devices, other),
         _own_layout_case("own layout, on an engine's device", own, devices, devices[0]),
@@ -76,8 +84,9 @@ def cases(
             lambda source: convert(tensors(source), devices, private=True),
         ),
     ]
-    if cast:
-        found.append(
+    if every:
+        found += [
+            _own_layout_case("nnx.State, on an engine's device", state, devices, devices[0]),
             Case(
                 "HF names, on an engine's device, cast",
                 lambda: {
@@ -86,8 +95,8 @@ def cases(
                 },
                 count,
                 lambda source: convert(source.items(), devices, dtype=jnp.float32),
-            )
-        )
+            ),
+        ]
     # With one engine or without another device some are the same.
     return found if other not in devices and count > 1 else [found[0], *found[4:]]
 
@@ -121,9 +130,13 @@ def measure(pool: EnginePool, case: Case, rounds: int, staging: Any) -> dict[str
     return row
 
 
+def _nnx_path(path: str) -> tuple[Any, ...]:
+    return tuple(int(part) if part.isdigit() else part for part in path.split("."))
+
+
 def _own_layout_case(
     name: str,
-    own: Callable[[jax.Device], Leaves],
+    own: Callable[[jax.Device], Any],
     devices: Sequence[jax.Device],
     holder: jax.Device,
 ) -> Case:

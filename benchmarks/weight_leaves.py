@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace, devices: Sequence[jax.Device], other: jax.
         directory = write_model(Path(folder), config)
         server_args: dict[str, Any] = simulated.SERVER_ARGS | {"load_format": "dummy"}
         with EnginePool(str(directory), devices=list(devices), **server_args) as pool:
-            for case in cases(directory, devices, other, cast=True):
+            for case in cases(directory, devices, other, every=True):
                 row = _row(pool, case, args.rounds, leaves * len(devices))
                 accelerator.reset(_STEP)
                 row["decode_share"] = _decode_share(pool, case.make())

@@ -39,6 +39,7 @@ from enginepool.runtime.startup import (
     read_defaults,
     start_workers,
 )
+from enginepool.runtime.swap_programs import SwapPrograms
 from enginepool.runtime.watchdog import watching
 from enginepool.weights.fit import Fits
 from enginepool.weights.placement import least_free_bytes
@@ -57,6 +58,7 @@ class Runtime:
         workers: One for each engine, in order.
         fits: Remembers how the sources of updates fit the model, so that equal ones are not checked
             again.
+        swap_programs: Compiles ahead for the first update.
         input_processor: Checks and tokenizes callers' input.
         start: The stages of opening, with their seconds.
         guards: The changes of the process that are undone when the pool closes.
@@ -80,6 +82,7 @@ class Runtime:
         self.workers: list[EngineWorker] = []
         self.events = EngineEvents(name)
         self.fits = Fits()
+        self.swap_programs = SwapPrograms(name, self.fits, self.cache)
         self.recovery = Recovery(
             self.dispatch,
             Policy(config.restart, config.max_restarts, config.step_timeout),
@@ -144,6 +147,8 @@ class Runtime:
             self.guards.enter_context(watch)
         if self.config.tune_host:
             self.guards.enter_context(tuned())
+        if self.config.warmup != "none":  # last, so that opening does not take longer
+            self.swap_programs.start(self.workers)
 
     def add_engines(self, workers: Sequence[EngineWorker]) -> None:
         """Add engines to the pool."""
@@ -193,14 +198,18 @@ class Runtime:
     def _close(self, deadline: float | None) -> bool:
         error = PoolClosed(f"pool {self.name!r} was closed")
         self.discard_staged(str(error))
+        self.swap_programs.stop(0.0)
         dispatch = self.dispatch
         dispatch.fail(dispatch.take_waiting(), error)
         for worker in self.workers:
             worker.stop()
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
         stuck = []
         for worker in self.workers:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not worker.join(0.0 if worker.condition.abandoned else left):
+            if not worker.join(0.0 if worker.condition.abandoned else left()):
                 stuck.append(worker.index)
                 worker.channel.stop_unheard(str(error))
         # Callers do not wait for a stuck engine.
@@ -208,9 +217,10 @@ class Runtime:
         dispatch.fail(dispatch.take_waiting(), error)
         if stuck:
             logger().warning("enginepool.thread_not_stopped", pool=self.name, engines=stuck)
+        ended = self.swap_programs.stop(left())
         self.guards.close()
         logger().info("enginepool.closed", pool=self.name)
-        return not stuck
+        return ended and not stuck
 
     @property
     def closed(self) -> bool:

@@ -67,6 +67,7 @@ class Update:
         label = self.options.weight_version
         self.version = self.number if label is None else label
         lead = self.workers[0]
+        self.runtime.swap_programs.stop()
         try:
             self.plan = self._plan()
         except Exception as error:

@@ -59,14 +59,26 @@ COPY = Converter("copy", None, False, jnp.copy)
 
 def convert(
     converters: Sequence[Converter],
-    tensors: Sequence[Sequence[jax.Array]],
+    tensors: Sequence[Sequence[Any]],
     shardings: Sequence[Sharding],
-) -> list[jax.Array]:
-    """Make leaves from their tensors, in one program. All tensors lie on the same devices."""
+) -> list[Any]:
+    """Make leaves from their tensors, in one program. All tensors lie on the same devices.
+
+    For tensors that are `ShapeDtypeStruct` the program is only compiled. The leaves are
+    `ShapeDtypeStruct` too.
+    """
     if not converters:
         return []
+    make, groups = program(tuple(converters), tuple(shardings)), [list(group) for group in tensors]
     with outside_meshes():
-        return program(tuple(converters), tuple(shardings))([list(group) for group in tensors])
+        if not any(isinstance(each, jax.ShapeDtypeStruct) for group in groups for each in group):
+            return make(groups)
+        lowered = make.lower(groups)
+        lowered.compile()
+    return [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
+        for leaf, there in zip(lowered.out_info, shardings, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=_PROGRAMS)

@@ -9,14 +9,16 @@ the paths, shapes and dtypes, by BLAKE2b (RFC 7693).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from enginepool.weights.arrays import outside_meshes
 from enginepool.weights.batches import BYTES, batched
+from enginepool.weights.parts import Box, boxes
 
 # Arrays per program. With more, a TPU's compiler is slow, and the program needs more than a MiB.
 LEAVES = 8
@@ -53,6 +55,23 @@ def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
     return [_joined(leaves, found) for leaves in arrays]
 
 
+def compile_fingerprint(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[None]:
+    """Compile the programs for leaves like these, one at every step."""
+
+    def nbytes(path: str) -> int:
+        return leaves[path].size * leaves[path].dtype.itemsize
+
+    for batch in batched(leaves, str, nbytes, BYTES, LEAVES):
+        parts: dict[jax.Device, list[jax.ShapeDtypeStruct]] = {}
+        for path in batch:
+            for device, part in _part_specs(leaves[path]):
+                parts.setdefault(device, []).append(part)
+        for some in parts.values():
+            with outside_meshes():
+                weighted_sums.lower(some).compile()
+            yield
+
+
 def _joined(leaves: Mapping[str, jax.Array], sums: Mapping[int, list[np.ndarray]]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path, array in leaves.items():
@@ -70,6 +89,20 @@ def _parts(array: jax.Array) -> list[jax.Array]:
         place = tuple(part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True))
         parts.setdefault(place, shard.data)
     return [parts[place] for place in sorted(parts)]
+
+
+def _part_specs(spec: jax.ShapeDtypeStruct) -> list[tuple[jax.Device, jax.ShapeDtypeStruct]]:
+    """What `_parts` gives of such an array, and where."""
+    assert spec.sharding is not None
+    first: dict[Box, jax.Device] = {}
+    for device, box in boxes(spec.shape, spec.sharding).items():
+        first.setdefault(box, device)
+    parts = []
+    for box in sorted(first):
+        shape = tuple(stop - start for start, stop, _ in box)
+        there = SingleDeviceSharding(first[box], memory_kind=spec.sharding.memory_kind)
+        parts.append((first[box], jax.ShapeDtypeStruct(shape, spec.dtype, sharding=there)))
+    return parts
 
 
 @jax.jit

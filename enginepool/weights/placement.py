@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from enginepool.weights.arrays import Array, for_jax, outside_meshes
+from enginepool.weights.arrays import Array, for_jax, jax_dtype, outside_meshes
 from enginepool.weights.converters import COPY, Converter, cast, convert, program
 from enginepool.weights.parts import boxes, resharded
 
@@ -46,7 +46,8 @@ def place_all(
     """The arrays in these dtypes and shardings. All shardings use the same devices.
 
     A JAX array whose shards already lie where its sharding wants them keeps its buffers. So they
-    are lost if its owner deletes or donates it.
+    are lost if its owner deletes or donates it. For `ShapeDtypeStruct` in the place of arrays,
+    programs are only compiled.
 
     Args:
         private: Whether nobody else has the NumPy arrays. Otherwise they are copied.
@@ -83,7 +84,10 @@ def _moved(
     places: list[Sharding] = []
     shards: dict[int, slice] = {}  # for each array that moves, its parts in `parts`
     for index, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
-        if isinstance(array, np.ndarray):
+        if isinstance(array, jax.ShapeDtypeStruct):
+            dtype = jax_dtype(array.dtype)
+            placed[index] = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+        elif isinstance(array, np.ndarray):
             shards[index] = slice(len(parts), len(parts) + 1)
             parts.append(_readable(array, sharding, dtypes[index], private))
             places.append(sharding)

@@ -111,7 +111,7 @@ def test_weight_update_benchmark_counts_the_hosts_time(tmp_path):
     assert "decode meanwhile" in printed
     figures = json.loads(file.read_text())
     assert (figures["leaves"], figures["engines"]) == (25, 2)
-    assert len(figures["rows"]) == 8
+    assert len(figures["rows"]) == 9
     for row in figures["rows"]:
         assert min(row["stage_cpu"], row["update_cpu"]) > 0
         assert ("plain_cpu" in row) == ("every device" not in row["name"] or "cut" in row["name"])

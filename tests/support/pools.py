@@ -48,10 +48,13 @@ def same(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 def open_with(patch: pytest.MonkeyPatch, cache: ExecutableCache | None) -> None:
-    """Pools use this cache from here on, or each its own."""
+    """Pools use this cache from here on, or each its own. They compile nothing for swaps ahead, so
+    that tests know who compiles, and are quicker."""
 
     def make_runtime(config: PoolConfig, name: str) -> Runtime:
-        return Runtime(config, name, cache)
+        runtime = Runtime(config, name, cache)
+        runtime.swap_programs.stop()
+        return runtime
 
     patch.setattr(EnginePool, "make_runtime", staticmethod(make_runtime))
 

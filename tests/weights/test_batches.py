@@ -41,6 +41,7 @@ def test_bounds(limit: int, most: int) -> None:
 def test_layers_are_alike(limit: int, kinds: int) -> None:
     """Where layers begin and end, so do batches: most of them need the same program."""
     found = list(batched(MODEL, str, MODEL.__getitem__, limit))
+    assert all(len({"." in path for path in batch}) == 1 for batch in found)
     layers = {tuple(path.split(".", 2)[-1] for path in batch) for batch in found if "." in batch[0]}
     assert len(layers) == kinds
 
