@@ -24,7 +24,7 @@ _STEP = 0.02  # seconds of the simulated accelerator
 _SECONDS = 3.0  # for which decode is measured
 _STEPS_BEFORE = 8  # of every engine
 _HEADERS = ["source", "stage µs", "plain JAX µs", "stage ms", "whole update µs", "first ms"]
-_HEADERS += ["decode meanwhile"]
+_HEADERS += ["decode meanwhile", "beside plain JAX"]
 
 
 def measure(args: argparse.Namespace, devices: Sequence[jax.Device], other: jax.Device) -> None:
@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace, devices: Sequence[jax.Device], other: jax.
             for case in cases(directory, devices, other, every=True):
                 row = _row(pool, case, args.rounds, leaves * len(devices))
                 accelerator.reset(_STEP)
-                row["decode_share"] = _decode_share(pool, case.make())
+                row |= _decode_shares(pool, case)
                 accelerator.reset(0.0)
                 rows.append(row)
                 print(f"measured {case.name}", flush=True)
@@ -91,16 +91,19 @@ def _timed(function: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
     return (time.perf_counter() - wall, time.process_time() - cpu), made
 
 
-def _decode_share(pool: EnginePool, source: Any) -> float:
-    """Tokens a second while weights are staged again and again, over those undisturbed."""
-
-    def stage() -> None:
-        pool.stage_weights(source).discard()
-
+def _decode_shares(pool: EnginePool, case: Case) -> dict[str, float]:
+    """Tokens a second while weights are staged again and again, and while plain JAX moves them, over
+    those undisturbed."""
+    source, peer = case.make(), case.peer
+    jobs: dict[str, Callable[[], Any]] = {
+        "decode_share": lambda: pool.stage_weights(source).discard()
+    }
+    if peer is not None:
+        jobs["plain_decode_share"] = lambda: peer(source)
     with Load(pool) as load:
         load.wait_for_steps(_STEPS_BEFORE)
         undisturbed = _rate(load, lambda: time.sleep(0.1))
-        return _rate(load, stage) / undisturbed
+        return {key: _rate(load, job) / undisturbed for key, job in jobs.items()}
 
 
 def _rate(load: Load, meanwhile: Callable[[], None]) -> float:
@@ -119,4 +122,5 @@ def _line(row: dict[str, Any]) -> list[str]:
         f"{row['update_cpu']:.0f}",
         f"{1000 * row['first']:.0f}",
         f"{row['decode_share']:.0%}",
+        f"{row['plain_decode_share']:.0%}" if "plain_decode_share" in row else "",
     ]
