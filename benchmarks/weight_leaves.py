@@ -92,8 +92,8 @@ def _timed(function: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
 
 
 def _decode_shares(pool: EnginePool, case: Case) -> dict[str, float]:
-    """Tokens a second while weights are staged again and again, and while plain JAX moves them, over
-    those undisturbed."""
+    """Tokens a second over those undisturbed: while weights are staged again and again, and while
+    plain JAX moves them."""
     source, peer = case.make(), case.peer
     jobs: dict[str, Callable[[], Any]] = {
         "decode_share": lambda: pool.stage_weights(source).discard()
