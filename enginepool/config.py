@@ -23,7 +23,8 @@ from enginepool.server_args import (
 )
 from enginepool.sizing import rules
 from enginepool.sizing.kv_size import default_fraction
-from enginepool.sizing.memory import Memory, Settings
+from enginepool.sizing.memory import Memory
+from enginepool.sizing.settings import Settings
 from enginepool.sizing.shape import Shape, read_shape
 from enginepool.values import is_int, plain, seconds, shown
 

@@ -9,7 +9,8 @@ from enginepool.config import PoolConfig
 from enginepool.errors import InvalidConfig
 from enginepool.sizing import rules
 from enginepool.sizing.chips import chip_of
-from enginepool.sizing.memory import Memory, Settings
+from enginepool.sizing.memory import Memory
+from enginepool.sizing.settings import Settings
 from enginepool.sizing.shape import read_shape
 
 

@@ -103,8 +103,7 @@ class Channel:
         return len(self.running)
 
     def kv_usage(self) -> tuple[int, int]:
-        """Tokens of KV cache: how many are in use, and how many there are. What the prefix cache
-        may evict counts as free."""
+        """See `StepScheduler.kv_usage`; zeros while there is no scheduler."""
         scheduler = self._scheduler
         try:
             return (0, 0) if scheduler is None else scheduler.kv_usage()
@@ -153,7 +152,7 @@ class Channel:
                 if condition.may_step:
                     if waited:
                         scheduler.look_at_weights()
-                    self._pull(scheduler)
+                    self.pull()
                     if scheduler.has_scores():
                         self._begin_step(waited)
                         scheduler.score()
@@ -180,6 +179,33 @@ class Channel:
             self.busy_since = now
         self.steps += 1
 
+    def pull(self, at_most: int | None = None) -> None:
+        """Take requests from the pool's queue."""
+        scheduler, running = self._attached(), self.running
+        if running.has_one_alone:
+            return
+        room = scheduler.room(len(running))
+        taken = self.queue.take(
+            self.engine_index,
+            load=len(running),
+            room=room if at_most is None else min(room, at_most),
+            cached=scheduler.cached_prefix,
+            begun=self.condition.draining,
+            prefilling=scheduler.prefilling(),
+            may_start=scheduler.may_start(),
+        )
+        running.hold(taken)
+        now = time.perf_counter()
+        for request in taken:
+            request.engine_index = self.engine_index
+            request.taken_at = request.taken_at or now
+        for request in taken:
+            request.req = scheduler.admit(request)
+            if request.abort_reason is not None:  # aborted on its way from the queue to here
+                self._abort([request.internal_rid])
+        if any(request.finish_reason is not None for request in taken):
+            self.wake()  # there is room again, and perhaps no step follows
+
     # Between two steps without a boundary between them: see `steady/decode.py`
 
     def between_steps(self, take_over: Callable[[], T]) -> T:
@@ -203,10 +229,6 @@ class Channel:
     def has_jobs(self) -> bool:
         """Whether there is something to do at a step boundary."""
         return self._jobs.due()
-
-    def pull(self, at_most: int) -> None:
-        """Take requests from the pool's queue, as at a step boundary."""
-        self._pull(self._attached(), at_most)
 
     def _look_whether_abandoned(self) -> None:
         condition = self.condition
@@ -259,32 +281,6 @@ class Channel:
     def _attached(self) -> StepScheduler:
         assert self._scheduler is not None, "the engine does no jobs"
         return self._scheduler
-
-    def _pull(self, scheduler: StepScheduler, at_most: int | None = None) -> None:
-        running = self.running
-        if running.has_one_alone:
-            return
-        room = scheduler.room(len(running))
-        taken = self.queue.take(
-            self.engine_index,
-            load=len(running),
-            room=room if at_most is None else min(room, at_most),
-            cached=scheduler.cached_prefix,
-            begun=self.condition.draining,
-            prefilling=scheduler.prefilling(),
-            may_start=scheduler.may_start(),
-        )
-        running.hold(taken)
-        now = time.perf_counter()
-        for request in taken:
-            request.engine_index = self.engine_index
-            request.taken_at = request.taken_at or now
-        for request in taken:
-            request.req = scheduler.admit(request)
-            if request.abort_reason is not None:  # aborted on its way from the queue to here
-                self._abort([request.internal_rid])
-        if any(request.finish_reason is not None for request in taken):
-            self.wake()  # there is room again, and perhaps no step follows
 
     def _abort(self, internal_rids: list[str]) -> None:
         scheduler = self._attached()

@@ -22,6 +22,7 @@ from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.scheduler import Scheduler
 
 from enginepool.dispatch.request import aborted
+from enginepool.engine.adapter_admission import AdapterAdmission
 from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.admission import message, resume
 from enginepool.engine.common_programs import share
@@ -41,15 +42,13 @@ from enginepool.engine.steady.prefill_step import steady_programs
 from enginepool.engine.teardown import release_all
 from enginepool.engine.top_logprobs import TopLogprobs
 from enginepool.engine.upstream_prefill import UpstreamPrefill
-from enginepool.lora.adapter import Adapter
 from enginepool.lora.layers import adapting
-from enginepool.lora.turn import AdapterTurn
 from enginepool.process.upstream import expect
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.mapping import HuggingFaceMapping
 
 if TYPE_CHECKING:
-    from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
+    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
     from sgl_jax.srt.managers.scheduler import GenerationBatchResult
     from sgl_jax.srt.server_args import ServerArgs
 
@@ -77,7 +76,6 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, channel: Channel) -> None:
         self.running, self.condition = channel.running, channel.condition
-        self._pool_adapters = channel.adapters
         expect(Scheduler, *_OVERRIDDEN)
         check_upstream()
         # Upstream has one capturer of experts per process.
@@ -97,11 +95,11 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         evict_more(self.tree_cache, self.max_total_num_tokens)
         self.leaves = EngineLeaves(model_runner)
         self.kv_cache = KVCache(model_runner)
-        self.adapters = None
+        self.adapters = self._adapter_admission = None
         if self.leaves.adapter_specs:
-            self.adapters = AdapterSlots(model_runner.model, self.leaves)
-            worker: Any = self.tp_worker.worker
-            worker.prepare_lora_batch = self._prepare_adapters
+            slots = self.adapters = AdapterSlots(model_runner.model, self.leaves)
+            self._adapter_admission = AdapterAdmission(channel.adapters, slots, self.running)
+            self._adapter_admission.replace_upstreams(self.tp_worker.worker)
         experts = expert_dtype(model_runner.model_config) if with_experts else None
         upstreams = UpstreamPrefill(self.tp_worker.worker, self.adapters, experts)
         routing = upstreams.routing() if with_experts else None
@@ -198,16 +196,6 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
                     self.running.prefilled(request, goes_on=goes_on)
         return batch
 
-    def _prepare_adapters(self, batch: ModelWorkerBatch) -> None:
-        """Called by upstream before each forward, in place of its own manager's method."""
-        assert self.adapters is not None
-
-        def find(lora_id: str) -> Adapter | None:
-            request = self.running.held.get(lora_id)
-            return None if request is None else request.adapter
-
-        self.adapters.prepare(batch, find)
-
     def check_memory(self) -> None:
         """Upstream's check for lost pages. It does not know the pages of scored prompts."""
         if not self.scorer.holds_kv:
@@ -244,13 +232,10 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return bool(self.waiting_queue) or in_chunks or self.scorer.has_prompts
 
     def cached_prefix(self, request: Request) -> int:
-        """How many tokens of the prompt this engine's prefix cache has."""
         ids, namespace = request.input_ids[:-1], self.running.cache_key(request)
         return cached_tokens(self.tree_cache, ids, namespace)
 
     def kv_usage(self) -> tuple[int, int]:
-        """Tokens of KV cache: how many are in use, and how many there are. What the prefix cache
-        may evict counts as free."""
         allocator: Any = self.token_to_kv_pool_allocator
         free = allocator.available_size(0)
         total = self.max_total_num_tokens
@@ -263,7 +248,8 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
             None for a request whose prompt is scored first. `_scored` admits it again. None also
             for a request that ends here: it was only to be scored, or its output is complete.
         """
-        self._admit_adapter(request)
+        if self._adapter_admission is not None:
+            self._adapter_admission.admit(request)
         if self.scorer.takes(request):
             return None
         if request.scoring is not None and request.scoring.alone:
@@ -281,25 +267,8 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return req
 
     def may_start(self) -> Callable[[Request], bool]:
-        """See `StepScheduler.may_start`: whether a request's adapter finds a slot."""
-        if (slots := self.adapters) is None:
-            return lambda _: True
-        turn = AdapterTurn(slots.numbers, self.running.adapters(), slots.count)
-        adapters = self._pool_adapters
-
-        def ask(request: Request) -> bool:
-            # The request keeps this version from here on, whatever is loaded meanwhile.
-            request.adapter = adapters.for_start(request.adapter, begun=request.begun)
-            return turn.may_start(None if request.adapter is None else request.adapter.number)
-
-        return ask
-
-    def _admit_adapter(self, request: Request) -> None:
-        if request.adapter is None:
-            return
-        assert self.adapters is not None
-        if not self.adapters.load(request.adapter, self.running.adapters()):
-            raise RuntimeError(f"no slot is free for adapter {request.adapter.name!r}")
+        admission = self._adapter_admission
+        return (lambda _: True) if admission is None else admission.may_start()
 
     def abort(self, internal_rid: str) -> None:
         """End one request, at once or after one more step."""

@@ -58,5 +58,6 @@ class StepScheduler(Protocol):
         """`release_all`, and new KV buffers."""
 
     def kv_usage(self) -> tuple[int, int]:
-        """Tokens of KV cache in use, and in all. Any thread."""
+        """Tokens of KV cache in use, and in all. What the prefix cache may evict counts as free.
+        Any thread."""
         ...

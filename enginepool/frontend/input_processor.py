@@ -17,6 +17,7 @@ from enginepool.frontend.grammar_compiler import GrammarCompiler
 from enginepool.frontend.limits import Limits, check_length
 from enginepool.frontend.logprob_options import read_logprobs
 from enginepool.frontend.partial_call import Part, read_part
+from enginepool.frontend.prompts import as_list, read_prompts
 from enginepool.frontend.sampling import (
     PromptSampling,
     Seeds,
@@ -26,7 +27,7 @@ from enginepool.frontend.sampling import (
 )
 from enginepool.frontend.tokenizer import Tokenizer
 from enginepool.lora.adapter import Adapter, Adapters
-from enginepool.values import described, flag, is_int, plain, shown
+from enginepool.values import described, flag, plain, shown
 
 if TYPE_CHECKING:
     from sgl_jax.srt.sampling.sampling_params import SamplingParams
@@ -117,7 +118,8 @@ class InputProcessor:
             raise InvalidRequest(
                 f"add_special_tokens={shown(special)}: input_ids get no tokens added; leave it out"
             )
-        return self.prompts(
+        return read_prompts(
+            self.tokenizer,
             prompts,
             options.get("input_ids"),
             special_tokens=flag("add_special_tokens", special, default=True),
@@ -150,45 +152,6 @@ class InputProcessor:
             sample = {"prompt_index": prompt_index, "sample_index": sample_index}
             call.add(make(params, **sample, **given.for_a_request()))
 
-    def prompts(
-        self,
-        prompts: Any,
-        input_ids: Any,
-        *,
-        names: tuple[str, str] = ("prompts", "input_ids"),
-        special_tokens: bool = True,
-    ) -> tuple[Sequence[str | None], list[list[int]], bool]:
-        """Read one prompt or a list of prompts.
-
-        Returns:
-            The text of each prompt (None where ids were given), its ids, and whether one prompt
-            was given instead of a list.
-
-        Args:
-            names: The names of the two arguments, for errors.
-            special_tokens: Whether the tokenizer adds its special tokens to texts.
-        """
-        of_texts, of_ids = names
-        if (prompts is None) == (input_ids is None):
-            raise InvalidRequest(f"give either {of_texts} or {of_ids}, and not both")
-        if input_ids is not None:
-            rows = _as_list(of_ids, input_ids)
-            lone = bool(rows) and _is_scalar(rows[0])
-            rows = [rows] if lone else rows
-            token_ids = [_plain_ids(of_ids, index, prompt) for index, prompt in enumerate(rows)]
-            return [None] * len(token_ids), token_ids, lone
-        prompts = plain(prompts)
-        lone = isinstance(prompts, str)
-        texts = [prompts] if lone else _as_list(of_texts, prompts)
-        for index, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise InvalidRequest(
-                    f"expected a string, got {type(text).__name__} {described(text)}; token ids "
-                    f"go to {of_ids}=, messages to chat()",
-                    prompt_index=index,
-                )
-        return texts, self.tokenizer.encode(texts, special_tokens=special_tokens), lone
-
     def adapters_of(self, names: Any, count: int) -> list[Adapter | None]:
         """The adapter of each prompt, or None for the base.
 
@@ -198,7 +161,7 @@ class InputProcessor:
         names = plain(names)
         if names is None or isinstance(names, str):
             names = [names] * count
-        names = _as_list("lora_path", names)
+        names = as_list("lora_path", names)
         if len(names) != count:
             raise InvalidRequest(
                 f"lora_path has {len(names)} entries for {count} prompts: give one name for all of "
@@ -216,7 +179,7 @@ class InputProcessor:
             return [self._default_sampling()] * count
         if isinstance(params, Mapping) or is_upstreams(params):
             return [self._make(params, scored=scored)] * count
-        params = _as_list("sampling_params", params)
+        params = as_list("sampling_params", params)
         if len(params) != count:
             raise InvalidRequest(
                 f"sampling_params has {len(params)} entries for {count} prompts: give one dict "
@@ -275,35 +238,3 @@ class InputProcessor:
                 lone = all(other is one for other in sampling)
                 raise InvalidGrammar(str(error), prompt_index=None if lone else index) from error
         return [made[one.grammar] for one in sampling]
-
-
-def _is_scalar(value: Any) -> bool:
-    return getattr(value, "ndim", None) == 0 or not hasattr(value, "__iter__")
-
-
-def _as_list(name: str, value: Any) -> list[Any]:
-    """A caller's sequence or array as a list."""
-    value = plain(value, depth=0)
-    if isinstance(value, (str, bytes, Mapping)) or _is_scalar(value):
-        raise InvalidRequest(
-            f"{name}: expected a list, one entry per prompt, got {described(value)}"
-        )
-    return list(value)
-
-
-def _plain_ids(name: str, index: int, prompt: Any) -> list[int]:
-    """Ids as Python integers, because upstream compares, concatenates and hashes them."""
-    try:
-        ids = _as_list(name, prompt)
-    except InvalidRequest:
-        raise InvalidRequest(
-            f"{name}: expected a list of token ids, got {described(prompt)}", prompt_index=index
-        ) from None
-    if not set(map(type, ids)) <= {int}:
-        ids = [plain(token_id) for token_id in ids]
-    for token_id in ids:
-        if not is_int(token_id):
-            raise InvalidRequest(
-                f"{name}: {described(token_id)} is not an integer", prompt_index=index
-            )
-    return ids

@@ -11,6 +11,7 @@ from enginepool.errors import InvalidRequest
 from enginepool.frontend.input_processor import InputProcessor
 from enginepool.frontend.limits import Limits, check_ids
 from enginepool.frontend.logprob_options import check_named_ids, check_top_logprobs
+from enginepool.frontend.prompts import read_prompts
 
 
 def make_score_call(
@@ -34,8 +35,10 @@ def make_score_call(
     limits = processor.limits
     if limits.score_refusal is not None:
         raise InvalidRequest(f"score is not possible in this pool: {limits.score_refusal}")
-    _, before, lone = processor.prompts(prompts, input_ids)
-    _, after, one = processor.prompts(
+    tokenizer = processor.tokenizer
+    _, before, lone = read_prompts(tokenizer, prompts, input_ids)
+    _, after, one = read_prompts(
+        tokenizer,
         continuations,
         continuation_ids,
         names=("continuations", "continuation_ids"),

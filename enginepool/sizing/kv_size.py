@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from enginepool.sizing.memory import FRACTION, Memory, Settings
+from enginepool.sizing.memory import Memory
+from enginepool.sizing.settings import FRACTION, Settings
 from enginepool.sizing.shape import Shape
 
 # A fraction that keeps a second weight set possible must leave KV cache for this many requests of

@@ -13,11 +13,12 @@ from transformers import AutoConfig
 from enginepool import EnginePool
 from enginepool.config import PoolConfig
 from enginepool.errors import InvalidConfig
-from enginepool.sizing import memory as sizes
 from enginepool.sizing import rules
+from enginepool.sizing import settings as sizes
 from enginepool.sizing.chips import GIB, TOPOLOGIES, V4, V5E, V6E, topology
 from enginepool.sizing.kv_size import default_fraction
-from enginepool.sizing.memory import Memory, Settings, running_requests_cap
+from enginepool.sizing.memory import Memory, running_requests_cap
+from enginepool.sizing.settings import Settings
 from enginepool.sizing.shape import FAMILIES, read_shape, shape_of
 from tests.support.pools import SMALL
 from tests.support.published import CONFIGS, PARAMETERS

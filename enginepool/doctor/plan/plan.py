@@ -12,7 +12,8 @@ from enginepool.doctor.plan.bounds import ALL_REDUCE_MS, LEFT_OUT, Layout, choos
 from enginepool.errors import InvalidConfig
 from enginepool.sizing import rules
 from enginepool.sizing.chips import Topology, topology
-from enginepool.sizing.memory import FRACTION, Memory, Settings
+from enginepool.sizing.memory import Memory
+from enginepool.sizing.settings import FRACTION, Settings
 from enginepool.sizing.shape import Shape, read_shape
 from enginepool.values import is_int, shown
 

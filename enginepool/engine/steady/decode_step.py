@@ -1,0 +1,123 @@
+"""Builds the programs of decode: a step, or several in a loop, and the state that it changes.
+
+Reaches into upstream's model runner.
+
+What breaks: See `program.py`.
+Why: See there.
+Remove when: See there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from enginepool.dispatch.routed_experts import Routing
+from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
+from enginepool.engine.steady.device_batch import (
+    FROM_TABLE,
+    DecodeState,
+    DeviceBatch,
+    SentBatch,
+)
+from enginepool.engine.steady.forward import Forward, put
+from enginepool.engine.steady.packing import rest_of, rows_of, state_and_origin, unpack
+from enginepool.engine.steady.sample import Sample, held_back
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
+
+def build_step(
+    runner: ModelRunner,
+    programs: CommonPrograms,
+    places: dict[int, int],
+    most_steps: int,
+    routing: Routing | None,
+) -> OnAnyDevice:
+    # The program outlives a closed engine. So it must not hold the runner or an array.
+    forward = Forward(runner, programs, places, routing)
+    sample = Sample(runner, programs)
+    mesh = runner.mesh.abstract_mesh
+
+    one = _build_one_step(mesh, forward, sample)
+
+    @partial(jax.jit, donate_argnames=("kv", "state"))
+    def step(
+        leaves: Any,
+        sampler: Any,
+        kv: list[jax.Array],
+        state: DecodeState,
+        sent: SentBatch,
+        steps: jax.Array,
+    ) -> Any:
+        rows = state.rows.shape[1]
+        batch = unpack(mesh, sent, rows, rest_of(sent.numbers, rows).reshape(rows, -1))
+        if most_steps == 1:
+            state, kv, sampled = one(leaves, sampler, kv, state, batch)
+            return state, kv, jax.tree.map(lambda array: array[None], sampled)
+
+        def goes_on(carried: Any) -> jax.Array:
+            done, state, *_ = carried
+            return (done < steps) & (state.rows[1] > 0).any()
+
+        def another(carried: Any) -> Any:
+            done, state, kv, sampled = carried
+            state, kv, new = one(leaves, sampler, kv, state, batch)
+            return done + 1, state, kv, jax.tree.map(lambda a, b: a.at[done].set(b), sampled, new)
+
+        nothing = sample.nothing(most_steps, rows)
+        if routing is not None:
+            empty = jnp.zeros((most_steps, rows, *routing.shape), routing.dtype)
+            nothing = nothing._replace(experts=put(mesh, empty, None, None, None, None))
+        _, state, kv, sampled = jax.lax.while_loop(goes_on, another, (0, state, kv, nothing))
+        return state, kv, sampled
+
+    return programs.common(
+        ["step", mesh, vars(forward), vars(sample), most_steps], lambda: OnAnyDevice(step)
+    )
+
+
+def _build_one_step(mesh: AbstractMesh, forward: Forward, sample: Sample) -> Callable[..., Any]:
+    def one(leaves: Any, sampler: Any, kv: Any, state: DecodeState, batch: DeviceBatch) -> Any:
+        longest, stops = batch.limits[:, 0], batch.limits[:, 1:]
+        ids, lengths = state.rows
+        lengths = jnp.where(longest > 0, lengths, 0)
+        output, kv, positions, experts = forward(
+            leaves, kv, ids, lengths, batch.block_table, batch.adapters
+        )
+        output = held_back(output, batch, state.tallies, lengths)
+        ids, sampled = sample(sampler, output, positions, batch)
+        counted = state.tallies.at[jnp.arange(len(ids)), ids].add(1)
+        tallies = put(mesh, counted, None, None)
+        ended = (ids[:, None] == stops).any(axis=1) | (lengths + 1 >= longest)
+        goes_on = (lengths > 0) & ~ended
+        rows = jnp.where(goes_on, jnp.stack([ids, lengths + 1]), 0)
+        state = DecodeState(put(mesh, rows, None, None), tallies)
+        return state, kv, sampled._replace(experts=experts)
+
+    return one
+
+
+def build_begin(mesh: AbstractMesh, vocab_size: int, pages: int) -> Callable[..., Any]:
+    @jax.jit
+    def begin(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state, _ = state_and_origin(numbers, rows_of(numbers, pages))
+        tallies = jnp.zeros((state.shape[1], vocab_size), jnp.int32)
+        return put(mesh, state, None, None), put(mesh, tallies, None, None)
+
+    return OnAnyDevice(begin)
+
+
+def build_set_rows(mesh: AbstractMesh) -> Callable[..., Any]:
+    @partial(jax.jit, donate_argnames="state")
+    def set_rows(state: jax.Array, numbers: jax.Array) -> jax.Array:
+        given, origin = state_and_origin(numbers, state.shape[1])
+        return put(mesh, jnp.where(origin == FROM_TABLE, given, state), None, None)
+
+    return OnAnyDevice(set_rows)
