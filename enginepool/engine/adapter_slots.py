@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from enginepool.engine.common_programs import OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
+from enginepool.errors import InvalidWeights
 from enginepool.lora.adapter import Adapter
 from enginepool.lora.layers import NO_SLOT, adapted_layers
 from enginepool.weights.placement import place
@@ -72,6 +73,23 @@ class AdapterSlots:
         if adapter is None:
             return NO_SLOT, 0.0
         return self._held[adapter.number][0], adapter.scale
+
+    def check_finite(self, arrays: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+        """Refuse NaN and infinity, which would spread to rows of other adapters.
+
+        Raises:
+            InvalidWeights: An adapter has some, or has too large numbers for the slots' dtype.
+        """
+        for path, sides in arrays.items():
+            for side, array in zip(("lora_A", "lora_B"), sides, strict=True):
+                dtype = self._leaves.adapter_specs[f"{path}.{side}"].dtype
+                with np.errstate(over="ignore", invalid="ignore"):
+                    finite = np.isfinite(array.astype(dtype, copy=False)).all()
+                if not finite:
+                    raise InvalidWeights(
+                        f"{path}.{side}: NaN, infinity, or a number too large for {dtype}",
+                        names=[f"{path}.{side}"],
+                    )
 
     def place(self, arrays: Mapping[str, tuple[Any, Any]]) -> Placed:
         """Put an adapter on the engine's device, beside the slots."""

@@ -24,6 +24,7 @@ class Adapter:
         scale: What the product of B and A is multiplied with.
         config: The fields of adapter_config.json.
         arrays: A `[rank, in]` and B `[out, rank]`, by the path of the linear layer.
+        source: The folder or hub id that it came from; None for arrays.
         successor: The version that has replaced this one under running requests, if any.
     """
 
@@ -33,6 +34,7 @@ class Adapter:
     scale: float
     config: Mapping[str, Any]
     arrays: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    source: str | None = None
     successor: Adapter | None = None
 
     @property
@@ -55,13 +57,14 @@ class Adapter:
 class Adapters:
     """The adapters of a pool. Thread-safe.
 
-    Args:
+    Attributes:
+        enabled: Whether the pool takes adapters.
         most: How many can be loaded at a time; None for no limit.
     """
 
     def __init__(self, *, enabled: bool = False, most: int | None = None) -> None:
         self.enabled = enabled
-        self._most = most
+        self.most = most
         self._lock = threading.Lock()
         self._by_name: dict[str, Adapter] = {}
         self._numbers = 0
@@ -105,10 +108,10 @@ class Adapters:
     def check_room(self, name: str) -> None:
         """Raise InvalidRequest if another adapter would be one too many."""
         names = self.names()
-        if self._most is not None and name not in names and len(names) >= self._most:
+        if self.most is not None and name not in names and len(names) >= self.most:
             raise InvalidRequest(
                 f"lora_name={name!r}: {len(names)} adapters are loaded (max_loaded_loras="
-                f"{self._most}): unload_lora_adapter one of {', '.join(names)}"
+                f"{self.most}): unload_lora_adapter one of {', '.join(names)}"
             )
 
     def next_number(self) -> int:

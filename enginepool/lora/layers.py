@@ -80,8 +80,9 @@ class AdaptedLinear(LinearBase):
             preferred_element_type=jnp.float32,
             out_sharding=NamedSharding(of.mesh, PartitionSpec(rows, None, None)),
         )
-        mine = jax.nn.one_hot(slots, len(lora_a), dtype=jnp.float32) * scales[:, None]
-        low = (low * mine[:, :, None]).astype(lora_b.dtype)
+        mine = slots[:, None] == jnp.arange(len(lora_a))
+        # Not a product: another adapter may overflow, and infinity times zero is NaN.
+        low = jnp.where(mine[:, :, None], low * scales[:, None, None], 0).astype(lora_b.dtype)
         added = jnp.einsum(
             "txr,xor->to", low, lora_b, preferred_element_type=jnp.float32, out_sharding=of
         )

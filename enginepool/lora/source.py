@@ -118,11 +118,25 @@ def check_config(config: Mapping[str, Any], what: str) -> None:
             f"{what}: init_lora_weights={begins!r} changes the base's weights; convert the adapter "
             "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    if not (is_int(config.get("r")) and config["r"] > 0 and is_number(config.get("lora_alpha"))):
+    if not (_is_rank(config.get("r")) and _is_alpha(config.get("lora_alpha"))):
         raise InvalidWeights(
             f"{what}: r={shown(config.get('r'))}, lora_alpha={shown(config.get('lora_alpha'))}: "
             "expected a rank and a number"
         )
+    for field, check in (("rank_pattern", _is_rank), ("alpha_pattern", _is_alpha)):
+        patterns = config.get(field) or {}
+        if not isinstance(patterns, Mapping) or not all(map(check, patterns.values())):
+            raise InvalidWeights(
+                f"{what}: {field}={shown(patterns)}: expected a number for each name"
+            )
+
+
+def _is_rank(value: Any) -> bool:
+    return is_int(value) and 0 < value < 1 << 31
+
+
+def _is_alpha(value: Any) -> bool:
+    return is_number(value) and abs(value) < 1e30  # scales are float32
 
 
 def _scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
@@ -132,7 +146,7 @@ def _scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidWeights(f"{folder}: no {CONFIG} that can be read: {error}") from error
     if not isinstance(config, dict):
         raise InvalidWeights(f"{folder}: {CONFIG} is no object")
@@ -218,6 +232,10 @@ def _times(array: Array, factor: float) -> Array:
 def _pattern(config: Mapping[str, Any], field: str, name: str, default: Any) -> Any:
     """PEFT's rule: a pattern is the end of a layer's name, or a regular expression of it."""
     for pattern, value in (config.get(field) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
+        try:
+            found = re.match(rf"(.*\.)?({pattern})$", name)
+        except re.error as error:
+            raise InvalidWeights(f"{field}: {shown(pattern)}: {error}") from None
+        if found:
             return value
     return default

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,11 +146,12 @@ class AdapterLoad:
             slots.rank,
             download_dir=lead.server_args.download_dir,
         )
+        arrays = {path: (np.array(a), np.array(b)) for path, (a, b) in found.arrays.items()}
+        slots.check_finite(arrays)
         for worker in self._workers:
             with naming(worker):
                 self._placed[worker.index] = _slots(worker).place(found.arrays)
         number = self._runtime.adapters.next_number()
-        arrays = {path: (np.array(a), np.array(b)) for path, (a, b) in found.arrays.items()}
         return Adapter(
             self._name,
             number if version is None else version,
@@ -157,6 +159,7 @@ class AdapterLoad:
             found.scale,
             dict(found.config),
             arrays,
+            str(source) if isinstance(source, str | Path) else None,
         )
 
     def _commit(self, new: Adapter, old: Adapter | None, mode: SwapMode) -> int:

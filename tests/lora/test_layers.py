@@ -72,6 +72,18 @@ def test_each_row_has_its_own_adapter(devices: int, axes: tuple[Any, Any]) -> No
 
 
 @pytest.mark.usefixtures("opened")
+def test_an_adapter_that_overflows_hurts_no_other_row() -> None:
+    with mesh(1):
+        _, run, leaves = made(1, (None, None))
+        leaves[0] = leaves[0].at[1].set(3e38)
+        given = rows((None, None))
+        got = np.asarray(run(leaves, *given))
+    others = np.asarray(given[1]) != 1
+    assert np.isfinite(got[others]).all()
+    assert not np.isfinite(got[~others]).all()
+
+
+@pytest.mark.usefixtures("opened")
 def test_a_batch_without_adapters_reads_none(opened: EnginePool) -> None:
     """In the compiled program A and B go to a branch and nowhere else."""
     with mesh(1):

@@ -210,7 +210,7 @@ def test_who_waits_for_a_slot_gets_one(adapted: EnginePool, world: World) -> Non
 def test_most_that_are_loaded(
     adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapted.runtime.adapters, "_most", 1)
+    monkeypatch.setattr(adapted.runtime.adapters, "most", 1)
     load(adapted, world, "a", "a")
     with pytest.raises(InvalidRequest, match="max_loaded_loras=1"):
         load(adapted, world, "b")
