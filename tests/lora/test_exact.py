@@ -71,7 +71,7 @@ def test_one_engine(adapted: EnginePool, world: World) -> None:
 def test_score(adapted: EnginePool, world: World) -> None:
     load(adapted, world, "a", "b")
     after = [world.expected(name, [p])[0] for name, p in zip(NAMES, PROMPTS, strict=True)]
-    scores = adapted.score(
+    scores: Any = adapted.score(
         input_ids=PROMPTS, continuation_ids=[one.ids for one in after], lora_path=NAMES
     )
     for name, score, expected in zip(NAMES, scores, after, strict=True):
