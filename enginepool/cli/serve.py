@@ -49,6 +49,13 @@ ModelRoot = Annotated[
     Path | None,
     typer.Option(help="Directory below which reloads may read. Default: only the model itself."),
 ]
+LoraResolverDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory of LoRA adapters. One that a request names as its model is loaded from the "
+        "folder of that name."
+    ),
+]
 RejectWhileReloading = Annotated[
     bool,
     typer.Option(
@@ -134,6 +141,7 @@ def serve(
     admin_token: AdminToken = None,
     trusted_admins: TrustedAdmins = None,
     model_root: ModelRoot = None,
+    lora_resolver_dir: LoraResolverDir = None,
     reject_while_reloading: RejectWhileReloading = False,
     max_queued_requests: MaxQueuedRequests = 4096,
     max_body_bytes: MaxBodyBytes = ServeOptions.max_body_bytes,
@@ -164,7 +172,7 @@ def serve(
             host=host, port=port, engine_ports=parse_ports(ports), api_key=api_key,
             enable_admin=enable_admin, admin_token=admin_token,
             trusted_admins=tuple((trusted_admins or "").replace(",", " ").split()),
-            model_root=model_root,
+            model_root=model_root, lora_resolver_dir=lora_resolver_dir,
             reject_while_reloading=reject_while_reloading, max_body_bytes=max_body_bytes,
             max_prompts=max_prompts, max_n=max_n, request_timeout=request_timeout,
             drain_timeout=drain_timeout, header_timeout=header_timeout, body_timeout=body_timeout,

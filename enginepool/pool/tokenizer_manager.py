@@ -149,6 +149,7 @@ class FrontEnd:
                 "lora_path": getattr(obj, "lora_path", None),
                 "top_logprobs_num": _one_for_all("top_logprobs_num", obj.top_logprobs_num),
                 "token_ids_logprob": obj.token_ids_logprob,
+                "lora_path": obj.lora_path,
                 "return_sampling_mask": getattr(obj, "return_sampling_mask", None),
                 "return_routed_experts": _one_for_all(
                     "return_routed_experts", obj.return_routed_experts
@@ -166,7 +167,9 @@ class FrontEnd:
             weight_version=self.runtime.desired.weight_version,
         )
 
-    def make_score_call(self, input_ids: Any, continuation_ids: Any, named_ids: Any) -> Call:
+    def make_score_call(
+        self, input_ids: Any, continuation_ids: Any, named_ids: Any, lora_path: str | None
+    ) -> Call:
         """The call of `pool.score`, with one request for each continuation."""
         return make_score_call(
             self.runtime.input_processor,
@@ -175,6 +178,7 @@ class FrontEnd:
             input_ids,
             continuation_ids,
             token_ids_logprob=named_ids,
+            lora_path=lora_path,
             pinned_to=self._pinned_to,
             weight_version=self.runtime.desired.weight_version,
         )

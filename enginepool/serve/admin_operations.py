@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginepool.errors import InvalidRequest
 from enginepool.runtime.swap_report import SwapReport
+from enginepool.serve.allowed_folders import folder_below
 from enginepool.serve.error_replies import Refused
 
 if TYPE_CHECKING:
@@ -184,17 +185,10 @@ class AdminOperations:
                 f"model_path={model_path!r}: without --model-root only the model that the server "
                 f"started with can be loaded, {own!r}",
             )
-        try:
-            path = Path(self._root, model_path).resolve()
-            found = path.is_dir()
-        except (OSError, ValueError, RuntimeError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise InvalidRequest(f"model_path={model_path!r}: {why}") from None
-        if not path.is_relative_to(self._root):
-            raise Refused(403, f"model_path={model_path!r} is outside of --model-root {self._root}")
-        if not found:
+        found = folder_below({"--model-root": self._root}, "model_path", model_path)
+        if found is None:
             raise InvalidRequest(f"model_path={model_path!r}: no such directory")
-        return str(path)
+        return found
 
 
 def _meant(tag: str, tags: Sequence[str] | None) -> bool:

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from enginepool.errors import EnginePoolError
 from enginepool.serve import (
+    adapter_api,
     admin_api,
     info_api,
     lifecycle_api,
@@ -21,7 +22,7 @@ from enginepool.serve import (
     responses_api,
     token_api,
 )
-from enginepool.serve.auth import Guard
+from enginepool.serve.auth import Guard, has_admin_form
 from enginepool.serve.bodies import readers
 from enginepool.serve.error_replies import as_refused, error_reply
 from enginepool.serve.openapi_schema import as_served
@@ -48,7 +49,8 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(info_api.router(service))
     app.include_router(pages.router())
     admin_paths: set[str] = set()
-    for api in (admin_api.router, admin_api.sglang_router, lifecycle_api.router):
+    apis = admin_api.router, admin_api.sglang_router, lifecycle_api.router, adapter_api.router
+    for api in apis:
         routes = api(service)
         admin_paths |= {route.path for route in routes.routes if isinstance(route, APIRoute)}
         if service.options.enable_admin:
@@ -57,7 +59,7 @@ def make_app(service: Service) -> FastAPI:
     async def failed(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
         service.refused(path, as_refused(error))
-        return error_reply(error, admin=path in admin_paths)
+        return error_reply(error, admin=has_admin_form(path, admin_paths))
 
     for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)

@@ -4,7 +4,7 @@ only this machine may administer."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -55,7 +55,8 @@ class Guard:
             await self.app(scope, receive, send)
         else:
             self._told(scope["path"], refused)
-            await error_reply(refused, admin=admin)(scope, receive, send)
+            form = has_admin_form(scope["path"], self._admin_paths)
+            await error_reply(refused, admin=form)(scope, receive, send)
 
     def _refusal(self, headers: Headers, admin: str | None) -> Refused | None:
         """
@@ -82,6 +83,11 @@ class Guard:
         if not secrets.compare_digest(given.encode("latin-1"), secret.encode()):
             return Refused(401, f"wrong {name}", code="invalid_api_key")
         return None
+
+
+def has_admin_form(path: str, admin_paths: Collection[str]) -> bool:
+    """Whether a route's errors have the form of administrators' routes. vLLM's have OpenAI's."""
+    return path in admin_paths and not path.startswith("/v1/")
 
 
 def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | None:

@@ -39,6 +39,7 @@ class CheckedRoute(APIRoute):
         # Probes may have any query.
         acts = "POST" in self.methods or "admin" in self.tags
         generates = self.path.startswith(("/v1/", "/generate", "/inference/"))
+        generates = generates and "admin" not in self.tags
 
         async def checked(request: Request) -> Response:
             if acts:

@@ -99,6 +99,7 @@ def error_reply(error: Exception, *, admin: bool = False) -> Response:
     if admin:
         message = body["error"]["message"]
         body = {"ok": False, "error": message, "success": False, "message": message}
+        body["error_message"] = message
     headers = {}
     if refused.retry_after is not None:
         headers["Retry-After"] = str(refused.retry_after)

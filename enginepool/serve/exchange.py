@@ -38,6 +38,7 @@ from enginepool.serve.request_limits import (
     rids_of,
 )
 from enginepool.serve.sampling_wire import as_taken, has_grammar
+from enginepool.serve.served_models import ServedModels
 from enginepool.serve.wire_extras import name_tokens
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class ExchangeHost(Protocol):
     """What an exchange needs of `Service`, whose module imports this one."""
 
     max_queued: int | None
+    models: ServedModels
 
     def check_open(self) -> None: ...
 
@@ -72,6 +74,7 @@ class Exchange:
 
     Attributes:
         tokenizer: Replaces the front end's.
+        models: What `model` can name.
         call: The pool's call, once the body has passed its checks.
         rids: The client's own ids of its requests.
         token_names: Gives the name of a token in log-probabilities.
@@ -90,7 +93,7 @@ class Exchange:
         raw: Request,
     ) -> None:
         self._host, self._front, self._options, self._raw = host, front, options, raw
-        self.tokenizer = rendering
+        self.tokenizer, self.models = rendering, host.models
         self.call: Call | None = None
         self.rids: frozenset[str] = frozenset()
         self.token_names: Callable[[int], str] = rendering.token_text
@@ -155,9 +158,10 @@ class Exchange:
         limiter = self.tokenizer.large if prompt_size(obj) > LARGE else None
         if limiter is None and has_grammar(obj.sampling_params):
             limiter = self.tokenizer.grammars
-        self.call = await in_thread(
-            self._make_call, obj, prompt_logprobs, thinking, special_tokens, limiter=limiter
-        )
+        async with self.models.loaded(obj.lora_path):
+            self.call = await in_thread(
+                self._make_call, obj, prompt_logprobs, thinking, special_tokens, limiter=limiter
+            )
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
-from sgl_jax.srt.entrypoints.openai.protocol import ModelCard, ModelList, ScoringResponse
+from sgl_jax.srt.entrypoints.openai.protocol import ScoringResponse
 
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.error_replies import Refused
@@ -15,6 +15,8 @@ from enginepool.serve.openai_models import (
     CompletionBody,
     CompletionReply,
     ScoreBody,
+    ServedModelCard,
+    ServedModelList,
 )
 from enginepool.serve.openai_serving import Chat, Completion, Score, check_upstream
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, NOT_FOUND, errors, events
@@ -38,7 +40,7 @@ def router(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, raw: Request) -> Response:
         """OpenAI's text completion; `seed` is upstream's `sampling_seed`."""
         with_ids(body, raw)
-        body.model = body.model or _name(service)
+        body.model = body.model or service.models.base
         exchange = service.exchange(raw)
         serving = Completion(exchange, service.templates)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))
@@ -49,7 +51,7 @@ def router(service: Service) -> APIRouter:
     )
     async def chat_completions(body: ChatBody, raw: Request) -> Response:
         """OpenAI's chat completion, by the checkpoint's chat template."""
-        body.model = body.model or _name(service)
+        body.model = body.model or service.models.base
         exchange = service.exchange(raw)
         serving = Chat(exchange, service.templates)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))
@@ -62,29 +64,27 @@ def router(service: Service) -> APIRouter:
         return await exchange.run(lambda: serving.reply(body, raw))
 
     @routes.get("/v1/models", responses=errors(401))
-    async def models() -> ModelList:
-        """The one model that is served."""
-        return ModelList(data=[_card(service)])
+    async def models() -> ServedModelList:
+        """The model that is served, and its adapters."""
+        return ServedModelList(data=_cards(service))
 
     @routes.get("/v1/models/{model:path}", responses=NOT_FOUND)
-    async def model(model: str) -> ModelCard:
-        card = _card(service)
-        if model != card.id:
+    async def model(model: str) -> ServedModelCard:
+        cards = {card.id: card for card in _cards(service)}
+        if model not in cards:
             raise Refused(
-                404, f"the model {model!r} is not served here, {card.id!r} is", param="model"
+                404, f"the model {model!r} is not served here, {', '.join(cards)} is", param="model"
             )
-        return card
+        return cards[model]
 
     return routes
 
 
-def _name(service: Service) -> str:
-    return service.front.served_model_name or service.front.model_path
-
-
-def _card(service: Service) -> ModelCard:
-    return ModelCard(
-        id=_name(service),
-        root=service.admin.model_path,
-        max_model_len=service.runtime.input_processor.limits.total,
-    )
+def _cards(service: Service) -> list[ServedModelCard]:
+    base, longest = service.models.base, service.runtime.input_processor.limits.total
+    of = {base: (service.admin.model_path, None)}
+    of |= {adapter.name: (adapter.source, base) for adapter in service.models.adapters()}
+    return [
+        ServedModelCard(id=name, root=root, parent=parent, max_model_len=longest)
+        for name, (root, parent) in of.items()
+    ]

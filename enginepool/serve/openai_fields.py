@@ -23,6 +23,8 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
     for name in _UNSERVED:
         if getattr(body, name, None):
             raise Refused(400, f"{name} is not supported in a pool", param=name)
+    if getattr(body, "lora_path", None):
+        raise Refused(400, "lora_path: name the adapter as model", param="lora_path")
     best_of = getattr(body, "best_of", None)
     if best_of is not None and best_of != body.n:
         raise Refused(

@@ -15,6 +15,8 @@ from sgl_jax.srt.entrypoints.openai.protocol import (
     CompletionResponse,
     CompletionResponseChoice,
     Function,
+    ModelCard,
+    ModelList,
     ScoringRequest,
     StreamOptions,
     Tool,
@@ -137,6 +139,16 @@ class ScoreBody(ScoringRequest):
 
     model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
     label_token_ids: list[StrictInt] | None = None
+
+
+class ServedModelCard(ModelCard):
+    """`parent` is vLLM's: the model that an adapter is of."""
+
+    parent: str | None = None
+
+
+class ServedModelList(ModelList):
+    data: list[ServedModelCard]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
 
 
 def _with_content(message: Any) -> Any:

@@ -79,9 +79,11 @@ class _Serving:
         chat = isinstance(body, ChatBody)
         if chat:
             check_template_options(body, exchange.tokenizer.template_options)
+        adapter = exchange.models.adapter_of(body.model)
         if body.return_tokens_as_token_ids:
             exchange.token_names, exchange.names_own = token_name, not chat
         adapted = await run_sync(self._adapt, body, limiter=exchange.tokenizer.limiter)
+        adapted.lora_path = adapter
         thinking = self._thinking(body) if chat else None
         await exchange.begin(
             adapted,
@@ -173,6 +175,7 @@ class Completion(_Serving, OpenAIServingCompletion):
 class Score(OpenAIServingScore):
     async def reply(self: Any, body: ScoreBody, raw: Request) -> Response:
         exchange: ScoreExchange = self.tokenizer_manager
+        exchange.adapter = exchange.models.adapter_of(body.model)
         made = await self._handle_non_streaming_request(body, body, raw)
         if exchange.failure is not None:
             raise exchange.failure

@@ -30,6 +30,7 @@ class AdminError(BaseModel):
     error: str
     success: bool
     message: str
+    error_message: str
 
 
 _MEANINGS = {
@@ -50,9 +51,9 @@ def errors(*statuses: int, model: type[BaseModel] = Error) -> dict[int | str, di
     return {status: {"model": model, "description": _MEANINGS[status]} for status in statuses}
 
 
-GENERATION_ERRORS = errors(400, 401, 408, 413, 429, 500, 503, 504)
+GENERATION_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503, 504)
 NOT_FOUND = errors(401, 404)
-ADMIN_ERRORS = errors(400, 401, 403, 408, 413, 500, 503, model=AdminError)
+ADMIN_ERRORS = errors(400, 401, 403, 404, 408, 413, 500, 503, model=AdminError)
 
 
 # Before OpenAPI 3.2 the schema of a stream is that of each of its events.

@@ -22,6 +22,8 @@ class ServeOptions:
         trusted_admins: Addresses and networks from which administrators come without a token.
         model_root: Reloads read below this directory only; without it, only the model that the
             server started with.
+        lora_resolver_dir: An adapter that a request names, and that is not loaded, is loaded from
+            the folder of its name in this directory.
         request_timeout: Seconds; a request that takes longer ends with what it has.
         drain_timeout: Seconds that running requests get to finish when the server is asked to end.
         header_timeout: Seconds that the headers of a request may take to come.
@@ -40,6 +42,7 @@ class ServeOptions:
     admin_token: str | None = None
     trusted_admins: tuple[str, ...] = ()
     model_root: Path | None = None
+    lora_resolver_dir: Path | None = None
     reject_while_reloading: bool = False
     max_body_bytes: int = 16 << 20
     max_prompts: int = 1024
@@ -72,8 +75,11 @@ class ServeOptions:
         self._check_secrets()
         for one in self.trusted_admins:
             _check_network(one)
-        if self.model_root is not None and not self.model_root.is_dir():
-            raise InvalidConfig(f"--model-root {self.model_root}: no such directory")
+        for option in ("model_root", "lora_resolver_dir"):
+            folder = getattr(self, option)
+            if folder is not None and not folder.is_dir():
+                flag = option.replace("_", "-")
+                raise InvalidConfig(f"--{flag} {folder}: no such directory")
 
     def _check_secrets(self) -> None:
         for name, secret in (("--api-key", self.api_key), ("--admin-token", self.admin_token)):

@@ -18,7 +18,13 @@ from enginepool.values import described
 
 
 class ScoreExchange(Exchange):
-    """Replaces the TokenizerManager of upstream's class for scores."""
+    """Replaces the TokenizerManager of upstream's class for scores.
+
+    Attributes:
+        adapter: The name of the adapter to score with; None for the base.
+    """
+
+    adapter: str | None = None
 
     async def score_request(
         self,
@@ -38,7 +44,8 @@ class ScoreExchange(Exchange):
             self._host.check_open()
             labels = list(label_token_ids or ())
             prompts = self._prompts(query, items, labels, item_first)
-            self.call = await run_sync(self._make_score_call, prompts, labels)
+            async with self.models.loaded(self.adapter):
+                self.call = await run_sync(self._make_score_call, prompts, labels)
             await self._wait(self.call)
         except Exception as error:
             self.failure = error
@@ -108,6 +115,7 @@ class ScoreExchange(Exchange):
             [prompt for prompt, _ in pairs],
             [chunk[:1] for _, chunk in pairs],
             [chunk for _, chunk in pairs],
+            self.adapter,
         )
 
     async def _wait(self, call: Call) -> None:

@@ -51,6 +51,8 @@ class Server:
         self._sockets: list[socket.socket] = []
         if options.engine_ports:
             _check_count(options.engine_ports, pool)
+        if options.lora_resolver_dir is not None:
+            _check_bounded(pool)
         try:
             for port in (options.port, *options.engine_ports):
                 self._sockets.append(_bind(options.host, port))
@@ -178,7 +180,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _idle(service: Service) -> None:
-    while service.exchanges or service.admin.busy:
+    while service.exchanges or service.admin.busy or service.models.busy:
         await asyncio.sleep(0.02)
 
 
@@ -218,6 +220,14 @@ def _check_count(ports: Sequence[int], pool: EnginePool) -> None:
     engines = len(resolve_devices(pool.config.devices, pool.config.tp_size))
     if len(ports) != engines:
         raise InvalidConfig(f"{len(ports)} ports for {engines} engines: give each one port")
+
+
+def _check_bounded(pool: EnginePool) -> None:
+    if not pool.config.server_args.get("max_loaded_loras"):
+        raise InvalidConfig(
+            "--lora-resolver-dir needs --enable-lora, and --max-loaded-loras: the most adapters on "
+            "the host"
+        )
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -22,6 +22,7 @@ from enginepool.serve.prompt_limits import PromptLimits
 from enginepool.serve.record import ExchangeRecord
 from enginepool.serve.rendering import Rendering
 from enginepool.serve.scoring import ScoreExchange
+from enginepool.serve.served_models import ServedModels
 from enginepool.values import shown
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Service:
 
     Attributes:
         front: The front end of the whole pool.
+        models: The names that requests can have as `model` or `lora_path`.
         exchanges: Requests that are being served.
         draining: Whether new requests are refused while running ones finish.
     """
@@ -67,6 +69,8 @@ class Service:
             self._updated,
             self.runtime.desired,
         )
+        base = self.front.served_model_name or self.front.model_path
+        self.models = ServedModels(pool, self.runtime, base, options)
         self.history = History(self.runtime)
         self.max_queued = pool.config.max_queued
         self.exchanges: set[Exchange] = set()

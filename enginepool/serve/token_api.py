@@ -85,6 +85,7 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
         rid=body.request_id,
         stream=body.stream,
         extra_key=body.cache_salt,
+        lora_path=exchange.models.adapter_of(body.model or ""),
         return_sampling_mask=sampling.return_sampling_mask,
     )
     exchange.token_names = token_name

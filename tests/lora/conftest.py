@@ -15,6 +15,7 @@ LORA: dict[str, Any] = {
     "enable_lora": True,
     "max_lora_rank": 4,
     "max_loras_per_batch": 2,
+    "max_loaded_loras": 8,
     "lora_target_modules": ["all"],
 }
 RANKS = {"a": 4, "b": 3, "c": 1, "d": 2}

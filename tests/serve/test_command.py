@@ -182,6 +182,9 @@ def test_sigterm() -> None:
         (["--devices", "2", "--ports", "31001-31003"], "3 ports for 2 engines"),
         (["--host", "0.0.0.0", "--enable-admin"], "--admin-token"),
         (["--host", "192.0.2.1"], "cannot listen"),
+        (["--enable-lora"], "max_lora_rank and lora_target_modules"),
+        (["--lora-resolver-dir", "."], "--enable-lora, and --max-loaded-loras"),
+        (["--lora-resolver-dir", "./nowhere"], "nowhere: no such directory"),
     ],
 )
 def test_bad_arguments(args: list[str], why: str) -> None:
@@ -196,7 +199,9 @@ def test_upstreams_flags() -> None:
     """Every option of ServerArgs under its own flag; what was not given is not passed on."""
     assert parse_upstream_flags([]) == (None, {})
     args = (
-        "--dtype bfloat16 --tp-size 2 --page-size 8 --trust-remote-code m --chunked-prefill-size -1"
+        "--dtype bfloat16 --tp-size 2 --page-size 8 --trust-remote-code m "
+        "--chunked-prefill-size -1 --enable-lora --max-lora-rank 8 --max-loaded-loras 6 "
+        "--lora-target-modules q_proj v_proj"
     )
     assert parse_upstream_flags(args.split()) == (
         "m",
@@ -206,6 +211,10 @@ def test_upstreams_flags() -> None:
             "page_size": 8,
             "trust_remote_code": True,
             "chunked_prefill_size": -1,
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "max_loaded_loras": 6,
+            "lora_target_modules": ["q_proj", "v_proj"],
         },
     )
     assert parse_upstream_flags(["--model-path", "m"]) == ("m", {})
