@@ -149,7 +149,6 @@ class FrontEnd:
                 "lora_path": getattr(obj, "lora_path", None),
                 "top_logprobs_num": _one_for_all("top_logprobs_num", obj.top_logprobs_num),
                 "token_ids_logprob": obj.token_ids_logprob,
-                "lora_path": obj.lora_path,
                 "return_sampling_mask": getattr(obj, "return_sampling_mask", None),
                 "return_routed_experts": _one_for_all(
                     "return_routed_experts", obj.return_routed_experts

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sgl_jax.srt.server_args import ServerArgs
 
 # Fields that upstream's models have and its classes or the pool do nothing with.
-_UNSERVED = ("suffix", "session_params", "return_routed_experts", "lora_path", *UNSUPPORTED)
+_UNSERVED = ("suffix", "session_params", "return_routed_experts", *UNSUPPORTED)
 
 
 def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> None:
