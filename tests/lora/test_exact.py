@@ -12,6 +12,7 @@ from tests.lora.conftest import LORA, TOKENS, World, make_world
 from tests.support import faults
 from tests.support.adapters import ALL, agrees, config, ids_of, merged, random_adapter
 from tests.support.liveness import until
+from tests.support.marks import slow
 from tests.support.pools import SMALL
 from tests.support.reference import reference_greedy_batch
 
@@ -31,7 +32,7 @@ def check(world: World, prompts: Any, names: Any, results: list[dict[str, Any]])
         assert agrees(result, expected), (name, result["output_ids"], expected.ids)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen2", *slow("llama")])
 def test_families(family: str, model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     world = make_world(model_dir(family), tmp_path)
     with EnginePool(str(world.model), devices=1, **LORA, **SMALL) as pool:

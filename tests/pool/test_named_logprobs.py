@@ -215,9 +215,9 @@ def test_a_request_that_joins_others(make_pool: MakePool, model: Path) -> None:
 @pytest.fixture
 def one(make_pool: MakePool, model_dir: ModelDir) -> Iterator[EnginePool]:
     """One engine, put back to its own weights afterwards."""
-    pool = make_pool("llama", 1)
+    pool = make_pool("qwen3", 1)
     yield pool
-    pool.update_weights(model_dir("llama"), weight_version=0)
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -234,13 +234,13 @@ def test_over_a_swap(
             token_ids_logprob=NAMED[2],
         )  # fmt: skip
         assert let_go.begun.wait(SECONDS)
-        swap = executor.submit(one.update_weights, target("llama"), mode=mode, weight_version=1)
+        swap = executor.submit(one.update_weights, target("qwen3"), mode=mode, weight_version=1)
         until(channel.has_jobs)
         let_go.set()
         swap.result(SECONDS)
         results = answer.result(SECONDS)
     outputs = [result["output_ids"] for result in results]
-    laws = [output_logits(of("llama"), prompts, outputs) for of in (model_dir, target)]
+    laws = [output_logits(of("qwen3"), prompts, outputs) for of in (model_dir, target)]
     for index, result in enumerate(results):
         meta = result["meta_info"]
         named = meta["output_token_ids_logprobs"]

@@ -354,7 +354,7 @@ def test_of_what_was_sampled_in_bfloat16() -> None:
     own, to the last bit. (Batches of other shapes round differently inside the model.)"""
     prompts = [list(f"{a}+{b}=".encode()) for a in (1, 12, 77) for b in (3, 40, 55, 8)]
     params = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True, "sampling_seed": 1}
-    with EnginePool(devices=1, dtype="bfloat16", warmup="none") as pool:
+    with EnginePool(devices=1, warmup="none", **SMALL | {"dtype": "bfloat16"}) as pool:
         results = pool.generate_all(input_ids=prompts, sampling_params=params, return_logprob=True)
         scores = pool.score(
             input_ids=prompts, continuation_ids=[result["output_ids"] for result in results]

@@ -13,8 +13,9 @@ from jax._src import monitoring
 from sgl_jax.srt.managers.tp_worker import ModelWorker
 
 from enginepool import EnginePool
+from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.liveness import until
-from tests.support.pools import SMALL, MakePool
+from tests.support.pools import SMALL, open_with
 
 ENGINE_STAGES = {"import", "build", "read_weights", "check", "warm_up"}
 
@@ -78,10 +79,13 @@ def test_no_line(monkeypatch: pytest.MonkeyPatch, model_dir: Callable[[str], Pat
         until(lambda: terminal.text == "mine")
 
 
-def test_figures(make_pool: MakePool) -> None:
+def test_figures(
+    monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache, model_dir: Callable[[str], Path]
+) -> None:
     """`stats()` has where a start's seconds went, by stage, and what JAX took of them."""
-    pool = make_pool("qwen3", 2, max_running_requests=3)
-    stats = pool.stats()
+    open_with(monkeypatch, ExecutableCache(one_cache.serialized))  # nothing is traced yet
+    with EnginePool(str(model_dir("qwen3")), devices=2, **SMALL) as pool:
+        stats = pool.stats()
     assert set(stats["start"]["seconds"]) == {"patches", "checkpoint", "engines", "front_end"}
     for engine in stats["engines"]:
         start = engine["start"]

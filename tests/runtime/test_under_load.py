@@ -1,7 +1,7 @@
 """Swaps under load: no output is lost, every token is booked on the weights that it came from."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from tests.support.liveness import (
     until,
     waiting,
 )
-from tests.support.pools import SMALL, in_use, same
-from tests.support.reference import make_random_model
+from tests.support.pools import in_use, same
 from tests.support.spans import assert_each_span_is_its_versions, assert_spans
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -39,26 +38,16 @@ def steps(pool: EnginePool) -> int:
     return sum(engine["steps"] for engine in pool.stats()["engines"])
 
 
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+@pytest.fixture
+def versions(model_dir: Callable[[str], Path], target: Callable[[str], Path]) -> list[Path]:
     """Even versions are the first checkpoint, odd ones the second."""
-    return [
-        make_random_model(tmp_path_factory.mktemp("version"), "qwen3", seed, num_layers=1)
-        for seed in (1, 2)
-    ]
-
-
-@pytest.fixture(scope="module")
-def opened(versions: list[Path]) -> Iterator[EnginePool]:
-    with EnginePool(str(versions[0]), devices=4, **SMALL) as pool:
-        yield pool
+    return [model_dir("qwen3"), target("qwen3")]
 
 
 @pytest.fixture
-def micro(opened: EnginePool, versions: list[Path]) -> EnginePool:
+def micro(four: EnginePool) -> EnginePool:
     """Four engines, on version 0."""
-    opened.update_weights(versions[0], weight_version=0)
-    return opened
+    return four
 
 
 def swap_under_load(
