@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from enginepool.doctor.ahead_of_time.record import Record
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray
-from enginepool.weights import batches, converters, fingerprint, placement, tied
+from enginepool.weights import batches, converters, fingerprint, parts, placement, tied
 
 
 def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
-    """Compile fingerprints, casts, copies, gathering and the conversion of a checkpoint."""
+    """Compile fingerprints, casts, copies, what cuts and joins, gathering and the conversion of a
+    checkpoint."""
     specs, mapping = scheduler.leaves.specs, scheduler.hugging_face
     seen: set[Any] = set()
 
@@ -65,10 +66,35 @@ def _of_leaves(leaves: Sequence[Any], chips: list[Any], name: str, record: Recor
     if record.wants("copy"):
         copies = [converters.COPY] * len(leaves)
         record.add("copy", name, _lowered(copies, [[array] for array in arrays], there))
+    _parts(leaves, chips, name, record)
     if record.wants("gather"):
         for dtype in {jnp.dtype(jnp.float32), leaves[0].dtype}:
             tensors = [[_cut(spec.shape, dtype, chips)] for spec in leaves]
             _gathered(casts, tensors, chips, name, record)
+
+
+def _parts(leaves: Sequence[Any], chips: list[Any], name: str, record: Record) -> None:
+    """What cuts a chip's share out of whole leaves, and what joins such shares to whole leaves."""
+    shares, boxes, how = [], [], []
+    for spec in leaves:
+        axis = _axis(spec.shape, chips)
+        if axis is None:
+            continue
+        size = spec.shape[axis] // len(chips)
+        shape = tuple(size if i == axis else n for i, n in enumerate(spec.shape))
+        share = _on(chips[0], jax.ShapeDtypeStruct(shape, spec.dtype))
+        shares.append([share] * len(chips))
+        boxes.append((tuple((0, n) for n in shape), spec.dtype))
+        starts = [
+            tuple(i * size if j == axis else 0 for j in range(len(shape)))
+            for i in range(len(chips))
+        ]
+        how.append((tuple(starts), spec.shape, spec.dtype))
+    if record.wants("cut"):
+        whole = [_on(chips[0], spec) for spec in leaves if _axis(spec.shape, chips) is not None]
+        record.add("cut", name, parts._cut.lower(whole, tuple(boxes)))
+    if record.wants("join"):
+        record.add("join", name, parts._join.lower(shares, tuple(how)))
 
 
 def _conversion(
@@ -93,9 +119,14 @@ def _conversion(
 
 def _cut(shape: Any, dtype: Any, chips: list[Any]) -> AbstractArray:
     """Of a trainer that has it in parts on all chips; whole where it cannot be cut."""
-    axis = next((i for i, n in enumerate(shape) if n % len(chips) == 0), None)
+    axis = _axis(shape, chips)
     spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "all")
     return AbstractArray(shape, dtype, NamedSharding(placement.mesh_of(tuple(chips)), spec))
+
+
+def _axis(shape: Sequence[int], chips: Sequence[Any]) -> int | None:
+    """The axis along which all chips can have a part; None if there is none."""
+    return next((i for i, n in enumerate(shape) if n % len(chips) == 0), None)
 
 
 def _gathered(

@@ -19,8 +19,8 @@ _STEPS = {
     "top": "top_logprobs",
     "zeros": "kv_zeros",
 }
-# The programs of a change of weights: one for each shape of a leaf.
-WEIGHTS = ("fingerprint", "cast", "copy", "gather", "convert", "tied_head")
+# The programs of a change of weights: one for each kind of batch of leaves.
+WEIGHTS = ("fingerprint", "cast", "copy", "cut", "join", "gather", "convert", "tied_head")
 FORWARD = ("decode", "steady", "prefill")
 STEP = (*FORWARD, "begin", "set_rows", "tally", "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)
