@@ -15,6 +15,9 @@ it came from.
 
 `--lora RANK` trains an adapter of that rank. The pool generates under it, and its base stays.
 
+`--top-p` samples from fewer ids. With `--masks` the trainer's probabilities are those among these
+ids, as the samples' are. Without it they are those among all ids.
+
 `--out` has metrics.jsonl (a line a step), plot.png and the checkpoints that `--resume` goes on
 from.
 """
@@ -55,6 +58,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=10.0, help="stop before --steps once they have passed")
     add("--prompts", type=int, default=64, help="a step")
     add("--samples", type=int, default=8, help="a prompt")
+    add("--top-p", type=float, default=1.0, help="of the samples")
+    add("--masks", action="store_true", help="train on probabilities among the ids top-p left")
     add("--updates", type=int, default=1, help="gradient steps on each step's samples")
     add("--learning-rate", type=float, help="default: 2e-4; of an adapter, 2e-3")
     add("--evaluate-every", type=int, default=20, help="steps")
@@ -109,13 +114,15 @@ class Rollouts:
             "n": options.samples,
             "temperature": 1.0,
             "top_k": -1,  # the toy's own defaults are greedy
+            "top_p": options.top_p,
             "max_new_tokens": MAX_OUTPUT,
             "sampling_seed": int(rng.integers(2**31)),
         }
         results: list[Any] = [None] * (options.prompts * options.samples)
         rewards = np.zeros(len(results))
+        asked: Any = {"return_logprob": True, "return_sampling_mask": options.masks}
         for result in self.pool.as_completed(
-            None, params, input_ids=prompts, return_logprob=True, **self.policy.call
+            None, params, input_ids=prompts, **asked, **self.policy.call
         ):
             meta = result["meta_info"]
             place = meta["prompt_index"] * options.samples + meta["sample_index"]
@@ -124,6 +131,8 @@ class Rollouts:
         batch = rl.pad_results(
             results, prompts, pad_id=PAD_ID, max_prompt=MAX_PROMPT, max_output=MAX_OUTPUT
         )
+        if batch.sampling_logprobs is not None:
+            batch = batch._replace(logprobs=batch.sampling_logprobs)
         return batch, rewards
 
     def evaluate(self) -> float:

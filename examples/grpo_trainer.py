@@ -98,12 +98,15 @@ class Trainer:
 
     @partial(jax.jit, static_argnums=0)
     def _logprobs(self, params: Params, base: Params, batch: rl.RolloutBatch) -> jax.Array:
-        """[N, T] of each output token, as the rollout has them at temperature 1."""
+        """[N, T] of each output token, as the rollout has them at temperature 1; among the ids of
+        the token's mask, if the batch has masks."""
         ids = jnp.concatenate([batch.prompt_ids, batch.output_ids], axis=1)
         mask = jnp.concatenate([batch.prompt_mask, batch.output_mask], axis=1)
         first = batch.prompt_ids.shape[1] - 1  # the position that the first output token is told at
         weights = self._policy.weights(params, base)
         logits = forward(self._config, weights, ids, mask)[:, first:-1]
+        if batch.sampling_mask is not None:
+            return rl.sampling_logprobs(logits, batch.output_ids, batch.sampling_mask)
         every = jax.nn.log_softmax(logits)
         return jnp.take_along_axis(every, batch.output_ids[..., None], axis=-1)[..., 0]
 

@@ -63,6 +63,15 @@ def test_one_step_off_policy(tmp_path: Path) -> None:
     assert any(row["step"] - 1 in row["versions"] for row in rows)
 
 
+def test_truncated_samples(tmp_path: Path) -> None:
+    """With masks, trainer and engines agree on the probabilities among the ids that top-p left."""
+    first, second, _ = run(tmp_path, "--steps", "2", "--devices", "2", "--top-p", "0.5", "--masks")
+    for row in (first, second):
+        assert row["ratio"]["min"] == pytest.approx(1, abs=1e-3)
+        assert row["ratio"]["max"] == pytest.approx(1, abs=1e-3)
+    assert first["kl_to_start"] < 1e-6 < second["kl_to_start"]
+
+
 def test_adapter(tmp_path: Path) -> None:
     """With --lora an adapter is trained, and every token is of its newest version."""
     options = ["--steps", "2", "--devices", "2", "--lora", "4"]
