@@ -74,3 +74,10 @@ class RoutedTokens:
         whole = np.full((len(rows), len(self.routing.layers), self.routing.top_k), -1, np.int32)
         whole[:, np.flatnonzero(self.routing.layers)] = rows
         return whole
+
+    @classmethod
+    def of_whole(cls, routing: Routing, whole: np.ndarray) -> RoutedTokens:
+        """The inverse of `whole`."""
+        made = cls(routing)
+        made.extend(0, whole[:, np.flatnonzero(routing.layers)].astype(routing.dtype))
+        return made

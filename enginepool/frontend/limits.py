@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from enginepool.dispatch.routed_experts import Routing
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.sampling import PromptSampling
 
@@ -20,7 +21,7 @@ class Limits:
         end_ids: The ids that end an output; see `model_config.generation.end_ids`.
         scored: The longest prompt plus continuation that can be scored.
         score_refusal: Why nothing can be scored. None if prompts can be scored.
-        routed_experts: Whether engines return which experts they chose.
+        routing: How the model routes, if engines return which experts they chose.
     """
 
     prompt: int
@@ -30,7 +31,7 @@ class Limits:
     end_ids: frozenset[int]
     scored: int
     score_refusal: str | None
-    routed_experts: bool
+    routing: Routing | None
 
 
 def check_ids(ids: Sequence[int], what: str, index: int, limits: Limits) -> None:

@@ -81,7 +81,7 @@ def read_logprobs(
     starts = check_starts(scored, options.get("logprob_start_len"), token_ids, limits)
     mask = flag("return_sampling_mask", options.get("return_sampling_mask"))
     experts = flag("return_routed_experts", options.get("return_routed_experts"))
-    if experts and not limits.routed_experts:
+    if experts and limits.routing is None:
         raise InvalidRequest(
             "return_routed_experts=True: this pool does not keep the experts of tokens; open it "
             "with enable_return_routed_experts=True"

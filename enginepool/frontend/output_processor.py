@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from enginepool.dispatch.request import Call, Request, aborted
 from enginepool.dispatch.wait import Chunk
 from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
 from enginepool.frontend.detokenizer import detokenize
+from enginepool.frontend.routed_experts import EXPERTS, experts_text
 from enginepool.frontend.sampling import Seeds
 from enginepool.frontend.sampling_mask import mask_entries
 from enginepool.frontend.score_input import (
@@ -85,7 +85,7 @@ def _as_dict(
         if request.scoring is not None:
             meta |= prompt_entries(request)
         if request.return_routed_experts:
-            meta["routed_experts"] = _routed_experts(request)
+            meta[EXPERTS] = experts_text(request)
     if request.return_logprob:
         meta["output_token_logprobs"] = [
             (float(logprob), token_id, None)
@@ -109,14 +109,6 @@ def _sampling_seed(request: Request) -> int:
     """The seed that repeats this sample, with the same indices."""
     stream: Any = request.sampling
     return Seeds.given(stream.sampling_seed, request.prompt_index, request.sample_index)
-
-
-def _routed_experts(request: Request) -> str:
-    """The experts of a request, encoded as in sglang. Empty if nothing was computed."""
-    if request.experts is None:
-        return ""
-    rows = request.experts.whole(len(request.input_ids) + len(request.output_ids) - 1)
-    return base64.b64encode(rows.tobytes()).decode()
 
 
 def call_results(call: Call, tokenizer: Tokenizer, raise_on_error: bool) -> list[dict[str, Any]]:

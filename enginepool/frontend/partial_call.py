@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from enginepool.dispatch.routed_experts import RoutedTokens
 from enginepool.dispatch.sampling_mask import Kept
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.call_options import CallOptions
 from enginepool.frontend.limits import Limits, check_ids
 from enginepool.frontend.logprob_options import Logprobs
+from enginepool.frontend.routed_experts import EXPERTS, read_experts
 from enginepool.frontend.sampling import PromptSampling
 from enginepool.frontend.sampling_mask import LOGPROBS, MASK, read_mask
 from enginepool.values import is_int, is_number, plain, shown
@@ -27,6 +29,7 @@ class Partial:
     top_logprobs: list[tuple[list[float], list[int]]] = field(default_factory=list)
     named_logprobs: list[list[float]] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+    experts: RoutedTokens | None = None
     weight_versions: list[list[Any]] = field(default_factory=list)
     lora_versions: list[list[Any]] = field(default_factory=list)
     prompt_weight_versions: list[int | str] = field(default_factory=list)
@@ -42,6 +45,7 @@ class Partial:
             "top_logprobs": list(self.top_logprobs),
             "named_logprobs": list(self.named_logprobs),
             "kept": list(self.kept),
+            "experts": self.experts,
             "weight_versions": [list(span) for span in self.weight_versions],
             "lora_versions": [list(span) for span in self.lora_versions],
             "prompt_weight_versions": list(self.prompt_weight_versions),
@@ -88,7 +92,8 @@ def read_part(
     if partial_outputs is not None:
         given = _one_a_prompt("partial_outputs", partial_outputs, count)
         partials = [
-            _Reading(index, one, logprobs).partial(limits) for index, one in enumerate(given)
+            _Reading(index, one, logprobs).partial(limits, len(prompts[index]))
+            for index, one in enumerate(given)
         ]
     for index, (partial, one) in enumerate(zip(partials, sampling, strict=True)):
         _check_length(index, partial, one, limits.total - len(prompts[index]))
@@ -144,7 +149,7 @@ class _Reading:
         logprobs: Logprobs,
     ) -> None:
         self._index, self._named_ids = index, logprobs.named_ids[index]
-        self._sampling_mask = logprobs.sampling_mask
+        self._sampling_mask, self._routed_experts = logprobs.sampling_mask, logprobs.routed_experts
         self._given: Mapping[str, Any] = {} if given is None else given
         self._needed = {
             "output_token_logprobs": "return_logprob=True" if logprobs.outputs else "",
@@ -152,7 +157,7 @@ class _Reading:
             "output_token_ids_logprobs": "token_ids_logprob" if self._named_ids else "",
         }
 
-    def partial(self, limits: Limits) -> Partial:
+    def partial(self, limits: Limits, prompt: int) -> Partial:
         meta = self._given.get("meta_info") if isinstance(self._given, Mapping) else self._given
         if not isinstance(meta, Mapping | None):
             raise self._refusal(
@@ -173,6 +178,7 @@ class _Reading:
             [([e[0] for e in entries], [e[1] for e in entries]) for entries in top or ()],
             self._named(meta, len(ids)),
             self._kept(meta, len(ids)),
+            self._experts(meta, prompt + len(ids) - 1, limits),
             self._spans(meta, "weight_versions", len(ids)),
             self._spans(meta, "lora_versions", len(ids)),
             list(meta.get("prompt_weight_versions") or ()),
@@ -219,6 +225,21 @@ class _Reading:
             raise self._refusal(
                 f"meta_info {MASK} {shown(meta.get(MASK))} with {LOGPROBS}: expected those of "
                 f"{count} output_ids for return_sampling_mask=True, as results have them"
+            ) from None
+
+    def _experts(
+        self, meta: Mapping[str, Any], positions: int, limits: Limits
+    ) -> RoutedTokens | None:
+        """None if there are none: the chunks of a stream have them at the end only."""
+        text = meta.get(EXPERTS)
+        if not (self._routed_experts and text and limits.routing):
+            return None
+        try:
+            return read_experts(text, limits.routing, positions)
+        except (TypeError, ValueError):
+            raise self._refusal(
+                f"meta_info {EXPERTS} {shown(text)}: expected that of {positions} positions, as "
+                "results have it"
             ) from None
 
     def _entries(self, meta: Mapping[str, Any], name: str, count: int) -> list[Any] | None:

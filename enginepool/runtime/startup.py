@@ -173,7 +173,7 @@ def make_input_processor(
         # Nothing follows the last token, so it takes no KV cache.
         scored=min(model.context_len, scheduler.max_total_num_tokens + 1, program.slots + 1),
         score_refusal=program.refusal,
-        routed_experts=scheduler.routed_experts is not None,
+        routing=scheduler.routed_experts and scheduler.routed_experts.routing,
     )
     json_options = {
         "whitespace_flexible": not args.constrained_json_disable_any_whitespace,

@@ -252,8 +252,8 @@ class Exchange:
         values = tokens * (1 + first.top_logprobs_num + len(first.named_ids))
         if first.return_sampling_mask:
             values += sum(len(one["meta_info"][MASK]["ids"]) for one in outputs)
-        # A scored prompt may be long.
-        if first.scoring is None and values < _MANY_VALUES:
+        # A prompt with scores or experts may be long.
+        if first.scoring is None and not first.return_routed_experts and values < _MANY_VALUES:
             return make()
         return await run_sync(make)
 

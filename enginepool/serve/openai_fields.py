@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sgl_jax.srt.server_args import ServerArgs
 
 # Fields that upstream's models have and its classes or the pool do nothing with.
-_UNSERVED = ("suffix", "session_params", "return_routed_experts", *UNSUPPORTED)
+_UNSERVED = ("suffix", "session_params", *UNSUPPORTED)
 
 
 def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> None:
@@ -31,7 +31,7 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
             400, f"best_of={best_of}: all n={body.n} samples are returned; leave it out",
             param="best_of",
         )  # fmt: skip
-    for name in ("prompt_logprobs", "return_sampling_mask"):
+    for name in ("prompt_logprobs", "return_sampling_mask", "return_routed_experts"):
         if getattr(body, name) not in (None, False) and body.stream:
             raise Refused(400, f"{name}: not in a stream; leave stream=true out", param=name)
     if body.prompt_logprobs is not None and getattr(body, "echo", False) and body.logprobs:

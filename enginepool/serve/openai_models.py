@@ -35,6 +35,8 @@ class WireFields(NothingUnread):
         return_tokens_as_token_ids: In log-probabilities, `token_id:N` in the place of texts.
         prompt_logprobs: Give log-probabilities of the prompt, with this many most probable tokens.
         return_sampling_mask: Give the ids that each output token was sampled from.
+        return_routed_experts: Give the experts of all tokens.
+        routed_experts_prompt_start: The first prompt token whose experts are given.
         cache_salt: Prompts with different salts share no prefix cache.
         priority: Accepts its default only.
         structured_outputs: The form that the answer must have.
@@ -44,6 +46,8 @@ class WireFields(NothingUnread):
     return_tokens_as_token_ids: bool = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     return_sampling_mask: bool = False
+    return_routed_experts: bool = False
+    routed_experts_prompt_start: int = Field(default=0, ge=0)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     priority: Literal[0] = 0
     structured_outputs: StructuredOutputs | None = None
@@ -73,6 +77,7 @@ class CompletionBody(WireFields, CompletionRequest):
 
     model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
     stream_options: StreamOptionsBody | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    return_routed_experts: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
     add_special_tokens: bool = True
 
     @field_validator("max_tokens")
@@ -186,6 +191,7 @@ class CompletionReply(CompletionResponse):
 
 class ChatChoice(ChatCompletionResponseChoice):
     token_ids: list[int] | None = None
+    routed_experts: str | None = None
     sampling_mask: MaskRows | None = None
     output_token_sampling_logprobs: list[float] | None = None
 

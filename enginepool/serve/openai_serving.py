@@ -123,6 +123,7 @@ class _Serving:
             if (
                 body.return_token_ids
                 or body.return_sampling_mask
+                or body.return_routed_experts
                 or body.prompt_logprobs is not None
             ):
                 reply = orjson.dumps(add_to_reply(made.model_dump(), call, body, text, chat=chat))
@@ -149,6 +150,7 @@ class _Serving:
         if body.cache_salt is not None:
             adapted.extra_key = body.cache_salt
         adapted.return_sampling_mask = body.return_sampling_mask
+        adapted.return_routed_experts = body.return_routed_experts
         return adapted
 
     def _build_sampling_params(self: Any, request: Any, *args: Any, **more: Any) -> dict[str, Any]:

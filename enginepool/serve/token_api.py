@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from enginepool.errors import InvalidRequest
+from enginepool.frontend.routed_experts import EXPERTS, experts_file
 from enginepool.frontend.sampling_mask import LOGPROBS, MASK, mask_rows
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.generate_body import GenerateBody
@@ -27,6 +28,7 @@ from enginepool.serve.token_models import (
     Tokenized,
     TokenLogprob,
     TokenLogprobs,
+    TokenSampling,
     TokensIn,
     TokensOut,
     TokenUsage,
@@ -87,15 +89,18 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
         extra_key=body.cache_salt,
         lora_path=exchange.models.adapter_of(body.model or ""),
         return_sampling_mask=sampling.return_sampling_mask,
+        return_routed_experts=sampling.return_routed_experts,
     )
     exchange.token_names = token_name
     await exchange.begin(obj, prompt_logprobs=sampling.prompt_logprobs)
     if body.stream:
         exchange.reads_new = True
-        return exchange.stream(_chunks(exchange.chunks(obj)))
+        return exchange.stream(_chunks(exchange, obj, sampling))
     made = await anext(exchange.generate_request(obj))
     results = made if isinstance(made, list) else [made]
     choices = [_choice(index, result, 0) for index, result in enumerate(results)]
+    for choice, result in zip(choices, results, strict=True):
+        choice.routed_experts = await _experts(exchange, sampling, choice.index, result)
     reply = TokensOut(request_id=_id(results[0]), choices=choices, usage=_usage(results))
     if (width := sampling.prompt_logprobs) is not None:
         assert exchange.call is not None
@@ -106,11 +111,14 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     return _json(reply.model_dump())
 
 
-async def _chunks(outputs: AsyncIterator[Any]) -> AsyncIterator[str]:
+async def _chunks(
+    exchange: Exchange, obj: GenerateBody, sampling: TokenSampling
+) -> AsyncIterator[str]:
     sent: dict[int, int] = {}
-    async for output in outputs:
+    async for output in exchange.chunks(obj):
         index = output["index"]
         choice = _choice(index, output, sent.get(index, 0))
+        choice.routed_experts = await _experts(exchange, sampling, index, output)
         sent[index] = len(output["output_ids"])
         chunk = TokensOut(request_id=_id(output), choices=[choice])
         yield f"data: {json.dumps(chunk.model_dump())}\n\n"
@@ -141,6 +149,17 @@ def _choice(index: int, result: dict[str, Any], sent: int) -> TokenChoice:
         output_token_sampling_logprobs=meta[LOGPROBS][sent:] if MASK in meta else None,
         finish_reason=(meta["finish_reason"] or {}).get("type"),
     )
+
+
+async def _experts(
+    exchange: Exchange, sampling: TokenSampling, index: int, result: dict[str, Any]
+) -> str | None:
+    """Those of an output that has ended, if they are wanted."""
+    if EXPERTS not in result["meta_info"]:
+        return None
+    assert exchange.call is not None
+    request, start = exchange.call.requests[index], sampling.routed_experts_prompt_start
+    return await run_sync(experts_file, request, start)
 
 
 def _usage(results: list[dict[str, Any]]) -> TokenUsage:

@@ -15,9 +15,10 @@ from enginepool.serve.unknown_fields import NothingUnread
 
 class TokenSampling(BaseModel):
     """vLLM's SamplingParams, as far as a pool has them. The fields from `detokenize` to
-    `output_kind` accept only the value that agrees with what a pool does. `return_sampling_mask` is
-    a field of ours; vLLM has an option of its engine instead. `verifiers` sends
-    `routed_experts_prompt_start` with every turn but the first. It is ignored."""
+    `output_kind` accept only the value that agrees with what a pool does. `return_sampling_mask`
+    and `return_routed_experts` are fields of ours; vLLM has options of its engine instead.
+    `verifiers` sends `routed_experts_prompt_start` with every turn but the first, also where it
+    wants no experts."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,6 +46,7 @@ class TokenSampling(BaseModel):
     output_kind: Literal[0, 1, 2] = 0
     routed_experts_prompt_start: int = Field(default=0, ge=0)
     return_sampling_mask: bool = False
+    return_routed_experts: bool = False
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
@@ -61,7 +63,7 @@ class TokenSampling(BaseModel):
         }
         left = {"max_tokens", "min_tokens", "seed", "include_stop_str_in_output", "logprobs"}
         left |= {"prompt_logprobs", "detokenize", "return_token_ids", "output_kind"}
-        left |= {"routed_experts_prompt_start", "return_sampling_mask"}
+        left |= {"return_sampling_mask", "return_routed_experts", "routed_experts_prompt_start"}
         form = self.structured_outputs.as_pools() if self.structured_outputs else {}
         return self.model_dump(exclude={*left, "structured_outputs"}) | renamed | form
 
@@ -97,6 +99,7 @@ class TokenChoice(BaseModel):
     logprobs: TokenLogprobs | None = None
     sampling_mask: MaskRows | None = None
     output_token_sampling_logprobs: list[float] | None = None
+    routed_experts: str | None = None
     finish_reason: str | None = None
 
 

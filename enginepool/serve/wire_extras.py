@@ -1,5 +1,5 @@
 """Adds what vLLM's clients ask for to OpenAI's replies: token ids, prompts' log-probabilities,
-sampling masks."""
+sampling masks, experts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from enginepool.dispatch.request import Call, Request
+from enginepool.frontend.routed_experts import EXPERTS, experts_file
 from enginepool.frontend.sampling_mask import LOGPROBS, MASK, mask_entries, mask_rows
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def add_to_reply(
             entries = mask_entries(request.kept)
             choice["sampling_mask"] = mask_rows(entries[MASK])
             choice[LOGPROBS] = entries[LOGPROBS]
+        if asked.return_routed_experts:
+            choice[EXPERTS] = experts_file(request, asked.routed_experts_prompt_start)
         if width is not None and "prompt_logprobs" not in place:
             place["prompt_logprobs"] = prompt_logprobs_of(request, width, text)
     return made

@@ -33,16 +33,18 @@ from enginepool.tunix.parameters import (
 
 
 @dataclass
-class MaskedRolloutOutput(RolloutOutput):
-    """Tunix's output, with the sampling masks of its tokens.
+class ReplayRolloutOutput(RolloutOutput):
+    """Tunix's output, with what else a trainer needs to repeat it. What was not asked for is empty.
 
     Attributes:
         sampling_masks: `meta_info["output_sampling_mask"]` of each output.
         sampling_logprobs: The log-probabilities of each output's tokens among the ids of its masks.
+        routed_experts: `meta_info["routed_experts"]` of each prompt with its output.
     """
 
     sampling_masks: list[dict[str, Any]] = field(default_factory=list)
     sampling_logprobs: list[np.ndarray] = field(default_factory=list)
+    routed_experts: list[str] = field(default_factory=list)
 
 
 class EnginePoolRollout(BaseRollout):
@@ -64,7 +66,8 @@ class EnginePoolRollout(BaseRollout):
         lora_name: Sync the actor's LoRA parameters as an adapter of this name, and generate with
             it. The base is synced once. The pool needs `enable_lora`, `max_lora_rank` and
             `lora_target_modules`. None: adapters are merged into the weights.
-        return_sampling_mask: `generate` returns a `MaskedRolloutOutput`.
+        return_sampling_mask, return_routed_experts: `generate` returns a `ReplayRolloutOutput`. A
+            pool that returns experts has `enable_return_routed_experts=True`.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class EnginePoolRollout(BaseRollout):
         pool_args: Mapping[str, Any] | None = None,
         lora_name: str | None = None,
         return_sampling_mask: bool = False,
+        return_routed_experts: bool = False,
     ) -> None:
         if (pool is None) == (pool_args is None):
             raise InvalidConfig("give EnginePoolRollout either pool= or pool_args=")
@@ -86,6 +90,7 @@ class EnginePoolRollout(BaseRollout):
         self._actor = rollout_actor
         self._return_sampling_mask = return_sampling_mask
         self._lora_name = lora_name
+        self._return_routed_experts = return_routed_experts
         self._lora_scaling = rollout_config.rollout_sglang_jax_lora_scaling
         # Done before the pool is opened. If it raised later, nobody could close the pool.
         config = mapping_config(rollout_actor, rollout_config.rollout_mapping_config)
@@ -121,6 +126,7 @@ class EnginePoolRollout(BaseRollout):
             return_logprob=rollout_config.return_logprobs,
             lora_path=self._lora_name,
             return_sampling_mask=self._return_sampling_mask,
+            return_routed_experts=self._return_routed_experts,
             raise_on_error=True,
         )
         # A constant width, so that the trainer's programs are compiled once.
@@ -140,15 +146,15 @@ class EnginePoolRollout(BaseRollout):
             "left_padded_prompt_tokens": padded,
             "logprobs": logprobs,
         }
-        if not self._return_sampling_mask:
-            return RolloutOutput(**fields)
         metas = [result["meta_info"] for result in results]
-        values = [meta["output_token_sampling_logprobs"] for meta in metas]
-        return MaskedRolloutOutput(
-            **fields,
-            sampling_masks=[meta["output_sampling_mask"] for meta in metas],
-            sampling_logprobs=[np.array(one, np.float32) for one in values],
-        )
+        if self._return_sampling_mask:
+            values = [meta["output_token_sampling_logprobs"] for meta in metas]
+            fields["sampling_masks"] = [meta["output_sampling_mask"] for meta in metas]
+            fields["sampling_logprobs"] = [np.array(one, np.float32) for one in values]
+        if self._return_routed_experts:
+            fields["routed_experts"] = [meta["routed_experts"] for meta in metas]
+        recorded = self._return_sampling_mask or self._return_routed_experts
+        return ReplayRolloutOutput(**fields) if recorded else RolloutOutput(**fields)
 
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array

@@ -134,6 +134,8 @@ def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
     assert caught.value.prompt_index == 1
     with pytest.raises(InvalidRequest, match="top_logprobs_num=99"):
         run(hosts, GREEDY, top_logprobs_num=99)
+    with pytest.raises(InvalidRequest, match="enable_return_routed_experts=True"):
+        run(hosts, GREEDY, return_routed_experts=True)
     with pytest.raises(InvalidRequest, match="unknown"):
         run(hosts, GREEDY, temperature=0)
     after = hosts.stats()

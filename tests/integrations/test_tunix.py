@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from enginepool import EnginePool, InvalidConfig, InvalidWeights
+from enginepool import EnginePool, InvalidConfig, InvalidRequest, InvalidWeights
 from enginepool.toy.files import END_ID, PAD_ID
 from tests.support.layouts import devices_only, on_host
 from tests.support.liveness import callers
@@ -388,6 +388,19 @@ def test_sampling_masks(
         assert [len(row) for row in rows] == [3] * len(tokens)
         assert all(token in row for token, row in zip(tokens, rows, strict=True))
         assert len(values) == len(tokens)
+
+
+def test_routed_experts(
+    checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]
+) -> None:
+    """They are asked of the pool, which must keep them."""
+    mesh = mesh_of(2)
+    rollout = EnginePoolRollout(
+        load(checkpoint(), "qwen3", mesh), tokenizer_of(checkpoint()), mesh, CONFIG,
+        pool=pool_of(), return_routed_experts=True,
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest, match="enable_return_routed_experts=True"):
+        rollout.generate(PROMPTS, CONFIG)
 
 
 def test_seeds(make: Callable[..., Any]) -> None:

@@ -1,62 +1,34 @@
 """Which experts routed each token: those of a plain JAX Qwen3-MoE along the same tokens."""
 
 import base64
-import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from enginepool import EnginePool, InvalidConfig, rl
 from enginepool.engine.routed_experts import routing_of
-from enginepool.toy.files import read_checkpoint
-from scripts.train_toy.checkpoint import write_checkpoint
 from tests.pool.test_bad_input import refused
 from tests.support import faults
-from tests.support.families import parameter_shapes, routing
+from tests.support.experts import OPTIONS, PROMPTS, SAMPLED, assert_rows, rows_of, write_mixture
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.marks import steady_decode
 from tests.support.pools import SMALL, compilations, same
-from tests.support.reference import random_config
 from tests.support.scores import ids
-from tests.support.servers import serving
 from tests.support.steady import several_at_once, upstreams_own
-
-LAYERS, TOP_K, DENSE = 3, 2, 1
-SAMPLED = {"temperature": 1.0, "sampling_seed": 3, "ignore_eos": True, "max_new_tokens": 30}
-# One is prefilled in chunks.
-PROMPTS = [ids(length, length) for length in (3, 150, 40, 1, 70)]
-
-
-def write(folder: Path, seed: int) -> Path:
-    """A Qwen3-MoE whose second layer has no experts."""
-    config = random_config("qwen3_moe", LAYERS, 2, 1, np.float32) | {"mlp_only_layers": [DENSE]}
-    rng = np.random.default_rng(seed)
-    params = {
-        name: rng.normal(float(name.endswith("norm.weight")), 0.15, shape).astype(np.float32)
-        for name, shape in parameter_shapes(config).items()
-    }
-    write_checkpoint(folder, params, config, np.float32)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [write(tmp_path_factory.mktemp("moe"), seed) for seed in (1, 2)]
-
-
-OPTIONS: dict[str, Any] = SMALL | {"moe_backend": "epmoe", "enable_return_routed_experts": True}
+    return [write_mixture(tmp_path_factory.mktemp("moe"), seed) for seed in (1, 2)]
 
 
 @pytest.fixture(scope="module")
 def pool(models: list[Path]) -> Iterator[EnginePool]:
-    with EnginePool(str(models[0]), devices=2, **OPTIONS) as pool:
+    with EnginePool(str(models[0]), devices=4, **OPTIONS) as pool:
         yield pool
 
 
@@ -76,36 +48,6 @@ def ask(pool: EnginePool, prompts: Sequence[list[int]], params: Any, **options: 
     return pool.generate_all(
         input_ids=prompts, sampling_params=params, return_routed_experts=True, **options
     )
-
-
-def rows_of(meta: dict[str, Any]) -> np.ndarray:
-    flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
-    return flat.reshape(-1, LAYERS, TOP_K)
-
-
-def expected(model: Path, tokens: Sequence[int]) -> np.ndarray:
-    """Those of the reference, sorted."""
-    padded = np.zeros((1, SMALL["context_length"]), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return np.sort(np.asarray(reference(model)(padded))[0, : len(tokens)], axis=-1)
-
-
-@cache
-def reference(model: Path) -> Callable[[np.ndarray], Any]:
-    config, params = read_checkpoint(model)
-    as_float32 = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
-    return partial(jax.jit(partial(routing, config)), as_float32)
-
-
-def assert_rows(model: Path, prompt: list[int], result: Any, start: int = 0, end: int = 0) -> None:
-    """From position `start` up to `end`, or to the last."""
-    tokens = [*prompt, *result["output_ids"]][:-1]
-    rows = rows_of(result["meta_info"])
-    assert len(rows) == len(tokens)
-    assert (rows[:, DENSE] == -1).all()
-    routed = np.sort(np.delete(rows, DENSE, axis=1), axis=-1)
-    part = slice(start, end or None)
-    np.testing.assert_array_equal(routed[part], expected(model, tokens)[part])
 
 
 def test_prompts_and_outputs(pool: EnginePool, models: list[Path]) -> None:
@@ -141,7 +83,7 @@ def test_prefixes_that_are_cached(one: EnginePool, models: list[Path]) -> None:
         assert_rows(models[0], prompt, result)
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_over_a_pause(one: EnginePool, models: list[Path], mode: Any) -> None:
     channel = one.runtime.workers[0].channel
     let_go = faults.hang_in_step(one, 0, at=10)
@@ -156,21 +98,30 @@ def test_over_a_pause(one: EnginePool, models: list[Path], mode: Any) -> None:
         results = answer.result(SECONDS)
     for prompt, result in zip(PROMPTS[:3], results, strict=True):
         assert_rows(models[0], prompt, result)
+    assert any(len(result["output_ids"]) < 30 for result in results) == (mode == "abort")
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_over_a_swap(one: EnginePool, models: list[Path], own_weights: None, mode: Any) -> None:
-    """A row is of the weights that sampled the token behind it, also if it is computed again."""
+def over_a_swap(
+    one: EnginePool, models: list[Path], mode: Any, params: Any, **options: Any
+) -> list[Any]:
+    """Outputs of three prompts, the first tokens by the first weights."""
+    one.flush_cache()
     channel = one.runtime.workers[0].channel
-    let_go = faults.hang_in_step(one, 0, at=10)
+    let_go = faults.hang_in_step(one, 0, at=8)  # four of them prefill
     with callers(2) as executor:
-        answer = executor.submit(ask, one, PROMPTS[:3], SAMPLED)
+        answer = executor.submit(ask, one, PROMPTS[:3], params, **options)
         assert let_go.begun.wait(SECONDS)
         swap = executor.submit(one.update_weights, models[1], mode=mode, weight_version=1)
         until(channel.has_jobs)
         let_go.set()
         swap.result(SECONDS)
-        results = answer.result(SECONDS)
+        return answer.result(SECONDS)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_over_a_swap(one: EnginePool, models: list[Path], own_weights: None, mode: Any) -> None:
+    """A row is of the weights that sampled the token behind it, also if it is computed again."""
+    results = over_a_swap(one, models, mode, SAMPLED)
     for prompt, result in zip(PROMPTS[:3], results, strict=True):
         (_, end, _), _ = result["meta_info"]["weight_versions"]
         last_of_old = len(prompt) + end - 1
@@ -206,6 +157,26 @@ def test_an_output_that_goes_on(pool: EnginePool, models: list[Path]) -> None:
     assert_rows(models[0], PROMPTS[0], result)
 
 
+def test_a_part_of_other_weights(one: EnginePool, models: list[Path], own_weights: None) -> None:
+    """It keeps its experts. A part that has none gets the current weights'."""
+    prompt = PROMPTS[2]
+    (whole,) = ask(one, [prompt], SAMPLED)
+    last = len(prompt) + 9 - 1
+    old = base64.b64encode(rows_of(whole["meta_info"])[:last].tobytes()).decode()
+    one.update_weights(models[1], weight_version=1)
+    part: dict[str, Any] = {"output_ids": whole["output_ids"][:9], "meta_info": {}}
+    (bare,) = ask(one, [prompt], SAMPLED, partial_outputs=[part])
+    part["meta_info"]["routed_experts"] = old
+    (kept,) = ask(one, [prompt], SAMPLED, partial_outputs=[part])
+    assert_rows(models[1], prompt, bare)
+    assert_rows(models[0], prompt, kept, end=last)
+    assert_rows(models[1], prompt, kept, start=last)
+    for bad in (old[:-8], "none", 5):
+        part["meta_info"]["routed_experts"] = bad
+        call = lambda: ask(one, [prompt], SAMPLED, partial_outputs=[part])  # noqa: E731
+        refused(one, call, "routed_experts", f"{last} positions", prompt=0)
+
+
 def test_they_are_replayed(pool: EnginePool, one: EnginePool) -> None:
     """From the results alone."""
     results = ask(pool, PROMPTS, SAMPLED, return_logprob=True)
@@ -218,21 +189,22 @@ def test_they_are_replayed(pool: EnginePool, one: EnginePool) -> None:
     assert rl.replay(one, results, PROMPTS, SAMPLED, version=0).other_experts == [(2, 4)]
 
 
-def test_on_the_wire(pool: EnginePool, models: list[Path]) -> None:
-    """sglang's field; a stream has it at the end."""
-    body = {"input_ids": PROMPTS[0], "sampling_params": SAMPLED, "return_routed_experts": True}
-    with serving(pool) as running, running.http() as client:
-        made = client.post("/generate", json=body).json()
-        lines = client.post("/generate", json=body | {"stream": True}).text.splitlines()
-        chat = {"messages": [{"role": "user", "content": "1"}], "return_routed_experts": True}
-        reply = client.post("/v1/chat/completions", json=chat)
-    assert_rows(models[0], PROMPTS[0], made)
-    *chunks, done = [line[6:] for line in lines if line]
-    assert done == "[DONE]"
-    assert [("routed_experts" in json.loads(chunk)["meta_info"]) for chunk in chunks] == [
-        *[False] * (len(chunks) - 1), True,
-    ]  # fmt: skip
-    assert reply.status_code == 400
+def test_all_is_replayed(
+    pool: EnginePool, one: EnginePool, models: list[Path], own_weights: None
+) -> None:
+    """Without a seed, over a swap: ids, masks, experts and log-probabilities of both weights, by
+    pools that have them."""
+    params = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 30, "ignore_eos": True}
+    asked = {"return_logprob": True, "return_sampling_mask": True}
+    results = over_a_swap(one, models, "retract", params, **asked)
+    old = rl.replay(pool, results, PROMPTS, params, version=0)
+    new = rl.replay(one, results, PROMPTS, params, version=1)
+    assert min(old.tokens, new.tokens) > 0
+    assert old.tokens + new.tokens == 90
+    for again in (old, new):
+        assert again.same, again
+        assert again.logprob < 1e-4
+        assert {"output_sampling_mask", "routed_experts"} <= set(again.results[0]["meta_info"])
 
 
 def test_refusals(model_dir: Callable[[str], Path], keep_pool: Any) -> None:

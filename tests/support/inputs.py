@@ -27,7 +27,7 @@ def input_processor(
     tokenizer = Tokenizer(hf or AutoTokenizer.from_pretrained(toy.checkpoint()))
     limits = Limits(
         prompt=400, total=500, vocab_size=VOCAB_SIZE, origin="a test", scored=500,
-        score_refusal=None, routed_experts=False, end_ids=frozenset({END_ID}),
+        score_refusal=None, routing=None, end_ids=frozenset({END_ID}),
     )  # fmt: skip
     if folder is None:
         defaults = GenerationDefaults.of({}, {})
