@@ -17,6 +17,8 @@ Workloads:
   decode    full batches that begin and end together
   arrivals  three times as many requests as the batches hold, of uneven prompts and outputs
   streams   decode, with every output streamed to one caller (upstream's are not streamed)
+  sampled   decode, at temperature 1 with top_k 20 and top_p 0.95
+  masks     sampled, with the sampling mask of every token (upstream's have none)
 
 "Thread" is the processor time of an engine's own thread, with prefill, admission and endings. "Of a
 steady step" is the part of it in which decode is one step ahead, with the requests that join. "Fell
@@ -40,7 +42,8 @@ from benchmarks.synthetic import nano_config, write_model
 
 _LAYERS = 36  # as Qwen3-4B: 400 leaves
 _KINDS = {"pool": "pool", "processes": "upstream"}
-_WORKLOADS = ("decode", "arrivals", "streams")
+_WORKLOADS = ("decode", "arrivals", "streams", "sampled", "masks")
+_SAMPLED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95}
 # Tokens of a prompt and of an output, at least and at most; "decode" outputs have --tokens.
 _PROMPT, _SHORT_PROMPT, _OUTPUT = (3, 60), (3, 3), (20, 199)
 # Tokens of KV cache beside a request's own: an engine takes some ahead.
@@ -156,7 +159,9 @@ def _job(
     if workload == "arrivals":
         return random_job(3 * running, _PROMPT, _OUTPUT, step_ms, seed)
     job = random_job(running, _SHORT_PROMPT, (args.tokens, args.tokens), step_ms, seed)
-    return job | {"streams": workload == "streams"}
+    if workload in ("sampled", "masks"):
+        job["params"] = [one | _SAMPLED for one in job["params"]]
+    return job | {"streams": workload == "streams", "masks": workload == "masks"}
 
 
 def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:

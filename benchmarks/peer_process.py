@@ -109,7 +109,8 @@ class _Pool:
             chunks = self._pool.stream(**prompts)
             results = [chunk for chunk in chunks if chunk["meta_info"]["finish_reason"]]
         else:
-            results = self._pool.generate_all(**prompts)
+            masks = job.get("masks", False)
+            results = self._pool.generate_all(**prompts, return_sampling_mask=masks)
         return sum(result["meta_info"]["completion_tokens"] for result in results)
 
     def flush(self) -> None:

@@ -42,8 +42,7 @@ def find_kept(logprobs: jax.Array, params: Any, ids: jax.Array, width: int) -> j
     rows = jnp.arange(len(ids))
     logprobs = logprobs.astype(jnp.float32)
     left = jnp.where(logprobs > NEVER, logprobs, -jnp.inf)
-    left = topk_mask(left, params.top_ks, replace_val=-jnp.inf)
-    left = topp_mask(left, jnp.where(params.top_ps >= 1, _ALL, params.top_ps), -jnp.inf)
+    left = _filtered(left, params)
     least = jnp.max(left, axis=1) + jnp.log(params.min_ps)
     kept = (left > -jnp.inf) & (left >= least[:, None]) & (params.top_ks > 1)[:, None]
     kept = kept.at[rows, ids].set(True)
@@ -54,6 +53,18 @@ def find_kept(logprobs: jax.Array, params: Any, ids: jax.Array, width: int) -> j
     listed = jax.vmap(lambda one: jnp.searchsorted(one, place))(count)
     head = jnp.stack([count[:, -1], jax.lax.bitcast_convert_type(own, jnp.int32)], axis=1)
     return jnp.concatenate([head, listed.astype(jnp.int32)], axis=1)
+
+
+def _filtered(left: jax.Array, params: Any) -> jax.Array:
+    """What top-k and top-p leave. Each reads all rows 32 times, so each runs only where some row
+    has it."""
+    some_k = ((params.top_ks > 1) & (params.top_ks < left.shape[1])).any()
+    some_p = (params.top_ps < 1).any()
+    top_ps = jnp.where(params.top_ps >= 1, _ALL, params.top_ps)
+    left = jax.lax.cond(
+        some_k, lambda one: topk_mask(one, params.top_ks, -jnp.inf), lambda one: one, left
+    )
+    return jax.lax.cond(some_p, lambda one: topp_mask(one, top_ps, -jnp.inf), lambda one: one, left)
 
 
 def no_kept(rows: int, width: int) -> jax.Array:

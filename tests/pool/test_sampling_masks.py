@@ -108,17 +108,14 @@ def test_of_upstreams_own_steps(make_pool: MakePool, model: Path) -> None:
 
 
 def test_under_a_grammar(pool: EnginePool, model: Path) -> None:
-    """Beside top-p, of two letters; all 256 bytes but one are listed, too."""
-    given = [
-        {"temperature": 1.0, "top_p": 0.8, "max_new_tokens": 9, "regex": "[ab]{9,}"},
-        {"temperature": 1.0, "max_new_tokens": 9, "regex": "[ab]{9,}"},
-    ]
-    results = pool.generate_all(
-        input_ids=PROMPTS[:2], sampling_params=given, return_sampling_mask=True
-    )
-    others = [one for one in range(272) if one not in {*b"ab"}]
-    assert_masks(model, PROMPTS[:2], given, results, lambda *_: others)
-    assert rows_of(results[1]["meta_info"]) == [[*b"ab"]] * 9
+    """Of six letters, beside every other parameter; alone it leaves the six."""
+    six = {"max_new_tokens": 20, "min_new_tokens": 0, "ignore_eos": False, "regex": "[a-f]{20,}"}
+    given = [with_laws(one) | six for one in mixed(24, seed=7)] + [{"temperature": 1.0} | six]
+    prompts = [PROMPTS[index % 6] for index in range(25)]
+    results = pool.generate_all(input_ids=prompts, sampling_params=given, return_sampling_mask=True)
+    others = [one for one in range(272) if one not in {*b"abcdef"}]
+    assert assert_masks(model, prompts, given, results, lambda *_: others) > 400
+    assert rows_of(results[-1]["meta_info"]) == [[*b"abcdef"]] * 20
 
 
 def test_whole_vocabulary(pool: EnginePool) -> None:
