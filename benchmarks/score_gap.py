@@ -122,7 +122,10 @@ def _cut(values: Sequence[list[float]], lengths: Sequence[int]) -> list[list[flo
 
 
 def _gap(some: Sequence[list[float]], others: Sequence[list[float]]) -> dict[str, Any]:
-    one, other = (np.concatenate([*map(np.float32, values)]) for values in (some, others))
+    one, other = (
+        np.concatenate([np.asarray(value, np.float32) for value in values])
+        for values in (some, others)
+    )
     gaps = np.abs(one - other)
     equal = float(np.mean(one == other))
     return {

@@ -23,7 +23,7 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
     """On a device that is only simulated, nobody is busier than always."""
     file = tmp_path / "figures.json"
     options = ["--engines", 2, "--step-ms", 3, "--batch", 2, "--tokens", 12, "--rounds", 1]
-    workloads = ["decode", "arrivals", "streams"]
+    workloads = ["decode", "arrivals", "streams", "sampled", "masks"]
     printed = run("benchmarks.busy", *options, "--workload", *workloads, "--json", file)
     assert "arrivals, batches of 2" in printed
     assert "fell back" in printed
@@ -39,6 +39,29 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
             assert row["tokens"] == 2 * 2 * 12
         if row["name"] == "pool" and row["workload"] != "arrivals":
             assert row["fallback_share"] == 0
+
+
+def test_experts_that_are_replayed(tmp_path):
+    """A trainer in bfloat16 routes some tokens otherwise. Replay brings it nearer."""
+    file = tmp_path / "figures.json"
+    printed = run("benchmarks.expert_replay", "--prompts", 12, "--json", file)
+    assert "its own experts" in printed
+    figures = json.loads(file.read_text())
+    assert 0 < figures["routed_otherwise"] < 0.5
+    for name in ("mean", "largest"):
+        assert figures["replayed"][name] < figures["own"][name]
+
+
+def test_scores_beside_samples(tmp_path):
+    """In bfloat16 nearly all are equal to the last bit, and all where both are scored."""
+    file = tmp_path / "figures.json"
+    printed = run("benchmarks.score_gap", "--dtype", "bfloat16", "--prompts", 4, "--json", file)
+    assert "scored together, sampled together" in printed
+    rows = json.loads(file.read_text())["rows"]
+    equal = {row["name"]: row["equal"] for row in rows}
+    assert equal["scored together, sampled together"] > 0.8
+    assert equal["scored alone, scored together"] == 1
+    assert all(0 <= row["mean"] <= row["largest"] < 0.5 for row in rows)
 
 
 def test_an_accelerator_is_not_simulated_without_a_compiler(tmp_path):

@@ -55,14 +55,25 @@ def forward(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> 
 
 def routing(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> jax.Array:
     """Which experts a Qwen3-MoE routes each token to, the best first: [B, T, layers, top_k]."""
+    return routed_forward(config, params, input_ids)[1]
 
-    def one(ids: jax.Array) -> jax.Array:
-        found: list[jax.Array] = []
-        _logits(config, params, ids, found)
-        return jnp.stack(found, axis=1)
+
+def routed_forward(
+    config: Config, params: Mapping[str, jax.Array], input_ids: Any, experts: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """A Qwen3-MoE's logits, and the experts that it chooses.
+
+    Args:
+        experts: Those to route to instead, in the same form.
+    """
+
+    def one(ids: jax.Array, given: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        router = _Router(given)
+        logits = _logits(config, params, ids, router)
+        return logits, jnp.stack(router.chosen, axis=1)
 
     with jax.default_matmul_precision("highest"):
-        return jax.vmap(one)(jnp.asarray(input_ids))
+        return jax.vmap(one)(jnp.asarray(input_ids), experts)
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -93,12 +104,30 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+class _Router:
+    """Chooses experts, layer by layer, and notes them.
+
+    Args:
+        given: By token, by layer: those that it returns instead.
+    """
+
+    def __init__(self, given: jax.Array | None = None) -> None:
+        self._given = given
+        self.chosen: list[jax.Array] = []
+
+    def __call__(self, share: jax.Array, count: int) -> jax.Array:
+        self.chosen.append(jax.lax.top_k(share, count)[1])
+        layer = len(self.chosen) - 1
+        return self.chosen[layer] if self._given is None else self._given[:, layer]
+
+
 def _logits(
     config: Config,
     params: Mapping[str, jax.Array],
     ids: jax.Array,
-    routed: list[jax.Array] | None = None,
+    router: _Router | None = None,
 ) -> jax.Array:
+    router = router or _Router()
     gemma = config["model_type"] == "gemma2"
     norm = partial(_norm, epsilon=config["rms_norm_eps"], offset=1.0 if gemma else 0.0)
     embedding = params["model.embed_tokens.weight"]
@@ -114,7 +143,7 @@ def _logits(
             x = x + mixed
             y = norm(x, leaf("post_attention_layernorm.weight"))
             moe = config["model_type"] == "qwen3_moe" and index not in config["mlp_only_layers"]
-            x = x + (_experts(config, leaf, y, routed) if moe else _gated(jax.nn.silu, leaf, y))
+            x = x + (_experts(config, leaf, y, router) if moe else _gated(jax.nn.silu, leaf, y))
     head = params.get("lm_head.weight", embedding)
     logits = norm(x, params["model.norm.weight"]) @ head.T
     return _capped(logits, config.get("final_logit_softcapping"))
@@ -138,7 +167,8 @@ def _attention(config: Config, index: int, leaf: Leaf, x: jax.Array) -> jax.Arra
     scores = _capped(scores, config.get("attn_logit_softcapping"))
     back = np.arange(length)[:, None] - np.arange(length)
     seen = (back >= 0) & (back < _window(config, index))
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    scores = jnp.where(seen, scores.astype(jnp.float32), -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
     return _projected(leaf, "o", jnp.einsum("hqk,khd->qhd", weights, v).reshape(length, -1))
 
 
@@ -162,15 +192,14 @@ def _gated(activation: Callable[..., jax.Array], leaf: Leaf, x: jax.Array) -> ja
     return (gate * (x @ leaf("mlp.up_proj.weight").T)) @ leaf("mlp.down_proj.weight").T
 
 
-def _experts(config: Config, leaf: Leaf, x: jax.Array, routed: list[jax.Array] | None) -> jax.Array:
+def _experts(config: Config, leaf: Leaf, x: jax.Array, router: _Router) -> jax.Array:
     """Every token's best experts, weighted by their share of the probability."""
-    share = jax.nn.softmax(x @ leaf("mlp.gate.weight").T, axis=-1)
-    if routed is not None:
-        routed.append(jax.lax.top_k(share, config["num_experts_per_tok"])[1])
-    least = jnp.sort(share, axis=-1)[:, -config["num_experts_per_tok"], None]
-    share = jnp.where(share >= least, share, 0.0)
+    share = jax.nn.softmax((x @ leaf("mlp.gate.weight").T).astype(jnp.float32), axis=-1)
+    chosen = router(share, config["num_experts_per_tok"])
+    share = jnp.where(jax.nn.one_hot(chosen, share.shape[-1]).any(axis=1), share, 0.0)
     if config["norm_topk_prob"]:
         share = share / share.sum(axis=-1, keepdims=True)
+    share = share.astype(x.dtype)
     gate, up, down = (
         jnp.stack([leaf(f"mlp.experts.{i}.{n}_proj.weight") for i in range(config["num_experts"])])
         for n in ("gate", "up", "down")
@@ -180,7 +209,9 @@ def _experts(config: Config, leaf: Leaf, x: jax.Array, routed: list[jax.Array] |
 
 
 def _norm(x: jax.Array, weight: jax.Array, epsilon: float, offset: float = 0.0) -> jax.Array:
-    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * (offset + weight)
+    wide = x.astype(jnp.float32)
+    wide = wide / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * (offset + weight)).astype(x.dtype)
 
 
 def _turned(x: jax.Array, frequencies: np.ndarray, scale: float) -> jax.Array:
@@ -188,7 +219,7 @@ def _turned(x: jax.Array, frequencies: np.ndarray, scale: float) -> jax.Array:
     half = x.shape[-1] // 2
     angles = np.arange(len(x))[:, None, None] * frequencies
     y = (x[..., :half] + 1j * x[..., half:]) * (scale * jnp.exp(1j * angles))
-    return jnp.concatenate([y.real, y.imag], axis=-1)
+    return jnp.concatenate([y.real, y.imag], axis=-1).astype(x.dtype)
 
 
 def _capped(x: jax.Array, cap: float | None) -> jax.Array:
