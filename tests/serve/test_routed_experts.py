@@ -115,6 +115,13 @@ def test_not_on_the_wire(client: httpx.Client, keep_pool: Any) -> None:
         assert reply.status_code == 400
         assert "return_routed_experts" in reply.json()["error"]["message"]
     with serving(keep_pool("qwen3", 4)) as running, running.http() as other:
-        reply = other.post("/v1/completions", json=TEXT | ASKED)
-    assert reply.status_code == 400
-    assert "enable_return_routed_experts=True" in reply.json()["error"]["message"]
+        replies = [
+            other.post("/v1/completions", json=TEXT | ASKED),
+            other.post("/v1/chat/completions", json=CHAT | ASKED),
+            other.post(
+                "/inference/v1/generate", json={"token_ids": [5], "sampling_params": WIRE | ASKED}
+            ),
+        ]
+    for reply in replies:
+        assert reply.status_code == 400
+        assert "enable_return_routed_experts=True" in reply.json()["error"]["message"]
