@@ -142,6 +142,22 @@ def test_outputs_that_are_retracted(
         assert_rows(models[0], prompt, result)
 
 
+def test_over_a_fault(pool: EnginePool, models: list[Path]) -> None:
+    """The outputs of the engine go on, on it or on others."""
+    before = len(pool.events())
+    faults.raise_in_step(pool, 1, at=4)
+    results = ask(pool, PROMPTS * 3, SAMPLED | {"sampling_seed": 4})
+
+    def kinds() -> list[str]:
+        return [event["event"] for event in pool.events()[before:]]
+
+    until(lambda: "engine_recovered" in kinds())
+    assert "engine_quarantined" in kinds()
+    for prompt, result in zip(PROMPTS * 3, results, strict=True):
+        assert result["meta_info"]["finish_reason"]["type"] == "length"
+        assert_rows(models[0], prompt, result)
+
+
 def test_an_output_that_goes_on(pool: EnginePool, models: list[Path]) -> None:
     """Its given tokens are prefilled, and have experts too."""
     (whole,) = ask(pool, PROMPTS[:1], SAMPLED, return_logprob=True)
