@@ -23,6 +23,7 @@ HEADINGS = ("\nWhat breaks: ", "\nWhy: ", "\nRemove when: ")
 
 # What can be repaired for everybody is a patch instead of one more of these.
 REACHES = {
+    "engine/adapter_admission.py",
     "engine/adapter_slots.py",
     "engine/build.py",
     "engine/common_programs.py",
@@ -41,6 +42,7 @@ REACHES = {
     "engine/steady/admission.py",
     "engine/steady/block_table.py",
     "engine/steady/decode.py",
+    "engine/steady/decode_step.py",
     "engine/steady/extend.py",
     "engine/steady/forward.py",
     "engine/steady/input_batch.py",

@@ -107,7 +107,7 @@ def over_a_swap(
     """Outputs of three prompts, the first tokens by the first weights."""
     one.flush_cache()
     channel = one.runtime.workers[0].channel
-    let_go = faults.hang_in_step(one, 0, at=8)  # four of them prefill
+    let_go = faults.hang_in_step(one, 0, at=6)  # four of them prefill
     with callers(2) as executor:
         answer = executor.submit(ask, one, PROMPTS[:3], params, **options)
         assert let_go.begun.wait(SECONDS)
