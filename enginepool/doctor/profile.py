@@ -17,7 +17,9 @@ _IDLE_SECONDS = 1.0
 _PROMPT = 4  # tokens
 
 
-def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict[str, Any]:
+def profile(
+    pool: EnginePool, *, requests: int, tokens: int | list[int], **options: Any
+) -> dict[str, Any]:
     """Keep the first engine busy, with the others idle, and measure its steps.
 
     Args:
@@ -25,6 +27,7 @@ def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict
         tokens: The output tokens of each request, and so the decode steps of the run. A list has
             one number for each request. Requests that do not fit the batch are prefilled when
             others end.
+        options: Further ones of `Engine.generate`.
 
     Returns:
         `first_token_ms`: the wait of a request for its first token once the engine has taken it.
@@ -37,12 +40,12 @@ def profile(pool: EnginePool, *, requests: int, tokens: int | list[int]) -> dict
     prompts = [[1 + i, *range(2, _PROMPT + 1)] for i in range(requests)]
     each = [tokens] * requests if isinstance(tokens, int) else tokens
     params = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True} for n in each]
-    engine.generate(input_ids=prompts, sampling_params=params)
+    engine.generate(input_ids=prompts, sampling_params=params, **options)
     engine.flush_cache()
     compiled = pool.stats()["executables"]
     started = time.perf_counter()
     with profiled(pool.runtime.workers[0]) as found:
-        engine.generate(input_ids=prompts, sampling_params=params)
+        engine.generate(input_ids=prompts, sampling_params=params, **options)
     # Read late, because the thread goes on after its caller has the answer.
     seconds = time.perf_counter() - started
     step, gil = seconds / found.steps, found.per_step(found.cpu)

@@ -222,9 +222,9 @@ class AdapterSlots:
 
 def _build_write() -> Any:
     @partial(jax.jit, donate_argnames="leaves")
-    def write(leaves: Any, new: Any, slot: jax.Array) -> Any:
+    def write_adapter(leaves: Any, new: Any, slot: jax.Array) -> Any:
         return jax.tree.map(
             lambda leaf, one: jax.lax.dynamic_update_index_in_dim(leaf, one, slot, 0), leaves, new
         )
 
-    return OnAnyDevice(write)
+    return OnAnyDevice(write_adapter)

@@ -28,7 +28,8 @@ def _check(options: argparse.Namespace) -> bool:
     """Compile what is asked for and say what came of it; whether a TPU would refuse any."""
     kinds = None if options.all else options.kinds or _USUAL
     sizes = Sizes(
-        options.batch, options.prefill, options.context, options.page_size, options.mem_fraction
+        *(options.batch, options.prefill, options.context, options.page_size),
+        *(options.mem_fraction, options.lora),
     )
     asked = [
         (model, model_config(model, options.layers or None), topology(name))
@@ -110,6 +111,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mem-fraction", type=float, help="mem_fraction_static (default: the pool's)"
     )
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="with eight adapters")
     parser.add_argument(
         "--without", action="append", default=[], metavar="PATCH", help="leave this patch out"
     )

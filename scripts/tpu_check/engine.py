@@ -26,6 +26,7 @@ class Sizes:
     context: int = 4096
     page_size: int = 128
     mem_fraction_static: float | None = None
+    lora_rank: int = 0
 
     def server_args(self) -> dict[str, Any]:
         fraction = self.mem_fraction_static
@@ -38,6 +39,14 @@ class Sizes:
             "precompile_bs_paddings": [self.batch],
             "precompile_token_paddings": [self.prefill],
             **({} if fraction is None else {"mem_fraction_static": fraction}),
+            **(self._adapters() if self.lora_rank else {}),
+        }
+
+    def _adapters(self) -> dict[str, Any]:
+        return {
+            "enable_lora": True,
+            "max_lora_rank": self.lora_rank,
+            "lora_target_modules": ["all"],
         }
 
 

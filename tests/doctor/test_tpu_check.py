@@ -204,6 +204,21 @@ def test_steps_need_what_the_warm_up_compiles(most: int) -> None:
 
 
 @needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e-8", "v6e-8"])
+def test_programs_with_adapters(topology: str) -> None:
+    """They compile, and what loads an adapter writes its slot in place. Steps under adapters need
+    no program that the warm-up has not compiled."""
+    kinds = ("prefill", "steady", "write_adapter")
+    asked = [word for kind in kinds for word in ("--kind", kind)]
+    code, report, said = check("--lora", "8", "--topology", topology, *asked)
+    assert code == 0, said
+    found = {program["kind"]: program for program in report["programs"]}
+    assert found.keys() == set(kinds)
+    write = found["write_adapter"]
+    assert 0 < write["donated"] <= write["aliased"]
+
+
+@needs_libtpu
 def test_several_steps_a_dispatch_compile() -> None:
     """The loop on the device takes KV cache and state over, as one step does."""
     code, report, said = check("--kind", "steady", "--max-decode-steps", "8")

@@ -20,7 +20,10 @@ _STEPS = {
     "zeros": "kv_zeros",
 }
 # The programs of a change of weights: one for each kind of batch of leaves.
-WEIGHTS = ("fingerprint", "cast", "copy", "cut", "join", "gather", "convert", "tied_head")
+WEIGHTS = (
+    *("fingerprint", "cast", "copy", "cut", "join", "gather", "convert", "tied_head"),
+    "write_adapter",
+)
 FORWARD = ("decode", "steady", "prefill")
 STEP = (*FORWARD, "begin", "set_rows", "tally", "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)
@@ -28,7 +31,12 @@ KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 _MIB = 2**20
 
 # The donated arguments, if they are not only the KV cache.
-_IN_PLACE = {"steady": "KV cache and state", "set_rows": "state", "tally": "state"}
+_IN_PLACE = {
+    "steady": "KV cache and state",
+    "set_rows": "state",
+    "tally": "state",
+    "write_adapter": "slots",
+}
 
 
 @dataclass
@@ -152,7 +160,7 @@ class Record:
         if key in self._seen:
             return
         self._seen.add(key)
-        state, kept = map(jax.tree.leaves, _of_steady_decode(kind, lowered))
+        state, kept = map(jax.tree.leaves, _to_take_over(kind, lowered))
         donated = sum(math.prod(array.shape) * array.dtype.itemsize for array in state)
         if kind in FORWARD:
             donated += self.kv_bytes
@@ -183,13 +191,13 @@ class Record:
         program.aliased = memory.alias_size_in_bytes
 
 
-def _of_steady_decode(kind: str, lowered: Any) -> tuple[Any, Any]:
-    """The arguments of steady decode's programs (engine/steady/program.py), without the KV cache:
-    first the donated arguments, then the others."""
+def _to_take_over(kind: str, lowered: Any) -> tuple[Any, Any]:
+    """The arguments of steady decode's programs (engine/steady/program.py), without the KV cache,
+    and of the one that loads an adapter: first the donated arguments, then the others."""
     if kind == "steady":
         (leaves, sampler, _, state, *others), _ = lowered.args_info
         return state, (leaves, sampler, others)
-    if kind in ("set_rows", "tally"):
+    if kind in ("set_rows", "tally", "write_adapter"):
         (state, *others), _ = lowered.args_info
         return state, others
     return (), ()

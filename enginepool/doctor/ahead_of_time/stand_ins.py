@@ -177,6 +177,8 @@ def _kind(leaf: Any) -> Any:
 
 
 def _put(value: Any, device: Any = None, **options: Any) -> Any:
+    if isinstance(device, list):  # one for each
+        return [_put(one, where, **options) for one, where in zip(value, device, strict=True)]
     sharding = SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
     platforms = {each.platform for each in getattr(sharding, "device_set", ())}
     if platforms != {"tpu"} or _traced(value):

@@ -15,11 +15,14 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from enginepool.dispatch.request import Call, Request
 from enginepool.doctor.ahead_of_time.record import Record
 from enginepool.engine.channel import Channel
 from enginepool.engine.jobs import StopEngine
 from enginepool.frontend.sampling import make_sampling
+from enginepool.lora.adapter import Adapter
 
 # Sampling options. The check tries each alone, and then all in one batch.
 _SAMPLING: tuple[Mapping[str, Any], ...] = (
@@ -95,6 +98,19 @@ def _waves(scheduler: Any) -> Iterator[list[Request]]:
     named = make((3, 3, {}), (5, 2, {}))
     named[0].named_ids = [0]
     yield named
+    if scheduler.adapters is not None:
+        mixed = make((3, 3, {}), (5, 2, {}), (3, 3, {}))
+        for number, request in enumerate(mixed[1:], 1):
+            request.adapter = _adapter(number, scheduler.adapters.layers)
+        yield mixed
+
+
+def _adapter(number: int, layers: Mapping[str, tuple[int, int]]) -> Adapter:
+    sides = {
+        path: (np.zeros((1, size_in)), np.zeros((size_out, 1)))
+        for path, (size_in, size_out) in layers.items()
+    }
+    return Adapter(str(number), number, number, 1.0, {}, sides)
 
 
 def _resumed(done: Request) -> list[Request]:
