@@ -4,8 +4,9 @@
     python -m benchmarks.fuzz --outputs 2000 --page-size 128 --tp-size 2 --engines 2 --seed 7
 
 The calls have temperatures, top-k, top-p, min-p, penalties, `min_new_tokens`, grammars, samples,
-stop ids and stop strings, seeds, shared prefixes, prompts in chunks, streams and scores. Outputs
-that timed out or were aborted are resumed from what they have. Requests join batches that decode.
+stop ids and stop strings, seeds, shared prefixes, prompts in chunks, streams and scores. Many name
+one of three adapters, for which there are two slots. Outputs that timed out or were aborted are
+resumed from what they have. Requests join batches that decode.
 
 Each output is compared with a plain JAX forward pass along it. Its tokens must be possible under
 its parameters, and the best ones where these are greedy. Its log-probabilities must be those of the
@@ -17,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,9 @@ from transformers import AutoTokenizer
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.fuzz_law import Law
 from benchmarks.fuzz_load import CHUNK, ENDS, VOCABULARY, Load, fuzz_model
-from benchmarks.micro_pool import left_over
+from benchmarks.micro_pool import ADAPTED, ADAPTERS, left_over, write_adapters
 from benchmarks.soak_checks import FAILED
-from benchmarks.span_checks import ROWS, Finished, output_logits
+from benchmarks.span_checks import ROWS, output_logits
 from enginepool import EnginePool
 
 _SLOTS = 16
@@ -68,31 +70,37 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "chunked_prefill_size": CHUNK,
         "precompile_token_paddings": [64, CHUNK],
         "precompile_bs_paddings": [_SLOTS],
+        **ADAPTED,
     }
 
 
-def check(model: Path, load: Load) -> list[str]:
-    """What is wrong with the outputs and the scores, by the reference."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+def check(models: Mapping[str | None, Path], load: Load) -> list[str]:
+    """What is wrong with the outputs and the scores, by the reference.
+
+    Args:
+        models: By adapter, the weights that it makes.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(models[None])
     law = Law(tokenizer, ENDS, from_tokenizer(tokenizer, n_vocab=VOCABULARY))
     found = list(load.faults)
-    # Outputs of like length together: they are padded to the longest.
-    asked = sorted(load.asked, key=lambda one: len(one.finished.prompt + one.finished.output))
-    for start in range(0, len(asked), ROWS):
-        block = asked[start : start + ROWS]
-        logits = output_logits(model, [one.finished for one in block])
-        for one, rows in zip(block, logits, strict=True):
-            found += law.faults(one.finished, one.params, rows)
-    for start in range(0, len(load.scored), ROWS):
-        scored = load.scored[start : start + ROWS]
-        block = [
-            Finished(prompt, {"output_ids": continuation, "meta_info": {}})
-            for prompt, continuation, _ in scored
-        ]
-        for (prompt, given, result), rows in zip(scored, output_logits(model, block), strict=True):
-            values = jax.nn.log_softmax(rows, axis=-1)[np.arange(len(given)), np.array(given)]
-            if np.abs(np.array(result["logprobs"]) - values).max() > _NEAR:
-                found.append(f"a score of {given} after {prompt}: {result['logprobs']}, {values}")
+    for adapter, model in models.items():
+        asked = [one for one in load.asked if one.adapter == adapter]
+        # Outputs of like length together: they are padded to the longest.
+        asked.sort(key=lambda one: len(one.finished.prompt + one.finished.output))
+        for block in itertools.batched(asked, ROWS):
+            logits = output_logits(model, [one.finished for one in block])
+            for one, rows in zip(block, logits, strict=True):
+                found += law.faults(one.finished, one.params, rows)
+                if one.finished.adapter != adapter:
+                    found.append(f"{one.finished} is of {one.finished.adapter}, not of {adapter}")
+        scored = [(one, result) for one, result in load.scored if one.adapter == adapter]
+        for block in itertools.batched(scored, ROWS):
+            logits = output_logits(model, [one for one, _ in block])
+            for (one, result), rows in zip(block, logits, strict=True):
+                given = one.output
+                values = jax.nn.log_softmax(rows, axis=-1)[np.arange(len(given)), np.array(given)]
+                if np.abs(np.array(result["logprobs"]) - values).max() > _NEAR:
+                    found.append(f"a score of {given} after {one.prompt}: {result}, {values}")
     return found
 
 
@@ -104,19 +112,26 @@ def failures(events: Sequence[dict[str, Any]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        model = fuzz_model(Path(folder), args.tp_size)
+        model = fuzz_model(Path(folder) / "model", args.tp_size)
+        models: dict[str | None, Path] = {None: model}
         with EnginePool(str(model), **options(args)) as pool:
+            for name, adapter in zip(
+                ADAPTERS, write_adapters(Path(folder), len(ADAPTERS), [model]), strict=True
+            ):
+                pool.load_lora_adapter(name, adapter)
+                models[name] = adapter / "merged-0"
             load = Load(pool, args.seed)
             started = time.monotonic()
             load.run(args.outputs, args.callers * args.engines)
             seconds = time.monotonic() - started
             left, stats = left_over(pool), pool.stats()
             left += failures(pool.events())
-        faults = check(model, load) + left
+        faults = check(models, load) + left
     faults += [f"raised {count} times: {error}" for error, count in load.exceptions.items()]
     finished = [one.finished for one in load.asked]
     report = {
         "outputs": len(finished),
+        "of them with adapters": sum(one.adapter is not None for one in load.asked),
         "tokens": sum(len(one.output) for one in finished),
         "ended": dict(collections.Counter(one.reason["type"] for one in finished)),
         "outputs that went on from a part": load.resumed,

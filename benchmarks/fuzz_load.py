@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.merges import LETTERS, VOCABULARY, write_speller
+from benchmarks.micro_pool import ADAPTERS
 from benchmarks.span_checks import Finished
 from benchmarks.synthetic import micro_config, nano_config
 from enginepool import EnginePool
@@ -91,8 +92,8 @@ class Questions:
         return given
 
     def options(self) -> dict[str, Any]:
-        """Of a call: which log-probabilities it wants, and whether it wants sampling masks."""
-        draw, given = self.random, dict[str, Any](return_logprob=True)
+        """Of a call: its adapter, and what it wants to know."""
+        draw, given = self.random, dict[str, Any](return_logprob=True, **self.adapter())
         if draw.random() < 0.3:
             given["top_logprobs_num"] = draw.randint(1, 20)
         if draw.random() < 0.2:
@@ -101,20 +102,24 @@ class Questions:
             given["return_sampling_mask"] = True
         return given
 
+    def adapter(self) -> dict[str, Any]:
+        return {"lora_path": self.random.choice((None, *ADAPTERS))}
+
 
 @dataclass
 class Asked:
-    """An output that ended by itself, and its parameters."""
+    """An output that ended by itself, its parameters and its adapter."""
 
     finished: Finished
     params: dict[str, Any]
+    adapter: str | None
 
 
 class Load:
     """Calls of a pool from many threads, and what came of them.
 
     Attributes:
-        scored: Prompt, continuation and result of every score.
+        scored: What every score was of, as if it were an output, and its result.
         faults: Results of one call that contradict each other.
         calls: How many of each kind.
         exceptions: How many calls raised it, by message.
@@ -125,7 +130,7 @@ class Load:
         self._pool, self._seed = pool, seed
         self._lock = threading.Lock()
         self.asked: list[Asked] = []
-        self.scored: list[tuple[list[int], list[int], dict[str, Any]]] = []
+        self.scored: list[tuple[Finished, dict[str, Any]]] = []
         self.faults: list[str] = []
         self.calls, self.exceptions = Counter[str](), Counter[str]()
         self.resumed = 0
@@ -164,9 +169,16 @@ class Load:
             with self._lock:
                 self.exceptions[f"{kind}: {type(error).__name__}: {str(error)[:200]}"] += 1
 
-    def _note(self, prompt: list[int], params: Mapping[str, Any], result: dict[str, Any]) -> None:
+    def _note(
+        self,
+        prompt: list[int],
+        params: Mapping[str, Any],
+        result: dict[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
         with self._lock:
-            self.asked.append(Asked(Finished(prompt, result), dict(params)))
+            adapter = options.get("lora_path")
+            self.asked.append(Asked(Finished(prompt, result), dict(params), adapter))
 
     # The kinds
 
@@ -179,21 +191,19 @@ class Load:
         results = self._pool.generate_all(input_ids=prompts, sampling_params=params, **options)
         for result in results:
             index = result["meta_info"]["prompt_index"]
-            self._note(prompts[index], params[index], result)
+            self._note(prompts[index], params[index], result, options)
 
     def _stream(self, questions: Questions) -> None:
-        prompt, params = questions.prompt(), questions.params()
+        prompt, params, options = questions.prompt(), questions.params(), questions.options()
         chunk: dict[str, Any] = {"text": "", "output_ids": []}
-        for new in self._pool.stream(
-            input_ids=prompt, sampling_params=params, **questions.options()
-        ):
+        for new in self._pool.stream(input_ids=prompt, sampling_params=params, **options):
             count = len(chunk["output_ids"])
             if new["output_ids"][:count] != chunk["output_ids"]:
                 self.faults.append(f"a stream changed ids: {chunk}, {new}")
             if not new["text"].startswith(chunk["text"]):
                 self.faults.append(f"a stream changed its text: {chunk}, {new}, {params}")
             chunk = new
-        self._note(prompt, params, chunk)
+        self._note(prompt, params, chunk, options)
 
     def _timeout(self, questions: Questions) -> None:
         prompts = [questions.prompt() for _ in range(3)]
@@ -228,15 +238,18 @@ class Load:
                 partial_outputs=[result if result["output_ids"] else None],
                 **options,
             )
-        self._note(prompt, params, result)
+        self._note(prompt, params, result, options)
 
     def _score(self, questions: Questions) -> None:
         lengths = [questions.random.randint(1, 60) for _ in range(3)]
         pairs = [(questions.prompt(), questions.new_prompt(length)) for length in lengths]
         prompts, continuations = map(list, zip(*pairs, strict=True))
-        results: Any = self._pool.score(input_ids=prompts, continuation_ids=continuations)
+        of = questions.adapter()
+        results: Any = self._pool.score(input_ids=prompts, continuation_ids=continuations, **of)
         with self._lock:
-            self.scored += [(*pair, one) for pair, one in zip(pairs, results, strict=True)]
+            for (prompt, continuation), result in zip(pairs, results, strict=True):
+                given = {"output_ids": continuation, "meta_info": of}
+                self.scored.append((Finished(prompt, given), result))
 
     def _again(self, questions: Questions) -> None:
         """Ask a greedy prompt again, with a stop string from the middle of its text."""
@@ -250,29 +263,33 @@ class Load:
         start = questions.random.randrange(max(1, len(text)))
         stop = text[start : start + questions.random.randint(3, 10)].replace("\ufffd", "")
         params = one.params | {"stop": [stop or "a"], "n": 1}
-        prompt = one.finished.prompt
-        [result] = self._pool.generate_all(
-            input_ids=[prompt], sampling_params=params, **questions.options()
-        )
-        self._note(prompt, params, result)
+        prompt, options = one.finished.prompt, questions.options()
+        options["lora_path"] = one.adapter
+        [result] = self._pool.generate_all(input_ids=[prompt], sampling_params=params, **options)
+        self._note(prompt, params, result, options)
 
     def _late(self, questions: Questions) -> None:
         """Short prompts with long outputs on every engine, then longer prompts beside them. All the
         tokens of these fit one step, and their pages do not. Half of them have a partial output."""
-        engines = len(self._pool.engines)
+        engines, of = len(self._pool.engines), questions.adapter()
         always = {"temperature": 0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
         (early, short, runs), (late, long, lasts) = _EARLY, _LATE
         first = [questions.new_prompt(short) for _ in range(engines * early)]
         then = [questions.new_prompt(long) for _ in range(engines * late)]
         begun = [questions.new_prompt(long - 5) for _ in range(engines * late)]
         parts = self._pool.generate_all(
-            input_ids=begun, sampling_params=always | {"max_new_tokens": 5}, return_logprob=True
+            input_ids=begun,
+            sampling_params=always | {"max_new_tokens": 5},
+            return_logprob=True,
+            **of,
         )
         for prompts, given in ((then, None), (begun, parts)):
             with ThreadPoolExecutor(1) as executor:
                 running = executor.submit(self._whole, first, always | {"max_new_tokens": runs})
                 time.sleep(0.08)
-                self._whole(prompts, always | {"max_new_tokens": lasts}, partial_outputs=given)
+                self._whole(
+                    prompts, always | {"max_new_tokens": lasts}, partial_outputs=given, **of
+                )
                 running.result()
 
     def _whole(self, prompts: list[list[int]], params: dict[str, Any], **options: Any) -> None:
@@ -280,4 +297,4 @@ class Load:
             input_ids=prompts, sampling_params=params, return_logprob=True, **options
         )
         for prompt, result in zip(prompts, results, strict=True):
-            self._note(prompt, params, result)
+            self._note(prompt, params, result, options)

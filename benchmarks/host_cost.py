@@ -7,6 +7,9 @@ The model is tiny. Batches of one and of `--batch` requests take turns with step
 request that ends makes room for one that is prefilled and joins. The table has medians, for each
 prefill in that last column, without what its decode steps cost. "GIL" is the processor time of the
 engine's thread: it holds the GIL for no longer. The last line is for a commit's message.
+
+With --lora the columns are decode steps of a larger model: of a pool without adapters, of a pool
+that could have them, and of that pool with eight adapters and the base in the batch.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import arguments, plain, write_json
-from benchmarks.synthetic import nano_config, write_model
+from benchmarks.synthetic import micro_config, nano_config, write_model
 from enginepool import EnginePool
 from enginepool.doctor.profile import profile
 from enginepool.doctor.step_profile import DECODE
+from tests.support.adapters import config, random_adapter
 
 _TOKENS = 200  # of a request, where it decodes
 _PREFILLS = 25  # steps
@@ -37,11 +41,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--batch", type=int, default=8, help="requests of the larger batch; default: 8")
     add("--rounds", type=int, default=5)
+    add("--lora", type=int, metavar="RANK", help="instead: what adapters cost")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    if args.lora:
+        return _adapters(args)
     lengths = [_APART * (1 + min(n, args.batch - 1)) for n in range(args.batch + _JOINS)]
     # Name of a column: requests, tokens of each.
     kinds: dict[str, tuple[int, int | list[int]]] = {
@@ -51,17 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _ADDED: (len(lengths), lengths),
     }
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "context_length": 256,
-        "max_total_tokens": 256 * args.batch,
-        "max_running_requests": args.batch,
-        "precompile_token_paddings": [64],
-        "precompile_bs_paddings": [1, args.batch],
-    }
     with tempfile.TemporaryDirectory(prefix="host-cost-") as folder:
         model = write_model(Path(folder, "model"), nano_config())
-        with EnginePool(str(model), devices=1, **options) as pool:
+        with EnginePool(str(model), **_options(args.batch)) as pool:
             for _ in range(args.rounds):
                 for name, (requests, tokens) in kinds.items():
                     runs[name].append(profile(pool, requests=requests, tokens=tokens))
@@ -81,6 +80,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{eight:.3f} a prefill of {args.batch}, and {added:.3f} a prefill of one added, "
         f"whose first token is there after {wait:.2f} ms"
     )
+    write_json(args, runs=runs)
+    return 0
+
+
+def _options(batch: int) -> dict[str, Any]:
+    return {
+        "devices": 1,
+        "dtype": "float32",
+        "context_length": 256,
+        "max_total_tokens": 256 * batch,
+        "max_running_requests": batch,
+        "precompile_token_paddings": [64],
+        "precompile_bs_paddings": [1, batch],
+    }
+
+
+def _adapters(args: argparse.Namespace) -> int:
+    names = [None, *(f"adapter-{n}" for n in range(8))]
+    mixed = [names[n % len(names)] for n in range(args.batch)]
+    lora = {"enable_lora": True, "max_lora_rank": args.lora, "lora_target_modules": ["all"]}
+    with tempfile.TemporaryDirectory(prefix="host-cost-") as folder:
+        model = write_model(Path(folder, "model"), micro_config())
+        with (
+            EnginePool(str(model), **_options(args.batch)) as plain_pool,
+            EnginePool(str(model), **_options(args.batch), **lora) as pool,
+        ):
+            arrays, fields = random_adapter(model, 0, rank=args.lora), config(args.lora)
+            for name in names[1:]:
+                pool.load_lora_adapter(str(name), arrays, config_dict=fields)
+            kinds = {"without": (plain_pool, None), "unused": (pool, None), "nine": (pool, mixed)}
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
+            for _ in range(args.rounds):
+                for kind, (which, adapters) in kinds.items():
+                    how = {"requests": args.batch, "tokens": _TOKENS, "lora_path": adapters}
+                    runs[kind].append(profile(which, **how))
+            programs = [each.stats()["executables"]["compiled"] for each in (plain_pool, pool)]
+    rows, costs = [], [_medians(those)["whole step"] for those in runs.values()]
+    for kind, cost in zip(kinds, costs, strict=True):
+        more = [f"{cost[key] / costs[0][key] - 1:+.1%}" for key in ("ms", "gil_ms")]
+        rows.append([kind, f"{cost['ms']:.3f}", more[0], f"{cost['gil_ms']:.3f}", more[1]])
+    plain(["decode", "ms a step", "more", "GIL", "more"], rows)
+    print(f"programs compiled: {programs[0]} without, {programs[1]} with")
     write_json(args, runs=runs)
     return 0
 

@@ -34,7 +34,8 @@ class Injector:
             "bookkeeping raises": lambda i: faults.raise_after_bookkeeping(pool, i, self._at()),
             "KV buffers deleted": lambda i: faults.delete_kv_cache(pool, i),
             "weight deleted": lambda i: faults.delete_leaf(pool, i),
-            "weight not finite": lambda i: faults.spoil_leaf(pool, i),
+            # No leaf of adapters: they are replaced at any time.
+            "weight not finite": lambda i: faults.spoil_leaf(pool, i, leaf=0),
             "commit raises": lambda i: faults.raise_in_commit(pool, i),
             "device_put raises": self._refuse,
             "tokenizer raises": lambda _: faults.raise_in_decode(pool),

@@ -25,7 +25,8 @@ def write_speller(folder: Path, config: Mapping[str, Any], *, seed: int) -> Path
     tensors = load_file(file)
     table = tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
     table[[ord(letter) for letter in LETTERS]] *= 2.5
-    save_file(tensors, file, metadata={"format": "pt"})
+    file.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return give_merges(folder, ["".join(pair) for pair in product(LETTERS, repeat=2)], VOCAB_SIZE)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,22 @@ from safetensors.numpy import save_file
 from benchmarks.merges import write_speller
 from benchmarks.synthetic import micro_config, read_model
 from enginepool import EnginePool, EnginePoolError
+from tests.support.adapters import config, merged, random_adapter, write_adapter
 
 # In tokens: a prefix that many prompts share, the longest prompt after it, the longest output.
 SHARED, PROMPT, OUTPUT = 32, 24, 32
 # A prompt with this token has no finite numbers, after `spoil`. It is no byte of a text and no
 # special token.
 BAD_TOKEN = 264
+# Callers name these, or the base.
+ADAPTERS = ("a", "b", "c")
+# Options of an engine that adapters share, with fewer slots than there are adapters.
+ADAPTED: dict[str, Any] = {
+    "enable_lora": True,
+    "max_lora_rank": 4,
+    "max_loras_per_batch": 2,
+    "lora_target_modules": ["all"],
+}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -34,7 +44,7 @@ def spoil(directory: Path) -> Path:
 
     The output matrix is written by itself. In it the token is all but never the best.
     """
-    config, params = read_model(directory)
+    fields, params = read_model(directory)
     params[_HEAD] = params[_EMBEDDING].copy()
     params[_HEAD][BAD_TOKEN] = 0.0
     params[_EMBEDDING] = params[_EMBEDDING].copy()
@@ -42,9 +52,22 @@ def spoil(directory: Path) -> Path:
     for file in directory.glob("*.safetensors"):
         file.unlink()
     save_file(params, directory / "model.safetensors", metadata={"format": "pt"})
-    config["tie_word_embeddings"] = False
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    fields["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return directory
+
+
+def write_adapters(folder: Path, count: int, models: Sequence[Path]) -> list[Path]:
+    """Folders of random adapters that fit `ADAPTED`. Each has in `merged-<n>` the checkpoint that
+    it makes of model n."""
+    folders = []
+    for which in range(count):
+        arrays = random_adapter(models[0], which, rank=2 + which % 2)
+        fields = config(len(next(iter(arrays.values()))))
+        folders.append(write_adapter(folder / f"adapter-{which}", arrays, fields))
+        for number, model in enumerate(models):
+            merged(folders[-1] / f"merged-{number}", model, arrays, 8 / fields["r"])
+    return folders
 
 
 def server_args(slots: int, page: int = 1) -> dict[str, Any]:

@@ -4,13 +4,15 @@
     python -m benchmarks.soak --minutes 10 --page-size 128
     python -m benchmarks.soak --minutes 30 --faults-per-minute 0     # healthy traffic alone
 
-Callers share prompts, time out, leave, abort and close their streams. Some give a stop string that
-the model spells in more tokens than the tokenizer does. With faults, some send a prompt without
-finite numbers, and now and then a step breaks during a swap. `max_restarts` is raised for the run.
+Callers share prompts, time out, leave, abort and close their streams. Most name one of three
+adapters, for which there are two slots, and which are replaced in every mode and unloaded. Some
+give a stop string that the model spells in more tokens than the tokenizer does. With faults, some
+send a prompt without finite numbers, and now and then a step breaks during a swap. `max_restarts`
+is raised for the run.
 
 Exits with 1 unless:
-- every prompt has one answer, of the tokens that its weight versions give in a plain JAX forward
-  pass, also where a broken tokenizer leaves it without text;
+- every prompt has one answer, of the tokens that its versions of weights and adapter give in a
+  plain JAX forward pass, also where a broken tokenizer leaves it without text;
 - text, ids and log-probabilities end with the token that completes a stop string;
 - outputs have several versions only in the modes that allow it;
 - no caller gets an error that it did not cause, and no engine is reset without a fault;
@@ -37,12 +39,16 @@ from transformers import AutoTokenizer
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.injector import STEP_TIMEOUT, Injector
 from benchmarks.micro_pool import (
+    ADAPTED,
+    ADAPTERS,
     chunks_beside_others,
     left_over,
     server_args,
     spoil,
     two_models,
+    write_adapters,
 )
+from benchmarks.soak_adapters import Adapters
 from benchmarks.soak_checks import (
     as_text,
     check_end,
@@ -88,12 +94,13 @@ class Soak:
     """The load, the faults, the swaps, and what came of them."""
 
     def __init__(
-        self, pool: EnginePool, models: Sequence[Path], args: argparse.Namespace, injector: Injector
+        self, pool: EnginePool, adapters: Adapters, args: argparse.Namespace, injector: Injector
     ) -> None:
-        self._pool, self._models, self._args, self._injector = pool, models, args, injector
+        self._pool, self._adapters, self._args, self._injector = pool, adapters, args, injector
+        self._models = adapters.models
         self._random = random.Random(args.seed)
         rng = random.Random(f"callers {args.seed}")
-        self._callers = Callers(pool, rng, bad=bool(args.faults_per_minute))
+        self._callers = Callers(pool, rng, ADAPTERS, bad=bool(args.faults_per_minute))
         self._running = True
         self._lull = False
         self._in_call = 0
@@ -130,6 +137,7 @@ class Soak:
                 for _ in range(self._args.requests):
                     group.start_soon(self._keep_asking)
                 group.start_soon(self._swap)
+                group.start_soon(self._adapters.change, lambda: self._running)
                 group.start_soon(self._pause)
                 group.start_soon(self._rest)
                 with anyio.move_on_after(60 * self._args.minutes):
@@ -214,6 +222,8 @@ class Soak:
 
     def check_outputs(self) -> dict[str, Any]:
         trusted, mixed, answers = [], 0, self._callers.answers
+        if not self._args.faults_per_minute:
+            self.violations += [f"an adapter: {said}" for said in self._adapters.refused]
         tokenizer: Any = AutoTokenizer.from_pretrained(self._models[0])
         self.violations += self._callers.violations
         for answer in answers:
@@ -223,19 +233,21 @@ class Soak:
                 at = stopped_at(finished, answer.stop, tokenizer)
                 found += check_stop(finished, answer.stop, at, tokenizer)
                 wanted = at or wanted
-            found += check_end(finished, wanted, self._mode_of, answer.may_end)
+            modes = self._mode_of, self._adapters.mode_of
+            found += check_end(finished, wanted, answer.may_end, *modes)
             self.violations += found
-            if mixed_prompt(finished):
+            if mixed_prompt(finished, self._adapters.mode_of):
                 mixed += 1
             elif not found and finished.output:
-                trusted.append(verifiable(finished, self._mode_of))
-        compared = check_tokens(trusted, self._models)
+                trusted.append(verifiable(finished, *modes))
+        compared = check_tokens(trusted, self._adapters.model_of)
         self.violations += [f"{text}; modes {self._mode_of}" for text in compared.violations]
         cached = [answer.finished.result["meta_info"]["cached_tokens"] for answer in answers]
         return {
             "faults": dict(self._injector.counts),
             "calls": dict(self._callers.calls),
             "requests answered": len(answers),
+            "of them with adapters": sum(answer.finished.adapter is not None for answer in answers),
             "of them with tokens from the prefix cache": sum(map(bool, cached)),
             "tokens from prefix caches": sum(cached),
             "tokens": sum(len(answer.finished.output) for answer in answers),
@@ -249,7 +261,9 @@ class Soak:
             "calls ended by Control-C": self._interrupted,
             "pauses": self._pauses,
             "swaps": len(self._mode_of) - 1,
-            "swaps refused": self._refused,
+            "adapters loaded": sum(map(len, self._adapters.mode_of.values())),
+            "adapters unloaded": self._adapters.unloads,
+            "swaps refused": self._refused + len(self._adapters.refused),
             "drains refused beside a pause": self._refused_paused,
         }
 
@@ -260,16 +274,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "max_restarts": 10**6,
         "step_timeout": STEP_TIMEOUT,
         **server_args(-(-args.requests // args.engines), args.page_size),
+        **ADAPTED,
     }
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         models = [spoil(model) for model in two_models(Path(folder))]
+        folders = write_adapters(Path(folder), 2, models)
         with EnginePool(str(models[0]), devices=args.engines, **options) as pool:
             pool.generate_all(input_ids=[[1]] * args.requests)
             pool.update_weights(models[0], weight_version=0)
             before, used = process(), device_bytes(pool)
             with faults.refusing_devices() as refusing, chunks_beside_others() as chunked:
                 injector = Injector(pool, random.Random(f"faults {args.seed}"), refusing)
-                soak = Soak(pool, models, args, injector)
+                adapters = Adapters(pool, models, folders, args.seed)
+                soak = Soak(pool, adapters, args, injector)
                 soak.run()
             soak.violations += left_over(pool, _END_SECONDS)
             after, share = process(), device_bytes(pool) / used

@@ -6,7 +6,7 @@ import gc
 import signal
 import statistics
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -20,29 +20,54 @@ _MIXING = ("retract", "in_place")
 SWAP = "update_weights(mode='abort')"
 
 
+# By version, the mode of its swap; by adapter, the same of the adapter's.
+type Modes = Mapping[int, str]
+type AdapterModes = Mapping[str, Modes]
+
+
 def check_end(
-    finished: Finished, wanted: int, mode_of: dict[int, str], may_end: Sequence[str]
+    finished: Finished,
+    wanted: int,
+    may_end: Sequence[str],
+    mode_of: Modes,
+    adapters: AdapterModes | None = None,
 ) -> list[str]:
     """What is wrong with a request's end and with its versions.
 
     Args:
         wanted: Tokens.
-        mode_of: By version, the mode of its swap.
         may_end: The messages with which the request may have been ended early.
     """
     kind, length = finished.reason["type"], len(finished.output)
-    versions = [version for *_, version in finished.spans]
     found = []
     if kind == "abort" and finished.reason.get("err_type") != "tokenizer":
         if finished.reason.get("message") not in may_end:
             found.append(f"{finished}: {finished.reason}")
     elif length != wanted:
         found.append(f"{finished}: {length} tokens of {wanted}, {finished.reason}")
-    if len(versions) > 1:
-        modes = {mode_of[v] for v in range(versions[0] + 1, versions[-1] + 1)}
+    for spans, of in _both(finished, mode_of, adapters or {}):
+        modes = _passed(spans[0], spans[-1], of) if spans else set()
         if not modes.issubset(_MIXING):
-            found.append(f"{finished}: mixes versions over {modes}, {finished.spans}")
+            found.append(f"{finished}: mixes versions over {modes}, {spans}")
     return found
+
+
+def _both(
+    finished: Finished, mode_of: Modes, adapters: AdapterModes
+) -> list[tuple[list[Any], Modes]]:
+    """Spans, and the modes of the updates that they passed. An adapter's draining update is passed
+    by: its older outputs go on under what they have, until another mode replaces that."""
+    found = [(finished.spans, mode_of)]
+    if finished.adapter is not None:
+        modes = adapters[finished.adapter]
+        spans = finished.lora_spans
+        found.append((spans, {version: modes[version] for *_, version in spans}))
+    return found
+
+
+def _passed(first: list[Any], last: list[Any], mode_of: Modes) -> set[str]:
+    """The modes of the updates between two spans."""
+    return {mode for version, mode in mode_of.items() if first[2] < version <= last[2]}
 
 
 def stopped_at(finished: Finished, stop: str, tokenizer: Any) -> int | None:
@@ -80,21 +105,29 @@ def _text(ids: list[int], tokenizer: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def verifiable(finished: Finished, mode_of: dict[int, str]) -> Finished:
+def verifiable(
+    finished: Finished, mode_of: Modes, adapters: AdapterModes | None = None
+) -> Finished:
     """The output up to its first swap in place: from there on its KV cache is of other weights."""
-    spans = finished.spans
-    keep = 1
-    while keep < len(spans):
-        passed = range(spans[keep - 1][2] + 1, spans[keep][2] + 1)
-        if any(mode_of[version] == "in_place" for version in passed):
-            break
-        keep += 1
-    meta = {**finished.result["meta_info"], "weight_versions": spans[:keep]}
+    meta = dict(finished.result["meta_info"])
+    names = "weight_versions", "lora_versions"
+    for name, (spans, of) in zip(names, _both(finished, mode_of, adapters or {}), strict=False):
+        ends = (
+            index
+            for index in range(1, len(spans))
+            if "in_place" in _passed(spans[index - 1], spans[index], of)
+        )
+        meta[name] = spans[: next(ends, len(spans))]
     return Finished(finished.prompt, {**finished.result, "meta_info": meta})
 
 
-def mixed_prompt(finished: Finished) -> bool:
-    """Whether a swap in place fell between two chunks of the prompt, by the pool's own record."""
+def mixed_prompt(finished: Finished, adapters: AdapterModes | None = None) -> bool:
+    """Whether a swap in place fell between two chunks of the prompt, by the pool's own record. Of
+    adapters it has none: whether one may have."""
+    if finished.adapter is not None and finished.output and len(finished.prompt) > 64:
+        version = finished.lora_spans[0][2]
+        if (adapters or {})[finished.adapter][version] == "in_place":
+            return True
     return len(finished.result["meta_info"]["prompt_weight_versions"]) > 1
 
 

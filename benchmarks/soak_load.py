@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import random
 import re
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from benchmarks.merges import LETTERS
 from benchmarks.micro_pool import BAD_TOKEN, OUTPUT, PROMPT, SHARED
 from benchmarks.soak_checks import SWAP
 from benchmarks.span_checks import Finished
-from enginepool import EnginePool
+from enginepool import EnginePool, InvalidRequest
 from tests.support.faults import Fault
 
 _COPIES = 3
@@ -34,7 +34,7 @@ _SPELLED = re.compile(f"[{LETTERS}]{{{_SHORTEST_STOP},}}")
 _RECENT = 200  # answers
 _SHARED_PREFIX = list(range(1, SHARED + 1))
 # Messages of finish reasons of requests that a swap or a pause ended.
-_EXPECTED = (SWAP, "pause_generation(mode='abort')")
+_EXPECTED = (SWAP, "load_lora_adapter(mode='abort')", "pause_generation(mode='abort')")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,11 @@ class Callers:
         not_finite: Prompts that ended for want of finite numbers. A few calls have one with `bad`.
     """
 
-    def __init__(self, pool: EnginePool, rng: random.Random, *, bad: bool) -> None:
+    def __init__(
+        self, pool: EnginePool, rng: random.Random, adapters: Sequence[str], *, bad: bool
+    ) -> None:
         self._pool, self._random, self._bad = pool, rng, bad
+        self._adapters = adapters
         self.answers: list[Answer] = []
         self.violations: list[str] = []
         self.calls: collections.Counter[str] = collections.Counter()
@@ -89,15 +92,32 @@ class Callers:
             kind = "patient"
         self.calls[kind] += 1
         try:
-            await self._kinds[kind]()
+            with self._unless_unloaded():
+                await self._kinds[kind]()
         except Fault:
             self.broken_streams += 1
 
     def call_from_this_thread(self) -> None:
         """A patient call without an event loop."""
         prompt, params = self.question()
-        results = self._pool.generate_all(input_ids=[prompt], sampling_params=params)
-        self._note(prompt, params, results, 1)
+        with self._unless_unloaded():
+            results = self._pool.generate_all(**self._args([prompt], params))
+            self._note(prompt, params, results, 1)
+
+    @contextmanager
+    def _unless_unloaded(self) -> Iterator[None]:
+        """A call may name an adapter that is unloaded at this moment."""
+        try:
+            yield
+        except InvalidRequest as error:
+            if "no such adapter" not in str(error):
+                raise
+            self.calls["of an adapter that is unloaded"] += 1
+
+    def _args(self, prompts: list[list[int]], params: dict[str, Any]) -> dict[str, Any]:
+        """Of a call, with an adapter or the base."""
+        adapter = self._random.choice((None, *self._adapters))
+        return {"input_ids": prompts, "sampling_params": params, "lora_path": adapter}
 
     def question(self) -> tuple[list[int], dict[str, Any]]:
         prompt = self._random.choice(self._prompts)
@@ -119,7 +139,7 @@ class Callers:
 
     async def _ask(self, prompt: list[int], params: dict[str, Any], copies: int) -> None:
         results = await self._pool.async_generate_all(
-            input_ids=[prompt] * copies, sampling_params=params, return_logprob="stop" in params
+            **self._args([prompt] * copies, params), return_logprob="stop" in params
         )
         self._note(prompt, params, results, copies)
 
@@ -127,7 +147,7 @@ class Callers:
         prompt, params = self.question()
         seconds = self._random.uniform(0.01, 0.5)
         results = await self._pool.async_generate_all(
-            input_ids=[prompt] * _COPIES, sampling_params=params, timeout=seconds
+            **self._args([prompt] * _COPIES, params), timeout=seconds
         )
         self._note(
             prompt, params, results, _COPIES, f"not finished within timeout={seconds} seconds"
@@ -136,16 +156,14 @@ class Callers:
     async def _cancelled(self) -> None:
         prompt, params = self.question()
         with anyio.move_on_after(self._random.uniform(0.0, 0.3)) as scope:
-            results = await self._pool.async_generate_all(
-                input_ids=[prompt] * _COPIES, sampling_params=params
-            )
+            results = await self._pool.async_generate_all(**self._args([prompt] * _COPIES, params))
             self._note(prompt, params, results, _COPIES)
         self.left += scope.cancelled_caught
 
     async def _closed_stream(self) -> None:
         prompt, params = self.question()
         read = self._random.randint(0, OUTPUT)
-        stream: Any = self._pool.async_stream(input_ids=[prompt], sampling_params=params)
+        stream: Any = self._pool.async_stream(**self._args([prompt], params))
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 if chunk["meta_info"]["finish_reason"] is not None:
@@ -160,7 +178,7 @@ class Callers:
         prompt, params = self.question()
         after = self._random.randint(1, OUTPUT)
         chunk: dict[str, Any] = {}
-        async for chunk in self._pool.async_stream(input_ids=[prompt], sampling_params=params):
+        async for chunk in self._pool.async_stream(**self._args([prompt], params)):
             if len(chunk["output_ids"]) >= after:
                 await self._pool.async_abort_request(chunk["meta_info"]["id"])
         self._note(prompt, params, [chunk], 1, "abort_request")
@@ -186,7 +204,7 @@ class Callers:
         prompt, params = self.question()
         bad = [*prompt[: len(prompt) // 2], BAD_TOKEN, *prompt[len(prompt) // 2 :]]
         first, result, last = await self._pool.async_generate_all(
-            input_ids=[prompt, bad, prompt], sampling_params=params
+            **self._args([prompt, bad, prompt], params)
         )
         self._note(prompt, params, [first, last], 2)
         reason = result["meta_info"]["finish_reason"]

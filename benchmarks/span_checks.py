@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _PAD_TO = 64  # few shapes, few compilations
 NEAR_TIE = 1e-3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Finished:
     """A request and its result."""
 
@@ -36,6 +36,26 @@ class Finished:
     @property
     def spans(self) -> list[list[Any]]:
         return self.result["meta_info"]["weight_versions"]
+
+    @property
+    def adapter(self) -> str | None:
+        return self.result["meta_info"].get("lora_path")
+
+    @property
+    def lora_spans(self) -> list[list[Any]]:
+        """Of the versions of its adapter. None is the base's."""
+        spans = self.result["meta_info"].get("lora_versions")
+        return [[0, len(self.output), None]] if spans is None else spans
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int, int | None]]:
+        """From one token to another, and the versions of weights and adapter that they are of."""
+        return [
+            (max(start, first), min(end, last), version, adapter)
+            for start, end, version in self.spans
+            for first, last, adapter in self.lora_spans
+            if max(start, first) < min(end, last)
+        ]
 
     @property
     def reason(self) -> dict[str, Any]:
@@ -61,8 +81,16 @@ class Compared:
 
 def check_spans(finished: Finished) -> list[str]:
     """What is wrong with spans: they cover the output without gap or overlap, and versions rise."""
-    spans, length = finished.spans, len(finished.output)
-    found = []
+    found = _check_spans(finished, finished.spans)
+    if finished.adapter is not None:
+        found += _check_spans(finished, finished.lora_spans)
+    if (count := finished.result["meta_info"]["completion_tokens"]) != len(finished.output):
+        found.append(f"{finished}: completion_tokens={count}, and {len(finished.output)} tokens")
+    return found
+
+
+def _check_spans(finished: Finished, spans: list[list[Any]]) -> list[str]:
+    found, length = [], len(finished.output)
     edges = [0, *(end for _, end, _ in spans)]
     if [start for start, _, _ in spans] != edges[:-1] or edges[-1] != length:
         found.append(f"{finished}: spans {spans} do not cover its {length} tokens")
@@ -71,8 +99,6 @@ def check_spans(finished: Finished) -> list[str]:
     versions = [version for *_, version in spans]
     if any(late <= early for early, late in itertools.pairwise(versions)):
         found.append(f"{finished}: versions do not rise in {spans}")
-    if finished.result["meta_info"]["completion_tokens"] != length:
-        found.append(f"{finished}: completion_tokens is not its {length} tokens")
     return found
 
 
@@ -84,26 +110,30 @@ def check_every_version(finished: Finished) -> list[str]:
     return []
 
 
-def check_tokens(outputs: Sequence[Finished], models: Sequence[Path]) -> Compared:
+def check_tokens(
+    outputs: Sequence[Finished], model_of: Callable[[int, int | None], Path]
+) -> Compared:
     """Whether every token is the best one after those before it, by the weights of its span.
 
     Args:
-        models: Version v has the weights of `models[v % len(models)]`.
+        model_of: The weights that a version and a version of an adapter make.
     """
     compared = Compared()
-    for which, model in enumerate(models):
-        mine = [f for f in outputs if any(v % len(models) == which for *_, v in f.spans)]
-        for begin in range(0, len(mine), ROWS):
-            block = mine[begin : begin + ROWS]
+    by_model: dict[Path, dict[Finished, list[range]]] = {}
+    for finished in outputs:
+        for start, end, version, adapter in finished.pieces:
+            mine = by_model.setdefault(model_of(version, adapter), {})
+            mine.setdefault(finished, []).append(range(start, end))
+    for model, mine in by_model.items():
+        for block in itertools.batched(mine, ROWS):
             for finished, logits in zip(block, output_logits(model, block), strict=True):
-                for start, end, version in finished.spans:
-                    if version % len(models) == which:
-                        _compare(finished, logits, range(start, end), version, compared)
+                for steps in mine[finished]:
+                    _compare(finished, logits, steps, model, compared)
     return compared
 
 
 def _compare(
-    finished: Finished, logits: np.ndarray, steps: range, version: int, compared: Compared
+    finished: Finished, logits: np.ndarray, steps: range, model: Path, compared: Compared
 ) -> None:
     for step in steps:
         second, best = np.partition(logits[step], -2)[-2:]
@@ -113,8 +143,8 @@ def _compare(
         compared.tokens += 1
         if finished.output[step] != (expected := int(logits[step].argmax())):
             compared.violations.append(
-                f"{finished}: token {step} is {finished.output[step]}, version {version} gives "
-                f"{expected} by {best - second:.4f}; spans {finished.spans}"
+                f"{finished}: token {step} is {finished.output[step]}, {model.name} gives "
+                f"{expected} by {best - second:.4f}; spans {finished.spans}, {finished.lora_spans}"
             )
             return  # what follows in this span says nothing more
 

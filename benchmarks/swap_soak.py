@@ -17,7 +17,6 @@ an output is wrong.
 from __future__ import annotations
 
 import argparse
-import collections
 import random
 import statistics
 import sys
@@ -116,11 +115,12 @@ class Soak:
     def run(self) -> dict[str, Any]:
         anyio.run(self._load)
         self._violations += left_over(self._pool)
-        modes: Any = collections.defaultdict(lambda: self._mode)
+        versions = range(self._args.swaps * len(MODES) + 1)
+        modes: dict[int, str] = dict.fromkeys(versions, str(self._mode))
         may_end = (SWAP,) if self._mode == "abort" else ()
         finished = [request for request, _ in self._finished]
         for request, wanted in self._finished:
-            self._violations += check_spans(request) + check_end(request, wanted, modes, may_end)
+            self._violations += check_spans(request) + check_end(request, wanted, may_end, modes)
             if self._mode == "retract":
                 self._violations += check_every_version(request)
         mixed = [request for request in finished if mixed_prompt(request)]
@@ -130,7 +130,7 @@ class Soak:
         trusted = [] if self._violations else [r for r in finished if r.output and r not in mixed]
         if self._mode == "in_place":
             trusted = [verifiable(request, modes) for request in trusted]
-        compared = check_tokens(trusted, self._models)
+        compared = check_tokens(trusted, lambda version, _: self._models[version % 2])
         self._violations += compared.violations
         pauses = [e.pause_sec for report in self._reports for e in report.engines] or [0.0]
         retracts = sum(max(0, len(request.spans) - 1) for request in finished)

@@ -13,6 +13,8 @@ and engine, of `stage_weights` and of plain JAX that moves all leaves in one cal
 update. "First" is the wall time of a source's first staging. "Decode meanwhile" is the speed of
 engines on a simulated accelerator of 20 ms steps while weights are staged without a pause, over
 their undisturbed speed; "beside plain JAX" while it moves them without a pause.
+
+With --lora the last row is an adapter of that rank for every linear layer, in JAX arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import psutil
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.load import Load
 from benchmarks.synthetic import sized_config, weight_bytes, write_model
-from benchmarks.weight_cases import cases, measure, own_layout
+from benchmarks.weight_cases import cases, measure, measure_adapter, own_layout
 from benchmarks.weight_leaves import measure as measure_leaves
 from benchmarks.weight_peers import Leaves, memcpy_seconds
 from enginepool import EnginePool, InvalidConfig
@@ -69,6 +71,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--leaves", type=int, help="instead of a size: the host's time for so many tiny leaves")
     add("--rounds", type=int, default=3, help="ours and the peer in turn; default: 3")
     add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, else bfloat16")
+    add("--lora", type=int, metavar="RANK", help="also an adapter of this rank")
     add(
         "--staging",
         default="double",
@@ -102,12 +105,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, pauses = [], []
     with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
         directory = write_model(Path(folder), config)
-        with EnginePool(str(directory), devices=devices, dtype=dtype, **_SERVER_ARGS) as pool:
+        lora = {"enable_lora": True, "max_lora_rank": args.lora, "lora_target_modules": ["all"]}
+        given = _SERVER_ARGS | (lora if args.lora else {})
+        with EnginePool(str(directory), devices=devices, dtype=dtype, **given) as pool:
             for case in cases(directory, devices, other):
                 rows.append(measure(pool, case, args.rounds, args.staging))
                 print(f"measured {case.name}", flush=True)
             if len({row["fingerprint"] for row in rows}) > 1:
                 sys.exit(f"every source has the same weights, but not the engines: {rows}")
+            if args.lora:
+                rows.append(measure_adapter(pool, directory, other, args.lora, args.rounds))
             if args.staging == "double":
                 pauses = _pauses(pool, own_layout(directory, other), args.rounds)
     memcpy = [memcpy_seconds(_MEMCPY_BYTES) for _ in range(args.rounds)]

@@ -223,8 +223,8 @@ def test_soak_notices_spans_that_do_not_cover_an_output(spans):
 )
 def test_soak_notices_what_a_mode_rules_out(mode, spans, kind):
     modes = dict.fromkeys(range(5), mode)
-    assert check_end(finished([1, 2, 3, 4], spans, kind), 4, modes, ())
-    assert not check_end(finished([1, 2, 3, 4], [[0, 4, 1]]), 4, modes, ())
+    assert check_end(finished([1, 2, 3, 4], spans, kind), 4, (), modes)
+    assert not check_end(finished([1, 2, 3, 4], [[0, 4, 1]]), 4, (), modes)
 
 
 def test_soak_notices_a_swap_in_which_an_output_gained_no_token():
@@ -260,7 +260,17 @@ def test_soak_notices_where_a_stop_string_should_end_an_output(tmp_path, wrong):
 def test_soak_notices_tokens_of_other_weights(tmp_path):
     models = [make_random_model(tmp_path / str(n), "qwen3", seed=n) for n in range(2)]
     greedy = reference_greedy(models[0], [5, 6, 7], 8)
-    right = check_tokens([finished(greedy.ids, [[0, 8, 0]])], models)
+
+    def model_of(version: int, adapter: int | None) -> Path:
+        return models[version if adapter is None else adapter]
+
+    def adapted(*spans: list[int]) -> Finished:
+        one = finished(greedy.ids, [[0, 8, 3]])
+        one.result["meta_info"] |= {"lora_path": "a", "lora_versions": list(spans)}
+        return one
+
+    assert not check_tokens([adapted([0, 8, 0])], model_of).violations
+    right = check_tokens([finished(greedy.ids, [[0, 8, 0]])], model_of)
     assert not right.violations
     assert right.tokens + right.ties == 8
     assert right.ties == sum(gap < 1e-3 for gap in greedy.gaps)
@@ -268,5 +278,7 @@ def test_soak_notices_tokens_of_other_weights(tmp_path):
         finished(greedy.ids, [[0, 8, 1]]),
         finished(greedy.ids, [[0, 4, 0], [4, 8, 1]]),
         finished([*greedy.ids[:-1], (greedy.ids[-1] + 1) % 256], [[0, 8, 0]]),
+        adapted([0, 8, 1]),
+        adapted([0, 4, 0], [4, 8, 1]),
     ):
-        assert check_tokens([wrong], models).violations
+        assert check_tokens([wrong], model_of).violations

@@ -20,7 +20,8 @@ def random_adapter(
 ) -> Arrays:
     """A and B of every target, by PEFT's names."""
     rng, arrays = np.random.default_rng(seed), {}
-    for name, weight in load_file(model / FILE).items():
+    weights = [each for file in model.glob("*.safetensors") for each in load_file(file).items()]
+    for name, weight in weights:
         layer = name.removesuffix(".weight")
         if layer.split(".")[-1] in targets:
             size_out, size_in = weight.shape
