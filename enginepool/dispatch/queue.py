@@ -176,7 +176,7 @@ class RequestQueue:
         Args:
             load: How many requests the engine holds.
             room: How many more it can run.
-            cached: Says how many tokens of a request its prefix cache has.
+            cached: Says how many of a request's first tokens its prefix cache has.
             begun: Take only requests that have output tokens of this pool, because the engine
                 drains.
             prefilling: The engine has prompts to prefill already.

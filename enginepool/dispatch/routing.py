@@ -60,8 +60,8 @@ def choose(
         load: How many requests the asking engine holds.
         loads: How many requests each serving engine holds, the asking engine included.
         room: How many more requests the asking engine can run.
-        cached: Says how many tokens of a prompt, by its index in the window, the asking engine's
-            prefix cache has. Called only if the answer matters.
+        cached: Says how many of a prompt's first tokens, by its index in the window, the asking
+            engine's prefix cache has. Called once for each prefix.
 
     Returns:
         Indexes into the window, in the order of admission, `room` at most. Not empty if the engine
@@ -77,7 +77,11 @@ def choose(
     overdue = [i for i in free if window[i].passed_over >= MAX_PASSED_OVER]
     rest = [i for i in free if window[i].passed_over < MAX_PASSED_OVER]
     # The sort is stable: among equals the oldest stays first.
-    hit = {i: _has_prefix(window[i], i, cached) for i in rest}
+    known: dict[Hashable, bool] = {None: False}
+    for i in rest:
+        if (prefix := window[i].prefix) not in known:
+            known[prefix] = cached(i) >= MIN_SHARED_PREFIX
+    hit = {i: known[window[i].prefix] for i in rest}
     starting = set()
     for i in overdue + sorted(rest, key=lambda i: not hit[i]):
         if take == 0:
@@ -90,7 +94,3 @@ def choose(
         chosen.append(i)
         take -= 1
     return chosen
-
-
-def _has_prefix(candidate: Candidate, index: int, cached: Callable[[int], int]) -> bool:
-    return candidate.prefix is not None and cached(index) >= MIN_SHARED_PREFIX

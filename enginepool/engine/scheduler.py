@@ -22,6 +22,7 @@ from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.scheduler import Scheduler
 
 from enginepool.dispatch.request import aborted
+from enginepool.dispatch.routing import MIN_SHARED_PREFIX
 from enginepool.engine.adapter_admission import AdapterAdmission
 from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.admission import message, resume
@@ -232,8 +233,10 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return bool(self.waiting_queue) or in_chunks or self.scorer.has_prompts
 
     def cached_prefix(self, request: Request) -> int:
-        ids, namespace = request.input_ids[:-1], self.running.cache_key(request)
-        return cached_tokens(self.tree_cache, ids, namespace)
+        # More tokens than routing needs are not looked up.
+        enough = -(-MIN_SHARED_PREFIX // self.page_size) * self.page_size
+        ids = request.input_ids[: min(enough, len(request.input_ids) - 1)]
+        return cached_tokens(self.tree_cache, ids, self.running.cache_key(request))
 
     def kv_usage(self) -> tuple[int, int]:
         allocator: Any = self.token_to_kv_pool_allocator

@@ -30,7 +30,7 @@ class StepScheduler(Protocol):
         ...
 
     def cached_prefix(self, request: Request) -> int:
-        """How many tokens of the prompt the engine's prefix cache has."""
+        """How many of the prompt's first tokens the engine's prefix cache has."""
         ...
 
     def may_start(self) -> Callable[[Request], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import secrets
@@ -95,7 +96,7 @@ def make_sampling(
     """
     from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
-    known = list(inspect.signature(SamplingParams.__init__).parameters)[1:]
+    known = _parameters(SamplingParams)
     given = {}
     for name, value in params.items():
         if name not in known:
@@ -124,6 +125,12 @@ def make_sampling(
         explicit and "max_new_tokens" in given,
         grammar,
     )
+
+
+@functools.cache
+def _parameters(kind: type) -> list[str]:
+    """The names of a constructor's parameters. Each request needs them."""
+    return list(inspect.signature(kind.__init__).parameters)[1:]
 
 
 def _take_grammar(given: dict[str, Any]) -> GrammarSource | None:

@@ -79,6 +79,20 @@ def test_cached_prefixes_are_preferred():
     assert chosen == [1, 3, 0]
 
 
+@pytest.mark.parametrize("tokens", [0, MIN_SHARED_PREFIX])
+def test_a_prefix_is_looked_up_once(tokens: int):
+    """However many requests have it: the samples of a prompt are many."""
+    window = [Candidate("a"), Candidate("b"), *[Candidate("a")] * 60, Candidate(None)]
+    asked: list[int] = []
+
+    def cached(i: int) -> int:
+        asked.append(i)
+        return tokens
+
+    choose(window, waiting=63, load=0, loads=[0], room=63, cached=cached)
+    assert asked == [0, 1]
+
+
 def test_prefix_that_nobody_has_is_computed_once():
     """Of three requests that share one, an engine starts one and leaves the others."""
     window = [Candidate("a"), Candidate("a"), Candidate("b"), Candidate("a"), Candidate(None)]
