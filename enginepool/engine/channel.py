@@ -40,7 +40,7 @@ class Channel:
         max_decode_steps: How many decode steps one launch may have.
         single_stepping: Whether the engine launches one step at a time. It then can stop together
             with others.
-        limiter: Shared with other engines. An engine holds a slot during a step, except while it
+        limiter: Shared with other engines. An engine that has work holds a slot, except while it
             waits for its device.
         steps: How many steps began.
         steady_steps: How many of them were decode steps that stayed on the device (`steady/`).
@@ -144,7 +144,9 @@ class Channel:
         waited = self.steps == 0
         while True:
             self._wake.clear()
-            self._jobs.run_due()
+            if self._jobs.due():
+                self.limiter.release()  # a job may take long, or wait for other engines
+                self._jobs.run_due()
             if not condition.paused:
                 if condition.kv_not_finite and not self.running:
                     scheduler.reset()
@@ -163,17 +165,17 @@ class Channel:
                 if scheduler.has_work():
                     self._begin_step(waited)
                     return []
+            self.limiter.release()
             self._wake.wait()
             waited = True
 
     def _end_step(self) -> None:
-        self.limiter.release()
         with self.running.lock:
             self.condition.stepping_since = None
             self._look_whether_abandoned()
 
     def _begin_step(self, waited: bool) -> None:
-        self.limiter.acquire()
+        self.limiter.hold()
         self.condition.stepping_since = now = time.perf_counter()
         if waited:
             self.busy_since = now

@@ -2,7 +2,8 @@
 
 The GIL lets only one engine run Python at a time. But a step releases the GIL about twenty times,
 at every transfer and launch. If several engines want it, each release costs a switch of threads
-and cold caches. With the limiter an engine goes on until it waits for its device.
+and cold caches. With the limiter an engine goes on until it waits for its device, over as many
+steps as that takes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class Limiter:
             self._end_overdue()
         with self._lock:
             self._since[threading.get_ident()] = time.monotonic()
+
+    def hold(self) -> None:
+        """Wait for a slot, unless the thread has one."""
+        if threading.get_ident() not in self._since:
+            self.acquire()
 
     def release(self) -> None:
         """Give the thread's slot back, if it still has one."""

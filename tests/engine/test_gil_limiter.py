@@ -12,7 +12,7 @@ import pytest
 from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.gil_limiter import Limiter, process_limiter
 from tests.support import faults
-from tests.support.liveness import SECONDS, until
+from tests.support.liveness import SECONDS, at_rest, until
 from tests.support.pools import MakePool
 
 
@@ -147,6 +147,9 @@ def held(make_pool: MakePool) -> Iterator[tuple[Any, threading.Event, threading.
         def __init__(self, result: Any) -> None:
             self.result = result
 
+        def is_ready(self) -> bool:
+            return False
+
         def block_until_ready(self) -> None:
             waits.set()
             assert over.wait(SECONDS)
@@ -175,6 +178,35 @@ def test_an_engine_steps_while_another_waits_for_its_device(held: Any) -> None:
 
 
 @pytest.mark.usefixtures("one_slot")
+def test_an_engine_keeps_its_slot_until_it_waits_for_its_device(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's chunks are prefilled one after the other, over step boundaries."""
+    pool = make_pool("qwen3", 2)
+    until(lambda: at_rest(pool))
+    those, acquired, waits = process_limiter(), 0, 0
+    acquire, released = those.acquire, those.released
+
+    def acquiring() -> None:
+        nonlocal acquired
+        acquired += 1
+        acquire()
+
+    def waiting() -> Any:
+        nonlocal waits
+        waits += 1
+        return released()
+
+    monkeypatch.setattr(those, "acquire", acquiring)
+    monkeypatch.setattr(those, "released", waiting)
+    before = pool.stats()["engines"][0]["steps"]
+    engine: Any = pool.engines[0]
+    engine.generate(input_ids=[9] * 150, sampling_params={"temperature": 0.0, "max_new_tokens": 1})
+    until(lambda: at_rest(pool))
+    assert pool.stats()["engines"][0]["steps"] > before + 2
+    assert acquired == 1 + waits
+
+
 def test_a_failed_step_keeps_no_slot(make_pool: MakePool) -> None:
     """Nor does an idle engine."""
     pool = make_pool("toy", 2, restart=False)
