@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from enginepool.engine.common_programs import OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.errors import InvalidWeights
-from enginepool.lora.adapter import Adapter
-from enginepool.lora.layers import NO_SLOT, adapted_layers
+from enginepool.lora.adapter import NO_SLOT, Adapter
+from enginepool.lora.layers import adapted_layers
 from enginepool.weights.placement import place
 
 if TYPE_CHECKING:

@@ -60,17 +60,17 @@ class TopLogprobs:
 
     def begin(self, batch: ScheduleBatch, held: dict[str, Request]) -> None:
         """The next step is of this batch."""
+        self._asking = self.asking(batch, held)
+
+    @staticmethod
+    def asking(batch: ScheduleBatch, held: dict[str, Request]) -> list[tuple[int, Req, Request]]:
+        """The rows of a batch that want more of each token, and their requests."""
         reqs = [req for info in batch.reqs_info for req in info.reqs or ()]
-        self._asking = [
+        return [
             (row, req, request)
             for row, req in enumerate(reqs)
             if (request := held.get(req.rid)) is not None and request.wants_more
         ]
-
-    @property
-    def asking(self) -> list[tuple[int, Request]]:
-        """The rows of the next step that want more of each token, and their requests."""
-        return [(row, request) for row, _, request in self._asking]
 
     def computed(self, values: tuple[np.ndarray | None, ...]) -> None:
         """Report the values of a step that another program has run. `collect` appends them."""

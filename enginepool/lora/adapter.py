@@ -12,6 +12,9 @@ import numpy as np
 from enginepool.errors import InvalidRequest
 from enginepool.values import shown
 
+# The slot of a row without an adapter.
+NO_SLOT = -1
+
 
 @dataclass(eq=False)
 class Adapter:

@@ -25,11 +25,9 @@ from sgl_jax.srt.layers.linear import LinearBase
 from sgl_jax.srt.lora.context_manager import LoraBatchContext
 
 from enginepool.errors import InvalidConfig
+from enginepool.lora.adapter import NO_SLOT
 from enginepool.process.thread_override import ThreadOverride
 from enginepool.weights.mapping import HuggingFaceMapping
-
-# The slot of a row without an adapter.
-NO_SLOT = -1
 
 
 class AdaptedLinear(LinearBase):

@@ -1,31 +1,12 @@
 """What a prefill takes of the host, and what the prefix cache keeps."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-import pytest
 
 from enginepool import EnginePool
 from tests.support import faults
 from tests.support.marks import steady_decode
 from tests.support.pools import module
-
-
-@contextmanager
-def counted(places: list[tuple[Any, str]]) -> Iterator[list[int]]:
-    """How often these methods are called meanwhile."""
-    counts = [0] * len(places)
-    with pytest.MonkeyPatch.context() as patch:
-        for index, (owner, name) in enumerate(places):
-            method = getattr(owner, name)
-
-            def counting(*args: Any, index: int = index, method: Any = method) -> Any:
-                counts[index] += 1
-                return method(*args)
-
-            patch.setattr(owner, name, counting)
-        yield counts
+from tests.support.steady import counted
 
 
 def generate(pool: EnginePool, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:

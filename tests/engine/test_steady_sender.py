@@ -36,7 +36,7 @@ def test_a_batch_may_be_changed_once_it_is_sent() -> None:
     block_table = aligned(np.full((ROWS, 16), 3, np.int32))
     names = aligned(no_names(ROWS))
 
-    batch: Any = sender.batch(table, block_table, names, Features(named=True), None)
+    batch: Any = sender.batch(table, block_table, names, Features(named=True))
     before = [np.array(leaf) for leaf in jax.tree.leaves(batch)]
     for array in (table.numbers, block_table, names):
         array[...] = 99

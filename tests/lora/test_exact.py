@@ -12,9 +12,10 @@ from tests.lora.conftest import LORA, TOKENS, World, make_world
 from tests.support import faults
 from tests.support.adapters import ALL, agrees, config, ids_of, merged, random_adapter
 from tests.support.liveness import until
-from tests.support.marks import slow
+from tests.support.marks import slow, steady_decode
 from tests.support.pools import SMALL
 from tests.support.reference import reference_greedy_batch
+from tests.support.steady import counted
 
 GREEDY = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 PROMPTS = ids_of(0, [5, 20, 100, 7, 9, 33])  # the third is prefilled in chunks
@@ -41,6 +42,22 @@ def test_families(family: str, model_dir: Callable[[str], Path], tmp_path: Path)
             input_ids=PROMPTS, sampling_params=GREEDY, lora_path=NAMES, return_logprob=True
         )
     check(world, PROMPTS, NAMES, results)
+
+
+@steady_decode
+def test_a_prefill_is_one_transfer_and_one_launch(adapted: EnginePool, world: World) -> None:
+    """Whatever adapters its prompts have."""
+    load(adapted, world, "a", "b")
+    scheduler = faults.scheduler_of(adapted, 0)
+    engine: Any = adapted.engines[0]
+    places = [(scheduler.steady.program.sender, "place"), (scheduler.prefill_program, "launch")]
+    with counted(places) as counts:
+        engine.generate(
+            input_ids=[[5, 6], [7], [8, 9]],
+            sampling_params=GREEDY | {"max_new_tokens": 1},
+            lora_path=["a", None, "b"],
+        )
+    assert counts == [1, 1]
 
 
 def test_mixed_batch(adapted: EnginePool, world: World) -> None:

@@ -61,12 +61,28 @@ def joins() -> Iterator[list[int]]:
     counts: list[int] = []
     add_requests = StepsInFlight.add_requests
 
-    def counting(self: Any, reqs: list[Any]) -> None:
+    def counting(self: Any, reqs: list[Any], *args: Any) -> Any:
         counts.append(len(reqs))
-        add_requests(self, reqs)
+        return add_requests(self, reqs, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepsInFlight, "add_requests", counting)
+        yield counts
+
+
+@contextmanager
+def counted(places: list[tuple[Any, str]]) -> Iterator[list[int]]:
+    """How often these methods are called meanwhile."""
+    counts = [0] * len(places)
+    with pytest.MonkeyPatch.context() as patch:
+        for index, (owner, name) in enumerate(places):
+            method = getattr(owner, name)
+
+            def counting(*args: Any, index: int = index, method: Any = method) -> Any:
+                counts[index] += 1
+                return method(*args)
+
+            patch.setattr(owner, name, counting)
         yield counts
 
 

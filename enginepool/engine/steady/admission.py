@@ -10,12 +10,12 @@ Remove when: With `program.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from enginepool.engine.steady.in_flight import StepsInFlight
-from enginepool.engine.steady.upstream_batch import drop_ended
+from enginepool.engine.steady.upstream_batch import drop_ended, join
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from enginepool.engine.channel import Channel
     from enginepool.engine.scoring import Scorer
-    from enginepool.engine.steady.prefill import Prefill
+    from enginepool.engine.steady.prefill import LaunchedPrefill, Prefill
 
 # The most steps until the next step boundary, if requests had no room when these steps began.
 _STEPS_WHILE_WAITING = 16
@@ -82,11 +82,10 @@ class Admission:
     def admit(
         self, in_flight: StepsInFlight, launch_next: Callable[[StepsInFlight], object]
     ) -> bool:
-        """Prefill the requests that wait, and add them to the steps in flight.
+        """Launch a prefill of the requests that wait, which join the steps in flight.
 
         Args:
-            launch_next: Launches the next decode step. It is called when the prefill is launched,
-                before its output is read.
+            launch_next: Launches the next decode step. It is called when the prefill is launched.
 
         Returns:
             False if a request needs a step boundary.
@@ -109,27 +108,35 @@ class Admission:
             # not look again before a request has ended.
             running.reqs_info[0].batch_is_full = False
             return False
-        self._prefill(batch, partial(launch_next, in_flight))
-        in_chunks = self._in_chunks()
-        batch.filter_batch(chunked_req_to_exclude=in_chunks)
-        if not batch.is_empty():
-            reqs = list(batch.reqs_info[0].reqs)
-            running.merge_batch(batch)
-            in_flight.add_requests(reqs)
-        return not in_chunks
-
-    def _prefill(self, batch: ScheduleBatch, launch_next: Callable[[], object]) -> None:
-        scheduler = self._scheduler
-        decoding, scheduler.cur_batch = scheduler.cur_batch, batch
         self._channel.steps += 1
-        if self._prefills is None:
-            result = scheduler.run_batch(batch)
-            launch_next()
-        else:
-            result = self._prefills.run(batch, launch_next)
-        scheduler.process_batch_result(batch, result)
-        scheduler.cur_batch = decoding
         self._freed = bool(scheduler.waiting_queue)  # try the others again after a step
+        assert self._prefills is not None
+        with self._current(batch):
+            in_flight.add_prefill(self._prefills.begin(batch))
+        launch_next(in_flight)
+        return not self._in_chunks()
+
+    def read(self, in_flight: StepsInFlight, prefill: LaunchedPrefill) -> None:
+        """Wait for a prefill. Its requests get their first tokens."""
+        assert self._prefills is not None
+        scheduler, batch = self._scheduler, prefill.batch
+        result = self._prefills.read(prefill)
+        with self._current(batch):
+            self._channel.between_steps(lambda: scheduler.process_batch_result(batch, result))
+        in_flight.take_first_ids(prefill)
+        chunked, all_reqs = self._in_chunks(), batch.reqs_info[0].reqs
+        reqs = [req for req in all_reqs if not req.finished() and req not in chunked]
+        join(scheduler.running_batch, reqs)
+        seated = [req for _, req in prefill.seated]
+        if others := [req for req in reqs if req not in seated]:
+            in_flight.add_requests(others)
+
+    @contextmanager
+    def _current(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Let upstream's scheduler run this batch."""
+        decoding, self._scheduler.cur_batch = self._scheduler.cur_batch, batch
+        yield
+        self._scheduler.cur_batch = decoding
 
     def _may_join(self, reqs: Sequence[Req]) -> bool:
         """Whether one prefill can compute all these prompts. Upstream counts whole pages."""
@@ -139,7 +146,6 @@ class Admission:
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
         return tokens <= min(limit for limit in limits if limit and limit > 0)
 
-    def _in_chunks(self) -> dict[int, Req]:
-        """For each rank, the request that is prefilled in chunks. Upstream wants this form."""
-        chunked = self._scheduler.chunked_reqs
-        return {rank: req for rank, req in enumerate(chunked) if req is not None}
+    def _in_chunks(self) -> list[Req]:
+        """The request that is prefilled in chunks, if there is one."""
+        return [req for req in self._scheduler.chunked_reqs if req is not None]

@@ -56,6 +56,18 @@ class BlockTable:
         self.pages[rows, :used] = self._req_to_token[places, : used * size : size] // size
         self._places[rows], self._written[rows], self._counts[rows] = places, lengths, counts
 
+    def refresh(self, rows: list[int]) -> bool:
+        """Take over what upstream has written for these requests since their rows were added.
+        Returns whether anything is different."""
+        size, changed = self._size, False
+        for row in rows:
+            used = -(-self._written[row] // size)
+            slots = self._req_to_token[self._places[row], : used * size : size]
+            pages = self.pages[row, :used]
+            if not np.array_equal(pages, slots // size):
+                pages[:], changed = slots // size, True
+        return changed
+
     def allocate(self, rows: np.ndarray, lengths: np.ndarray, *, evict: bool) -> bool | None:
         """Allocate the pages that these rows still need for this many tokens.
 

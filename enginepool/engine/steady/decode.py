@@ -21,12 +21,11 @@ from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.steady.admission import Admission
 from enginepool.engine.steady.block_table import BlockTable
 from enginepool.engine.steady.extras import Extras
-from enginepool.engine.steady.in_flight import StepsInFlight
+from enginepool.engine.steady.in_flight import LaunchedSteps, StepsInFlight
 from enginepool.engine.steady.input_batch import InputBatch
 from enginepool.engine.steady.pace import Pace
 from enginepool.engine.steady.prefill import Prefill
 from enginepool.engine.steady.upstream_batch import drop_ended, write_back_batch
-from enginepool.lora.adapter import Adapter
 
 if TYPE_CHECKING:
     import jax
@@ -105,7 +104,7 @@ class SteadyDecode:
         self.admission.begin()
         self._read_at = None
         vocab_size = scheduler.model_config.vocab_size
-        batch = InputBatch(size, vocab_size, self._with_extras, self._adapter_of)
+        batch = InputBatch(size, vocab_size, self._with_extras, self._adapter_row)
         block_table = BlockTable(scheduler, size)
         limit = self.admission.most_steps()
         with channel.single_stepping.steps_in_flight():
@@ -130,7 +129,7 @@ class SteadyDecode:
         """
         with self._reading_before_raising(in_flight):
             self._launch_ahead(in_flight)
-        while in_flight.launches and len(in_flight.batch.active):
+        while in_flight.any_left:
             self._read_oldest(in_flight)
             with self._reading_before_raising(in_flight):
                 if not in_flight.closed:
@@ -144,7 +143,7 @@ class SteadyDecode:
         try:
             yield
         except BaseException:
-            while in_flight.launches:
+            while in_flight.any_left:
                 self._read_oldest(in_flight)
             raise
 
@@ -184,8 +183,16 @@ class SteadyDecode:
     # Reading
 
     def _read_oldest(self, in_flight: StepsInFlight) -> None:
-        """Wait for the oldest launch, and append its tokens to the requests."""
-        batch, (output, steps) = in_flight.batch, in_flight.oldest()
+        """Wait for the oldest launch. Requests get their tokens."""
+        oldest = in_flight.oldest()
+        if isinstance(oldest, LaunchedSteps):
+            self._read_steps(in_flight, oldest)
+        else:
+            self.admission.read(in_flight, oldest)
+            self._read_at = time.perf_counter()
+
+    def _read_steps(self, in_flight: StepsInFlight, launched: LaunchedSteps) -> None:
+        batch, (output, steps) = in_flight.batch, launched
         self._device_wait.until_ready(output.ids)
         now = time.perf_counter()
         if self._read_at is not None:
@@ -238,9 +245,10 @@ class SteadyDecode:
         channel, admission = self._channel, self.admission
         channel.single_stepping.in_flight(in_flight.steps)
         admission.look()
+        may_admit = in_flight.prefill is None and admission.wanted
         if (
             channel.has_jobs()
-            or (admission.wanted and not admission.admit(in_flight, self._launch_behind_prefill))
+            or (may_admit and not admission.admit(in_flight, self._launch_behind_prefill))
             or admission.prompt_waits
         ):
             in_flight.closed = True
@@ -254,9 +262,10 @@ class SteadyDecode:
             else None
         )
 
-    def _adapter_of(self, req: Req) -> Adapter | None:
+    def _adapter_row(self, req: Req) -> tuple[int, float]:
+        assert self.program is not None
         request = self._channel.running.held.get(req.rid)
-        return None if request is None else request.adapter
+        return self.program.adapter_row(None if request is None else request.adapter)
 
 
 def _ids_and_logprobs(array: jax.Array, steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,13 +20,14 @@ from jax.sharding import AbstractMesh
 from enginepool.dispatch.routed_experts import Routing
 from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.steady.device_batch import (
-    FROM_TABLE,
+    FROM_PREFILL,
+    UNCHANGED,
     DecodeState,
     DeviceBatch,
     SentBatch,
 )
 from enginepool.engine.steady.forward import Forward, put
-from enginepool.engine.steady.packing import rest_of, rows_of, state_and_origin, unpack
+from enginepool.engine.steady.packing import limits_of, rest_of, rows_of, state_and_origin, unpack
 from enginepool.engine.steady.sample import Sample, held_back
 
 if TYPE_CHECKING:
@@ -85,9 +86,8 @@ def build_step(
 
 def _build_one_step(mesh: AbstractMesh, forward: Forward, sample: Sample) -> Callable[..., Any]:
     def one(leaves: Any, sampler: Any, kv: Any, state: DecodeState, batch: DeviceBatch) -> Any:
-        longest, stops = batch.limits[:, 0], batch.limits[:, 1:]
         ids, lengths = state.rows
-        lengths = jnp.where(longest > 0, lengths, 0)
+        lengths = jnp.where(batch.limits[:, 0] > 0, lengths, 0)
         output, kv, positions, experts = forward(
             leaves, kv, ids, lengths, batch.block_table, batch.adapters
         )
@@ -95,13 +95,17 @@ def _build_one_step(mesh: AbstractMesh, forward: Forward, sample: Sample) -> Cal
         ids, sampled = sample(sampler, output, positions, batch)
         counted = state.tallies.at[jnp.arange(len(ids)), ids].add(1)
         tallies = put(mesh, counted, None, None)
-        ended = (ids[:, None] == stops).any(axis=1) | (lengths + 1 >= longest)
-        goes_on = (lengths > 0) & ~ended
+        goes_on = (lengths > 0) & ~_ended(ids, lengths + 1, batch.limits)
         rows = jnp.where(goes_on, jnp.stack([ids, lengths + 1]), 0)
         state = DecodeState(put(mesh, rows, None, None), tallies)
         return state, kv, sampled._replace(experts=experts)
 
     return one
+
+
+def _ended(ids: jax.Array, lengths: jax.Array, limits: jax.Array) -> jax.Array:
+    """Inside a program: by row, whether it ends with this id, with which it has this length."""
+    return (ids[:, None] == limits[:, 1:]).any(axis=1) | (lengths >= limits[:, 0])
 
 
 def build_begin(mesh: AbstractMesh, vocab_size: int, pages: int) -> Callable[..., Any]:
@@ -115,9 +119,21 @@ def build_begin(mesh: AbstractMesh, vocab_size: int, pages: int) -> Callable[...
 
 
 def build_set_rows(mesh: AbstractMesh) -> Callable[..., Any]:
+    """See `StepProgram.set_rows`."""
+
     @partial(jax.jit, donate_argnames="state")
-    def set_rows(state: jax.Array, numbers: jax.Array) -> jax.Array:
-        given, origin = state_and_origin(numbers, state.shape[1])
-        return put(mesh, jnp.where(origin == FROM_TABLE, given, state), None, None)
+    def set_rows(state: DecodeState, numbers: jax.Array, samples: jax.Array) -> DecodeState:
+        rows = state.rows.shape[1]
+        (ids, lengths), origin = state_and_origin(numbers, rows)
+        sampled = origin >= FROM_PREFILL
+        ids = jnp.where(sampled, samples[0, jnp.maximum(origin - FROM_PREFILL, 0)], ids)
+        # The first id may end a row.
+        over = sampled & _ended(ids, lengths, limits_of(numbers, rows))
+        given = jnp.where(over, 0, jnp.stack([ids, lengths]))
+        counted = state.tallies.at[jnp.arange(rows), ids].add(sampled.astype(jnp.int32))
+        return DecodeState(
+            put(mesh, jnp.where(origin == UNCHANGED, state.rows, given), None, None),
+            put(mesh, counted, None, None),
+        )
 
     return OnAnyDevice(set_rows)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from enginepool.engine.steady.penalties import Penalties
+from enginepool.lora.adapter import NO_SLOT
 
 if TYPE_CHECKING:
     import jax
@@ -21,11 +22,12 @@ STOP_IDS = 8
 
 # The columns of a `RowTable`.
 STATE, ORIGIN, LIMITS = slice(0, 2), 2, slice(3, 4 + STOP_IDS)
-FLOATS, INTS = slice(4 + STOP_IDS, 9 + STOP_IDS), slice(9 + STOP_IDS, 12 + STOP_IDS)
-COLUMNS = 12 + STOP_IDS
+FLOATS, INTS = slice(4 + STOP_IDS, 10 + STOP_IDS), slice(10 + STOP_IDS, 14 + STOP_IDS)
+COLUMNS = 14 + STOP_IDS
 
-# Where a row's state comes from: nothing changes, or it is the table's.
-UNCHANGED, FROM_TABLE = 0, 1
+# Where a row's state comes from: nothing changes, it is the table's, or its id is the one that the
+# first row of a prefill has sampled. The numbers after that stand for the prefill's other rows.
+UNCHANGED, FROM_TABLE, FROM_PREFILL = 0, 1, 2
 
 
 class RowTable:
@@ -47,10 +49,15 @@ class RowTable:
         self.limits = self.numbers[:, LIMITS]
         self._floats = self.numbers[:, FLOATS].view(np.float32)
         self._ints = self.numbers[:, INTS]
-        self.penalties = Penalties(self._floats[:, 3:], self._ints[:, 2])
+        self.penalties = Penalties(self._floats[:, 3:5], self._ints[:, 2])
         # The values that upstream pads with.
         self._floats[:, :2] = 1
         self._ints[:, 0] = 1
+        self._ints[:, 3] = NO_SLOT
+
+    def set_adapter(self, row: int, slot: int, scale: float) -> None:
+        """Set the slot of the row's adapter, and its scale."""
+        self._ints[row, 3], self._floats[row, 5] = slot, scale
 
     def set_sampling(self, row: int, params: SamplingParams) -> None:
         """Set the row's sampling parameters to a request's."""
@@ -65,13 +72,12 @@ class SentBatch(NamedTuple):
 
     Attributes:
         numbers: Its features, its `RowTable`, and its block table.
-        names, mask, adapters: See `DeviceBatch`. Most batches have the same.
+        names, mask: See `DeviceBatch`. Most batches have the same.
     """
 
     numbers: jax.Array
     names: jax.Array
     mask: jax.Array
-    adapters: tuple[jax.Array, jax.Array] | None = None
 
 
 class DeviceBatch(NamedTuple):
@@ -87,7 +93,7 @@ class DeviceBatch(NamedTuple):
         names: By row: these ids.
         kept: Whether a row wants the ids that it is sampled from.
         mask: By row: which ids may come next, a bit each.
-        adapters: By row: its adapter's slot, and the scale. None if the engine has no adapters.
+        adapters: By row: its adapter's slot, and the scale.
     """
 
     limits: jax.Array
@@ -99,7 +105,7 @@ class DeviceBatch(NamedTuple):
     names: jax.Array
     kept: jax.Array
     mask: jax.Array
-    adapters: tuple[jax.Array, jax.Array] | None
+    adapters: tuple[jax.Array, jax.Array]
 
 
 class Features(NamedTuple):

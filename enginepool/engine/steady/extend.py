@@ -25,6 +25,7 @@ from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 from enginepool.dispatch.routed_experts import Routing
 from enginepool.engine.common_programs import CommonPrograms
 from enginepool.engine.steady.forward import Model, put, round_logits
+from enginepool.lora.adapter import NO_SLOT
 
 if TYPE_CHECKING:
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
@@ -38,12 +39,14 @@ class Prompts(NamedTuple):
         prefixes: By row: how many had it before.
         pages: The KV pages of all rows, one row after the other.
         ids: The ids that are computed, one row after the other.
+        adapters: By row: its adapter's slot, and the scale.
     """
 
     lengths: jax.Array
     prefixes: jax.Array
     pages: jax.Array
     ids: jax.Array
+    adapters: tuple[jax.Array, jax.Array]
 
 
 class Extend:
@@ -94,7 +97,7 @@ class Extend:
     def _batch(self, prompts: Prompts, computed: jax.Array, ends: jax.Array) -> ForwardBatch:
         """The batch that upstream would make on the host."""
         mesh, size = self._model.mesh, self._model.page_size
-        lengths, prefixes, pages, ids = prompts
+        lengths, prefixes, pages, ids, (adapters, scales) = prompts
         rows = len(lengths)
         aligned = (lengths + size - 1) // size * size
         token = jnp.arange(len(ids), dtype=jnp.int32)
@@ -114,7 +117,7 @@ class Extend:
             seq_lens=lengths,
             distribution=jnp.stack([jnp.zeros((), jnp.int32), active, active]),
         )
-        return ForwardBatch(
+        batch = ForwardBatch(
             bid=0,
             forward_mode=ForwardMode.EXTEND,
             batch_size=rows,
@@ -130,3 +133,5 @@ class Extend:
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
+        self._model.adapt(batch, jnp.where(there, adapters[row], NO_SLOT), scales[row])
+        return batch

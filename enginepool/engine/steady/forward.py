@@ -27,7 +27,8 @@ from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 from enginepool.dispatch.routed_experts import Routing
 from enginepool.engine.common_programs import CommonPrograms, structure_without_devices
 from enginepool.engine.routed_experts import stacked
-from enginepool.lora.layers import NO_SLOT, on_batch
+from enginepool.lora.adapter import NO_SLOT
+from enginepool.lora.layers import on_batch
 
 if TYPE_CHECKING:
     from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
@@ -74,6 +75,12 @@ class Model:
             laid_out = {name: put(self.mesh, array, "data") for name, array in metadata.items()}
             object.__setattr__(backend, "forward_metadata", FlashAttentionMetadata(**laid_out))
         return backend
+
+    def adapt(self, batch: ForwardBatch, slots: jax.Array, scales: jax.Array) -> None:
+        """Give each id of a batch its adapter's slot, and the scale. Only layers with adapters read
+        them."""
+        batch.lora_token_indices = put(self.mesh, slots, "data")
+        batch.lora_scalings = put(self.mesh, scales, "data")
 
     def __call__(
         self,
@@ -140,7 +147,7 @@ class Forward:
         ids: jax.Array,
         lengths: jax.Array,
         block_table: jax.Array,
-        adapters: tuple[jax.Array, jax.Array] | None,
+        adapters: tuple[jax.Array, jax.Array],
     ) -> tuple[LogitsProcessorOutput, list[jax.Array], jax.Array, jax.Array | None]:
         """
         Args:
@@ -157,11 +164,8 @@ class Forward:
         """
         positions = jnp.where(lengths > 0, lengths - 1, 0)
         batch = self._batch(ids, lengths, positions, block_table)
-        if adapters is not None:
-            slots, scales = adapters
-            slots = jnp.where(lengths > 0, slots, NO_SLOT)
-            batch.lora_token_indices = put(self._model.mesh, slots, "data")
-            batch.lora_scalings = put(self._model.mesh, scales, "data")
+        slots, scales = adapters
+        self._model.adapt(batch, jnp.where(lengths > 0, slots, NO_SLOT), scales)
         wanted = LogitsMetadata(
             forward_mode=ForwardMode.DECODE, capture_hidden_mode=CaptureHiddenMode.NULL
         )

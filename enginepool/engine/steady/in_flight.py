@@ -1,18 +1,25 @@
-"""Decode steps that are launched and whose output the host has not read.
+"""Steps that are launched and whose output the host has not read, in the device's order.
 
-The next step is launched before the host reads the last one's tokens. One launch is one step, or
-several steps in a loop on the device.
+The next step is launched before the host reads the last one's tokens. A launch of decode is one
+step, or several steps in a loop on the device. A prefill may lie between two of them. Its requests
+take part in the launch behind it: the device has their first ids.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from enginepool.engine.steady.block_table import BlockTable
-from enginepool.engine.steady.device_batch import UNCHANGED, DecodeState, StepOutput
+from enginepool.engine.steady.device_batch import (
+    FROM_PREFILL,
+    FROM_TABLE,
+    UNCHANGED,
+    DecodeState,
+    StepOutput,
+)
 from enginepool.engine.steady.input_batch import InputBatch
 from enginepool.engine.steady.penalties import entries
 from enginepool.engine.steady.program import StepProgram
@@ -21,9 +28,18 @@ if TYPE_CHECKING:
     import jax
     from sgl_jax.srt.managers.schedule_batch import Req
 
+    from enginepool.engine.steady.prefill import LaunchedPrefill
+
 # KV pages are allocated for _PAGES_AHEAD steps at once while some are free. Once the prefix cache
 # has to evict, they are allocated for _FEW_AHEAD steps. Allocated pages count as used.
 _PAGES_AHEAD, _FEW_AHEAD = 32, 4
+
+
+class LaunchedSteps(NamedTuple):
+    """A launch of decode. `steps` says how many it has."""
+
+    output: StepOutput
+    steps: int
 
 
 class StepsInFlight:
@@ -33,7 +49,9 @@ class StepsInFlight:
 
     Attributes:
         batch: Its requests, on the host.
-        launched: How many steps were launched.
+        launched: How many decode steps were launched.
+        launches: How many launches of decode are in flight.
+        prefill: The prefill that is in flight, if there is one.
         closed: No further step is launched, and no request is added.
     """
 
@@ -51,24 +69,26 @@ class StepsInFlight:
             limit: How many steps are launched at most.
         """
         self.batch, self._program, self._block_table = batch, program, block_table
-        self.launched = 0
+        self.launched = self.launches = 0
+        self.prefill: LaunchedPrefill | None = None
         self.closed = False
         self._limit = limit
-        self._outputs: deque[tuple[StepOutput, int]] = deque()
+        self._in_order: deque[LaunchedSteps | LaunchedPrefill] = deque()
         self._allocated = 0  # how many steps every row has KV pages for
         self._stale = True  # the device has an old copy of the batch
         self._state: DecodeState | None = None
         self._new: list[int] = []  # rows of which the device's state knows nothing
+        self._samples: jax.Array | None = None  # the first ids of some of them
         self.add_requests(reqs)
 
     @property
-    def launches(self) -> int:
-        """How many launches are in flight."""
-        return len(self._outputs)
+    def any_left(self) -> bool:
+        """Whether something is in flight that a request waits for."""
+        return self.prefill is not None or bool(self.launches and len(self.batch.active))
 
     @property
     def steps(self) -> int:
-        """How many steps are in flight."""
+        """How many decode steps are in flight."""
         return self.launched - self.batch.steps
 
     @property
@@ -81,9 +101,9 @@ class StepsInFlight:
         """Whether the device has finished all that was launched; None if nothing was."""
         if not self.launched:
             return None
-        if not self._outputs:
+        if not self._in_order:
             return True
-        ids: Any = self._outputs[-1][0].ids  # JAX's types do not have `is_ready`
+        ids: Any = self._in_order[-1].output.ids  # JAX's types do not have `is_ready`
         return ids.is_ready()
 
     @property
@@ -94,15 +114,56 @@ class StepsInFlight:
         left = self.batch.most_left - self.steps
         if self.batch.grammars:
             # A mask depends on the token before it.
-            return 0 if self._outputs else min(left, 1)
+            return 0 if self._in_order else min(left, 1)
         return left
 
-    def add_requests(self, reqs: list[Req]) -> None:
-        """Add requests that are prefilled. They take part from the next launch on."""
-        new = self.batch.add_requests(reqs, after=self.launched)
+    def add_requests(self, reqs: list[Req], origins: list[int] | None = None) -> list[int]:
+        """Add requests that are prefilled. They take part from the next launch on.
+
+        Args:
+            origins: See `InputBatch.add_requests`. By default they have their first ids.
+
+        Returns:
+            Their rows.
+        """
+        new = self.batch.add_requests(reqs, origins or [FROM_TABLE] * len(reqs), self.launched)
         self._block_table.add_rows(new, reqs)
         self._allocated, self._stale = 0, True
         self._new += new
+        return new
+
+    def add_prefill(self, prefill: LaunchedPrefill) -> None:
+        """Add a prefill that is launched. Of its requests, those whose first id the host need not
+        know are added, too."""
+        self._in_order.append(prefill)
+        self.prefill, self._samples = prefill, prefill.output.ids
+        if prefill.seated:
+            reqs = [req for _, req in prefill.seated]
+            origins = [FROM_PREFILL + row for row, _ in prefill.seated]
+            prefill.rows += self.add_requests(reqs, origins)
+
+    def take_first_ids(self, prefill: LaunchedPrefill) -> None:
+        """The requests that came with this prefill have their first ids.
+
+        Raises:
+            RuntimeError: The device has ended a row, and upstream has not.
+        """
+        batch, rows = self.batch, prefill.rows
+        if not rows:
+            return
+        reqs = [batch.reqs[row] for row in rows]
+        ids, limits = np.array([req.output_ids[-1] for req in reqs]), batch.limits[rows]
+        over = (ids[:, None] == limits[:, 1:]).any(axis=1) | (batch.state[1, rows] >= limits[:, 0])
+        ended = [row for row, req in zip(rows, reqs, strict=True) if req.finished()]
+        if wrong := set(np.array(rows)[over].tolist()).difference(ended):
+            raise RuntimeError(f"the device has ended {batch.reqs[min(wrong)]}, upstream has not")
+        # The prefix cache may have had the same tokens, and has freed the pages of these.
+        self._stale = self._block_table.refresh(rows) or bool(ended) or self._stale
+        for row, token in zip(rows, ids.tolist(), strict=True):
+            if row in self._new:  # it is not on the device yet, where another prefill may come
+                batch.state[0, row], batch.table.origin[row] = token, FROM_TABLE
+        if ended:
+            self.remove(ended)
 
     def _seat(self, numbers: jax.Array) -> None:
         """Put the new rows into the device's state, and the tokens that they already have into
@@ -112,12 +173,12 @@ class StepsInFlight:
             numbers: The batch as it was sent.
         """
         program, batch = self._program, self.batch
-        if self._state is None:
-            self._state = program.begin(numbers)
-        else:
-            self._state = program.set_rows(self._state, numbers)
+        state = program.begin(numbers) if self._state is None else self._state
         if penalised := [row for row in self._new if row in batch.penalised]:
-            self._state = program.tally(self._state, penalised, entries(penalised, batch.reqs))
+            state = program.tally(state, penalised, entries(penalised, batch.reqs))
+        if self._state is not None:  # last, because it counts the ids of a prefill
+            state = program.set_rows(state, numbers, self._samples)
+        self._state = state
         batch.table.origin[self._new] = UNCHANGED
         self._new = []
 
@@ -139,10 +200,7 @@ class StepsInFlight:
         sender, batch = self._program.sender, self.batch
         if self._stale:
             pages = self._block_table.pages
-            adapters = self._program.adapters_of(batch.adapters, len(batch.limits))
-            self._on_device = sender.batch(
-                batch.table, pages, batch.names, batch.features, adapters
-            )
+            self._on_device = sender.batch(batch.table, pages, batch.names, batch.features)
             self._stale = False
         if self._new:
             self._seat(self._on_device.numbers)
@@ -154,17 +212,22 @@ class StepsInFlight:
         """Launch as many steps as were prepared."""
         assert self._state is not None  # prepared
         self._state, output = self._program.step(self._state, self._on_device, steps)
-        self._outputs.append((output, steps))
-        self.launched += steps
+        self._in_order.append(LaunchedSteps(output, steps))
+        self.launched, self.launches = self.launched + steps, self.launches + 1
 
-    def oldest(self) -> tuple[StepOutput, int]:
-        """Remove the oldest launch. Returns its output, and how many steps it has."""
-        return self._outputs.popleft()
+    def oldest(self) -> LaunchedSteps | LaunchedPrefill:
+        """Remove the oldest launch."""
+        oldest = self._in_order.popleft()
+        if isinstance(oldest, LaunchedSteps):
+            self.launches -= 1
+        else:
+            self.prefill = None
+        return oldest
 
     def drop(self) -> None:
-        """Forget the steps in flight, and launch no more."""
-        self._outputs.clear()
-        self.closed = True
+        """Forget the decode steps in flight, and launch no more."""
+        self._in_order = deque(one for one in self._in_order if one is self.prefill)
+        self.launches, self.closed = 0, True
 
     def remove(self, ended: list[int]) -> list[Req]:
         """Free the rows that have ended, and the KV pages that they did not use.

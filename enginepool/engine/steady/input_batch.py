@@ -19,8 +19,7 @@ from enginepool.dispatch.request import MAX_NAMED_IDS, Request
 from enginepool.engine.grammar import RequestGrammar
 from enginepool.engine.steady.device_batch import FROM_TABLE, STOP_IDS, Features, RowTable
 from enginepool.engine.steady.extras import Extras
-from enginepool.lora.adapter import Adapter
-from enginepool.model_config.generation import end_ids
+from enginepool.engine.steady.penalties import stop_ids
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req
@@ -47,7 +46,6 @@ class InputBatch:
         latest: The rows that got tokens from the last steps. Some of them have ended since.
         not_finite: Whether one of these rows got a log-probability that is not finite.
         table: The rows as they are sent to the device. `limits` and `state` are columns of it.
-        adapters: By row: its adapter. None for the base, and for a free row.
         names: See `device_batch.DeviceBatch`.
         steps: The number of the last step whose tokens the requests have.
     """
@@ -57,13 +55,13 @@ class InputBatch:
         rows: int,
         vocab_size: int,
         with_extras: Callable[[Req], Request | None],
-        adapter_of: Callable[[Req], Adapter | None],
+        adapter_row: Callable[[Req], tuple[int, float]],
     ) -> None:
         """
         Args:
             with_extras: Returns the pool's request for one of upstream's, if it wants more of
                 each token than its id and its log-probability.
-            adapter_of: Returns the adapter of one of upstream's requests.
+            adapter_row: Returns the slot and the scale of a request's adapter.
         """
         self.reqs: list[Any] = [None] * rows
         self.active = np.zeros(0, np.int64)
@@ -74,21 +72,24 @@ class InputBatch:
         self.table = RowTable(rows)
         self.limits, self.state = self.table.limits, self.table.state
         self.names = np.zeros((rows, MAX_NAMED_IDS), np.int32)
-        self.adapters: list[Adapter | None] = [None] * rows
         self.steps = 0
         # By row: the first step that it takes part in, and the last one at most.
         self._first = np.zeros(rows, np.int64)
         self._last = np.zeros(rows, np.int64)
-        self._extend: list[_Extend] = []
-        self._vocab_size, self._adapter_of = vocab_size, adapter_of
+        self._extend: list[_Extend] = []  # of the latest rows
+        self._extend_of: dict[int, _Extend] = {}
+        self._vocab_size, self._adapter_row = vocab_size, adapter_row
         self._with_extras, self._extras = with_extras, dict[int, Request]()
         self.latest = self.active
         self.not_finite = self._changed = False
         # The smallest `_last` of the latest rows, and their stop ids if any row has some.
         self._soonest, self._stops = 0, None
 
-    def add_requests(self, reqs: Sequence[Req], after: int) -> list[int]:
+    def add_requests(self, reqs: Sequence[Req], origins: Sequence[int], after: int) -> list[int]:
         """Give each request a free row. It takes part in all steps after this one.
+
+        Args:
+            origins: From where the device takes their states, see `device_batch.py`.
 
         Returns:
             The rows.
@@ -99,23 +100,26 @@ class InputBatch:
         taken = set(self.active.tolist())
         free = (row for row in range(len(self.reqs)) if row not in taken)
         rows = [row for row, _ in zip(free, reqs, strict=False)]
-        for row, req in zip(rows, reqs, strict=True):
-            self._add_request(row, req)
+        for row, req, origin in zip(rows, reqs, origins, strict=True):
+            self._add_request(row, req, origin)
         self._first[rows] = after + 1
         self._last[rows] = after + self.limits[rows, 0] - self.state[1, rows]
         self.active = np.union1d(self.active, rows).astype(np.int64)
         self._changed = True
         return rows
 
-    def _add_request(self, row: int, req: Req) -> None:
-        params, stops = req.sampling_params, _stop_ids(req)
+    def _add_request(self, row: int, req: Req, origin: int) -> None:
+        params, stops = req.sampling_params, stop_ids(req)
         self.reqs[row] = req
-        length = len(req.origin_input_ids) + len(req.output_ids)
-        if not req.output_ids or req.kv_committed_len < length - 1:
+        length = len(req.origin_input_ids) + len(req.output_ids) + (origin != FROM_TABLE)
+        if length == len(req.origin_input_ids) or req.kv_committed_len < length - 1:
             have = req.kv_committed_len
             raise RuntimeError(f"{req.rid} cannot decode: {have} of {length} tokens have KV cache")
-        self.state[:, row] = req.output_ids[-1], length
-        self.table.origin[row] = FROM_TABLE
+        self.state[:, row] = (req.output_ids or [0])[-1], length
+        self.table.origin[row] = origin
+        values: Any = req.output_token_logprobs_val
+        indices: Any = req.output_token_logprobs_idx
+        self._extend_of[row] = req.output_ids.extend, values.extend, indices.extend
         self.limits[row] = -1
         # Upstream gives an aborted request one more step.
         longest = len(req.origin_input_ids) + params.max_new_tokens
@@ -130,7 +134,7 @@ class InputBatch:
             self.streamed.add(row)
         if self.table.penalties.set_row(row, req):
             self.penalised.add(row)
-        self.adapters[row] = self._adapter_of(req)
+        self.table.set_adapter(row, *self._adapter_row(req))
         if (request := self._with_extras(req)) is not None:
             self._extras[row] = request
             self.names[row, : len(request.named_ids)] = request.named_ids
@@ -253,7 +257,6 @@ class InputBatch:
         self.penalised.difference_update(ended)
         for row in ended:
             self._extras.pop(row, None)
-            self.adapters[row] = None
             self.grammars.pop(row, None)
         self._changed = True
 
@@ -274,25 +277,9 @@ class InputBatch:
         stops = self.limits[latest, 1:]
         used = (stops >= 0).any(axis=0)
         self._stops = stops[:, used] if used.any() else None
-        self._extend = [
-            (
-                req.output_ids.extend,
-                req.output_token_logprobs_val.extend,
-                req.output_token_logprobs_idx.extend,
-            )
-            for row in latest.tolist()
-            for req in [self.reqs[row]]
-        ]
+        self._extend = [self._extend_of[row] for row in latest.tolist()]
 
     def _has_ended(self, row: int) -> bool:
         req = self.reqs[row]
         req.check_finished()
         return req.finished()
-
-
-def _stop_ids(req: Req) -> list[int]:
-    """The ids that end a request, as upstream's `check_finished` has them."""
-    if req.sampling_params.ignore_eos:
-        return []
-    named = {*(req.sampling_params.stop_token_ids or ())}
-    return sorted(named | end_ids(req.eos_token_ids, req.tokenizer))

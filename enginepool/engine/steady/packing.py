@@ -56,6 +56,11 @@ def state_and_origin(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Arra
     return table[:, STATE].T, table[:, ORIGIN]
 
 
+def limits_of(numbers: jax.Array, rows: int) -> jax.Array:
+    """Inside a program: these columns of the table."""
+    return _table(numbers, rows)[:, LIMITS]
+
+
 def unpack(mesh: AbstractMesh, sent: SentBatch, rows: int, block_table: Any) -> DeviceBatch:
     """Inside a program: the batch that was sent."""
     sent_flags: Any = sent.numbers[:_FLAGS] > 0
@@ -65,7 +70,7 @@ def unpack(mesh: AbstractMesh, sent: SentBatch, rows: int, block_table: Any) -> 
     ints = table[:, INTS]
     return DeviceBatch(
         limits=table[:, LIMITS],
-        penalties=Penalties(floats[:, 3:], ints[:, 2]),
+        penalties=Penalties(floats[:, 3:5], ints[:, 2]),
         block_table=block_table,
         sampling=sampling_metadata(mesh, floats, ints, do_penalties=flags.penalised | flags.masked),
         top=flags.top,
@@ -73,5 +78,5 @@ def unpack(mesh: AbstractMesh, sent: SentBatch, rows: int, block_table: Any) -> 
         kept=flags.kept,
         names=sent.names,
         mask=sent.mask,
-        adapters=sent.adapters,
+        adapters=(ints[:, 3], floats[:, 5]),
     )

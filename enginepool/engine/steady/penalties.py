@@ -72,6 +72,14 @@ def _entries(row: int, ids: Sequence[int], amount: int) -> np.ndarray:
     return found
 
 
+def stop_ids(req: Req) -> list[int]:
+    """The ids that end a request, as upstream's `check_finished` has them."""
+    if req.sampling_params.ignore_eos:
+        return []
+    named = {*(req.sampling_params.stop_token_ids or ())}
+    return sorted(named | end_ids(req.eos_token_ids, req.tokenizer))
+
+
 def _banned_ids(req: Req) -> set[int]:
     """The ids that may not come before a request has its `min_new_tokens`.
 

@@ -9,9 +9,9 @@ Remove when: With `program.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sgl_jax.srt.managers.scheduler import GenerationBatchResult
@@ -22,6 +22,7 @@ from enginepool.engine.steady.device_batch import FROM_TABLE, Features, StepOutp
 from enginepool.engine.steady.penalties import entries
 
 if TYPE_CHECKING:
+    import jax
     from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
     from sgl_jax.srt.managers.scheduler import Scheduler
 
@@ -32,9 +33,23 @@ if TYPE_CHECKING:
     from enginepool.engine.top_logprobs import TopLogprobs
 
 
-class _Launched(NamedTuple):
+@dataclass
+class LaunchedPrefill:
+    """A prefill that is launched.
+
+    Attributes:
+        experts: Of each id, if the engine returns them.
+        seated: The requests that can decode before the host knows their first ids, each with its
+            row in the prefill. The others have a grammar, or more chunks.
+        rows: The rows of these in a decode batch, if they are in one.
+    """
+
+    batch: ScheduleBatch
     output: StepOutput
     features: Features
+    experts: jax.Array | None
+    seated: list[tuple[int, Req]]
+    rows: list[int] = field(default_factory=list)
 
 
 class Prefill:
@@ -57,38 +72,30 @@ class Prefill:
         self._running, self._top_logprobs = running, top_logprobs
         self._device_wait, self._experts = device_wait, experts
 
-    def run(
-        self, batch: ScheduleBatch, launch_next: Callable[[], object] = lambda: None
-    ) -> GenerationBatchResult:
-        """Run a prefill, in place of upstream's `run_batch`.
+    def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Run a prefill, in place of upstream's `run_batch`."""
+        return self.read(self.begin(batch))
 
-        Args:
-            launch_next: Called when the prefill is launched, before its output is read.
-        """
+    def begin(self, batch: ScheduleBatch) -> LaunchedPrefill:
+        """Launch a prefill."""
         self._scheduler.forward_ct += 1
-        launched = self._launch(batch)
-        launch_next()
-        return self._read(batch, launched)
-
-    def _launch(self, batch: ScheduleBatch) -> _Launched:
         step, info = self._step, batch.reqs_info[0]
         reqs = info.reqs
         prompts = step.prompts(len(info.input_ids))
         penalised = self._fill(prompts, reqs, info)
-        self._top_logprobs.begin(batch, self._running.held)
-        asking = self._top_logprobs.asking
+        asking = self._top_logprobs.asking(batch, self._running.held)
         grammars: dict[int, Any] = {
             row: req.grammar for row, req in enumerate(reqs) if req.grammar and req.is_chunked <= 0
         }
         features = Features.of(
-            [request for _, request in asking],
+            [request for *_, request in asking],
             penalised=bool(penalised),
             masked=bool(grammars),
         )
         names = mask = tallies = None
         if features.named:
             names = np.zeros((step.sequences, MAX_NAMED_IDS), np.int32)
-            for row, request in asking:
+            for row, _, request in asking:
                 names[row, : len(request.named_ids)] = request.named_ids
         if features.masked:
             mask = open_mask(self._vocab_size, step.sequences)
@@ -100,9 +107,10 @@ class Prefill:
         sent = step.send(prompts, features, names, mask)
         output, _, experts = step.launch(len(prompts.ids), sent, tallies)
         output.ids.copy_to_host_async()
-        if self._experts is not None:
-            self._experts.computed(experts)
-        return _Launched(output, features)
+        seated = [
+            (row, req) for row, req in enumerate(reqs) if not req.grammar and req.is_chunked <= 0
+        ]
+        return LaunchedPrefill(batch, output, features, experts, seated)
 
     def _fill(self, prompts: HostPrompts, reqs: list[Req], info: Any) -> list[int]:
         """Put requests into the rows. Returns the rows with penalties."""
@@ -115,6 +123,9 @@ class Prefill:
             pages = self._slots[req.req_pool_idx, :length:size]
             prompts.pages[place : place + len(pages)] = pages if size == 1 else pages // size
             place += len(pages)
+            request = self._running.held.get(req.rid)
+            adapter = None if request is None else request.adapter
+            table.set_adapter(row, *self._step.adapter_row(adapter))
             if req.is_chunked > 0:
                 continue  # its next chunk follows
             table.origin[row] = FROM_TABLE
@@ -123,12 +134,16 @@ class Prefill:
                 penalised.append(row)
         return penalised
 
-    def _read(self, batch: ScheduleBatch, launched: _Launched) -> GenerationBatchResult:
-        output, features = launched
+    def read(self, launched: LaunchedPrefill) -> GenerationBatchResult:
+        """Wait for a prefill. Returns what upstream's `run_batch` would."""
+        batch, output, features = launched.batch, launched.output, launched.features
         self._device_wait.until_ready(output.ids)
         info = batch.reqs_info[0]
         ids, logprobs = np.asarray(output.ids)[:, : len(info.reqs)]
+        if self._experts is not None:
+            self._experts.computed(launched.experts)
         if features.top or features.named or features.kept:
+            self._top_logprobs.begin(batch, self._running.held)
             top = np.asarray(output.top) if features.top else None
             self._top_logprobs.computed(
                 (

@@ -46,7 +46,7 @@ class SteadyPrograms(NamedTuple):
     """The programs of an engine that runs no step of upstream's."""
 
     decode: StepProgram
-    prefill: PrefillStep | None
+    prefill: PrefillStep
 
 
 def steady_programs(
@@ -66,9 +66,7 @@ def steady_programs(
     if not (patches.optimising() and supported(scheduler)):
         return None
     decode = StepProgram(scheduler, most_steps, adapters, routing)
-    # The prefill's program does not know adapters yet: upstream's steps do.
-    prefill = PrefillStep(scheduler, decode, routing) if adapters is None else None
-    return SteadyPrograms(decode, prefill)
+    return SteadyPrograms(decode, PrefillStep(scheduler, decode, routing))
 
 
 @dataclass
@@ -101,6 +99,7 @@ class PrefillStep(PrefillProgram):
             vocab_size=self._runner.model_config.vocab_size if self.refusal is None else None,
         )
         self._no_names, self._no_mask = self._sender.defaults(self.sequences)
+        self.adapter_row = program.adapter_row
 
     @cached_property
     def _no_tallies(self) -> jax.Array:
@@ -181,6 +180,8 @@ class PrefillStep(PrefillProgram):
         pages = [piece.slots[:: self.page_size] // self.page_size for piece in pieces]
         prompts.prefixes[: len(pieces)] = [piece.prefix for piece in pieces]
         prompts.table.state[1, : len(pieces)] = [piece.prefix + len(piece.ids) for piece in pieces]
+        for row, piece in enumerate(pieces):
+            prompts.table.set_adapter(row, *self.adapter_row(piece.adapter))
         for whole, parts in (
             (prompts.pages, pages),
             (prompts.ids, [piece.ids for piece in pieces]),
@@ -221,7 +222,8 @@ def _build(
         head = None
         if wanted is not None and vocab_size is not None:
             head = partial(ScoreHead, numbers=wanted, vocab_size=vocab_size, batch=rows)
-        output, kv, experts = extend(leaves, kv, Prompts(lengths, prefixes, listed, ids), head)
+        prompts = Prompts(lengths, prefixes, listed, ids, batch.adapters)
+        output, kv, experts = extend(leaves, kv, prompts, head)
         output, scores = (output, None) if head is None else output
         logits = held_back(output, batch, tallies, lengths)
 

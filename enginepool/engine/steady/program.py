@@ -41,8 +41,7 @@ from enginepool.engine.steady.device_batch import (
 )
 from enginepool.engine.steady.penalties import build_tally, chunks, entries
 from enginepool.engine.steady.sender import BatchSender, no_names
-from enginepool.lora.adapter import Adapter
-from enginepool.lora.layers import NO_SLOT
+from enginepool.lora.adapter import NO_SLOT, Adapter
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.scheduler import Scheduler
@@ -86,6 +85,7 @@ class StepProgram:
         self._place = self.sender.place
         # Sent once. A Python number would be sent with every launch.
         self._counts = [self._place(np.int32(steps)) for steps in range(most_steps + 1)]
+        self._no_samples = self._place(np.zeros((2, manager.max_padded_batch_size), np.int32))
         mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
         about = mesh, vocab_size, self._pages
         self._begin = programs.common(["begin", *about], lambda: build_begin(*about))
@@ -113,40 +113,37 @@ class StepProgram:
         for rows in self.buckets:
             state, batch = self._empty(rows)
             state, _ = self.step(state, batch, 1)
-            state = self.set_rows(state, batch.numbers)
+            state = self.set_rows(state, batch.numbers, None)
             state, sampled = self.step(state, batch, 1)
             sampled.ids.block_until_ready()
 
     def empty(self, rows: int) -> SentBatch:
         """Send a batch without requests."""
         pages = np.zeros((rows, self._pages), np.int32)
-        return self.sender.batch(
-            RowTable(rows), pages, no_names(rows), Features(), self.adapters_of([], rows)
-        )
+        return self.sender.batch(RowTable(rows), pages, no_names(rows), Features())
 
     def _empty(self, rows: int) -> tuple[DecodeState, SentBatch]:
         batch = self.empty(rows)
         return self.tally(self.begin(batch.numbers), [], entries([], [])), batch
 
-    def adapters_of(
-        self, adapters: Sequence[Adapter | None], size: int
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """The slots and the scales of this many rows. None if the engine has no adapters."""
-        if self._adapters is None:
-            return None
-        slots, scales = np.full(size, NO_SLOT, np.int32), np.zeros(size, np.float32)
-        for row, adapter in enumerate(adapters):
-            slots[row], scales[row] = self._adapters.row(adapter)
-        return slots, scales
+    def adapter_row(self, adapter: Adapter | None) -> tuple[int, float]:
+        """The slot and the scale of a row with this adapter."""
+        return (NO_SLOT, 0.0) if self._adapters is None else self._adapters.row(adapter)
 
     def begin(self, numbers: jax.Array) -> DecodeState:
         """The state of a new batch, which was sent. All tallies are zero."""
         return DecodeState(*self._begin(numbers))
 
-    def set_rows(self, state: DecodeState, numbers: jax.Array) -> DecodeState:
+    def set_rows(
+        self, state: DecodeState, numbers: jax.Array, samples: jax.Array | None
+    ) -> DecodeState:
         """Replace the rows that have an origin in this batch, which was sent. It takes the old
-        state's buffers over."""
-        return state._replace(rows=self._set_rows(state.rows, numbers))
+        state's buffers over.
+
+        Args:
+            samples: The `StepOutput.ids` of the prefill that rows come from, if any does.
+        """
+        return self._set_rows(state, numbers, self._no_samples if samples is None else samples)
 
     def tally(self, state: DecodeState, rows: Sequence[int], found: np.ndarray) -> DecodeState:
         """Replace the tallies of these rows. It takes the old state's buffers over.

@@ -47,7 +47,6 @@ class BatchSender:
         block_table: np.ndarray,
         names: np.ndarray,
         features: Features,
-        adapters: tuple[np.ndarray, np.ndarray] | None,
     ) -> SentBatch:
         """Send a batch that allows all ids. The arrays may be changed afterwards."""
         rows = len(names)
@@ -55,7 +54,6 @@ class BatchSender:
             self.place(pack(features, table, block_table)),
             self.place(names.copy()) if features.named else self._no_names[rows],
             self._no_mask[rows],
-            None if adapters is None else (self.place(adapters[0]), self.place(adapters[1])),
         )
 
     def defaults(self, rows: int) -> tuple[jax.Array, jax.Array]:

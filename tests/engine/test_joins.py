@@ -1,0 +1,137 @@
+"""When a request joins decode that is on its way: what waits for what."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from enginepool import EnginePool
+from tests.support import faults
+from tests.support.liveness import SECONDS, at_rest, callers, until, waiting
+from tests.support.marks import steady_decode
+from tests.support.pools import same
+from tests.support.steady import GREEDY, LONG, PROMPTS
+
+pytestmark = steady_decode
+
+# What a request that comes late asks for. It is not in the others' batches.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "sampled": ({"temperature": 1.0, "sampling_seed": 5}, {}),
+    "penalties": ({"frequency_penalty": 0.9, "presence_penalty": -0.4}, {}),
+    "not before": ({"min_new_tokens": 4, "ignore_eos": False}, {}),
+    "strings": ({"stop": ["no such text"]}, {}),
+    "many stop ids": ({"stop_token_ids": [*range(200, 220)]}, {}),
+    "most probable": ({}, {"top_logprobs_num": 5}),
+    "named ids": ({}, {"token_ids_logprob": [97, 5]}),
+    "grammar": ({"regex": "[a-z]{30}", "ignore_eos": False}, {}),
+}
+_LAUNCHES = 6  # before the late request comes
+
+
+class Order:
+    """What the first engine does, in order, while it has a late request.
+
+    The launch after the first few waits until `go_on` is set.
+
+    Attributes:
+        launched: The steps of every launch of decode.
+        tokens: For every launch that the host has read: how many tokens the late request had then.
+        prefills: For every prefill: how many launches were before it.
+        first: How many launches the host had read when the late request got its first token.
+    """
+
+    def __init__(self, pool: EnginePool, late: list[int], patch: pytest.MonkeyPatch) -> None:
+        self.launched: list[int] = []
+        self.tokens: list[int] = []
+        self.prefills: list[int] = []
+        self.first = -1
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        scheduler = faults.scheduler_of(pool, 0)
+        running, steady, prefill = scheduler.running, scheduler.steady, scheduler.prefill_program
+        step, append, launch = steady.program.step, steady.append, prefill.launch
+        sampled_first = running.sampled_first
+
+        def stepping(state: Any, batch: Any, steps: int) -> Any:
+            if len(self.launched) == _LAUNCHES:
+                self.reached.set()
+                assert self.go_on.wait(SECONDS)
+            self.launched.append(steps)
+            return step(state, batch, steps)
+
+        def appending(*args: Any) -> Any:
+            ended = append(*args)
+            found = [one.req for one in running.held.values() if one.input_ids == late]
+            self.tokens.append(len(found[0].output_ids) if found else 0)
+            return ended
+
+        def launching(*args: Any, **kwargs: Any) -> Any:
+            self.prefills.append(len(self.launched))
+            return launch(*args, **kwargs)
+
+        def noting(request: Any, req: Any) -> None:
+            if request.input_ids == late:
+                self.first = len(self.tokens)
+            sampled_first(request, req)
+
+        patch.setattr(steady.program, "step", stepping)
+        patch.setattr(steady, "append", appending)
+        patch.setattr(prefill, "launch", launching)
+        patch.setattr(running, "sampled_first", noting)
+
+
+def generate(pool: EnginePool, prompts: list[list[int]], params: Any, **options: Any) -> list[Any]:
+    engine: Any = pool.engines[0]
+    return engine.generate(
+        input_ids=prompts, sampling_params=params, return_logprob=True, **options
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_token_waits_for_the_prefill_alone(
+    steady_pool: EnginePool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there before any decode that was launched behind the prefill has been read. The host is
+    not asked for it: the request takes part in the launch right behind its prefill, but for one
+    with a grammar."""
+    late, (more, options) = PROMPTS[3], KINDS[kind]
+    params = GREEDY | {"max_new_tokens": 30} | more
+    expected = generate(steady_pool, [late], [params], **options)
+    others = generate(steady_pool, PROMPTS[:2], LONG)
+    steady_pool.flush_cache()
+    order = Order(steady_pool, late, monkeypatch)
+    with callers() as executor:
+        first = executor.submit(generate, steady_pool, PROMPTS[:2], LONG)
+        assert order.reached.wait(SECONDS)
+        call = executor.submit(generate, steady_pool, [late], [params], **options)
+        until(lambda: waiting(steady_pool) == 1)
+        order.go_on.set()
+        same(first.result(SECONDS), others)
+        same(call.result(SECONDS), expected)
+    behind = order.prefills[-1]
+    assert behind > _LAUNCHES
+    assert 0 <= order.first <= behind
+    decoded = 0 if kind == "grammar" else order.launched[behind]
+    assert order.tokens[behind] == 1 + decoded
+
+
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_equal_prompts_that_come_together(steady_pool: EnginePool, length: int) -> None:
+    """Their KV pages are the same in the end, while steps with those of each are on their way. Some
+    requests end with their first token, some with another."""
+    params = [GREEDY | {"max_new_tokens": tokens} for tokens in (length, 7)]
+    prompts = [[5, 6, 7, 8, 9]] * 2
+    expected = [generate(steady_pool, prompts[:1], [one])[0] for one in params]
+    others = generate(steady_pool, PROMPTS[:2], LONG)
+    steady_pool.flush_cache()
+    with pytest.MonkeyPatch.context() as patch, callers() as executor:
+        order = Order(steady_pool, prompts[0], patch)
+        first = executor.submit(generate, steady_pool, PROMPTS[:2], LONG)
+        assert order.reached.wait(SECONDS)
+        call = executor.submit(generate, steady_pool, prompts, params)
+        until(lambda: waiting(steady_pool) == 2)
+        order.go_on.set()
+        same(first.result(SECONDS), others)
+        same(call.result(SECONDS), expected)
+    steady_pool.flush_cache()
+    assert at_rest(steady_pool)
