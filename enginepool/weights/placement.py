@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -101,6 +102,8 @@ def _moved(
             parts += [_part(array, source) for _, source in way]
             kind = sharding.memory_kind
             places += [sharding] if len(way) == 1 else [on(device, kind) for device, _ in way]
+    if not parts:  # let engines have the GIL, as moving does
+        time.sleep(0)
     there = jax.device_put(parts, places)
     for index, span in shards.items():
         made = there[span]
