@@ -93,11 +93,9 @@ class SwapPrograms:
             yield from compile_fingerprint(worker.leaves.specs)
 
     def _conversion(self, workers: Sequence[EngineWorker]) -> Iterator[None]:
-        scheduler = workers[0].scheduler
-        mapping, leaves = scheduler.hugging_face, workers[0].leaves
+        mapping, leaves = workers[0].scheduler.hugging_face, workers[0].leaves
         yield
-        # Upstream has replaced a hub id by the directory.
-        there = _tensors(Path(scheduler.tp_worker.worker.model_runner.model_config.model_path))
+        there = _tensors(mapping.directory)
         specs: dict[str, Any] = {
             name: there[name]
             if name in there

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,6 +61,7 @@ class HuggingFaceMapping:
     Attributes:
         names: For each leaf path, the names of the tensors that it is made of.
         paths: For each tensor name, the leaf path.
+        directory: The checkpoint. Upstream has replaced a hub id by it.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class HuggingFaceMapping:
             load_weights: The method of the model's own class, while that class is replaced.
         """
         expect(WeightLoader, *_OVERRIDDEN, remedy=_REMEDY)
+        self.directory = Path(model_config.model_path)
         self._specs = specs
         self._loader, mapping = _capture(
             model, model_config, load_weights or type(model).load_weights
@@ -83,8 +86,7 @@ class HuggingFaceMapping:
         for key, entry in mapping.items():
             path, names = _targets(key, entry)
             if path in specs:  # upstream also maps biases that a model does not have
-                self._entries[path] = (key, entry)
-                self.names[path] = names
+                self._entries[path], self.names[path] = (key, entry), names
         self.paths = {name: path for path, names in self.names.items() for name in names}
         self._kinds: dict[str, Any] = {}
         self._shapes: dict[Any, tuple[int, ...] | None] = {}
@@ -146,8 +148,7 @@ class HuggingFaceMapping:
     def kind(self, path: str) -> Any:
         """A key for the leaf's conversion. It is equal for layers that are converted alike."""
         if path not in self._kinds:
-            entry = self._entries[path][1]
-            fields = {k: v for k, v in vars(entry).items() if k != "target_path"}
+            fields = {k: v for k, v in vars(self._entries[path][1]).items() if k != "target_path"}
             name = tuple(path.split(".")[-2:])  # upstream looks at names too
             self._kinds[path] = str(fields), self._specs[path].shape, len(self.names[path]), name
         return self._kinds[path]
@@ -173,8 +174,7 @@ class HuggingFaceMapping:
             return traced(make, specs)
 
     def _find_shape(self, path: str, spec: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
-        stacked = len(self.names[path]) > 1
-        shape = spec.shape[1:] if stacked else spec.shape
+        shape = spec.shape[1:] if len(self.names[path]) > 1 else spec.shape
         for guess in (shape[:-2] + shape[-2:][::-1], shape):
             tensor = jax.ShapeDtypeStruct(guess, spec.dtype)
             try:
