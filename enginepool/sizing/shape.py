@@ -7,12 +7,13 @@ it with those classes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from enginepool.errors import InvalidConfig
 from enginepool.model_config import FAMILIES
 from enginepool.model_config.config_json import load
+from enginepool.sizing.quantized import itemsizes
 from enginepool.values import is_int, shown
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -63,6 +64,8 @@ class Shape:
         mlp_width: The MLP width that one token passes through: that of all its experts together.
         experts, experts_per_token: 0 for a dense model.
         sliding_layers, window: The number of layers that see only the last `window` tokens.
+        linear_itemsize, expert_itemsize: Bytes of an element of matrices that are quantized; None
+            if they are not. Each output then has a scale in float32.
     """
 
     family: str
@@ -85,6 +88,8 @@ class Shape:
     dense_layers: int
     expert_width: int
     dense_width: int
+    linear_itemsize: int | None = None
+    expert_itemsize: int | None = None
 
     def tensors(self, tp_size: int = 1) -> list[Tensor]:
         """Every parameter. If an engine has more chips than the model has KV heads, each chip holds
@@ -94,13 +99,14 @@ class Shape:
         q = self.heads * self.head_dim
         kv = self.kv_heads_on_chip(tp_size) * tp_size * self.head_dim
         norm = 4 if self.family == "gemma2" else item  # upstream keeps Gemma's norms in float32
+        linear, experts = self.linear_itemsize or item, self.expert_itemsize or item
         found = [
             Tensor(
                 "embedding", self.vocab * hidden, 1, item, role="whole" if self.tied else "rows"
             ),
-            Tensor("q", hidden * q, layers, item),
-            Tensor("k, v", hidden * kv, 2 * layers, item),
-            Tensor("o", q * hidden, layers, item),
+            Tensor("q", hidden * q, layers, linear),
+            Tensor("k, v", hidden * kv, 2 * layers, linear),
+            Tensor("o", q * hidden, layers, linear),
             Tensor("norms", hidden, self._norms * layers + 1, norm, cut=False),
         ]
         if not self.tied:
@@ -113,12 +119,31 @@ class Shape:
             found.append(Tensor("q, k norms", self.head_dim, 2 * layers, item, cut=False))
         if self.dense_layers:
             size, count = hidden * self.dense_width, _GATED_MLP * self.dense_layers
-            found.append(Tensor("mlp", size, count, item))
+            found.append(Tensor("mlp", size, count, linear))
         if self.experts:
             size, sparse = self.experts * hidden * self.expert_width, layers - self.dense_layers
-            found.append(Tensor("experts", size, _GATED_MLP * sparse, item, role="expert"))
+            found.append(Tensor("experts", size, _GATED_MLP * sparse, experts, role="expert"))
             # upstream keeps the gate in float32
             found.append(Tensor("expert gate", hidden * self.experts, sparse, 4, cut=False))
+        return found + self._scales(q, kv)
+
+    def _scales(self, q: int, kv: int) -> list[Tensor]:
+        """One for each output of a quantized matrix. They are cut where the outputs are."""
+        found, layers, dense = [], self.layers, self.dense_layers
+        if self.linear_itemsize is not None:
+            found += [
+                Tensor("q scales", q, layers, 4),
+                Tensor("k, v scales", kv, 2 * layers, 4),
+                Tensor("o, down scales", self.hidden, layers + dense, 4, cut=False),
+                Tensor("gate, up scales", self.dense_width, 2 * dense, 4),
+            ]
+        if self.expert_itemsize is not None and self.experts:
+            wide, narrow = self.experts * self.expert_width, self.experts * self.hidden
+            sparse = layers - dense
+            found += [
+                Tensor("gate, up scales of experts", wide, 2 * sparse, 4, role="expert"),
+                Tensor("down scales of experts", narrow, sparse, 4, cut=False, role="expert"),
+            ]
         return found
 
     def adapter_bytes(self, rank: int, targets: Collection[str], tp_size: int = 1) -> int:
@@ -145,7 +170,10 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        return sum(tensor.size * tensor.count for tensor in self.tensors())
+        """Without scales."""
+        scales = {each.name for each in self._scales(0, 0)}
+        found = [each for each in self.tensors() if each.name not in scales]
+        return sum(tensor.size * tensor.count for tensor in found)
 
     def weight_bytes(self, tp_size: int = 1) -> int:
         """The bytes of all weights on one chip."""
@@ -191,14 +219,17 @@ def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shap
         config.num_hidden_layers = min(args["model_layer_nums"], config.num_hidden_layers)
     for where, value in (
         ("quantization", args.get("quantization")),
-        ("quantization_config_path", args.get("quantization_config_path")),
         ("quantization_config", getattr(config, "quantization_config", None)),
     ):
         if value:
             raise InvalidConfig(
-                f"{model}: {where}={shown(value)}: quantized weights are not counted"
+                f"{model}: {where}={shown(value)}: a quantized checkpoint is not counted"
             )
-    return shape_of(config, args.get("dtype") or "auto", model)
+    shape = shape_of(config, args.get("dtype") or "auto", model)
+    if (path := args.get("quantization_config_path")) is None:
+        return shape
+    linear, experts = itemsizes(path, shape.layers)
+    return replace(shape, linear_itemsize=linear, expert_itemsize=experts)
 
 
 def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape:

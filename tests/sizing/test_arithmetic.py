@@ -20,6 +20,7 @@ from enginepool.sizing.kv_size import default_fraction
 from enginepool.sizing.memory import Memory, running_requests_cap
 from enginepool.sizing.settings import Settings
 from enginepool.sizing.shape import FAMILIES, read_shape, shape_of
+from tests.support.families import QWEN3_MOE
 from tests.support.pools import SMALL
 from tests.support.published import CONFIGS, PARAMETERS
 from tests.support.reference import make_random_model, random_config
@@ -58,13 +59,22 @@ def test_published_models(name: str) -> None:
     assert shape.weight_bytes() == sum(on_chip(*leaf, 1) for leaf in leaves.items())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_weights_and_kv_are_those_of_an_engine(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"quantization_config_path": "int8.yaml"}),
+        ("qwen3_moe", {"moe_backend": "epmoe"}),
+        ("qwen3_moe", {"moe_backend": "epmoe", "quantization_config_path": "int8_w8a8.yaml"}),
+    ],
+)
+def test_weights_and_kv_are_those_of_an_engine(
+    family: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one of the two devices of a real engine, byte by byte."""
+    monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 256)
     model = make_random_model(tmp_path, family, num_layers=2, num_heads=4, tied=False)
-    options = (
-        SMALL | {"dtype": "bfloat16"} | ({"moe_backend": "epmoe"} if family == "qwen3_moe" else {})
-    )
+    options = SMALL | {"dtype": "bfloat16"} | more
     with EnginePool(str(model), devices=1, tp_size=2, warmup="none", **options) as pool:
         scheduler = pool.engines[0].scheduler_info["scheduler"]
         runner = scheduler.tp_worker.worker.model_runner
@@ -173,8 +183,12 @@ def test_reading_a_configuration(tmp_path: Path) -> None:
     assert read_shape(str(tmp_path), override).context == 8192
     with pytest.raises(InvalidConfig, match="the configuration cannot be read"):
         read_shape(str(tmp_path / "nothing"))
-    with pytest.raises(InvalidConfig, match="quantized weights"):
+    with pytest.raises(InvalidConfig, match="a quantized checkpoint"):
         read_shape(str(tmp_path), {"quantization": "fp8"})
+    with pytest.raises(InvalidConfig, match=r"path='nothing\.yaml'.*not found"):
+        read_shape(str(tmp_path), {"quantization_config_path": "nothing.yaml"})
+    with pytest.raises(InvalidConfig, match="without blocks"):
+        read_shape(str(tmp_path), {"quantization_config_path": "int8_block_128_dynamic.yaml"})
     with pytest.raises(InvalidConfig, match="dtype='int4': expected one of float32"):
         read_shape(str(tmp_path), {"dtype": "int4"})
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')

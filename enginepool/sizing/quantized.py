@@ -1,0 +1,58 @@
+"""What of a model `quantization_config_path` quantizes, for its sizes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from enginepool.errors import InvalidConfig
+from enginepool.values import shown
+
+_LINEAR = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+def itemsizes(path: str, layers: int) -> tuple[int | None, int | None]:
+    """The bytes of an element of linear layers, and of experts; None if they are not quantized.
+
+    Raises:
+        InvalidConfig: There is no such file, or its rules are of a kind that is not counted.
+    """
+    from sgl_jax.srt.configs.quantization_config import QuantizationConfig
+
+    try:
+        found: Any = QuantizationConfig.from_path(path)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"quantization_config_path={shown(path)}: {error}") from error
+    rules = found.get_linear_rules()
+    if found.is_static_checkpoint or found.ignored_layers or found.weight_block_size:
+        raise _not_counted(path)
+    modules = [
+        f"model/layers[{layer}]/{part}/{name}"
+        for layer in range(layers)
+        for part, names in _LINEAR.items()
+        for name in names
+    ]
+    first = [next((r for r in rules if re.match(r["module_path"], m)), None) for m in modules]
+    sizes = {rule and _itemsize(rule["weight_dtype"]) for rule in first}
+    if len(sizes) != 1:
+        raise _not_counted(path)
+    experts = found.get_moe_weight_dtype()
+    return sizes.pop(), None if experts is None else np.dtype(experts).itemsize
+
+
+def _itemsize(dtype: str) -> int:
+    from sgl_jax.srt.configs.quantization_config import DTYPE_MAP
+
+    return np.dtype(DTYPE_MAP[dtype]).itemsize
+
+
+def _not_counted(path: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"quantization_config_path={shown(path)}: counted are rules that quantize all linear "
+        "layers alike, without blocks"
+    )
