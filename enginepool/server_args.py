@@ -78,6 +78,8 @@ _VLLM_NAMES = {
 # The linear layers that adapters can change, as upstream has them.
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LORA = ("max_lora_rank", "lora_target_modules")
+# Upstream lists fp8 as well, and fails while it makes an engine.
+_KV_DTYPES = ("auto", "bf16")
 
 
 def check_lora(args: Mapping[str, Any]) -> None:
@@ -98,6 +100,11 @@ def check_lora(args: Mapping[str, Any]) -> None:
     for name in ("max_lora_rank", "max_loras_per_batch", "max_loaded_loras"):
         if name in given and not (is_int(given[name]) and given[name] > 0):
             raise InvalidConfig(f"{name}={shown(given[name])}: expected a count, 1 or more")
+    if (path := args.get("quantization_config_path")) is not None:
+        raise InvalidConfig(
+            f"quantization_config_path={shown(path)} beside enable_lora=True: upstream adapts no "
+            "quantized layer; leave one of them out"
+        )
     targets = given["lora_target_modules"]
     known = (*_TARGETS, "all")
     if not isinstance(targets, list | tuple | set) or not targets or set(targets) - set(known):
@@ -140,6 +147,11 @@ def check_server_args(server_args: Mapping[str, Any], own: Sequence[str]) -> Non
         reason = REFUSED.get(name) or next(
             (why for prefix, why in REFUSED_PREFIXES.items() if name.startswith(prefix)), None
         )
+        if name == "kv_cache_dtype" and value not in _KV_DTYPES:
+            raise InvalidConfig(
+                f"{name}={shown(value)}: upstream has no such KV cache; expected one of "
+                f"{', '.join(_KV_DTYPES)}"
+            )
         if name == "disable_overlap_schedule":
             if value is not True:
                 raise InvalidConfig(

@@ -208,11 +208,13 @@ def _build_scheduler(
     from enginepool.weights.loader import loader_for
 
     load_format = args.load_format
-    if load_format != "dummy":
+    dummy = load_format == "dummy"
+    # Upstream's dummy loader makes a whole set in the model's dtype, before it quantizes.
+    if not dummy or args.quantization_config_path:
         check = functools.partial(check_made, args)
         reading = functools.partial(start.stage, "read_weights")
         loader: Any = (
-            loader_for(mesh, source, check, reading) or load_format
+            loader_for(mesh, source, check, reading, dummy=dummy) or load_format
         )  # upstream takes a class, too
         args.load_format = loader
     scheduler = PinnedScheduler.__new__(PinnedScheduler)

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from enginepool.engine.quantized_check import check_quantized
 from enginepool.engine.rotary_check import check_rotary
 from enginepool.model_config.config_json import fields, parsed, written
 from enginepool.model_config.unsupported import check_reads, refuse_unread
@@ -102,7 +101,6 @@ def check_model(runner: ModelRunner, server_args: ServerArgs, reads: Collection[
     Raises:
         InvalidConfig: It does not; the error names the field.
     """
-    check_quantized(runner, server_args)
     config = _fields(server_args)
     check_rotary(runner.model, vars(parsed(config)))
     check_reads(config, reads, caps=_caps(runner))

@@ -281,7 +281,9 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
     def hugging_face(self) -> HuggingFaceMapping:
         """Which Hugging Face tensors make this engine's leaves. Any thread."""
         runner = self.tp_worker.worker.model_runner
-        return HuggingFaceMapping(runner.model, runner.model_config, self.leaves.specs)
+        quantization = self.leaves.quantization
+        config = runner.model_config if quantization is None else quantization.model_config
+        return HuggingFaceMapping(runner.model, config, self.leaves.source_specs)
 
     def warm_top_logprobs(self, warming: bool) -> None:
         self._top_logprobs.warm(warming)

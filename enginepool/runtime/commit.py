@@ -67,7 +67,7 @@ def stream(
     touched: list[str] = []
     try:
         for batch in plan.batches(by_leaf=True):
-            touched += [piece.path for piece in batch]
+            touched += [leaf for piece in batch for leaf in piece.leaves]
             counts[lead.index].shared |= _replace(lead, plan, batch, copy)
             del batch
     except BaseException as error:
@@ -97,7 +97,7 @@ def _replace(worker: EngineWorker, plan: Plan, batch: Sequence[Piece], copy: boo
         The paths whose arrays are the source's own buffers.
     """
     leaves = worker.leaves
-    _run(worker, {piece.path: leaves.specs[piece.path] for piece in batch}, ())
+    _run(worker, {leaf: leaves.specs[leaf] for piece in batch for leaf in piece.leaves}, ())
     ((_, arrays, shared),) = put(plan, batch, [worker], copy)
     wait([worker], [arrays])
     _run(worker, arrays, shared)

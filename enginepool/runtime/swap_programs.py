@@ -84,7 +84,7 @@ class SwapPrograms:
     def _compiled(self, workers: Sequence[EngineWorker]) -> Iterator[None]:
         """Compiles a program, or a few, at every step."""
         leaves = workers[0].leaves
-        if leaves.quantized:
+        if leaves.quantized and leaves.quantization is None:
             return  # which no swap changes
         # Over several devices upstream's conversion runs step by step, as no program of ours.
         if len(leaves.devices) == 1:
@@ -99,7 +99,7 @@ class SwapPrograms:
         specs: dict[str, Any] = {
             name: there[name]
             if name in there
-            else jax.ShapeDtypeStruct(mapping.source_shape(path), leaves.specs[path].dtype)
+            else jax.ShapeDtypeStruct(mapping.source_shape(path), leaves.source_specs[path].dtype)
             for name, path in mapping.paths.items()
         }
         source = Source(False, specs, specs.__getitem__)

@@ -101,7 +101,7 @@ class Update:
         with self._timed("stage"):
             source = read_source(
                 self.source,
-                scheduler.leaves.specs,
+                scheduler.leaves.source_specs,
                 download_dir=args.download_dir,
                 revision=args.revision,
             )

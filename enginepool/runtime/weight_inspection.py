@@ -39,12 +39,12 @@ def noise(runtime: Runtime, seed: int, scale: float, num_leaves: int) -> dict[st
     leaves = next(iter(_weights(runtime).values()))
     key = jax.random.key(seed)
     changed = {}
-    for index, path in enumerate(list(leaves)[:num_leaves]):
-        leaf = leaves[path]
+    for index, path in enumerate(list(leaves.source_specs)[:num_leaves]):
+        spec = leaves.source_specs[path]
         # On the host, so that the result is the same for every device and sharding.
-        drawn = np.asarray(jax.random.normal(jax.random.fold_in(key, index), leaf.shape))
-        host = np.asarray(leaf)
-        changed[path] = (host.astype(np.float32) + drawn * scale).astype(leaf.dtype)
+        drawn = np.asarray(jax.random.normal(jax.random.fold_in(key, index), spec.shape))
+        host = leaves.on_host(path)
+        changed[path] = (host.astype(np.float32) + drawn * scale).astype(spec.dtype)
     return changed
 
 
@@ -53,9 +53,9 @@ def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
     index, leaves = next(iter(_weights(runtime).items()))
     mapping = runtime.workers[index].scheduler.hugging_face
     path = mapping.paths.get(name, name)
-    if path not in leaves.specs:
+    if path not in leaves.specs and path not in leaves.source_specs:
         raise InvalidRequest(f"{name}: neither a Hugging Face name nor a leaf of this model")
-    array = np.asarray(leaves[path])
+    array = leaves.on_host(path)
     if path in mapping.names and name in mapping.paths:
         if len(group := mapping.names[path]) > 1:  # stacked experts
             array = array[group.index(name)]

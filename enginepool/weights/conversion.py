@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from enginepool.weights.converters import Converter, cast, convert
 from enginepool.weights.placement import gathered, gathering_devices, on, place, place_all
 from enginepool.weights.sources import Specs
 
+if TYPE_CHECKING:
+    from enginepool.weights.quantized import Quantizer
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -26,11 +29,18 @@ class Piece:
         array: The whole leaf if the source has it in the model's layout, so that any engine may
             take its own shard of it; None if the tensors must be converted first.
         tensors: The tensors by name, in the order that the model wants.
+        quantizer: What makes the model's leaves from this one; None if it is one of them.
     """
 
     path: str
     array: Array | None
     tensors: Mapping[str, Array]
+    quantizer: Quantizer | None = None
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The paths of the model's leaves that it makes."""
+        return (self.path,) if self.quantizer is None else self.quantizer.leaves
 
 
 def in_layout(
@@ -45,46 +55,63 @@ def in_layout(
         private: Whether nobody else has the source's NumPy arrays.
     """
     made: dict[str, Array] = {}
-    work: dict[Any, list[tuple[str, Converter, list[Array]]]] = {}
-    shardings: list[Any] = [specs[batch[0].path].sharding for specs in engines]
+    work: dict[Any, list[tuple[Piece, Converter, list[Array]]]] = {}
+    shardings: list[Any] = [specs[batch[0].leaves[0]].sharding for specs in engines]
     for piece in batch:
-        spec, tensors = engines[0][piece.path], list(piece.tensors.values())
+        tensors, quantizer = list(piece.tensors.values()), piece.quantizer
         devices = gathering_devices(tensors, shardings)
-        if devices is None and piece.array is not None:
+        if devices is None and piece.array is not None and quantizer is None:
             made[piece.path] = piece.array
             continue
         if piece.array is not None:
+            spec = engines[0][piece.path] if quantizer is None else quantizer
             converter: Any = cast(spec.dtype)
         else:
             converter = mapping.converter(piece.path, piece.tensors)
         if converter is None or (devices is None and len(shardings[0].device_set) > 1):
-            made[piece.path] = _converted_in_steps(piece, mapping, private)
-        else:
-            work.setdefault(devices, []).append((piece.path, converter, tensors))
+            made |= _in_steps(piece, engines[0], mapping, private)
+            continue
+        if quantizer is not None:
+            converter = quantizer.after(converter)
+        work.setdefault(devices, []).append((piece, converter, tensors))
     for devices, jobs in work.items():
-        paths, converters, groups = zip(*jobs, strict=True)
+        pieces, converters, groups = zip(*jobs, strict=True)
         if devices is not None:
-            leaves = gathered(converters, groups, devices)
+            results = gathered(converters, groups, devices)
         else:
-            leaves = _converted(converters, groups, [engines[0][path] for path in paths])
-        made |= zip(paths, leaves, strict=True)
+            there = [[engines[0][leaf].sharding for leaf in piece.leaves] for piece in pieces]
+            results = _converted(converters, groups, there)
+        for piece, result in zip(pieces, results, strict=True):
+            made |= zip(piece.leaves, result if piece.quantizer else (result,), strict=True)
     return made
 
 
 def _converted(
     converters: Sequence[Converter],
     groups: Sequence[Sequence[Array]],
-    specs: Sequence[jax.ShapeDtypeStruct],
-) -> list[jax.Array]:
-    shardings: list[Any] = [spec.sharding for spec in specs]
-    (device,) = shardings[0].device_set
+    shardings: Sequence[Sequence[Any]],
+) -> list[Any]:
+    (device,) = shardings[0][0].device_set
     flat = [tensor for group in groups for tensor in group]
     dtypes = [jax_dtype(tensor.dtype) for tensor in flat]
     # No copy is needed: the program makes new arrays, and ends before the caller can change its
     # own.
-    there = [on(device, shardings[0].memory_kind)] * len(flat)
+    there = [on(device, shardings[0][0].memory_kind)] * len(flat)
     placed = iter(place_all(flat, there, dtypes, private=True))
-    return convert(converters, [[next(placed) for _ in group] for group in groups], shardings)
+    made = [tuple(leaves) if len(leaves) > 1 else leaves[0] for leaves in shardings]
+    return convert(converters, [[next(placed) for _ in group] for group in groups], made)
+
+
+def _in_steps(piece: Piece, specs: Specs, mapping: Any, private: bool) -> dict[str, Array]:
+    quantizer = piece.quantizer
+    if quantizer is None:
+        return {piece.path: _converted_in_steps(piece, mapping, private)}
+    integers, scales = (specs[leaf].sharding for leaf in piece.leaves)
+    if piece.array is None:
+        matrix = _converted_in_steps(piece, mapping, private)
+    else:
+        matrix = place(piece.array, quantizer.around(integers), quantizer.dtype, private=True)
+    return dict(zip(piece.leaves, quantizer.quantized(matrix, scales), strict=True))
 
 
 def _converted_in_steps(piece: Piece, mapping: Any, private: bool) -> jax.Array:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Sharding
 
 from enginepool.weights.arrays import outside_meshes
 
@@ -33,9 +32,9 @@ class Converter:
     steps: str
     shape: Any
     does_nothing: bool
-    _make: Callable[..., jax.Array] = field(compare=False, repr=False)
+    _make: Callable[..., Any] = field(compare=False, repr=False)
 
-    def __call__(self, *tensors: jax.Array) -> jax.Array:
+    def __call__(self, *tensors: jax.Array) -> Any:
         return self._make(*tensors)
 
 
@@ -60,9 +59,10 @@ COPY = Converter("copy", None, False, jnp.copy)
 def convert(
     converters: Sequence[Converter],
     tensors: Sequence[Sequence[Any]],
-    shardings: Sequence[Sharding],
+    shardings: Sequence[Any],
 ) -> list[Any]:
-    """Make leaves from their tensors, in one program. All tensors lie on the same devices.
+    """Make leaves from their tensors, in one program. All tensors lie on the same devices. For a
+    converter that makes two leaves, `shardings` and the result have a tuple.
 
     For tensors that are `ShapeDtypeStruct` the program is only compiled. The leaves are
     `ShapeDtypeStruct` too.
@@ -75,17 +75,19 @@ def convert(
             return make(groups)
         lowered = make.lower(groups)
         lowered.compile()
-    return [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
-        for leaf, there in zip(lowered.out_info, shardings, strict=True)
-    ]
+    return jax.tree.map(
+        lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
+        lowered.out_info,
+        list(shardings),
+    )
 
 
 @functools.lru_cache(maxsize=_PROGRAMS)
-def program(converters: tuple[Converter, ...], shardings: tuple[Sharding, ...]) -> Any:
-    """The program that makes one leaf, in its sharding, from each list of tensors."""
+def program(converters: tuple[Converter, ...], shardings: tuple[Any, ...]) -> Any:
+    """The program that makes one leaf, in its sharding, from each list of tensors. See `convert`
+    for two leaves."""
 
-    def convert_leaves(tensors: list[list[jax.Array]]) -> list[jax.Array]:
+    def convert_leaves(tensors: list[list[jax.Array]]) -> list[Any]:
         return [make(*group) for make, group in zip(converters, tensors, strict=True)]
 
     return jax.jit(convert_leaves, out_shardings=list(shardings))

@@ -13,14 +13,18 @@ its Variables are not the same arrays.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from enginepool.errors import EnginePoolError
 from enginepool.process.upstream import expect
 from enginepool.weights.arrays import lost
+
+if TYPE_CHECKING:
+    from enginepool.weights.quantized import Quantization
 
 
 class EngineLeaves(Mapping[str, jax.Array]):
@@ -31,6 +35,8 @@ class EngineLeaves(Mapping[str, jax.Array]):
 
     Attributes:
         adapter_specs: The specs of the leaves that hold adapters, by path.
+        source_specs: What a source of new weights has: the leaves of this model, as if it were not
+            quantized.
         devices: The leaves' devices, in the order of the engine's mesh.
         shared: Leaves that somebody else holds too, and may delete or donate.
     """
@@ -65,6 +71,11 @@ class EngineLeaves(Mapping[str, jax.Array]):
         }
         self.specs = {path: spec for path, spec in specs.items() if not _of_adapters(path)}
         self.adapter_specs = {path: spec for path, spec in specs.items() if _of_adapters(path)}
+        # Upstream's own loaders have no such attribute.
+        loader = getattr(model_runner, "model_loader", None)
+        self.quantization: Quantization | None = getattr(loader, "quantization", None)
+        known = self.quantization
+        self.source_specs = self.specs if known is None else known.specs(self.specs)
 
     def __getitem__(self, path: str) -> jax.Array:
         if self._runner is None:
@@ -80,6 +91,14 @@ class EngineLeaves(Mapping[str, jax.Array]):
     @property
     def nbytes(self) -> int:
         return sum(spec.size * spec.dtype.itemsize for spec in self.specs.values())
+
+    def on_host(self, path: str) -> np.ndarray:
+        """A leaf, by its path here or in `source_specs`. Of a quantized matrix, the matrix that its
+        integers and scales stand for."""
+        quantizers = {} if self.quantization is None else self.quantization.of
+        if path in quantizers:
+            return quantizers[path].matrix(self)
+        return np.asarray(self[path])
 
     def count(self) -> int:
         """The number of leaves that programs get, with a quantized model's placeholders."""

@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -35,7 +36,8 @@ from enginepool.logs import logger
 from enginepool.process.upstream import expect_parameters
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import place
-from enginepool.weights.reading import read
+from enginepool.weights.quantized import Quantization, mark_quantized, quantize_model
+from enginepool.weights.reading import mapped, read
 
 
 class _Loading(NamedTuple):
@@ -46,12 +48,16 @@ class _Loading(NamedTuple):
         mesh: The mesh of the engine that loads.
         check: Called before weights are read, if the model loads through upstream's WeightLoader.
         reading: Entered while the weights are read or copied.
+        dummy: Whether the model gets placeholders instead of weights.
+        quantized: Takes what becomes of the model's matrices.
     """
 
     source: EngineLeaves | None
     mesh: Mesh
     check: Callable[[], None]
     reading: Callable[[], AbstractContextManager[object]]
+    dummy: bool
+    quantized: list[Quantization]
 
 
 _loading: ContextVar[_Loading] = ContextVar("loading")
@@ -62,17 +68,20 @@ def loader_for(
     source: EngineLeaves | None = None,
     check: Callable[[], None] = lambda: None,
     reading: Callable[[], AbstractContextManager[object]] = nullcontext,
+    *,
+    dummy: bool = False,
 ) -> type[JAXModelLoader] | None:
     """A loader class for an engine on this mesh, for upstream's `load_format`. None if this
     upstream makes its models in another way.
 
     With `source`, the leaves are copies of that engine's, sharded over this mesh in the same way.
-    A quantized model reads the checkpoint itself, and so does one that derives weights while it
-    loads, because its first leaves are not those of the source.
+    A model that upstream quantizes reads the checkpoint itself, and so does one that derives
+    weights while it loads, because its first leaves are not those of the source.
 
     Args:
         check: Raises if the model may not be loaded.
         reading: Entered while the weights are read or copied.
+        dummy: Whether the model gets placeholders instead of weights.
     """
     if not _makes_models():
         less = "weights_not_checked" if source is None else "weights_not_copied"
@@ -80,6 +89,8 @@ def loader_for(
         return None
 
     class Loader(JAXModelLoader):
+        quantization: Quantization | None = None
+
         def __init__(self, load_config: Any) -> None:
             super().__init__(load_config, mesh)
 
@@ -87,11 +98,15 @@ def loader_for(
             return _of_ours(super()._initialize_model(model_config))
 
         def load_model(self, model_config: Any) -> Any:
-            token = _loading.set(_Loading(source, mesh, check, reading))
+            made: list[Quantization] = []
+            token = _loading.set(_Loading(source, mesh, check, reading, dummy, made))
             try:
                 model = super().load_model(model_config)
             finally:
                 _loading.reset(token)
+            if made:
+                (self.quantization,) = made
+                mark_quantized(model_config)
             # The model gets its own class back. By a plain assignment, nnx would store `__class__`
             # as an attribute, and the model would differ from the one that it copies.
             own = getattr(type(model), "replaced_class", type(model))
@@ -103,7 +118,7 @@ def loader_for(
         def _warmup_safetensors_cache(model_config: Any) -> None:
             """Do nothing. Upstream would read the files once more here, to cache them."""
 
-    return Loader if source is None else SiblingLoader
+    return Loader if source is None and not dummy else SiblingLoader
 
 
 def _makes_models() -> bool:
@@ -122,12 +137,34 @@ def _of_ours(model_class: Any) -> Any:
         replaced_class = model_class
 
         def load_weights(self, model_config: Any) -> None:
-            source, mesh, check, reading = _loading.get()
+            source, mesh, check, reading, dummy, quantized = _loading.get()
+            own = model_class.load_weights
+            quantization = quantize_model(
+                self, model_config, lambda specs: mapped(self, model_config, specs, own)
+            )
+            quantized += [quantization] if quantization is not None else []
             with reading():
-                if source is None or not _copy(self, source, mesh):
-                    read(self, model_class.load_weights, model_config, check)
+                if dummy:
+                    _fill(self, own, model_config, mesh)
+                elif source is None or not _copy(self, source, mesh):
+                    read(self, own, model_config, check, quantization)
 
     return Model
+
+
+def _fill(model: Any, load_weights: Callable[..., None], model_config: Any, mesh: Mesh) -> None:
+    """Fill a model with placeholders, as upstream's dummy loader does."""
+    model_config._dummy_mode = True
+    load_weights(model, model_config)
+    # Upstream fills those that its mapping names. It does not name those of quantized matrices.
+    state = nnx.state(model)
+    for _, variable in nnx.to_flat_state(state):
+        spec: Any = variable.get_value()
+        if isinstance(spec, jax.ShapeDtypeStruct):
+            there = NamedSharding(mesh, spec.sharding.spec)
+            make = functools.partial(jnp.zeros, spec.shape, spec.dtype)
+            variable.set_value(jax.jit(make, out_shardings=there)())
+    nnx.update(model, state)
 
 
 def _copy(model: Any, source: EngineLeaves, mesh: Mesh) -> bool:
@@ -138,7 +175,8 @@ def _copy(model: Any, source: EngineLeaves, mesh: Mesh) -> bool:
     there = {path: (spec.shape, spec.dtype) for path, spec in source.specs.items()}
     devices = dict(zip(source.devices, mesh.devices.flat, strict=True))
     shardings = {path: _moved(spec.sharding, devices) for path, spec in source.specs.items()}
-    if source.quantized or wanted != there or None in shardings.values():
+    upstreams = source.quantized and source.quantization is None
+    if upstreams or wanted != there or None in shardings.values():
         return False
     for path, variable in variables.items():
         sharding: Any = shardings[path]

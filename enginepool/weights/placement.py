@@ -202,7 +202,7 @@ def gathered(
     converters: Sequence[Converter],
     tensors: Sequence[Sequence[jax.Array]],
     devices: tuple[jax.Device, ...],
-) -> list[jax.Array]:
+) -> list[Any]:
     """Make leaves from sharded tensors, whole on each of the devices. Waits for the devices, so
     that temporary memory is free before the next leaves are gathered."""
     everywhere = NamedSharding(mesh := mesh_of(devices), PartitionSpec())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -45,21 +45,27 @@ class Plan:
         """
         self._source = source
         self._private = source.private or source.stream is not None
-        self._specs = leaves.specs
+        self._specs = leaves.source_specs
+        self._leaves = leaves.specs
         self._mapping = mapping
         self._tied = TiedHead(leaves.specs if strict else {})
-        if leaves.quantized:
+        if leaves.quantized and leaves.quantization is None:
             raise InvalidWeights(
-                "update_weights: this model is quantized; start a new pool on the new weights",
+                "update_weights: the checkpoint of this model is quantized, or in blocks; start a "
+                "new pool on the new weights, or open one on weights that are not quantized, with "
+                "quantization_config_path='int8.yaml'",
                 names=leaves.quantized,
             )
+        self._quantizers = self._known = (
+            {} if leaves.quantization is None else leaves.quantization.of
+        )
         if source.stream is not None:
-            self._fit = Fit(source, leaves.specs, mapping, strict=strict)
-            self.paths = list(leaves.specs)
+            self._fit = Fit(source, self._specs, mapping, strict=strict)
+            self.paths = list(self._leaves)
             return
-        self._fit = fits.fit(source, leaves.specs, mapping, strict=strict)
+        self._fit = fits.fit(source, self._specs, mapping, strict=strict)
         self._parts: Mapping[str, tuple[str, ...]] = self._fit.parts
-        self.paths = list(self._parts)
+        self.paths = self._made_of(self._parts)
         if self._tied.path is not None and HEAD in source.specs and source.load is not None:
             (embedding,) = self._parts[self._tied.path]
             self._tied.compare(source.load(HEAD), source.load(embedding), self._fit.said(HEAD))
@@ -67,7 +73,12 @@ class Plan:
     @property
     def left(self) -> list[str]:
         """Leaves that stay as they are (partial updates)."""
-        return self._fit.left
+        return self._made_of(self._fit.left)
+
+    def _made_of(self, paths: Iterable[str]) -> list[str]:
+        """The leaves that the model has for these leaves of a source."""
+        made = (self._known[path].leaves if path in self._known else (path,) for path in paths)
+        return [leaf for leaves in made for leaf in leaves]
 
     @property
     def ignored(self) -> list[str]:
@@ -77,7 +88,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of the leaves that change, on one engine."""
-        return sum(self._specs[p].size * self._specs[p].dtype.itemsize for p in self.paths)
+        return sum(self._leaves[p].size * self._leaves[p].dtype.itemsize for p in self.paths)
 
     def arriving(self, specs: Specs, *, copied: bool) -> int:
         """Bytes that each device of an engine needs in addition to its weights. They include one
@@ -93,6 +104,8 @@ class Plan:
                 parts.append(part)
                 # Conversion first makes the whole leaf on each device.
                 beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
+        for path in self._quantizers:  # first it is there as its source has it
+            beside.append(self._specs[path].size * self._specs[path].dtype.itemsize)
         return sum(parts) + max(*beside, min(sum(beside), batches.BYTES))
 
     def again(self, made: Mapping[str, jax.Array], specs: Specs) -> Plan:
@@ -112,6 +125,7 @@ class Plan:
         twin._source = Source(True, arrays, arrays.__getitem__)
         twin._parts = {path: (path,) for path in arrays}
         twin.paths = list(arrays)
+        twin._specs, twin._quantizers = self._leaves, {}
         return twin
 
     def batches(self, *, by_leaf: bool) -> Iterator[list[Piece]]:
@@ -134,9 +148,9 @@ class Plan:
             return
         load = self._source.load
         assert load is not None
-        largest = max(map(self._size, self.paths), default=0)
+        largest = max(map(self._size, self._parts), default=0)
         limit = largest if by_leaf else max(largest, batches.BYTES)
-        for paths in batches.batched(self.paths, str, self._size, limit):
+        for paths in batches.batched(self._parts, str, self._size, limit):
             yield [
                 self._piece(path, {name: load(name) for name in self._parts[path]})
                 for path in paths
@@ -162,11 +176,13 @@ class Plan:
         Returns:
             The leaves, and the paths of those that use the source's own buffers.
         """
-        wanted = [specs[piece.path] for piece in batch]
-        given = [arrays[piece.path] for piece in batch]
+        own = {piece.path: piece.array for piece in batch if piece.quantizer is None}
+        paths = [leaf for piece in batch for leaf in piece.leaves]
+        wanted = [specs[path] for path in paths]
+        given = [arrays[path] for path in paths]
         lent = [
-            array is piece.array and lends(array, spec.sharding, spec.dtype)
-            for piece, array, spec in zip(batch, given, wanted, strict=True)
+            array is own.get(path) and lends(array, spec.sharding, spec.dtype)
+            for path, array, spec in zip(paths, given, wanted, strict=True)
         ]
         made = place_all(
             given,
@@ -175,10 +191,10 @@ class Plan:
             private=self._private,
             copy=lent if copy else None,
         )
-        leaves = dict(zip((piece.path for piece in batch), made, strict=True))
+        leaves = dict(zip(paths, made, strict=True))
         if self._source.stream is not None and self._tied.path in leaves:
             self._tied.made(self._tied.path, leaves[self._tied.path])
-        shared = {piece.path for piece, its in zip(batch, lent, strict=True) if its and not copy}
+        shared = {path for path, its in zip(paths, lent, strict=True) if its and not copy}
         return leaves, shared
 
     def _size(self, path: str) -> int:
@@ -190,11 +206,12 @@ class Plan:
 
     def _piece(self, path: str, tensors: dict[str, Array]) -> Piece:
         as_it_is = self._source.by_path or self._mapping.keeps(path)
-        return Piece(path, next(iter(tensors.values())) if as_it_is else None, tensors)
+        array = next(iter(tensors.values())) if as_it_is else None
+        return Piece(path, array, tensors, self._quantizers.get(path))
 
     def _as_it_is(self, path: str) -> Any:
         """The source's array of this leaf, unread, if it is in the model's layout."""
-        if self._source.stream is not None:
+        if self._source.stream is not None or path not in self._parts or path in self._quantizers:
             return None
         if self._source.by_path or self._mapping.keeps(path):
             return self._source.specs[self._parts[path][0]]
@@ -224,7 +241,7 @@ class Plan:
                 del group, waiting[path]
                 yield self._piece(path, tensors)
                 del tensors
-        self.paths = [path for path in self._specs if path in done]
+        self.paths = self._made_of(path for path in self._specs if path in done)
         self._fit.ended(done, waiting)
 
 

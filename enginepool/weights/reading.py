@@ -1,6 +1,6 @@
 """Checks that a checkpoint fits the model of a new engine, and reads it into the model.
 
-Reaches into upstream's WeightLoader: `_scan_weight_info` is overridden.
+Reaches into upstream's WeightLoader: `_scan_weight_info` and `_get_param` are overridden.
 
 What breaks: Upstream reads every *.safetensors of a directory, whatever its index says. It logs a
 tensor that is missing or has another name, and accepts any shape. The engine then serves its
@@ -15,7 +15,7 @@ Imports sgl_jax: import it only after the patches are applied.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from enginepool.weights.checkpoint import Checkpoint
 from enginepool.weights.fit import Fit
 from enginepool.weights.mapping import HuggingFaceMapping, with_loader
 from enginepool.weights.name_mismatch import listed
+from enginepool.weights.quantized import Quantization, Quantizer, Slot, specs_of
 from enginepool.weights.sources import Source
 from enginepool.weights.tied import HEAD, TiedHead
 
@@ -45,28 +46,40 @@ def read(
     load_weights: Callable[..., None],
     model_config: ModelConfig,
     check: Callable[[], None],
+    quantization: Quantization | None = None,
 ) -> None:
     """Fill a model that was made without values.
 
     Args:
         load_weights: The method of the model's own class.
         check: Called after upstream gave its mapping, before tensors are compared with the model.
+        quantization: What the checkpoint's matrices become in this model.
 
     Raises:
         InvalidWeights: The checkpoint does not fit, or was changed while it was read.
         InvalidConfig: The checkpoint is quantized, and this model reads no quantized weights.
     """
     checkpoint = Checkpoint(Path(model_config.model_path))
-    loading = with_loader(load_weights, _reading(checkpoint.places()))
+    quantizers = quantization.of if quantization is not None else {}
+    loading = with_loader(load_weights, _reading(checkpoint.places(), quantizers))
     if loading is None:
         _warn(model, "it does not load through upstream's WeightLoader")
     else:
-        _check(checkpoint, model, load_weights, model_config, check)
+        own = specs_of(model)
+        _check(
+            checkpoint,
+            model,
+            own if quantization is None else quantization.specs(own),
+            load_weights,
+            model_config,
+            check,
+        )
     try:
         (loading or load_weights)(model, model_config)
     finally:  # upstream may fail because a file is gone or half written
         checkpoint.check_unchanged()
-    empty = [path for path, value in _leaves(model) if isinstance(value, jax.ShapeDtypeStruct)]
+    values = specs_of(model).items()
+    empty = [path for path, value in values if isinstance(value, jax.ShapeDtypeStruct)]
     if empty and not _quantized(model_config):
         raise InvalidWeights(
             f"{checkpoint.directory}: nothing was read for leaves of the model, {listed(empty)}",
@@ -74,10 +87,28 @@ def read(
         )
 
 
-def _reading(places: dict[str, Any]) -> type[WeightLoader]:
+def mapped(model: nnx.Module, model_config: ModelConfig, specs: Any, own: Any) -> set[str]:
+    """The leaves that a checkpoint's tensors make; none if upstream's mapping is not known.
+
+    Args:
+        own: The method `load_weights` of the model's own class.
+    """
+    try:
+        return set(HuggingFaceMapping(model, model_config, specs, own).names)
+    except EnginePoolError:
+        return set()
+
+
+def _reading(places: dict[str, Any], quantizers: Mapping[str, Quantizer]) -> type[WeightLoader]:
     class Reading(WeightLoader):
         def _scan_weight_info(self) -> dict[str, Any]:
             return places
+
+        def _get_param(self, params: Any, path: str) -> Any:
+            find = super()._get_param
+            if (quantizer := quantizers.get(path)) is None:
+                return find(params, path)
+            return Slot(quantizer, *(find(params, leaf) for leaf in quantizer.leaves))
 
     return Reading
 
@@ -85,12 +116,13 @@ def _reading(places: dict[str, Any]) -> type[WeightLoader]:
 def _check(
     checkpoint: Checkpoint,
     model: nnx.Module,
+    leaves: Mapping[str, Any],
     load_weights: Any,
     model_config: ModelConfig,
     check: Callable[[], None],
 ) -> None:
     """Check names, shapes and dtypes, by the files' headers alone."""
-    specs: dict[str, Any] = {path: value for path, value in _leaves(model) if value.shape}
+    specs: dict[str, Any] = {path: value for path, value in leaves.items() if value.shape}
     try:
         mapping = HuggingFaceMapping(model, model_config, specs, load_weights)
     except EnginePoolError as error:
@@ -152,11 +184,6 @@ def _compare(checkpoint: Checkpoint, tied: TiedHead, embedding: str) -> None:
             f"matrix for both; set tie_word_embeddings to false in config.json, or remove {HEAD}",
             names=[HEAD],
         )
-
-
-def _leaves(model: nnx.Module) -> list[tuple[str, Any]]:
-    flat = nnx.to_flat_state(nnx.state(model))
-    return [(".".join(map(str, path)), variable.get_value()) for path, variable in flat]
 
 
 def _quantized(model_config: ModelConfig) -> bool:

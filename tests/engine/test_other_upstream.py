@@ -32,7 +32,6 @@ REACHES = {
     "engine/executable_cache.py",
     "engine/grammar.py",
     "engine/kv_cache.py",
-    "engine/quantized_check.py",
     "engine/rotary_check.py",
     "engine/routed_experts.py",
     "engine/sampling_mask.py",
@@ -66,6 +65,7 @@ REACHES = {
     "weights/leaves.py",
     "weights/loader.py",
     "weights/mapping.py",
+    "weights/quantized.py",
     "weights/reading.py",
 }
 

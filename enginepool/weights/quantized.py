@@ -1,0 +1,240 @@
+"""Quantizes a source's matrices: each becomes integers and scales, by upstream's own function.
+
+Reaches into upstream's quantization: `apply_linear_quantization` and `apply_moe_quantization` give
+a model without values its quantized layers, and `quantize_tensor` quantizes a matrix.
+
+What breaks: A model that is quantized while it opens is first whole in its own dtype on the device.
+An 8B model does not fit a chip then that has room for it in int8. New weights cannot be quantized.
+Why: Upstream loads every matrix, and then quantizes one layer after the other, once.
+Remove when: Upstream quantizes each matrix when it is read, and takes arrays.
+
+Scales of blocks, and layers that upstream quantizes in another way, stay upstream's: such a model
+opens as upstream opens it, and takes no updates.
+
+Imports sgl_jax: import it only after the patches are applied.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from sgl_jax.srt.utils.quantization import quantization_utils
+
+from enginepool.errors import InvalidConfig
+from enginepool.weights.converters import Converter, cast, program
+from enginepool.weights.sources import Specs
+
+_SCALE = "_scale"
+_TILE = 128  # of upstream's kernel for experts
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Quantizes one matrix, or one stack of experts.
+
+    Attributes:
+        path: Its path in the model that is not quantized.
+        leaves: The paths of its integers and of its scales in the quantized model.
+        shape, dtype: Those of the matrix.
+        to: The dtype of the integers.
+        turned: Whether the integers have rows and columns exchanged.
+        scales: The shape of the scales.
+    """
+
+    path: str
+    leaves: tuple[str, str]
+    shape: tuple[int, ...]
+    dtype: Any
+    to: Any
+    turned: bool
+    scales: tuple[int, ...]
+
+    def __call__(self, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Upstream's integers and scales of this matrix."""
+        given = matrix.T if self.turned else matrix
+        integers, scales = quantization_utils.quantize_tensor(self.to, given, axis=1)
+        return integers, scales.reshape(self.scales)
+
+    def after(self, converter: Converter) -> Converter:
+        """The converter that makes the matrix and quantizes it."""
+        steps = f"{converter.steps}, quantized: {self.to} {self.turned} {self.scales}"
+        # The barrier keeps the matrix's own dtype: a compiler may leave out a cast to it and back.
+        make = lambda *tensors: self(jax.lax.optimization_barrier(converter(*tensors)))  # noqa: E731
+        return Converter(steps, None, False, make)
+
+    def quantized(self, matrix: jax.Array, scales: Sharding) -> tuple[jax.Array, jax.Array]:
+        """Quantize a matrix that lies on an engine's devices, there."""
+        sharding: Any = matrix.sharding
+        make = program((self.after(cast(self.dtype)),), ((self.around(sharding), scales),))
+        with jax.set_mesh(sharding.mesh):
+            (made,) = make([[matrix]])
+        # So that matrices do not wait on the device until they are quantized.
+        return jax.block_until_ready(made)
+
+    def around(self, sharding: Any) -> Any:
+        """The sharding of the integers, from that of the matrix, or the other way round."""
+        if not self.turned:
+            return sharding
+        axes = (*sharding.spec, None, None)[:2]
+        return NamedSharding(sharding.mesh, PartitionSpec(*axes[::-1]))
+
+    def matrix(self, leaves: Mapping[str, Any]) -> np.ndarray:
+        """The matrix that these integers and scales stand for, in float32."""
+        integers, scales = (np.asarray(leaves[path]) for path in self.leaves)
+        integers = integers.astype(np.float32)
+        if self.turned:
+            return (integers * scales[:, None]).T
+        return integers * scales.reshape(scales.shape[0], 1, -1)
+
+
+class Quantization:
+    """What became of a model's matrices.
+
+    Attributes:
+        model_config: Upstream's, as it is for the model that is not quantized.
+        of: The quantizers, by the path of the matrix.
+    """
+
+    def __init__(self, model_config: Any, before: Specs, quantizers: Sequence[Quantizer]) -> None:
+        self.model_config = model_config
+        self._before = {path: (each.shape, each.dtype) for path, each in before.items()}
+        self.of = {each.path: each for each in quantizers}
+
+    def specs(self, leaves: Specs) -> dict[str, jax.ShapeDtypeStruct]:
+        """The leaves of the model that is not quantized, where this engine would have them.
+
+        Args:
+            leaves: Those that the engine has.
+        """
+        found = {}
+        for path, (shape, dtype) in self._before.items():
+            if (quantizer := self.of.get(path)) is not None:
+                sharding = quantizer.around(leaves[quantizer.leaves[0]].sharding)
+                found[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            elif path in leaves:
+                found[path] = leaves[path]
+        return found
+
+
+def quantize_model(model: nnx.Module, model_config: Any, mapped: Any) -> Quantization | None:
+    """Give a model without values its quantized layers. None if it is not to be quantized while it
+    is read; the model is then as it was.
+
+    Args:
+        mapped: Called with the specs of its leaves; returns the paths that a checkpoint's tensors
+            make.
+
+    Raises:
+        InvalidConfig: Its experts are too narrow for upstream's kernel on this platform.
+    """
+    asked = getattr(model_config, "quantization_config", None)
+    if asked is None or asked.is_static_checkpoint:
+        return None
+    before = specs_of(model)
+    trial = nnx.clone(model)
+    _apply(trial, model_config)
+    quantizers = _quantizers(before, specs_of(trial), asked.get_moe_weight_dtype())
+    if not quantizers or not {each.path for each in quantizers} <= mapped(before):
+        return None
+    _check_experts(quantizers, before)
+    _apply(model, model_config)
+    state = nnx.state(model)
+    variables = _by_path(state)
+    for each in quantizers:  # upstream keeps the dtype of experts until it has read them
+        integers = variables[each.leaves[0]]
+        spec = integers.get_value()
+        integers.set_value(jax.ShapeDtypeStruct(spec.shape, each.to, sharding=spec.sharding))
+    nnx.update(model, state)
+    return Quantization(copy.copy(model_config), before, quantizers)
+
+
+def _check_experts(quantizers: Sequence[Quantizer], before: Specs) -> None:
+    """Off a TPU, upstream's kernel reads scales beside a narrow expert's, which may be NaN."""
+    if jax.default_backend() == "tpu":
+        return
+    for path in (each.path for each in quantizers if not each.turned):
+        sharding: Any = before[path].sharding
+        inputs = sharding.shard_shape(before[path].shape)[1]
+        if inputs < _TILE:
+            raise InvalidConfig(
+                f"quantization_config_path: {path} has {inputs} inputs on each device; CPU and "
+                f"GPU compute quantized experts of {_TILE} or more"
+            )
+
+
+def mark_quantized(model_config: Any) -> None:
+    """Keep upstream from quantizing once more what was quantized while it was read."""
+    asked = model_config.quantization_config
+    model_config.quantization_config = replace(asked, is_static_checkpoint=True)
+
+
+class Slot:
+    """Stands for the Variable of a matrix while upstream reads it. What is assigned is quantized,
+    and put into the Variables of its integers and its scales."""
+
+    def __init__(self, quantizer: Quantizer, integers: Any, scales: Any) -> None:
+        self._quantizer = quantizer
+        self._integers, self._scales = integers, scales
+
+    @property
+    def value(self) -> Any:
+        return jax.ShapeDtypeStruct(self._quantizer.shape, self._quantizer.dtype)
+
+    @value.setter
+    def value(self, matrix: jax.Array) -> None:
+        there = self._scales.get_value().sharding
+        integers, scales = self._quantizer.quantized(matrix, there)
+        self._integers.set_value(integers)
+        self._scales.set_value(scales)
+
+
+def specs_of(model: nnx.Module) -> dict[str, Any]:
+    """The values of a model's leaves, by path, in its order."""
+    return {path: variable.get_value() for path, variable in _by_path(nnx.state(model)).items()}
+
+
+def _by_path(state: Any) -> dict[str, Any]:
+    return {".".join(map(str, path)): each for path, each in nnx.to_flat_state(state)}
+
+
+def _apply(model: nnx.Module, model_config: Any) -> None:
+    asked = model_config.quantization_config
+    if asked.has_moe_quantization():
+        quantization_utils.apply_moe_quantization(model_config, model, is_static_input=True)
+    if asked.get_linear_rules():
+        quantization_utils.apply_linear_quantization(model_config, model, is_static_input=True)
+
+
+def _quantizers(before: Specs, after: Specs, experts: Any) -> list[Quantizer] | None:
+    """The quantizers between these leaves, in the order of the model. None if some are unknown."""
+    found = {}
+    for path in after.keys() - before.keys():
+        if not path.endswith(_SCALE):
+            continue
+        stem = path.removesuffix(_SCALE)
+        turned = f"{stem}_q" in after  # experts keep their name, and are not turned
+        integers = f"{stem}_q" if turned else stem
+        matrix, scales = before.get(stem), after[path]
+        blocks = scales.ndim == 3 or (scales.ndim == 4 and scales.shape[1] > 1)
+        if matrix is None or integers not in after or blocks:
+            return None
+        found[stem] = Quantizer(
+            path=stem,
+            leaves=(integers, path),
+            shape=matrix.shape,
+            dtype=matrix.dtype,
+            to=np.dtype(after[integers].dtype if turned else experts),
+            turned=turned,
+            scales=scales.shape,
+        )
+    made = {leaf for each in found.values() for leaf in each.leaves}
+    if after.keys() - made != before.keys() - found.keys():
+        return None
+    return [found[path] for path in before if path in found]

@@ -1,0 +1,295 @@
+"""A checkpoint, and a trainer's own arrays, served in int8."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from enginepool import EnginePool, InvalidConfig, InvalidWeights, NoWeights, WeightUpdateFailed
+from tests.runtime.test_swap_faults import (
+    FOR_EVER,
+    FULL,
+    LEAF,
+    broken_commit,
+    full,
+    in_halves,
+    refused,
+    states,
+    versions,
+)
+from tests.support.families import QWEN3_MOE
+from tests.support.faults import Fault, every_step, scheduler_of
+from tests.support.layouts import answers, leaves, own_layout, placed, tensors
+from tests.support.liveness import SECONDS, callers, running, until
+from tests.support.pools import SMALL, MakePool, same
+from tests.support.quantized import expected_leaves, held, serves_quantized
+from tests.support.reference import LARGER, make_random_model
+from tests.weights.test_memory import device_bytes, devices_of, peaks
+from tests.weights.test_sources import int_or_str, nested
+
+WEIGHTS = {"quantization_config_path": "int8.yaml"}
+BOTH = {"quantization_config_path": "int8_w8a8.yaml"}
+Model = Callable[[str], Path]
+
+
+@pytest.fixture
+def int8(make_pool: MakePool, model_dir: Model) -> Iterator[EnginePool]:
+    """Four engines, put back to their own weights afterwards."""
+    pool = make_pool("qwen3", 4, **WEIGHTS)
+    yield pool
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
+
+
+def has(pool: EnginePool, model: Path) -> None:
+    """Every engine has NumPy's integers and scales of these weights, bit by bit."""
+    expected = expected_leaves(tensors(model))
+    for index in range(len(pool.engines)):
+        found = held(pool, index)
+        assert found.keys() == expected.keys()
+        for path, array in expected.items():
+            np.testing.assert_array_equal(found[path], array, strict=True, err_msg=path)
+
+
+def test_opens(int8: EnginePool, model_dir: Model) -> None:
+    has(int8, model_dir("qwen3"))
+    serves_quantized(int8, model_dir("qwen3"))
+
+
+def test_activations_too(make_pool: MakePool, model_dir: Model, target: Model) -> None:
+    pool = make_pool("qwen3", 1, **BOTH)
+    has(pool, model_dir("qwen3"))
+    serves_quantized(pool, model_dir("qwen3"), activations=True)
+    pool.update_weights(target("qwen3"))
+    has(pool, target("qwen3"))
+    serves_quantized(pool, target("qwen3"), activations=True)
+
+
+def from_shards(model: Path) -> Any:
+    return placed(tensors(model), PartitionSpec(None, "fsdp"))
+
+
+def from_a_device(model: Path) -> Any:
+    return {name: jax.numpy.asarray(value) for name, value in tensors(model).items()}
+
+
+def from_a_state(model: Path) -> Any:
+    return nnx.State(nested(own_layout(tensors(model)), int_or_str))
+
+
+def from_shards_in_layout(model: Path) -> Any:
+    return placed(own_layout(tensors(model)), PartitionSpec("fsdp"))
+
+
+def from_an_iterator(model: Path) -> Any:
+    return reversed(list(tensors(model).items()))
+
+
+SOURCES = [tensors, from_shards, from_a_device, from_a_state, from_shards_in_layout]
+
+
+@pytest.mark.parametrize(
+    ("source", "staging"),
+    [(source, "double") for source in (*SOURCES, from_an_iterator)]
+    + [(source, "stream") for source in (tensors, from_shards, from_a_state, from_an_iterator)],
+)
+def test_sources(int8: EnginePool, target: Model, source: Any, staging: Any) -> None:
+    given = source(target("qwen3"))
+    report = int8.update_weights(given, staging=staging)
+    assert report.staging == staging
+    assert not report.left
+    assert {each.fingerprint for each in report.engines} == {report.staged}
+    has(int8, target("qwen3"))
+    serves_quantized(int8, target("qwen3"))
+
+
+def test_same_as_a_new_pool(make_pool: MakePool, target: Model) -> None:
+    """In bfloat16, from float32: rounded to the model's dtype first, as a checkpoint is."""
+    pool = make_pool("qwen3", 1, **WEIGHTS, dtype="bfloat16")
+    report = pool.update_weights(from_a_device(target("qwen3")))
+    options = SMALL | WEIGHTS | {"dtype": "bfloat16"}
+    with EnginePool(str(target("qwen3")), devices=1, **options) as fresh:
+        assert fresh.checksum() == pool.checksum() == report.staged
+        own = fresh.get_weights_by_name("model.layers.0.self_attn.q_proj.weight")
+    near = tensors(target("qwen3"))["model.layers.0.self_attn.q_proj.weight"]
+    np.testing.assert_allclose(own, near[:100], atol=np.abs(near).max() / 127)
+
+
+def test_engines_of_two_devices(make_pool: MakePool, model_dir: Model, target: Model) -> None:
+    pool = make_pool("larger qwen3", 2, tp_size=2, **WEIGHTS)
+    has(pool, model_dir("larger qwen3"))
+    for source in (tensors, from_shards, from_a_state):
+        for model in (target, model_dir):
+            pool.update_weights(source(model("larger qwen3")))
+            has(pool, model("larger qwen3"))
+    serves_quantized(pool, model_dir("larger qwen3"))
+
+
+def test_partial(int8: EnginePool, model_dir: Model, target: Model) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    report = int8.update_weights({name: tensors(target("qwen3"))[name]}, strict=False)
+    assert f"{name}_q" not in report.left
+    assert "model.layers.0.mlp.down_proj.weight_q" in report.left
+    expected = expected_leaves(tensors(target("qwen3")))
+    np.testing.assert_array_equal(held(int8, 3)[f"{name}_q"], expected[f"{name}_q"])
+
+
+def test_refused(int8: EnginePool, target: Model) -> None:
+    """A source's names are those of weights that are not quantized. Nothing changes."""
+    before = int8.checksum()
+    with pytest.raises(InvalidWeights, match=r"unknown|none of the names"):
+        int8.update_weights(held(int8, 0))
+    assert int8.checksum() == before
+
+
+def test_staged(int8: EnginePool, target: Model) -> None:
+    staged = int8.stage_weights(tensors(target("qwen3")))
+    report = staged.commit()
+    assert staged.nbytes == report.nbytes
+    has(int8, target("qwen3"))
+
+
+def test_every_mode_under_load(int8: EnginePool, model_dir: Model, target: Model) -> None:
+    """Ten updates while engines generate; the last weights are NumPy's, and serve."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
+    modes = ["drain", "retract", "in_place", "abort", "drain"]
+    with callers(1) as executor:
+        for number in range(10):
+            call = executor.submit(
+                int8.generate_all, input_ids=[[5, 6, number]] * 8, sampling_params=params
+            )
+            until(lambda: running(int8) > 0)
+            model = (target if number % 2 == 0 else model_dir)("qwen3")
+            staging = "stream" if number % 3 == 2 else "double"
+            int8.update_weights(tensors(model), mode=modes[number % 5], staging=staging)
+            results = call.result(SECONDS)
+            if modes[number % 5] != "abort":
+                assert [len(result["output_ids"]) for result in results] == [200] * 8
+    has(int8, model_dir("qwen3"))
+    serves_quantized(int8, model_dir("qwen3"))
+
+
+def test_failed_commit(int8: EnginePool, target: Model) -> None:
+    expected, checksum = answers(int8), int8.checksum()
+    with broken_commit(int8, 2, 7), pytest.raises(WeightUpdateFailed, match=FULL):
+        int8.update_weights(target("qwen3"))
+    assert int8.checksum() == checksum
+    assert versions(int8) == {0}
+    same(answers(int8), expected)
+
+
+def test_failed_stream(int8: EnginePool, target: Model) -> None:
+    """The engine that failed half way has no version: it is out until the next update, or has the
+    old weights from a sibling."""
+    expected, source = answers(int8), in_halves(leaves(target("qwen3")))
+    with refused(source[LEAF]), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
+        int8.update_weights(source, staging="stream")
+    assert (caught.value.engine_index, caught.value.name) == (0, LEAF)
+    assert states(int8) == ["serving"] * 4
+    del caught
+    same(answers(int8), expected)
+    with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
+        int8.update_weights(tensors(target("qwen3")), staging="stream")
+    assert states(int8) == ["unloaded", *["serving"] * 3]
+    int8.update_weights(target("qwen3"))
+    assert states(int8) == ["serving"] * 4
+    has(int8, target("qwen3"))
+
+
+def test_only_engine_of_a_stream(make_pool: MakePool, model_dir: Model, target: Model) -> None:
+    """As on a chip that has no room for a second set: calls say so until the next update."""
+    pool = make_pool("qwen3", 1, **WEIGHTS)
+    with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
+        pool.update_weights(tensors(target("qwen3")), staging="stream")
+    with pytest.raises(NoWeights, match=FULL):
+        answers(pool)
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
+    has(pool, model_dir("qwen3"))
+
+
+def test_rebuilt(int8: EnginePool, target: Model) -> None:
+    """An engine that is built anew has the current weights, from a sibling."""
+    int8.update_weights(target("qwen3"), weight_version=7)
+    engine = int8.engines[1]
+
+    def always(*_: Any, **__: Any) -> Any:
+        raise Fault("again")
+
+    every_step(scheduler_of(int8, 1), lambda _: always)
+    while int8.engines[1] is engine:
+        answers(int8)
+    until(lambda: states(int8) == ["serving"] * 4)
+    has(int8, target("qwen3"))
+    serves_quantized(int8, target("qwen3"))
+
+
+def test_opening_takes_one_set_and_a_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never the whole model in its own dtype."""
+    from enginepool.weights.quantized import Quantizer  # it imports upstream
+
+    gc.collect()
+    before, seen = sum(array.nbytes for array in jax.live_arrays()), []
+    quantized = Quantizer.quantized
+
+    def looking(*args: Any) -> Any:
+        seen.append(sum(array.nbytes for array in jax.live_arrays()) - before)
+        return quantized(*args)
+
+    monkeypatch.setattr(Quantizer, "quantized", looking)
+    model = make_random_model(tmp_path, "qwen3", **LARGER)
+    with EnginePool(str(model), devices=1, **SMALL, **WEIGHTS) as pool:
+        its = scheduler_of(pool, 0).leaves
+        largest = max(spec.size * 4 for spec in its.source_specs.values())
+        assert len(seen) == 14  # seven matrices of two layers
+        assert max(seen) <= its.nbytes + 2 * largest
+
+
+def test_streaming_takes_one_set_and_a_leaf(int8: EnginePool, target: Model) -> None:
+    given = tensors(target("qwen3"))
+    gc.collect()
+    before = device_bytes(devices_of(int8))
+    with peaks(devices_of(int8)) as most:
+        int8.update_weights(given, staging="stream")
+    more = max(most[device] - before[device] for device in before)
+    assert more <= max(value.nbytes for value in given.values())
+    gc.collect()
+    assert device_bytes(devices_of(int8)) == before
+
+
+def test_placeholders(model_dir: Model, target: Model) -> None:
+    """A pool that waits for its first weights."""
+    options = SMALL | WEIGHTS | {"load_format": "dummy"}
+    with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
+        pool.update_weights(tensors(target("qwen3")), strategy="rolling")
+        has(pool, target("qwen3"))
+
+
+def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacked, with a scale for each output of each. Narrow ones are refused off a TPU."""
+    narrow = make_random_model(tmp_path / "narrow", "qwen3_moe")
+    with pytest.raises(InvalidConfig, match=r"\.wo has 64 inputs"):
+        EnginePool(str(narrow), devices=1, **SMALL, **WEIGHTS).open()
+    monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
+    models = [make_random_model(tmp_path / str(seed), "qwen3_moe", seed) for seed in (1, 2)]
+    with EnginePool(str(models[0]), devices=2, **SMALL, **WEIGHTS) as pool:
+        serves_quantized(pool, models[0])
+        checksums = [pool.checksum()]
+        for source, model in ((from_shards, models[1]), (tensors, models[0])):
+            pool.update_weights(source(model))
+            serves_quantized(pool, model)
+            checksums.append(pool.checksum())
+        assert checksums[0] == checksums[2] != checksums[1]
+        assert not [event for event in pool.events() if event["event"] == "engine_quarantined"]
+
+
+def test_perturbed(int8: EnginePool) -> None:
+    before = int8.checksum()
+    int8.perturb_weights(seed=1, scale=0.1, num_leaves=5)
+    assert int8.checksum() != before
