@@ -29,7 +29,7 @@ def _check(options: argparse.Namespace) -> bool:
     kinds = None if options.all else options.kinds or _USUAL
     sizes = Sizes(
         *(options.batch, options.prefill, options.context, options.page_size),
-        *(options.mem_fraction, options.lora),
+        *(options.mem_fraction, options.lora, options.quantization),
     )
     asked = [
         (model, model_config(model, options.layers or None), topology(name))
@@ -112,6 +112,9 @@ def arguments() -> argparse.ArgumentParser:
         "--mem-fraction", type=float, help="mem_fraction_static (default: the pool's)"
     )
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="with eight adapters")
+    parser.add_argument(
+        "--quantization", metavar="FILE", help="quantization_config_path, such as int8.yaml"
+    )
     parser.add_argument(
         "--without", action="append", default=[], metavar="PATCH", help="leave this patch out"
     )

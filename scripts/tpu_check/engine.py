@@ -27,6 +27,7 @@ class Sizes:
     page_size: int = 128
     mem_fraction_static: float | None = None
     lora_rank: int = 0
+    quantization: str | None = None
 
     def server_args(self) -> dict[str, Any]:
         fraction = self.mem_fraction_static
@@ -38,6 +39,7 @@ class Sizes:
             "max_prefill_tokens": self.prefill,
             "precompile_bs_paddings": [self.batch],
             "precompile_token_paddings": [self.prefill],
+            "quantization_config_path": self.quantization,
             **({} if fraction is None else {"mem_fraction_static": fraction}),
             **(self._adapters() if self.lora_rank else {}),
         }

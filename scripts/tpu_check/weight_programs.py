@@ -5,7 +5,7 @@ Imports sgl_jax: import it only after the patches are applied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,8 @@ from enginepool.weights import batches, converters, fingerprint, parts, placemen
 def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
     """Compile fingerprints, casts, copies, what cuts and joins, gathering and the conversion of a
     checkpoint."""
-    specs, mapping = scheduler.leaves.specs, scheduler.hugging_face
+    leaves, mapping = scheduler.leaves, scheduler.hugging_face
+    specs, made = leaves.source_specs, _Made(leaves)
     seen: set[Any] = set()
 
     def size(path: str) -> int:
@@ -32,44 +33,64 @@ def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
 
     limit = max(batches.BYTES, *map(size, specs))
     for batch in batches.batched(specs, str, size, limit):
-        leaves = [specs[path] for path in batch]
-        shapes = tuple((spec.shape, spec.dtype) for spec in leaves)
+        shapes = tuple((specs[path].shape, specs[path].dtype) for path in batch)
         if shapes not in seen:
             seen.add(shapes)
-            _of_leaves(leaves, chips, name(batch), record)
+            _of_leaves({path: specs[path] for path in batch}, made, chips, name(batch), record)
         # Of the engine's own layout there is nothing to make.
         paths = [path for path in batch if path in mapping.names and not mapping.keeps(path)]
         kinds = tuple(map(mapping.kind, paths))
         if paths and kinds not in seen:
             seen.add(kinds)
-            _conversion(
-                mapping, [(path, specs[path]) for path in paths], chips, name(batch), record
-            )
+            of_these = {path: specs[path] for path in paths}
+            _conversion(mapping, of_these, made, chips, name(batch), record)
     if record.wants("fingerprint"):
+        specs = leaves.specs
         for batch in batches.batched(specs, str, size, batches.BYTES, fingerprint.LEAVES):
             arrays = [_on(chips[0], specs[path]) for path in batch]
             record.add("fingerprint", name(batch), fingerprint.weighted_sums.lower(arrays))
-    _tied_head(specs, chips[0], record)
+    _tied_head(leaves.specs, chips[0], record)
+
+
+class _Made:
+    """What becomes of a source's leaf: itself, or integers and scales."""
+
+    def __init__(self, leaves: Any) -> None:
+        self._specs = leaves.specs
+        self._quantizers = {} if leaves.quantization is None else leaves.quantization.of
+
+    def by(self, path: str, converter: Any) -> Any:
+        quantizer = self._quantizers.get(path)
+        return converter if quantizer is None else quantizer.after(converter)
+
+    def there(self, path: str) -> Any:
+        quantizer = self._quantizers.get(path)
+        if quantizer is None:
+            return self._specs[path].sharding
+        return tuple(self._specs[leaf].sharding for leaf in quantizer.leaves)
 
 
 def _on(chip: Any, spec: Any) -> AbstractArray:
     return AbstractArray(spec.shape, spec.dtype, SingleDeviceSharding(chip))
 
 
-def _of_leaves(leaves: Sequence[Any], chips: list[Any], name: str, record: Record) -> None:
-    arrays = [_on(chips[0], spec) for spec in leaves]
-    wide = [[_on(chips[0], jax.ShapeDtypeStruct(spec.shape, jnp.float32))] for spec in leaves]
-    casts = [converters.cast(spec.dtype) for spec in leaves]
-    there = [spec.sharding for spec in leaves]
+def _of_leaves(
+    leaves: Mapping[str, Any], made: _Made, chips: list[Any], name: str, record: Record
+) -> None:
+    specs = leaves.values()
+    wide = [[_on(chips[0], jax.ShapeDtypeStruct(spec.shape, jnp.float32))] for spec in specs]
+    casts = [made.by(path, converters.cast(spec.dtype)) for path, spec in leaves.items()]
+    there = [made.there(path) for path in leaves]
     if record.wants("cast"):
         record.add("cast", name, _lowered(casts, wide, there))
     if record.wants("copy"):
-        copies = [converters.COPY] * len(leaves)
-        record.add("copy", name, _lowered(copies, [[array] for array in arrays], there))
-    _parts(leaves, chips, name, record)
+        arrays = [[_on(chips[0], spec)] for spec in specs]
+        shardings = [spec.sharding for spec in specs]
+        record.add("copy", name, _lowered([converters.COPY] * len(specs), arrays, shardings))
+    _parts(list(specs), chips, name, record)
     if record.wants("gather"):
-        for dtype in {jnp.dtype(jnp.float32), leaves[0].dtype}:
-            tensors = [[_cut(spec.shape, dtype, chips)] for spec in leaves]
+        for dtype in {jnp.dtype(jnp.float32), *(spec.dtype for spec in specs)}:
+            tensors = [[_cut(spec.shape, dtype, chips)] for spec in specs]
             _gathered(casts, tensors, chips, name, record)
 
 
@@ -98,21 +119,26 @@ def _parts(leaves: Sequence[Any], chips: list[Any], name: str, record: Record) -
 
 
 def _conversion(
-    mapping: Any, leaves: Sequence[Any], chips: list[Any], name: str, record: Record
+    mapping: Any,
+    leaves: Mapping[str, Any],
+    made: _Made,
+    chips: list[Any],
+    name: str,
+    record: Record,
 ) -> None:
     """Upstream's transposes, reshapes and stacking: on one chip, and of what is cut over all."""
     on_chip = SingleDeviceSharding(chips[0])
-    makes, there, whole, cut = [], [], [], []
-    for path, spec in leaves:
+    makes, whole, cut = [], [], []
+    for path, spec in leaves.items():
         shape = mapping.source_shape(path)
         tensor = jax.ShapeDtypeStruct(shape, spec.dtype)
-        makes.append(mapping.converter(path, dict.fromkeys(mapping.names[path], tensor)))
+        converter = mapping.converter(path, dict.fromkeys(mapping.names[path], tensor))
+        makes.append(made.by(path, converter))
         count = len(mapping.names[path])
         whole.append([AbstractArray(shape, spec.dtype, on_chip)] * count)
         cut.append([_cut(shape, spec.dtype, chips)] * count)
-        there.append(spec.sharding)
     if record.wants("convert"):
-        record.add("convert", name, _lowered(makes, whole, there))
+        record.add("convert", name, _lowered(makes, whole, list(map(made.there, leaves))))
     if record.wants("gather"):
         _gathered(makes, cut, chips, f"and convert {name}", record)
 
