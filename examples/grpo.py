@@ -65,6 +65,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--evaluate-every", type=int, default=20, help="steps")
     add("--async", dest="one_step_off", action="store_true", help="generate one step ahead")
     add("--lora", type=int, metavar="RANK", help="train an adapter of this rank alone")
+    add("--dtype", default="float32", help="the engines'")
+    add("--int8", action="store_true", help="the engines' matrices are quantized at each update")
+    add("--correction", choices=("rollout", "none", "truncated"), default="rollout",
+        help="for probabilities that differ; see Trainer")  # fmt: skip
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--wandb", metavar="PROJECT", help="log there as well")
     return parser.parse_args(argv)
@@ -200,7 +204,8 @@ def main(argv: list[str] | None = None) -> None:
             EnginePool(
                 str(toy.checkpoint("half")),
                 devices=options.devices,
-                dtype="float32",
+                dtype=options.dtype,
+                quantization_config_path="int8.yaml" if options.int8 else None,
                 context_length=64,
                 max_running_requests=max(1, 128 // options.devices),
                 **policy.pool_options,
@@ -209,6 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         trainer = Trainer(
             policy, jax.devices()[: options.devices], toy.checkpoint("half"),
             options.learning_rate or policy.learning_rate, options.steps, options.updates,
+            options.correction,
         )  # fmt: skip
         checkpoints = stack.enter_context(
             ocp.CheckpointManager(

@@ -37,6 +37,9 @@ class Trainer:
         steps: At the last of these the learning rate has fallen to a tenth: what late steps of the
             full rate learn and unlearn is the noise of their few groups.
         updates: Gradient steps on one batch.
+        correction: Which probabilities the objective's ratio is to: the "rollout"'s, or the
+            trainer's own before the step ("none" and "truncated"). "truncated" also weights each
+            token by `rl.importance_weights`.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Trainer:
         learning_rate: float,
         steps: int,
         updates: int,
+        correction: str = "rollout",
     ) -> None:
         mesh = Mesh(np.array(devices), ("data",))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -66,7 +70,7 @@ class Trainer:
             end_value=learning_rate / 10,
         )
         self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
-        self._updates = updates
+        self._updates, self._correction = updates, correction
 
     def start(self) -> State:
         return State(
@@ -82,15 +86,22 @@ class Trainer:
         on policy is rounding only) and from the first weights.
         """
         placed = jax.tree.map(lambda array: jax.device_put(array, self._by_row), batch)
-        weights = jax.device_put(advantages, self._by_row)
+        own = self._logprobs(state.params, self._base, placed)
         agreement, from_start = (
-            rl.agreement(batch, np.asarray(self._logprobs(params, self._base, placed)))
-            for params in (state.params, self._start)
+            rl.agreement(batch, np.asarray(logprobs))
+            for logprobs in (own, self._logprobs(self._start, self._base, placed))
         )
+        weights = np.ones_like(batch.logprobs) * advantages[:, None]
+        if self._correction == "truncated":
+            weights *= rl.importance_weights(batch, np.asarray(own))
+        weights = jax.device_put(weights, self._by_row)
+        if self._correction != "rollout":
+            placed = placed._replace(logprobs=own)
         for _ in range(self._updates):
             state = self._update(state, self._base, placed, weights)
         return state, {
             "ratio": {"mean": agreement.mean, "min": agreement.min, "max": agreement.max},
+            "kl_to_rollout": agreement.kl_k3,
             "worst": str(agreement.worst),
             "kl_to_start": from_start.kl_k3,
             "tokens": agreement.tokens,
@@ -124,10 +135,13 @@ class Trainer:
     ) -> jax.Array:
         """PPO's clipped objective, the mean over tokens.
 
-        The ratio is to the probability that the token was sampled with, whichever weights that
-        were: on policy, one update later, and one step behind alike.
+        By default the ratio is to the probability that the token was sampled with, whichever
+        weights that were: on policy, one update later, and one step behind alike.
+
+        Args:
+            advantages: Of each token, with its weight.
         """
         ratio = jnp.exp(self._logprobs(params, base, batch) - batch.logprobs)
         clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
-        gain = jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
+        gain = jnp.minimum(ratio * advantages, clipped * advantages)
         return -jnp.sum(gain * batch.output_mask) / jnp.sum(batch.output_mask)

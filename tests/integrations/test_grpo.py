@@ -126,3 +126,13 @@ def test_two_trainers_of_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pool.checksum() == before
     assert sum(sums[-5:]) > sum(sums[:5]) + 0.5
     assert sum(evens[-5:]) > sum(evens[:5]) + 0.5
+
+
+def test_int8(tmp_path: Path) -> None:
+    """The engines' probabilities are near the trainer's, and not equal to them."""
+    *rows, _ = run(
+        tmp_path, "--steps", "2", "--devices", "2", "--int8", "--correction", "truncated"
+    )
+    for row in rows:
+        assert row["ratio"]["mean"] == pytest.approx(1, abs=0.05)
+        assert 1e-7 < row["kl_to_rollout"] < 0.01
