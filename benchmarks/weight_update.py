@@ -43,7 +43,7 @@ from enginepool.devices import resolve_devices
 from enginepool.runtime.quiesce import SwapMode
 
 # Two programs, and a KV cache that is small beside any weights.
-_SERVER_ARGS: dict[str, Any] = {
+SERVER_ARGS: dict[str, Any] = {
     "load_format": "dummy",
     "context_length": 128,
     "max_running_requests": 2,
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
         directory = write_model(Path(folder), config)
         lora = {"enable_lora": True, "max_lora_rank": args.lora, "lora_target_modules": ["all"]}
-        given = _SERVER_ARGS | (lora if args.lora else {})
+        given = SERVER_ARGS | (lora if args.lora else {})
         with EnginePool(str(directory), devices=devices, dtype=dtype, **given) as pool:
             for case in cases(directory, devices, other):
                 rows.append(measure(pool, case, args.rounds, args.staging))
