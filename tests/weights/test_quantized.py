@@ -293,3 +293,11 @@ def test_perturbed(int8: EnginePool) -> None:
     before = int8.checksum()
     int8.perturb_weights(seed=1, scale=0.1, num_leaves=5)
     assert int8.checksum() != before
+
+
+def test_refused_options() -> None:
+    with pytest.raises(InvalidConfig, match="kv_cache_dtype='fp8_e4m3'"):
+        EnginePool(devices=1, kv_cache_dtype="fp8_e4m3", **WEIGHTS)
+    adapters = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["all"]}
+    with pytest.raises(InvalidConfig, match="beside enable_lora=True"):
+        EnginePool(devices=1, **adapters, **WEIGHTS)
