@@ -109,6 +109,7 @@ PAGES: dict[str, Any] = SMALL | {
 }
 
 
+@pytest.mark.slow
 def test_two_devices_an_engine(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """And pages of 128 tokens: prefixes, chunks, scores."""
     world = make_world(model_dir("larger qwen3"), tmp_path)
@@ -132,6 +133,7 @@ def test_two_devices_an_engine(model_dir: Callable[[str], Path], tmp_path: Path)
             assert score["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16(world: World) -> None:
     """Each output is nearly the best one by its merged weights, and not by the base's."""
     options: Any = LORA | SMALL | {"dtype": "bfloat16"}
