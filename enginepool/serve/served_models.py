@@ -178,10 +178,10 @@ class ServedModels:
         return report
 
     def _make_room(self, name: str) -> None:
-        """Drop adapters until another one may be loaded.
+        """Drop an adapter if another one would be one too many.
 
         Raises:
-            Refused: All that are loaded are in use, or cannot be read again.
+            Refused: All that are loaded are in use, or did not come from the resolver's folder.
         """
         loaded = {adapter.name: adapter for adapter in self.adapters()}
         most = self._adapters.most
@@ -192,7 +192,7 @@ class ServedModels:
         used = [each for each in self._used if each in loaded]
         self._used = OrderedDict.fromkeys(used)
         for each in [*(name for name in loaded if name not in self._used), *used]:
-            if each not in in_use and self._can_be_read_again(loaded[each]):
+            if each not in in_use and self._is_the_folders(loaded[each]):
                 # At once and on this thread: the next request finds it missing, and loads it.
                 self._adapters.remove(each)
                 return
@@ -203,7 +203,9 @@ class ServedModels:
             code="adapters_full", retry_after=1,
         )  # fmt: skip
 
-    def _can_be_read_again(self, adapter: Adapter) -> bool:
-        """Whether it came from the resolver's folder, without a version of its own."""
-        folder = self._folder(adapter.name)
+    def _is_the_folders(self, adapter: Adapter) -> bool:
+        """Whether the resolver would give, or gave, this adapter for its name. Trainers delete the
+        folders of old checkpoints. A version that was named would be lost."""
+        assert self._resolver is not None
+        folder = self._folder(adapter.name) or self._resolver / adapter.name
         return adapter.source == str(folder) and adapter.version == adapter.number

@@ -166,6 +166,28 @@ def test_the_least_recently_used_goes(
     assert sorted(loaded(adapted)) == ["b", "d"]
 
 
+def test_checkpoints_that_were_deleted(
+    client: httpx.Client,
+    folder: Path,
+    adapted: EnginePool,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer keeps its latest ones. Adapters of other names or labels are not dropped."""
+    monkeypatch.setattr(adapted.runtime.adapters, "most", 1)
+    check_completion(world, "a", post(client, "/v1/completions", model="a", **COMPLETION))
+    shutil.rmtree(folder / "a")
+    check_completion(world, "a", post(client, "/v1/completions", model="a", **COMPLETION))
+    check_completion(world, "b", post(client, "/v1/completions", model="b", **COMPLETION))
+    assert loaded(adapted) == ["b"]
+    post(client, "/v1/completions", 404, model="a", **COMPLETION)
+    for name, more in (("b", {"weight_version": "step-3"}), ("x", {})):
+        post(client, "/load_lora_adapter", lora_name=name, lora_path="b", **more)
+        error = post(client, "/v1/completions", 503, model="c", **COMPLETION)["error"]
+        assert error["code"] == "adapters_full"
+        adapted.unload_lora_adapter(name)
+
+
 def test_none_to_drop(
     client: httpx.Client, adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
