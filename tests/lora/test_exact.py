@@ -191,10 +191,11 @@ def test_fault(rebuilt: bool, adapted: EnginePool, world: World) -> None:
     )
     check(world, PROMPTS, NAMES, results)
     until(lambda: all(e["state"] == "serving" for e in adapted.stats()["engines"]))
+    prompts, names = PROMPTS * 4, NAMES * 4  # enough that a busy machine's engines both get some
     results = adapted.generate_all(
-        input_ids=PROMPTS, sampling_params=GREEDY, lora_path=NAMES, return_logprob=True
+        input_ids=prompts, sampling_params=GREEDY, lora_path=names, return_logprob=True
     )
-    check(world, PROMPTS, NAMES, results)
+    check(world, prompts, names, results)
     assert {r["meta_info"]["engine_index"] for r in results} == {0, 1}
 
 
