@@ -33,8 +33,8 @@ class Contestant:
     ) -> None:
         """
         Args:
-            kind: "pool"; "upstream", which is its default; or "upstream, overlap off".
-            engines: Of each process.
+            kind: "pool", or "upstream" in its default.
+            engines: Of a pool.
             options: See `peer_process.py`.
         """
         self.name = name

@@ -8,10 +8,12 @@ Qwen3-0.6B's shape and random weights, which are written first; nothing is downl
 after the other, each in a process of its own with its own time limit, the most telling first:
 
 - exact: greedy ids and log-probabilities in float32 against plain JAX;
-- pool: start, tokens/s, new weights beside plain JAX, bfloat16 against float32, KV cache released
-  and made again, a failed step, memory, and last the device's busy share by JAX's profiler;
+- pool: start, tokens/s, new weights beside plain JAX, bfloat16 against float32, a failed step,
+  memory, and last the device's busy share by JAX's profiler;
 - single, default: upstream's Engine with overlap scheduling, in one process and in its own ones;
 - all: a pool on all devices, if there are several.
+
+`enginepool doctor --first-run` tries the rest, such as releasing the KV cache, with the toy.
 
 The JSON file is written anew after every result.
 """

@@ -50,7 +50,6 @@ def _pool(job: Job, checklist: Checklist) -> None:
     checks = {
         "swaps": device_pool.swaps,
         "bfloat16": device_pool.bfloat16,
-        "kv_cycle": device_pool.kv_cycle,
         "fault": device_pool.fault,
         "memory": device_pool.memory,
         "busy": device_pool.busy,
@@ -139,7 +138,7 @@ def _named(name: str, *checks: str) -> list[str]:
     return [f"{name}_{check}" for check in ("start", *WORKLOADS, *checks)]
 
 
-_POOL_CHECKS = ("swaps", "bfloat16", "kv_cycle", "fault", "memory", "busy")
+_POOL_CHECKS = ("swaps", "bfloat16", "fault", "memory", "busy")
 _PARTS: dict[str, tuple[list[str], Callable[[Job, Checklist], None]]] = {
     "devices": (["devices"], _devices),
     "exact": (["exact"], _exact),

@@ -81,19 +81,6 @@ def bfloat16(job: Job, pool: EnginePool, found: Finding) -> None:
     found.seen |= {"outputs_with_other_ids": wrong}
 
 
-def kv_cycle(job: Job, pool: EnginePool, found: Finding) -> None:
-    """Release the KV cache, make it again, and answer as before."""
-    before = _answers(job, pool)
-    used = [_in_use(pool)]
-    released = pool.release_memory_occupation()
-    used.append(_in_use(pool))
-    resumed = pool.resume_memory_occupation()
-    found.seen |= {"released_bytes": released, "resumed_bytes": resumed}
-    found.seen |= {"freed_bytes": used[0] - used[1]}
-    found.expect(released == resumed > 0, f"{resumed} bytes were made again of {released}")
-    found.expect(_answers(job, pool) == before, "the answers are others")
-
-
 def fault(job: Job, pool: EnginePool, found: Finding) -> None:
     """A step that raises: the engine comes back, and the requests end as without it."""
     before, events = _answers(job, pool), len(pool.events())
@@ -129,13 +116,6 @@ def _answers(job: Job, pool: EnginePool) -> list[list[int]]:
 
 def _vocab_size(pool: EnginePool) -> int:
     return pool.runtime.input_processor.limits.vocab_size
-
-
-def _in_use(pool: EnginePool) -> int:
-    from enginepool.runtime.statistics import settled_memory
-
-    devices = [device for worker in pool.runtime.workers for device in worker.devices]
-    return settled_memory(devices)["sum"]["bytes_in_use"]
 
 
 def _seconds(run: Callable[[], Any]) -> float:

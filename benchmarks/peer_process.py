@@ -1,4 +1,4 @@
-"""A process of a contestant (`contestant.py`): a pool, or engines of upstream.
+"""A process of a contestant (`contestant.py`): a pool, or an engine of upstream.
 
 The first line of standard input is a JSON object that says what to build. The answer is "ready".
 Every other line is a job. Its answer is a JSON object with what the run took. A job of "ceiling"
@@ -166,29 +166,21 @@ def _back_to_back(scheduler: Any, steps: int) -> None:
 
 
 class _Upstream:
-    """Upstream's engines, each on a thread of its own: that is where its event loop belongs."""
+    """Upstream's engine in its default, on a thread of its own: that is where its loop belongs."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         config = PoolConfig(setup["model"], server_args=setup["server_args"])
-        groups = resolve_devices(setup["engines"], 1)
-        overlap = setup["kind"] == "upstream"
-        self._threads = [ThreadPoolExecutor(1) for _ in groups]
-        self._engines = [
-            thread.submit(_engine, config, index, group[0].platform, overlap).result()
-            for index, (thread, group) in enumerate(zip(self._threads, groups, strict=True))
-        ]
+        [[device]] = resolve_devices(1, 1)
+        self._thread = ThreadPoolExecutor(1)
+        self._engine = self._thread.submit(_engine, config, device.platform).result()
 
     def generate(self, job: dict[str, Any]) -> int:
-        count, futures = len(self._engines), []
-        for index, (thread, engine) in enumerate(zip(self._threads, self._engines, strict=True)):
-            prompts, params = (job[name][index::count] for name in ("prompts", "params"))
-            futures.append(thread.submit(engine.generate, None, params, input_ids=prompts))
-        results = [result for future in futures for result in future.result()]
-        return sum(result["meta_info"]["completion_tokens"] for result in results)
+        generate, prompts = self._engine.generate, job["prompts"]
+        future = self._thread.submit(generate, None, job["params"], input_ids=prompts)
+        return sum(result["meta_info"]["completion_tokens"] for result in future.result())
 
     def flush(self) -> None:
-        for thread, engine in zip(self._threads, self._engines, strict=True):
-            thread.submit(engine.flush_cache).result()
+        self._thread.submit(self._engine.flush_cache).result()
 
     def thread_seconds(self) -> tuple[float, float]:
         return 0.0, 0.0
@@ -197,12 +189,12 @@ class _Upstream:
         return 0, 0
 
 
-def _engine(config: PoolConfig, index: int, platform: str, overlap: bool) -> Any:
+def _engine(config: PoolConfig, platform: str) -> Any:
     from sgl_jax.srt.entrypoints.engine import Engine
 
     # The options that the pool gives its engines, but for who compiles and for overlap.
-    args = config.for_engine(platform, [index]) | {"disable_precompile": False}
-    engine = Engine(**args | {"disable_overlap_schedule": not overlap})
+    args = config.for_engine(platform, [0]) | {"disable_precompile": False}
+    engine = Engine(**args | {"disable_overlap_schedule": False})
     scheduler: Any = engine.scheduler_info["scheduler"]
     scheduler.on_idle = lambda: time.sleep(_PARKED_SECONDS)
     return engine
