@@ -20,6 +20,7 @@ from enginepool.model_config.rotary import rotation
 from patches import rotary_precision
 from patches._lookup import module
 from tests.support.checkpoints import make
+from tests.support.marks import slow
 from tests.support.pools import SMALL
 from tests.support.reference import LARGER, reference_greedy_batch
 
@@ -84,7 +85,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write
 
 
-@pytest.mark.parametrize(("family", "tp_size"), [*((each, 1) for each in SCALED), ("qwen3", 2)])
+@pytest.mark.parametrize(
+    ("family", "tp_size"),
+    [("llama", 1), *slow(("qwen3", 2), *((each, 1) for each in SCALED if each != "llama"))],
+)
 def test_engines_turn_by_the_configurations_frequencies(
     family: str, tp_size: int, checkpoint: Any
 ) -> None:
@@ -102,6 +106,18 @@ def test_engines_turn_by_the_configurations_frequencies(
         assert result["output_ids"] == expected.ids
         got = [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
         assert got == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "gemma2"])
+def test_each_form_passes_the_check(
+    family: str, checkpoint: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every layer turns by the formula, with the factor or the base of this form: otherwise the
+    pool would not open, or would say that it has not looked."""
+    caplog.set_level("WARNING", "enginepool")
+    with EnginePool(str(checkpoint(family)), devices=1, warmup="none", **SMALL):
+        pass
+    assert "enginepool.rotary_not_checked" not in [record.message for record in caplog.records]
 
 
 def test_a_context_of_before_beside_the_scaling(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import random
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from enginepool import EnginePool, toy
 from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.marks import steady_decode
 from tests.support.pools import SMALL, MakePool, compilations, open_with
+from tests.support.steady import OPTIONS
 
 
 def random_params(rng: random.Random) -> dict[str, Any]:
@@ -158,10 +161,12 @@ def test_engines_share_what_one_has_compiled(pool: EnginePool):
 
 @steady_decode
 def test_what_is_compiled_ahead_is_not_compiled_again(
-    monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache
+    monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache, model_dir: Callable[[str], Path]
 ):
-    """Another thread compiles the programs of steady decode during upstream's warm-up. What the
-    engine's own thread then compiles under a name of theirs was compiled for nothing."""
+    """Other threads compile the step's program of each bucket during upstream's warm-up. They call
+    none: a thread that does waits in JAX while the engine's thread compiles it, with the turn that
+    the engine's thread wants next. What the engine's own thread then compiles under a name of
+    theirs was compiled for nothing."""
     threads: dict[str, list[str]] = {}
 
     class Recording(ExecutableCache):
@@ -171,12 +176,12 @@ def test_what_is_compiled_ahead_is_not_compiled_again(
             return super().load_or_compile(backend, module, devices, options)
 
     open_with(monkeypatch, Recording(one_cache.serialized))
-    with EnginePool(str(toy.checkpoint()), devices=1, **SMALL):
-        pass
+    with EnginePool(str(model_dir("qwen3")), devices=1, **SMALL | OPTIONS) as pool:
+        buckets = pool.engines[0].scheduler_info["scheduler"].steady.program.buckets
     helpers = {
         name: [each.startswith("compile-ahead") for each in by] for name, by in threads.items()
     }
-    assert any(map(any, helpers.values()))
+    assert sum(map(sum, helpers.values())) == len(buckets) == 2
     assert {name: threads[name] for name, by in helpers.items() if any(by) and not all(by)} == {}
 
 

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as hosts
 
-from enginepool import EnginePool
 from enginepool.engine import executable_cache
 from enginepool.engine.executable_cache import ExecutableCache, compiling_ahead
 from tests.support.liveness import SECONDS
-from tests.support.pools import open_with
 
 
 @pytest.fixture
@@ -102,29 +100,6 @@ def test_several_threads_compile_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     with cache.sharing(), cache.limiter.held(), compiling_ahead(jobs):
         pass
     assert cache.compiled == 2
-
-
-class WhoAsks(dict[bytes, bytes]):
-    """Executables, and on which threads they were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: list[str] = []
-
-    def get(self, key: bytes, default: Any = None) -> Any:
-        self.threads.append(threading.current_thread().name)
-        return super().get(key, default)
-
-
-def test_threads_ahead_compile_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that calls a program waits in JAX while the engine's thread compiles it, with the
-    turn that the engine's thread wants next: an engine took a minute more to open."""
-    executables = WhoAsks()
-    open_with(monkeypatch, ExecutableCache(executables))
-    with EnginePool(devices=1, dtype="float32", max_running_requests=4) as pool:
-        buckets = pool.engines[0].scheduler_info["scheduler"].steady.program.buckets
-    ahead = [name for name in executables.threads if name.startswith("compile-ahead")]
-    assert len(ahead) == len(buckets)
 
 
 def test_what_fails_ahead_is_raised() -> None:

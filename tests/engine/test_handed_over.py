@@ -8,7 +8,7 @@ import pytest
 from enginepool import EnginePool
 from tests.support.handed_over import watching
 from tests.support.liveness import SECONDS, callers, idle, until
-from tests.support.marks import steady_decode
+from tests.support.marks import slow, steady_decode
 from tests.support.pools import NATIVE_PAGES, MakePool
 from tests.support.steady import OPTIONS, joins, penalised, several_at_once
 
@@ -18,13 +18,11 @@ pytestmark = steady_decode
 PROMPTS = [[5 + i, *range(9, 9 + 23 * (i % 9))] for i in range(24)]
 
 
-@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize("page_size", [1, *slow(*([8] if NATIVE_PAGES else []))])
 def test_while_steps_are_in_flight(make_pool: MakePool, page_size: int) -> None:
     """Requests of every kind join, end, are scored, paused and retracted."""
-    if page_size > 1 and not NATIVE_PAGES:
-        pytest.skip("this upstream's native attention knows no pages")
     with several_at_once():
-        pool = make_pool("qwen3", 2, **OPTIONS | {"page_size": page_size, "max_decode_steps": 4})
+        pool = make_pool("qwen3", 2, **OPTIONS | {"page_size": page_size, "max_decode_steps": 8})
         with joins() as joined, watching() as by_thread:
             load(pool, joined)
             until(lambda: idle(pool))

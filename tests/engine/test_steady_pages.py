@@ -11,6 +11,7 @@ from sgl_jax.srt.managers.scheduler import Scheduler
 
 from enginepool import EnginePool
 from tests.support import faults
+from tests.support.forced import assert_greedy
 from tests.support.liveness import SECONDS, at_rest, callers, running, until, waiting
 from tests.support.marks import slow, steady_decode
 from tests.support.pools import NATIVE_PAGES, MakePool, same
@@ -22,7 +23,6 @@ from tests.support.steady import (
     ask_without_flush,
     decoding,
     several_at_once,
-    upstreams_own,
 )
 
 pytestmark = steady_decode
@@ -40,10 +40,8 @@ PAGES: dict[str, Any] = OPTIONS | {
 }
 
 
-@pytest.fixture(scope="module", params=[1, *slow(16), 128])
+@pytest.fixture(scope="module", params=[128, *slow(1, 16)] if NATIVE_PAGES else [1])
 def size(request: pytest.FixtureRequest) -> int:
-    if request.param > 1 and not NATIVE_PAGES:
-        pytest.skip("this upstream's native attention knows no pages")
     return request.param
 
 
@@ -192,10 +190,8 @@ def test_who_resumes_beside_others(
     pool = make_pool("qwen3", 2, **PAGES | {"page_size": size})
     pool.flush_cache()
     prompts = prompts_of([20 + 37 * (i % 5) for i in range(20)])
-    params = [GREEDY | {"max_new_tokens": 60 + 11 * (i % 7)} for i in range(len(prompts))]
-    with upstreams_own(pool):
-        expected = ask(pool, params, prompts)
-    pool.flush_cache()
+    lengths = [60 + 11 * (i % 7) for i in range(len(prompts))]
+    params = [GREEDY | {"max_new_tokens": length} for length in lengths]
     before = len(pool.events())
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, params, prompts)
@@ -205,7 +201,9 @@ def test_who_resumes_beside_others(
                 pool.update_weights(model_dir("qwen3"), mode="retract")
         else:
             faults.raise_after_step(pool, 1, 5)
-        same(call.result(SECONDS), expected)
+        results = call.result(SECONDS)
+    assert [len(result["output_ids"]) for result in results] == lengths
+    assert assert_greedy(model_dir("qwen3"), prompts, results) > 0.9 * sum(lengths)
     failures = [e for e in pool.events()[before:] if e["event"] == "engine_quarantined"]
     assert [e["engine"] for e in failures] == ([1] if kind == "fault" else [])
     until(lambda: at_rest(pool))

@@ -16,7 +16,7 @@ from tests.support.forced import LOGPROB_TOLERANCE, assert_greedy, logprobs, out
 from tests.support.marks import slow
 from tests.support.pools import MakePool
 
-FAMILIES = ["larger qwen3", *slow("qwen2", "llama")]
+FAMILIES = ["qwen3", *slow("larger qwen3", "qwen2", "llama")]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 TEXTS = ["你是谁", "🙂", "e\u0301 12+7="]
 LENGTHS = [1, 2, 3, 17, 63, 64, 65, 100, 129, 200]

@@ -50,10 +50,10 @@ def test_round_trip(family: str, head: str, tmp_path: Path) -> None:
     """From the weights of one checkpoint to another's and back, by directory and by dict of
     arrays: each time every engine answers as the reference does with those weights, and in the
     end as when the pool was started on them."""
+    # Llama's shapes are those of other tests, for which its programs are compiled.
+    shape = {"num_layers": 2 if family == "llama" else 1, "num_heads": 4}
     first, second = (
-        make_random_model(
-            *(tmp_path / str(seed), family, seed), num_layers=1, num_heads=4, tied=head == "tied"
-        )
+        make_random_model(tmp_path / str(seed), family, seed, **shape, tied=head == "tied")
         for seed in (1, 2)
     )
     # Stacked experts lie on a mesh of their own, so there a second engine is another case.
