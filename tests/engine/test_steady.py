@@ -125,7 +125,7 @@ def test_one_by_one_where_somebody_would_feel_it(
     """Several steps a launch, on a device that never waits, are for who neither streams nor keeps
     others waiting."""
     monkeypatch.setattr("enginepool.engine.steady.pace._IDLE", sys.maxsize)
-    pool = make_pool("qwen3", 1, max_decode_steps=4, **COLD | {"precompile_bs_paddings": [4]})
+    pool = make_pool("qwen3", 1, warmup="none")
 
     def steps_a_launch(call: Callable[[], Any]) -> float:
         names = ("steady_steps", "steady_dispatches")

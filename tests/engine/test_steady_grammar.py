@@ -98,9 +98,9 @@ def test_whatever_goes_on_beside(
 ) -> None:
     """More outputs than fit the KV cache, long prompts prefilled and scored in pieces, a request
     that is aborted: no step is upstream's own, whose programs the warm-up does not compile."""
-    little = {"max_total_tokens": 512, "schedule_conservativeness": 0.3}
-    pool = make_pool("qwen3", 1, **options | {"precompile_bs_paddings": [8]} | little)
-    params = {"temperature": 0.0, "max_new_tokens": 100, "frequency_penalty": 0.2}
+    daring = {"schedule_conservativeness": 0.3}
+    pool = make_pool("qwen3", 1, **options | {"precompile_bs_paddings": [8]} | daring)
+    params = {"temperature": 0.0, "max_new_tokens": 200, "frequency_penalty": 0.2}
     long = [[3 + i, *range(30, 200)] for i in range(6)]
     pieces: Any = {"input_ids": long, "sampling_params": GREEDY | {"max_new_tokens": 30}}
     pieces |= {"return_logprob": True, "return_prompt_logprob": True}
