@@ -181,7 +181,8 @@ def test_checkpoints_that_were_deleted(
     check_completion(world, "b", post(client, "/v1/completions", model="b", **COMPLETION))
     assert loaded(adapted) == ["b"]
     post(client, "/v1/completions", 404, model="a", **COMPLETION)
-    for name, more in (("b", {"weight_version": "step-3"}), ("x", {})):
+    others: Any = (("b", {"weight_version": "step-3"}), ("x", {}))
+    for name, more in others:
         post(client, "/load_lora_adapter", lora_name=name, lora_path="b", **more)
         error = post(client, "/v1/completions", 503, model="c", **COMPLETION)["error"]
         assert error["code"] == "adapters_full"
