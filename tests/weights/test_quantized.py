@@ -29,12 +29,12 @@ from tests.support.layouts import answers, leaves, own_layout, placed, tensors
 from tests.support.liveness import SECONDS, callers, running, until
 from tests.support.pools import SMALL, MakePool, same
 from tests.support.quantized import expected_leaves, held, serves_quantized
-from tests.support.reference import LARGER, make_random_model
+from tests.support.reference import make_random_model
 from tests.weights.test_memory import device_bytes, devices_of, peaks
 from tests.weights.test_sources import int_or_str, nested
 
-WEIGHTS = {"quantization_config_path": "int8.yaml"}
-BOTH = {"quantization_config_path": "int8_w8a8.yaml"}
+WEIGHTS: dict[str, Any] = {"quantization_config_path": "int8.yaml"}
+BOTH: dict[str, Any] = {"quantization_config_path": "int8_w8a8.yaml"}
 Model = Callable[[str], Path]
 
 
@@ -157,7 +157,7 @@ def test_staged(int8: EnginePool, target: Model) -> None:
 def test_every_mode_under_load(int8: EnginePool, model_dir: Model, target: Model) -> None:
     """Ten updates while engines generate; the last weights are NumPy's, and serve."""
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
-    modes = ["drain", "retract", "in_place", "abort", "drain"]
+    modes: list[Any] = ["drain", "retract", "in_place", "abort", "drain"]
     with callers(1) as executor:
         for number in range(10):
             call = executor.submit(
@@ -243,7 +243,7 @@ def test_opening_takes_one_set_and_a_matrix(
         return quantized(*args)
 
     monkeypatch.setattr(Quantizer, "quantized", looking)
-    model = make_random_model(tmp_path, "qwen3", **LARGER)
+    model = make_random_model(tmp_path, "qwen3", num_layers=2, num_heads=2)
     with EnginePool(str(model), devices=1, **SMALL, **WEIGHTS) as pool:
         its = scheduler_of(pool, 0).leaves
         largest = max(spec.size * 4 for spec in its.source_specs.values())
@@ -298,6 +298,7 @@ def test_perturbed(int8: EnginePool) -> None:
 def test_refused_options() -> None:
     with pytest.raises(InvalidConfig, match="kv_cache_dtype='fp8_e4m3'"):
         EnginePool(devices=1, kv_cache_dtype="fp8_e4m3", **WEIGHTS)
-    adapters = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["all"]}
+    adapters: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 4}
+    adapters["lora_target_modules"] = ["all"]
     with pytest.raises(InvalidConfig, match="beside enable_lora=True"):
         EnginePool(devices=1, **adapters, **WEIGHTS)
