@@ -111,7 +111,7 @@ class SwapPrograms:
 
 
 def _tensors(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of the checkpoint. None if it has no files, because the engines were made with dummy
+    """The checkpoint's. Empty if it has no files, because the engines were made with dummy
     weights."""
     try:
         return Checkpoint(directory).specs
