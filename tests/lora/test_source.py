@@ -122,13 +122,6 @@ def test_stacked_experts(model_dir: Callable[[str], Path]) -> None:
         pool.open()
 
 
-def test_quantized_layers(model_dir: Callable[[str], Path]) -> None:
-    options: Any = LORA | SMALL | {"quantization_config_path": "int8.yaml"}
-    pool = EnginePool(str(model_dir("qwen3")), devices=1, warmup="none", **options)
-    with pytest.raises(InvalidConfig, match=r"\(QuantizedLinear\).*leave \w+_proj out"):
-        pool.open()
-
-
 def test_a_slot_costs_what_the_plan_says(opened: EnginePool, world: World) -> None:
     shape = read_shape(str(world.model), {"dtype": "float32"})
     slots = opened.runtime.workers[0].scheduler.adapters
