@@ -32,7 +32,7 @@ _ALLOCATOR = dict.fromkeys(("alloc", "alloc_extend", "free"), "KV pages")
 _WORKER = {"forward_batch_generation": "transfers"}
 _RUNNER = dict.fromkeys(("forward", "sample", "compute_logprobs"), "prefill")
 _ADMISSION = {"admit": "join", "read": "join"}
-_PREFILL = {"begin": "batch", "finish": "batch"}
+_PREFILL = {"begin": "batch", "read": "batch"}
 _PREFILL_STEP = {"send": "transfers", "launch": "prefill"}
 # Sections of steady decode. They begin with the launch.
 _DEVICE_WAIT = {"until_ready": "device"}

@@ -40,7 +40,8 @@ class Channel:
         max_decode_steps: How many decode steps one launch may have.
         single_stepping: Whether the engine launches one step at a time. It then can stop together
             with others.
-        limiter: Shared by engines. One with work holds a slot, unless it waits for its device.
+        limiter: Shared with other engines. An engine that has work holds a slot, except while it
+            waits for its device.
         steps: How many steps began.
         steady_steps: How many of them were decode steps that stayed on the device (`steady/`).
         steady_dispatches: How many launches those steps took.
@@ -144,7 +145,7 @@ class Channel:
         while True:
             self._wake.clear()
             if self._jobs.due():
-                self.limiter.release()  # a job may wait for other engines
+                self.limiter.release()  # a job may take long, or wait for other engines
                 self._jobs.run_due()
             if not condition.paused:
                 if condition.kv_not_finite and not self.running:

@@ -15,8 +15,6 @@ from typing import Any
 
 from sgl_jax.srt.mem_cache.radix_cache import RadixKey
 
-from enginepool.dispatch.routing import MIN_SHARED_PREFIX
-
 try:  # 0.1.0rc0; 0.0.3rc99 takes the values themselves
     from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 except ImportError:
@@ -49,10 +47,8 @@ def evict_more(tree_cache: Any, tokens: int) -> None:
     tree_cache.evict = evict_tokens if EvictParams is None else evict_params
 
 
-def cached_start(tree_cache: Any, ids: list[int], namespace: str | None) -> int:
-    """How many of a prompt's first tokens the cache has, of as many as routing asks for."""
-    page = tree_cache.page_size
-    enough = -(-MIN_SHARED_PREFIX // page) * page
-    key: Any = RadixKey(ids[: min(enough, len(ids) - 1)], namespace, 0)
+def cached_tokens(tree_cache: Any, ids: list[int], namespace: str | None) -> int:
+    """How many of these tokens the cache has."""
+    key: Any = RadixKey(ids, namespace, 0)
     params = key if MatchPrefixParams is None else MatchPrefixParams(key=key)
     return len(tree_cache.match_prefix(params).device_indices)

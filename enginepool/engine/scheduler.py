@@ -22,6 +22,7 @@ from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.scheduler import Scheduler
 
 from enginepool.dispatch.request import aborted
+from enginepool.dispatch.routing import MIN_SHARED_PREFIX
 from enginepool.engine.adapter_admission import AdapterAdmission
 from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.admission import message, resume
@@ -32,7 +33,7 @@ from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.grammar import check_upstream
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.prefill_program import PrefillProgram
-from enginepool.engine.prefix_cache import cached_start, evict_more
+from enginepool.engine.prefix_cache import cached_tokens, evict_more
 from enginepool.engine.routed_experts import RoutedExperts, expert_dtype
 from enginepool.engine.scoring import Scorer, running_count
 from enginepool.engine.scoring_steps import ScoringBetweenSteps
@@ -119,7 +120,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         prefill = None
         if one is not None:
             told = self.device_wait, self._top_logprobs, self.routed_experts
-            prefill = Prefill(self, one, channel, *told)
+            prefill = Prefill(self, one, self.running, *told)
         self.steady = SteadyDecode(
             self,
             channel,
@@ -144,9 +145,8 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         """Run a step. Decode steps run until something needs a step boundary."""
         if self.steady.run(batch):
             return _PROCESSED
-        if self.steady.fill is not None:
-            self.steady.fill.run(batch)
-            return _PROCESSED
+        if (prefill := self.steady.prefill) is not None:
+            return prefill.run(batch)
         self._top_logprobs.begin(batch, self.running.held)
         return super().run_batch(batch)
 
@@ -233,7 +233,10 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return bool(self.waiting_queue) or in_chunks or self.scorer.has_prompts
 
     def cached_prefix(self, request: Request) -> int:
-        return cached_start(self.tree_cache, request.input_ids, self.running.cache_key(request))
+        # More tokens than routing needs are not looked up.
+        enough = -(-MIN_SHARED_PREFIX // self.page_size) * self.page_size
+        ids = request.input_ids[: min(enough, len(request.input_ids) - 1)]
+        return cached_tokens(self.tree_cache, ids, self.running.cache_key(request))
 
     def kv_usage(self) -> tuple[int, int]:
         allocator: Any = self.token_to_kv_pool_allocator

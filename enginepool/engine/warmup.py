@@ -62,15 +62,17 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     start.buckets = len(manager.token_buckets) + len(manager.bs_buckets)
     ahead = [partial(noted, job) for job in scheduler.steady.ahead()]
     manager._make_dummy_batch = counted
-    able = scheduler.steady.able
-    if able:  # no step is upstream's own
-        manager._precompile_extend = manager._precompile_decode = lambda *_, **__: None
+    one = scheduler.steady.prefill is not None
+    if one:  # no prefill is upstream's own
+        manager._precompile_extend = lambda *_, **__: None
+    if scheduler.steady.able:  # nor a decode step
+        manager._precompile_decode = lambda *_, **__: None
     scheduler.warm_top_logprobs(True)
     try:
         with no_progress_bars(), compiling_ahead(ahead):
             worker.run_precompile()
             manager._make_dummy_batch = seeded
-            scheduler.prefill_program.compile(start.next_bucket if able else lambda: None)
+            scheduler.prefill_program.compile(start.next_bucket if one else lambda: None)
             scheduler.kv_cache.compile()
             if scheduler.adapters is not None:
                 scheduler.adapters.compile()

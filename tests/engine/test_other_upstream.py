@@ -43,7 +43,6 @@ REACHES = {
     "engine/steady/decode.py",
     "engine/steady/decode_step.py",
     "engine/steady/extend.py",
-    "engine/steady/fill.py",
     "engine/steady/forward.py",
     "engine/steady/input_batch.py",
     "engine/steady/penalties.py",

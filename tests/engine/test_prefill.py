@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from enginepool import EnginePool
 from tests.support import faults
 from tests.support.marks import steady_decode
@@ -26,33 +24,6 @@ def test_a_prefill_is_one_transfer_and_one_launch(steady_pool: EnginePool) -> No
         with counted([(scheduler.steady.program.sender, "place"), (step, "launch")]) as counts:
             generate(steady_pool, prompts, 1)
         assert counts[0] == counts[1] == 1
-
-
-@steady_decode
-def test_the_next_prefill_is_launched_before_one_is_read(
-    steady_pool: EnginePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where prompts wait that do not fit one, as chunks or whole."""
-    scheduler, happened = faults.scheduler_of(steady_pool, 0), list[str]()
-    for owner, name in (
-        (scheduler.prefill_program, "launch"),
-        (scheduler.device_wait, "until_ready"),
-    ):
-        method = getattr(owner, name)
-
-        def noting(*args: Any, name: str = name, method: Any = method, **kwargs: Any) -> Any:
-            happened.append(name)
-            return method(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, noting)
-    prompts = [[1 + i, *range(40)] for i in range(5)]
-    together = generate(steady_pool, prompts, 1)
-    behind = happened.count("launch") - 1
-    assert behind > 1
-    assert happened == ["launch", *["launch", "until_ready"] * behind, "until_ready"]
-    steady_pool.flush_cache()
-    alone = [generate(steady_pool, [prompt], 1)[0] for prompt in prompts]
-    assert [one["output_ids"] for one in together] == [one["output_ids"] for one in alone]
 
 
 def test_the_prefix_cache_evicts_more_than_it_is_asked_for(steady_pool: EnginePool) -> None:

@@ -167,16 +167,9 @@ def test_a_request_that_is_prefilled_in_part_is_refused(
     paged: EnginePool, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should one come there after all, the engine is reset, and the answers are right."""
-    steady = faults.scheduler_of(paged, 0).steady
-    begin = steady.prefill.begin
-
-    def seating_all(batch: Any) -> Any:
-        launched = begin(batch)
-        launched.seated = list(enumerate(batch.reqs_info[0].reqs))
-        return launched
-
-    monkeypatch.setattr(steady.admission, "_may_join", lambda _: True)
-    monkeypatch.setattr(steady.prefill, "begin", seating_all)
+    admission = faults.scheduler_of(paged, 0).steady.admission
+    monkeypatch.setattr(admission, "_may_join", lambda _: True)
+    monkeypatch.setattr(admission, "_in_chunks", dict)
     (error,) = ask_late(paged, prompts_of([100, 300]), monkeypatch, given)
     assert "cannot decode" in error
 

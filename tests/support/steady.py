@@ -33,14 +33,14 @@ def steps(pool: EnginePool) -> tuple[int, int]:
 def upstreams_own(pool: EnginePool) -> Iterator[None]:
     """All steps are upstream's own, of a pool that rests now and when the block ends."""
     steady = [scheduler_of(pool, index).steady for index in range(len(pool.engines))]
-    programs = [(one.program, one.fill) for one in steady]
+    programs = [(one.program, one.prefill) for one in steady]
     for one in steady:
-        one.program = one.fill = None
+        one.program = one.prefill = None
     try:
         yield
     finally:
-        for one, (program, fill) in zip(steady, programs, strict=True):
-            one.program, one.fill = program, fill
+        for one, (program, prefill) in zip(steady, programs, strict=True):
+            one.program, one.prefill = program, prefill
 
 
 @contextmanager

@@ -10,14 +10,15 @@ Remove when: With `program.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from enginepool.engine.steady.in_flight import StepsInFlight
 from enginepool.engine.steady.upstream_batch import drop_ended, join
 
 if TYPE_CHECKING:
-    from sgl_jax.srt.managers.schedule_batch import Req
+    from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
     from sgl_jax.srt.managers.scheduler import Scheduler
 
     from enginepool.engine.channel import Channel
@@ -110,20 +111,32 @@ class Admission:
         self._channel.steps += 1
         self._freed = bool(scheduler.waiting_queue)  # try the others again after a step
         assert self._prefills is not None
-        prefill = self._prefills.begin(batch)
-        join(running, prefill.complete)
-        in_flight.add_prefill(prefill)
+        with self._current(batch):
+            in_flight.add_prefill(self._prefills.begin(batch))
         launch_next(in_flight)
         return not self._in_chunks()
 
     def read(self, in_flight: StepsInFlight, prefill: LaunchedPrefill) -> None:
         """Wait for a prefill. Its requests get their first tokens."""
         assert self._prefills is not None
-        self._prefills.finish(prefill)
+        scheduler, batch = self._scheduler, prefill.batch
+        result = self._prefills.read(prefill)
+        with self._current(batch):
+            self._channel.between_steps(lambda: scheduler.process_batch_result(batch, result))
         in_flight.take_first_ids(prefill)
-        waited = [req for req in prefill.complete if req.grammar and not req.finished()]
-        if waited:
-            in_flight.add_requests(waited)
+        chunked, all_reqs = self._in_chunks(), batch.reqs_info[0].reqs
+        reqs = [req for req in all_reqs if not req.finished() and req not in chunked]
+        join(scheduler.running_batch, reqs)
+        seated = [req for _, req in prefill.seated]
+        if others := [req for req in reqs if req not in seated]:
+            in_flight.add_requests(others)
+
+    @contextmanager
+    def _current(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Let upstream's scheduler run this batch."""
+        decoding, self._scheduler.cur_batch = self._scheduler.cur_batch, batch
+        yield
+        self._scheduler.cur_batch = decoding
 
     def _may_join(self, reqs: Sequence[Req]) -> bool:
         """Whether one prefill can compute all these prompts. Upstream counts whole pages."""

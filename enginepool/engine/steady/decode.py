@@ -21,7 +21,6 @@ from enginepool.engine.device_wait import DeviceWait
 from enginepool.engine.steady.admission import Admission
 from enginepool.engine.steady.block_table import BlockTable
 from enginepool.engine.steady.extras import Extras
-from enginepool.engine.steady.fill import Fill
 from enginepool.engine.steady.in_flight import LaunchedSteps, StepsInFlight
 from enginepool.engine.steady.input_batch import InputBatch
 from enginepool.engine.steady.pace import Pace
@@ -47,8 +46,7 @@ class SteadyDecode:
 
     Attributes:
         program: The step program. None if upstream runs all steps.
-        prefill: Launches and reads prefills. None likewise.
-        fill: Runs prefills at step boundaries. None likewise.
+        prefill: Runs prefills. None likewise.
         admission: Who joins the steps in flight.
     """
 
@@ -64,7 +62,6 @@ class SteadyDecode:
         self._scheduler, self._channel = scheduler, channel
         self._device_wait = device_wait
         self.program, self.prefill = program, prefill
-        self.fill = None if prefill is None else Fill(scheduler, channel, scorer, prefill)
         self.admission = Admission(scheduler, channel, scorer, prefill)
         self._pace = Pace(channel.max_decode_steps)
         self._read_at: float | None = None  # when the last output was read, in this run

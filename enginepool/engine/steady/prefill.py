@@ -9,8 +9,6 @@ Remove when: With `program.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,9 +26,9 @@ if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
     from sgl_jax.srt.managers.scheduler import Scheduler
 
-    from enginepool.engine.channel import Channel
     from enginepool.engine.device_wait import DeviceWait
     from enginepool.engine.routed_experts import RoutedExperts
+    from enginepool.engine.running import RunningRequests
     from enginepool.engine.steady.prefill_step import HostPrompts, PrefillStep
     from enginepool.engine.top_logprobs import TopLogprobs
 
@@ -41,9 +39,8 @@ class LaunchedPrefill:
 
     Attributes:
         experts: Of each id, if the engine returns them.
-        complete: Its requests, without one that has more chunks.
-        seated: Those that can decode before the host knows their first ids, each with its row in
-            the prefill. The others have a grammar.
+        seated: The requests that can decode before the host knows their first ids, each with its
+            row in the prefill. The others have a grammar, or more chunks.
         rows: The rows of these in a decode batch, if they are in one.
     """
 
@@ -51,7 +48,6 @@ class LaunchedPrefill:
     output: StepOutput
     features: Features
     experts: jax.Array | None
-    complete: list[Req]
     seated: list[tuple[int, Req]]
     rows: list[int] = field(default_factory=list)
 
@@ -63,7 +59,7 @@ class Prefill:
         self,
         scheduler: Scheduler,
         step: PrefillStep,
-        channel: Channel,
+        running: RunningRequests,
         device_wait: DeviceWait,
         top_logprobs: TopLogprobs,
         experts: RoutedExperts | None,
@@ -73,39 +69,23 @@ class Prefill:
         self._scheduler, self._step = scheduler, step
         self._slots, self._page_size = req_to_token.req_to_token, scheduler.page_size
         self._vocab_size = scheduler.model_config.vocab_size
-        self._channel, self._running = channel, channel.running
-        self._top_logprobs = top_logprobs
+        self._running, self._top_logprobs = running, top_logprobs
         self._device_wait, self._experts = device_wait, experts
 
+    def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Run a prefill, in place of upstream's `run_batch`."""
+        return self.read(self.begin(batch))
+
     def begin(self, batch: ScheduleBatch) -> LaunchedPrefill:
-        """Launch a prefill, which upstream has prepared."""
+        """Launch a prefill."""
         self._scheduler.forward_ct += 1
-        with self._current(batch):
-            return self._begin(batch)
-
-    def finish(self, launched: LaunchedPrefill) -> None:
-        """Wait for a prefill, and have upstream process its result."""
-        batch, result = launched.batch, self._read(launched)
-        with self._current(batch):
-            self._channel.between_steps(lambda: self._scheduler.process_batch_result(batch, result))
-
-    @contextmanager
-    def _current(self, batch: ScheduleBatch) -> Iterator[None]:
-        """For upstream's scheduler, this batch runs meanwhile."""
-        before, self._scheduler.cur_batch = self._scheduler.cur_batch, batch
-        yield
-        self._scheduler.cur_batch = before
-
-    def _begin(self, batch: ScheduleBatch) -> LaunchedPrefill:
         step, info = self._step, batch.reqs_info[0]
         reqs = info.reqs
         prompts = step.prompts(len(info.input_ids))
-        # Their next chunks follow. Upstream's counters lag behind while a prefill is not read.
-        chunked: list[Any] = [req for req in self._scheduler.chunked_reqs if req is not None]
-        penalised = self._fill(prompts, reqs, info, chunked)
+        penalised = self._fill(prompts, reqs, info)
         asking = self._top_logprobs.asking(batch, self._running.held)
         grammars: dict[int, Any] = {
-            row: req.grammar for row, req in enumerate(reqs) if req.grammar and req not in chunked
+            row: req.grammar for row, req in enumerate(reqs) if req.grammar and req.is_chunked <= 0
         }
         features = Features.of(
             [request for *_, request in asking],
@@ -127,13 +107,12 @@ class Prefill:
         sent = step.send(prompts, features, names, mask)
         output, _, experts = step.launch(len(prompts.ids), sent, tallies)
         output.ids.copy_to_host_async()
-        complete = [req for req in reqs if req not in chunked]
-        seated = [(row, req) for row, req in enumerate(reqs) if req in complete and not req.grammar]
-        return LaunchedPrefill(batch, output, features, experts, complete, seated)
+        seated = [
+            (row, req) for row, req in enumerate(reqs) if not req.grammar and req.is_chunked <= 0
+        ]
+        return LaunchedPrefill(batch, output, features, experts, seated)
 
-    def _fill(
-        self, prompts: HostPrompts, reqs: list[Req], info: Any, chunked: list[Req]
-    ) -> list[int]:
+    def _fill(self, prompts: HostPrompts, reqs: list[Req], info: Any) -> list[int]:
         """Put requests into the rows. Returns the rows with penalties."""
         size, table, place = self._page_size, prompts.table, 0
         prompts.ids[: len(info.input_ids)] = info.input_ids
@@ -147,16 +126,16 @@ class Prefill:
             request = self._running.held.get(req.rid)
             adapter = None if request is None else request.adapter
             table.set_adapter(row, *self._step.adapter_row(adapter))
-            if req in chunked:
-                continue
+            if req.is_chunked > 0:
+                continue  # its next chunk follows
             table.origin[row] = FROM_TABLE
             table.set_sampling(row, req.sampling_params)
             if table.penalties.set_row(row, req):
                 penalised.append(row)
         return penalised
 
-    def _read(self, launched: LaunchedPrefill) -> GenerationBatchResult:
-        """Returns what upstream's `run_batch` would."""
+    def read(self, launched: LaunchedPrefill) -> GenerationBatchResult:
+        """Wait for a prefill. Returns what upstream's `run_batch` would."""
         batch, output, features = launched.batch, launched.output, launched.features
         self._device_wait.until_ready(output.ids)
         info = batch.reqs_info[0]

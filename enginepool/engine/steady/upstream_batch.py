@@ -32,11 +32,9 @@ def drop_ended(batch: ScheduleBatch) -> None:
 
 
 def join(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
-    """Add requests to upstream's batch, whose prefill is launched: upstream leaves room for them.
-    Only `write_back_batch` brings its arrays in order."""
+    """Add requests to upstream's batch, without their values in its arrays."""
     info = batch.reqs_info[0]
     info.reqs = [*info.reqs, *reqs]
-    batch.is_prefill_only = False  # as every empty batch of upstream's is
 
 
 def write_back_batch(batch: ScheduleBatch) -> None:
