@@ -18,29 +18,32 @@ from tests.support.layouts import PROMPTS, answers
 
 _LENGTH = 48
 # XLA divides by a constant, and by what is the same for a whole row, as a multiplication by the
-# reciprocal. NumPy's division differs in the last bit.
+# reciprocal, in most programs. A division differs in the last bit.
 _ONE = np.float32(1)
 _STEP = _ONE / np.float32(127)
 
 
-def quantize(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize(weight: np.ndarray, *, divide: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Integers and scales of a matrix, stored (out, in): a scale for each output."""
     wide = weight.astype(np.float32)
     scale = np.abs(wide).max(axis=1) * _STEP
-    per_step = _ONE / np.where(scale == 0, _ONE, scale)
-    return np.clip(np.rint(wide * per_step[:, None]), -128, 127).astype(np.int8), scale
+    step = np.where(scale == 0, _ONE, scale)[:, None]
+    steps = wide / step if divide else wide * (_ONE / step)
+    return np.clip(np.rint(steps), -128, 127).astype(np.int8), scale
 
 
 def is_matrix(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def expected_leaves(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def expected_leaves(
+    params: Mapping[str, np.ndarray], *, divide: bool = False
+) -> dict[str, np.ndarray]:
     """What an engine holds of a checkpoint's matrices, by leaf path."""
     found = {}
     for name, weight in params.items():
         if is_matrix(name) and ".experts." not in name:
-            found[f"{name}_q"], found[f"{name}_scale"] = quantize(weight)
+            found[f"{name}_q"], found[f"{name}_scale"] = quantize(weight, divide=divide)
     return found
 
 
