@@ -238,7 +238,7 @@ class Host:
             adapters: The only ones that are loaded.
         """
         pool, self._number = self._open(), number
-        for name in pool.stats()["lora_adapters"]:
+        for name in pool.stats().get("lora_adapters", ()):  # absent without enable_lora
             if name not in adapters:
                 await pool.async_unload_lora_adapter(name)
 
