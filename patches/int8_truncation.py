@@ -13,6 +13,8 @@ cast.
 Remove when: Upstream rounds.
 """
 
+import functools
+
 import numpy as np
 
 from patches._lookup import Instead, with_globals
@@ -36,34 +38,34 @@ def _is_needed(original, *rest) -> bool:
     return int(quantized[0, 1]) != 127
 
 
-def _rounding(original):
+def _replace(original, place):
+    """
+    Args:
+        place: Where `dtype` is among the positional arguments.
+    """
     jnp = original.__globals__["jnp"]
     clip = lambda value, low, high: jnp.round(jnp.clip(value, low, high))  # noqa: E731
-    return with_globals(original, jnp=Instead(jnp, clip=clip))
+    rounding = with_globals(original, jnp=Instead(jnp, clip=clip))
 
-
-def _replace(original):
-    rounding = _rounding(original)
-
-    def quantize_tensor(dtype, tensor, *args, **kwargs):
+    @functools.wraps(original)
+    def quantize(*args, **kwargs):
+        dtype = kwargs["dtype"] if "dtype" in kwargs else args[place]
         chosen = rounding if np.issubdtype(np.dtype(dtype), np.integer) else original
-        return chosen(dtype, tensor, *args, **kwargs)
+        return chosen(*args, **kwargs)
 
-    return quantize_tensor
-
-
-def _replace_simple(original):
-    rounding = _rounding(original)
-
-    def quantize_tensor_simple(x, dtype, *args, **kwargs):
-        chosen = rounding if np.issubdtype(np.dtype(dtype), np.integer) else original
-        return chosen(x, dtype, *args, **kwargs)
-
-    return quantize_tensor_simple
+    return quantize
 
 
-_OF_WEIGHTS = "quantize_tensor", _replace, ("dtype", "tensor", "axis", "block_size", "pad_tensor")
-_OF_ACTIVATIONS = "quantize_tensor_simple", _replace_simple, ("x", "dtype", "dim", "out_dtype")
+_OF_WEIGHTS = (
+    "quantize_tensor",
+    functools.partial(_replace, place=0),
+    ("dtype", "tensor", "axis", "block_size", "pad_tensor"),
+)
+_OF_ACTIVATIONS = (
+    "quantize_tensor_simple",
+    functools.partial(_replace, place=1),
+    ("x", "dtype", "dim", "out_dtype"),
+)
 
 PATCH = Patch(
     name="int8_truncation",

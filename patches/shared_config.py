@@ -20,22 +20,18 @@ from patches._patch import Patch, Target
 _MODULE = "sgl_jax.srt.configs.model_config"
 
 
-class _Copied(Exception):
-    pass
-
-
-class _Read(Exception):
+class _FirstUse(Exception):
     pass
 
 
 class _Config:
-    """Raises what happens to it first."""
+    """Raises what is done with it first."""
 
     def __deepcopy__(self, memo):
-        raise _Copied
+        raise _FirstUse("copied")
 
     def __getattr__(self, name):
-        raise _Read
+        raise _FirstUse("read")
 
 
 def _is_needed(_) -> bool:
@@ -44,10 +40,8 @@ def _is_needed(_) -> bool:
     constructor = with_globals(owner.__init__, get_config=lambda *_, **__: _Config())
     try:
         constructed(owner, constructor, "")
-    except _Copied:
-        return False
-    except _Read:
-        return True
+    except _FirstUse as use:
+        return str(use) == "read"
     return False
 
 

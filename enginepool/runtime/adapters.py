@@ -87,7 +87,7 @@ class AdapterLoad:
     """One version of an adapter on its way into the engines.
 
     Attributes:
-        new: It, once it is staged.
+        new: The version, once it is staged.
     """
 
     new: Adapter
@@ -115,7 +115,8 @@ class AdapterLoad:
     def commit(self, workers: Sequence[EngineWorker], mode: SwapMode) -> AdapterReport:
         """
         Args:
-            workers: Engines of now. One that has come back since takes it from the host.
+            workers: The engines that serve now. One that was not there at `stage` copies the
+                adapter from the host.
         """
         started, new = time.perf_counter(), self.new
         self._workers, self._had = workers, {}
@@ -198,7 +199,7 @@ class AdapterLoad:
         job: Callable[[EngineWorker, Adapter], bool],
         new: Adapter,
     ) -> int:
-        """On every engine or, if one fails, on none. Returns on how many the job says so."""
+        """Run a job on every engine or, if one fails, on none. Returns how many returned True."""
         try:
             done = engines.run(lambda worker: _named(worker, partial(job, worker, new)))
         except BaseException:
