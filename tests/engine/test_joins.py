@@ -115,6 +115,53 @@ def test_the_first_token_waits_for_the_prefill_alone(
     assert order.tokens[behind] == 1 + decoded
 
 
+def test_two_prefills_before_a_launch(
+    steady_pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a grammar no step is launched behind a prefill. A second prefill may come first; each
+    request goes on from its own first token."""
+    one, other = PROMPTS[3:5]
+    params = GREEDY | {"max_new_tokens": 30}
+    spelled = params | {"regex": "[a-z]{100}", "ignore_eos": False, "max_new_tokens": 100}
+    expected = [generate(steady_pool, [prompt], [params])[0] for prompt in (one, other)]
+    letters = generate(steady_pool, PROMPTS[:2], spelled)
+    assert expected[0]["output_ids"][0] != expected[1]["output_ids"][0]
+    steady_pool.flush_cache()
+    prefill, steady = (
+        getattr(faults.scheduler_of(steady_pool, 0), name) for name in ("prefill_program", "steady")
+    )
+    launch, step = prefill.launch, steady.program.step
+    decoding, launched, go_on = threading.Event(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def launching(*args: Any, **kwargs: Any) -> Any:
+        order.append("prefill")
+        if order.count("prefill") == 2:  # those of the grammar had the first
+            launched.set()
+            assert go_on.wait(SECONDS)
+        return launch(*args, **kwargs)
+
+    def stepping(*args: Any) -> Any:
+        order.append("step")
+        decoding.set()
+        return step(*args)
+
+    monkeypatch.setattr(prefill, "launch", launching)
+    monkeypatch.setattr(steady.program, "step", stepping)
+    with callers(3) as executor:
+        first = executor.submit(generate, steady_pool, PROMPTS[:2], spelled)
+        assert decoding.wait(SECONDS)
+        calls = [executor.submit(generate, steady_pool, [one], [params])]
+        assert launched.wait(SECONDS)
+        calls.append(executor.submit(generate, steady_pool, [other], [params]))
+        until(lambda: waiting(steady_pool) == 1)
+        go_on.set()
+        same([call.result(SECONDS)[0] for call in calls], expected)
+        same(first.result(SECONDS), letters)
+    joined = order.index("prefill", 1)
+    assert order[joined : joined + 2] == ["prefill", "prefill"]
+
+
 @pytest.mark.parametrize("length", [1, 2, 30])
 def test_equal_prompts_that_come_together(steady_pool: EnginePool, length: int) -> None:
     """Their KV pages are the same in the end, while steps with those of each are on their way. Some
