@@ -30,7 +30,7 @@ from typing import Any
 class EnginePoolError(Exception):
     """Base of all errors that enginepool defines.
 
-    They pickle with their data. Like all Python exceptions, they lose `__cause__`.
+    Pickling keeps their data, but not `__cause__`.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

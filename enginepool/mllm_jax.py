@@ -78,8 +78,8 @@ class EnginePoolRolloutBackend:
         Args:
             params: New weights for the engines. Skipped if they are those of the last
                 `sync_weights`. None: no new weights.
-            global_length: The width of a row is this, or the longest prompt if that is longer,
-                plus `max_length_sample`.
+            global_length: A row has `max_length_sample` columns more than this, or than the longest
+                prompt if that is longer.
         """
         if params is not None and params is not self._synced:
             self.sync_weights(params)

@@ -86,7 +86,7 @@ def check_lora(args: Mapping[str, Any]) -> None:
     """Check the options of adapters.
 
     Raises:
-        InvalidConfig: One is missing, or has no meaning.
+        InvalidConfig: An option is missing or invalid.
     """
     defaults = server_args_fields()
     given = {name: args[name] for name in args if "lora" in name and args[name] != defaults[name]}

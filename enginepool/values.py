@@ -52,7 +52,7 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def nothing_quoted() -> Iterator[None]:
-    """Errors raised inside quote no prompts. A server needs it, because it logs errors."""
+    """Inside the block, errors quote no prompts. A server needs this, because it logs errors."""
     before = _quoting.set(False)
     try:
         yield

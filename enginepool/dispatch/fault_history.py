@@ -15,8 +15,8 @@ class FaultHistory:
         reasons: Why each engine failed, by engine index.
         count: How many failures in a row it was part of, without an output token in between.
         runs_alone: Whether no other request may run beside it, because it may make engines fail.
-        starts_alone: Whether no other request may share the step that computes its prompt, because
-            it was in a step with numbers that were not finite and has had no finite numbers since.
+        starts_alone: Whether its prompt must be prefilled alone. It was in a step that gave NaN or
+            infinity, and it has had no finite numbers since.
         nonfinite_under: The update of weights under which its own numbers were not finite.
         nonfinite_on: When its own numbers were not finite, in `time.perf_counter`, by engine index.
         finite_under: The update of weights under which its numbers were finite again, after
@@ -63,8 +63,8 @@ class FaultHistory:
         self.nonfinite_under, self.finite_under = None, update
 
     def may_run_on(self, engine_index: int, serving: AbstractSet[int]) -> bool:
-        """Whether an engine may run the request. It may not if it has failed with the request,
-        unless every serving engine has."""
+        """Whether an engine may run the request. An engine that failed while it held the request
+        may run it only if every serving engine failed so."""
         return engine_index not in self.reasons or self.reasons.keys() >= serving
 
     def __str__(self) -> str:

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # The most characters of a grammar. A longer one takes seconds to compile.
 _LONGEST = 1 << 18
-# The limits of a grammar: the stack that compiles it, its memory while it is compiled, and its
-# memory afterwards. Every thread of the pool's process that compiles it or fills its masks has a
-# larger stack than this.
+# The limits of a grammar: the stack of the thread that compiles it, its memory during compilation,
+# and its memory afterwards. Threads of the pool's process have larger stacks than this.
 STACK_BYTES = 1 << 21
 ADDRESS_BYTES = 1 << 29
 TOO_MUCH_MEMORY = f"it takes more than {ADDRESS_BYTES >> 20} MiB to compile; make it smaller"

@@ -148,7 +148,7 @@ class RequestQueue:
             return any(r.begun for group in groups for r in group.values())
 
     def waits_for(self, engines: Collection[int], *, all_there_are: bool) -> bool:
-        """Whether a request that an engine has run waits here, and only `engines` may take it."""
+        """Whether a retracted or begun request waits here that only `engines` may take."""
         with self._lock:
             groups = [self._alone, self._resumed, *self._pinned.values()]
             return any(

@@ -9,7 +9,7 @@ from typing import Literal
 from enginepool.dispatch.fault_history import FaultHistory
 from enginepool.errors import NotFinite
 
-# How long a failure counts. A request that finishes afterwards ends the row of failures.
+# An engine's failures are in a row if they lie within this time and no request finished in between.
 WINDOW_SECONDS = 60.0
 # After this many failures in a row an engine is rebuilt instead of reset.
 REBUILD_AFTER = 3

@@ -70,7 +70,7 @@ class LoopSignal:
 
 @contextlib.contextmanager
 def submitted(dispatch: Dispatch, call: Call) -> Iterator[None]:
-    """Submit a call for the length of a block.
+    """Submit a call, and run the block that waits for it.
 
     If the caller leaves the block early (cancelled, interrupted, iterator closed), the call's
     requests end inside the engines.

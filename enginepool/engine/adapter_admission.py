@@ -1,4 +1,5 @@
-"""Gives requests the adapters that they run under, and batches the slots of these.
+"""Decides which version of an adapter a request uses, and gives batches the slots of their
+adapters.
 
 Reaches into upstream's model worker: `prepare_lora_batch` is replaced.
 

@@ -133,7 +133,8 @@ class AdapterSlots:
         return True
 
     def replace(self, numbers: Collection[int], adapter: Adapter, placed: Placed | None) -> None:
-        """Put an adapter into the slot of others that it replaces. At least one of them has one."""
+        """Put an adapter into the slot of an older version. At least one of these `numbers` has a
+        slot."""
         slots = [self._held.pop(number)[0] for number in numbers if number in self._held]
         self._put(slots[0], adapter, placed)
 
@@ -189,7 +190,7 @@ class AdapterSlots:
         sharding = NamedSharding(spec.sharding.mesh, PartitionSpec(*spec.sharding.spec[1:]))
         return jax.device_put(jnp.zeros(spec.shape[1:], spec.dtype), sharding)
 
-    # What batches say
+    # Batches
 
     def prepare(self, batch: Any, find: Callable[[str], Adapter | None]) -> None:
         """Give one of upstream's batches its slots and scales.

@@ -38,8 +38,8 @@ class Channel:
         running: The requests that the engine has.
         adapters: The pool's.
         max_decode_steps: How many decode steps one launch may have.
-        single_stepping: Whether the engine launches one step at a time. It then can stop together
-            with others.
+        single_stepping: Whether the engine launches one step at a time, so that it can stop at the
+            same time as other engines.
         limiter: Shared with other engines. An engine that has work holds a slot, except while it
             waits for its device.
         steps: How many steps began.
@@ -211,7 +211,7 @@ class Channel:
     # Between two steps without a boundary between them: see `steady/decode.py`
 
     def between_steps(self, take_over: Callable[[], T]) -> T:
-        """A step has come back and the next one runs: call `take_over` to take its results.
+        """Call `take_over`, which takes the results of a step while the next step runs.
 
         Raises:
             StepTimeout: The requests were taken away meanwhile.
@@ -270,7 +270,7 @@ class Channel:
         try:
             scheduler.release_all()
         except Exception as error:
-            # Held again until the engine has left; then they resume on its siblings.
+            # The engine keeps them until it is quarantined. Then they resume on other engines.
             self.running.hold(requests)
             raise EngineBroken(f"could not release its requests: {error!r}") from error
         return requests

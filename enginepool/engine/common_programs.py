@@ -41,7 +41,7 @@ class CommonPrograms:
         self._known: list[tuple[Any, Any]] = []
 
     def common(self, likeness: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for something alike; call `make` if nothing was.
+        """Return what an earlier call made for an equal `likeness`. If there was none, call `make`.
 
         Args:
             likeness: Everything that the result depends on; compared by `alike`.
@@ -193,7 +193,7 @@ def alike(one: object, other: object) -> bool:
 
 
 def _alike(one: Any, other: Any, begun: dict[tuple[int, int], Any]) -> bool:
-    if one is other or (pair := (id(one), id(other))) in begun:  # or holds itself
+    if one is other or (pair := (id(one), id(other))) in begun:  # or compared further up
         return True
     if type(one) is not type(other):
         return False

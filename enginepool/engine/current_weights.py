@@ -18,8 +18,8 @@ from enginepool.weights.placement import place
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
 
-# In these states a failed engine still has its leaves. A rebuild may replace them; those worth
-# keeping are in `kept` then.
+# In these states a failed engine still has its leaves. A rebuild may replace them, and first puts
+# those that are current into `kept`.
 _KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)
 
 _NOWHERE = "its weights are gone, and no other engine has them; update_weights"

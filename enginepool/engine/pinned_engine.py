@@ -129,7 +129,7 @@ class PinnedEngine:
         return self.leaves.replace(arrays, shared)
 
     def restore_weights(self, arrays: Mapping[str, jax.Array], shared: Collection[str]) -> None:
-        """As a job: give the update up, and put `arrays`, if there are any, back."""
+        """As a job: cancel the update. Put `arrays` back, if there are any."""
         if arrays:
             self.leaves.replace(arrays, shared)
         self.condition.weights.being_replaced = False

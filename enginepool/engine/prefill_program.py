@@ -1,7 +1,7 @@
 """The prefill program, which can compute log-probabilities of given tokens as well.
 
-Reaches into upstream's model runner and compilation manager. It is
-`steady/prefill_step.py` if decode is steady, and `upstream_prefill.py` otherwise.
+Reaches into upstream's model runner and compilation manager. `steady/prefill_step.py` implements it
+for steady decode, `upstream_prefill.py` for upstream's steps.
 
 What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions. A
 long prompt has no memory for them. They compile new programs while the engine serves, and cannot be

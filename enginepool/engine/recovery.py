@@ -1,7 +1,7 @@
 """Recovers from an engine's failure: its requests move on, and the engine comes back.
 
-`recovery_policy.py` decides, this does it, on the engine's own thread. An engine never comes back
-in the middle of a swap. `watchdog.py` finds a step that does not return.
+`recovery_policy.py` decides. This module does it, on the engine's own thread. An engine never comes
+back in the middle of a swap. `watchdog.py` finds a step that does not return.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which experts routed each token of an engine.
+"""Records the experts that each token of an engine was routed to.
 
 Reaches into upstream's model runner, scheduler and prefix cache: their methods are wrapped.
 

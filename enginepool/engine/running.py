@@ -106,8 +106,8 @@ class RunningRequests:
         return Counter(adapter.number for adapter in adapters if adapter is not None)
 
     def replace_adapter(self, name: str, adapter: Adapter) -> dict[Request, Adapter]:
-        """The next tokens of this adapter's requests come from another version of it. Those so far
-        are booked on the old one.
+        """The next tokens of this adapter's requests come from another version of it. Earlier
+        tokens keep the old version.
 
         Returns:
             The adapter that each request had.
@@ -136,7 +136,8 @@ class RunningRequests:
         return [self.held[rid] for rid in broken if rid in self.held]
 
     def book(self, reqs: list[Req], stream_interval: int) -> None:
-        """A step has come back: publish and deliver what it brought. Under `lock`.
+        """Publish new tokens of streams, and deliver requests that have ended, after a step. The
+        caller holds `lock`.
 
         Args:
             stream_interval: How many tokens a chunk has, where a request does not say.
@@ -153,7 +154,7 @@ class RunningRequests:
                 self.deliver(request, req)
             elif req.stream:
                 interval = req.sampling_params.stream_interval or stream_interval
-                # Several may have come at once; `request` has what was published.
+                # A step may add several tokens. `request` has the tokens that were published.
                 if len(req.output_ids) // interval > len(request.output_ids) // interval:
                     self.publish(request)
 
@@ -253,11 +254,11 @@ def finish_reason(req: Req, reason: dict[str, Any]) -> dict[str, Any]:
     grammar: RequestGrammar | None = req.grammar
     if reason.get("type") != "stop" or grammar is None or grammar.failure is None:
         return reason
-    return aborted(f"the output cannot go on as its grammar says: {grammar.failure}", "grammar")
+    return aborted(f"the output cannot continue under its grammar: {grammar.failure}", "grammar")
 
 
 def _has_progressed(request: Request) -> bool:
     if request.req is not None:
         return len(request.req.output_ids) > request.retracted_at
-    # Its prompt is being scored. If it was retracted that begins anew, and counts once it ends.
+    # Its prompt is being scored. After a retract the prompt starts again, and must be scored first.
     return request.scoring is not None and request.scored is None and not request.retracted

@@ -164,7 +164,7 @@ class Scorer:
             elif self._begun or self._has_work():
                 self.waits_for_room = True
                 break
-            else:  # all is free and it is not enough: a pool for a sliding window is smaller
+            else:  # the whole pool is too small; a pool for a sliding window is
                 self._waiting.popleft()
                 for request in prompt.requests:
                     self._cannot_hold(request)
@@ -237,7 +237,8 @@ class Scorer:
         self.waits_for_room = False
 
     def _has_room(self) -> bool:
-        """Whether the next run has room for one more prompt. Before, a prompt takes no KV cache."""
+        """Whether the next run has room for one more prompt. Only then does a prompt get KV
+        cache."""
         tokens = sum(prompt.length - prompt.computed for prompt in self._begun)
         return len(self._begun) < self.program.sequences and tokens < self.program.tokens
 

@@ -40,6 +40,6 @@ class ScoringBetweenSteps:
         request.req = self.admit(request)
 
     def _cannot_hold(self, request: Request) -> None:
-        """End a request for whose prompt an empty KV cache has no room."""
+        """End a request whose prompt does not fit an empty KV cache."""
         reason = aborted("the engine's KV cache cannot hold this prompt", "out_of_memory")
         self.running.end(request.internal_rid, reason)

@@ -19,7 +19,7 @@ class SingleStepping:
     thread.
 
     Attributes:
-        on: The engine launches no step before the last one has come back.
+        on: The engine launches no step before it has read the last one.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class SingleStepping:
             self._close.set()
 
     def in_flight(self, steps: int) -> None:
-        """Report how many steps have not come back."""
+        """Report how many steps are in flight."""
         if self.on and steps <= 1:
             self._close.set()
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class TopLogprobs:
-    """Computes the most probable tokens of a step, those that requests name, and those that were
-    sampled from. One program of fixed widths serves every batch."""
+    """Computes log-probabilities of a step's most probable ids and of named ids, and the ids that
+    each token was sampled from. One program of fixed widths serves every batch."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         expect_parameters(model_runner.compute_logprobs, "logits", "token_ids")

@@ -159,8 +159,8 @@ class EngineWorker(PinnedEngine):
                     return error
             try:
                 self.unload(
-                    f"{len(lost)} weights ({lost[0]} …) were deleted or donated by who shared "
-                    "them with update_weights; pass copy=True to keep a copy of them"
+                    f"{len(lost)} weights ({lost[0]} …) that update_weights shares were deleted or "
+                    "donated by their owner; pass copy=True to keep a copy of them"
                 )
             except EngineBroken as error:
                 return error

@@ -56,10 +56,10 @@ class CallOptions(TypedDict, total=False):
             or a chunk. It has `output_ids` and, in `meta_info`, `weight_versions` and whichever of
             `output_token_logprobs`, `output_top_logprobs`, `output_token_ids_logprobs`,
             `output_sampling_mask` and `output_token_sampling_logprobs` the call asks for. It may
-            have `routed_experts`; without, those of its tokens are the current weights'. The
-            output continues from there, and the result has all of it. The tokens of the part count
-            for `max_new_tokens` and `completion_tokens`, not for `prompt_tokens`. A complete output
-            is returned without a step. Each prompt has one sample (n=1).
+            have `routed_experts`. Otherwise the experts of its tokens are computed with the current
+            weights. The output continues from there, and the result has all of it. The tokens of
+            the part count for `max_new_tokens` and `completion_tokens`, not for `prompt_tokens`. A
+            complete output is returned without a step. Each prompt has one sample (n=1).
         lora_path: The name of the adapter to generate with, for all prompts or one per prompt. None
             is the base. `meta_info` then has `lora_path`, and in `lora_versions` the spans of the
             adapter's versions, as `weight_versions` has those of the base.

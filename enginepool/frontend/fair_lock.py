@@ -7,8 +7,8 @@ from collections import deque
 
 
 class FairLock:
-    """With Python's own lock, a thread that releases it and takes it again comes before those that
-    wait. A thread that does so in a loop would keep all others out.
+    """A lock in order of arrival. A thread that releases Python's own lock and takes it again
+    overtakes the threads that wait. In a loop it would keep all others out.
 
     Attributes:
         waiting: One lock for each thread that waits, in order.

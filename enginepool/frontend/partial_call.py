@@ -161,8 +161,8 @@ class _Reading:
         meta = self._given.get("meta_info") if isinstance(self._given, Mapping) else self._given
         if not isinstance(meta, Mapping | None):
             raise self._refusal(
-                f"{shown(self._given)}: expected a dict as results are: output_ids, and meta_info "
-                "with output_token_logprobs"
+                f"{shown(self._given)}: expected a result's dict with output_ids, and in "
+                "meta_info output_token_logprobs"
             )
         ids = plain(self._given.get("output_ids", []))
         if not (isinstance(ids, list | tuple) and all(map(is_int, ids))):
@@ -193,8 +193,8 @@ class _Reading:
             value, of = (entry[0], entry[1]) if isinstance(entry, list | tuple) else (entry, None)
             if of not in (None, token_id) or not (is_number(value) and math.isfinite(value)):
                 raise self._refusal(
-                    f"output_token_logprobs: {shown(entry)}: expected (logprob, {token_id}, None), "
-                    "as results have them"
+                    f"output_token_logprobs: {shown(entry)}: expected (logprob, {token_id}, None) "
+                    "with a finite logprob"
                 )
             values.append(float(value))
         return values
@@ -211,7 +211,7 @@ class _Reading:
             if ids != tuple(self._named_ids) or not all(map(is_number, values)):
                 raise self._refusal(
                     f"output_token_ids_logprobs: {shown(row)}: expected (logprob, id, None) of "
-                    f"{shown(list(self._named_ids))}, as results have them"
+                    f"{shown(list(self._named_ids))} in this order"
                 )
             rows.append([float(value) for value in values])
         return rows
@@ -223,14 +223,14 @@ class _Reading:
             return read_mask(meta, count)
         except (TypeError, ValueError, KeyError):
             raise self._refusal(
-                f"meta_info {MASK} {shown(meta.get(MASK))} with {LOGPROBS}: expected those of "
-                f"{count} output_ids for return_sampling_mask=True, as results have them"
+                f"meta_info {MASK} {shown(meta.get(MASK))} with {LOGPROBS}: expected the "
+                f"result's values for {count} output_ids, because of return_sampling_mask=True"
             ) from None
 
     def _experts(
         self, meta: Mapping[str, Any], positions: int, limits: Limits
     ) -> RoutedTokens | None:
-        """None if there are none: the chunks of a stream have them at the end only."""
+        """None if it has none. In a stream only the last chunk has them."""
         text = meta.get(EXPERTS)
         if not (self._routed_experts and text and limits.routing):
             return None
@@ -238,8 +238,8 @@ class _Reading:
             return read_experts(text, limits.routing, positions)
         except (TypeError, ValueError):
             raise self._refusal(
-                f"meta_info {EXPERTS} {shown(text)}: expected that of {positions} positions, as "
-                "results have it"
+                f"meta_info {EXPERTS} {shown(text)}: expected the result's value for "
+                f"{positions} positions"
             ) from None
 
     def _entries(self, meta: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
@@ -249,8 +249,10 @@ class _Reading:
             return None
         if not isinstance(entries, list | tuple) or len(entries) != count:
             have = len(entries) if isinstance(entries, list | tuple) else shown(entries)
-            why = f" for {self._needed[name]}" if self._needed[name] else ""
-            raise self._refusal(f"meta_info {name}: {have} for {count} output_ids: one each{why}")
+            why = f", because of {self._needed[name]}" if self._needed[name] else ""
+            raise self._refusal(
+                f"meta_info {name}: {have}: expected one entry for each of {count} output_ids{why}"
+            )
         return list(entries)
 
     def _spans(self, meta: Mapping[str, Any], name: str, count: int) -> list[list[Any]]:
@@ -264,8 +266,8 @@ class _Reading:
             fits = False
         if not fits:
             raise self._refusal(
-                f"meta_info {name} {shown(spans)}: expected [start, end, version] up to "
-                f"{count}, as results have them"
+                f"meta_info {name} {shown(spans)}: expected spans [start, end, version] "
+                f"that end at {count}"
             )
         return spans
 

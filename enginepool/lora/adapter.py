@@ -18,7 +18,7 @@ NO_SLOT = -1
 
 @dataclass(eq=False)
 class Adapter:
-    """One version of an adapter, on the host. Whoever runs under it holds it.
+    """One version of an adapter, on the host. Requests that use it hold a reference.
 
     Attributes:
         version: The label that results carry.

@@ -93,12 +93,12 @@ def _zeros(dtype: Any, mesh: Any, shape: tuple[int, ...], axes: tuple[Any, ...])
 
 
 def on_batch(forward_batch: Any) -> AbstractContextManager[None]:
-    """Inside this, the model's layers know the slots of a batch's rows."""
+    """Inside the block, the model's layers use this batch's slots."""
     return LoraBatchContext.set_batch(forward_batch)
 
 
 def adapting() -> AbstractContextManager[None]:
-    """Inside this, this thread's new engines get adapted layers, if they are to have any."""
+    """Inside the block, engines that this thread builds with `enable_lora` get adapted layers."""
     return _override.on_this_thread()
 
 

@@ -1,5 +1,5 @@
-"""What a caller may give `load_lora_adapter`, read and checked: a PEFT folder, or arrays by PEFT's
-names with the fields of its adapter_config.json."""
+"""Reads and checks the source of an adapter: a PEFT folder, or arrays by PEFT's names with the
+fields of its adapter_config.json."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class AdapterCalls(CallGroup):
         return stage_adapter(self.runtime, lora_name, source, config_dict, weight_version)
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Forget an adapter. Outputs whose calls were made before are finished with it.
+        """Remove an adapter. Calls made before still finish with it.
 
         Raises:
             InvalidRequest: There is none of that name.

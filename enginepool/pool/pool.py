@@ -261,8 +261,8 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
         finally:  # a warning may be an error
             if on_engine_thread():
-                # The garbage collector ran on an engine's thread. That thread cannot wait for
-                # itself, and must not make its own pool wait for this one.
+                # The garbage collector runs this on an engine's thread, of this pool or of another
+                # one. `close` waits for such threads, so it needs a thread of its own.
                 with contextlib.suppress(RuntimeError):  # no new threads while Python ends
                     threading.Thread(target=self.close, daemon=True).start()
             else:

@@ -161,7 +161,7 @@ class Fleet:
         self.router.move(host, blamed=not ended_by_us)
 
     def end(self, host: HostLink, why: str) -> None:
-        """End a host's process; `_listen` hears of it, and it starts again."""
+        """End a host's process. `_listen` notices, and `_keep` starts it again."""
         host.state, host.reason = "lost", why
         ray.kill(host.actor, no_restart=False)
 
@@ -283,7 +283,7 @@ class FleetCalls(ABC):
     def fleet(self) -> Fleet:
         """The hosts; starts them if they are not started.
 
-        For tests and tools that look inside. What is in there is no promise.
+        For tests and tools that look inside. Its contents may change at any time.
 
         Raises:
             PoolClosed, EnginePoolError: As `RayEnginePool.open`.

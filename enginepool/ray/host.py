@@ -22,7 +22,7 @@ from enginepool import (
 )
 from enginepool.ray.wire import Attempt, ErrorReply, News, unpack_tree
 
-# How long a host without news delays its answer.
+# How long `poll` waits for an event.
 _PATIENCE = 1.0
 
 
@@ -55,7 +55,7 @@ class Host:
         self._staged: dict[int, StagedWeights | StagedAdapter] = {}  # by the update's number
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by an attempt's key
         self._news = News()
-        self._told = News()  # until the driver says that it has heard them
+        self._told = News()  # sent, and not acknowledged by the driver
         self._is_news = asyncio.Event()
 
     # Life
@@ -134,7 +134,7 @@ class Host:
 
     @_answering
     async def poll(self, seen: int) -> News:
-        """The events since the last answer. Waits a while for one.
+        """The events that the driver has not acknowledged. Waits a while for one.
 
         Args:
             seen: The number of the last events that arrived. Later ones are sent again.

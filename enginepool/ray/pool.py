@@ -102,7 +102,7 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
             if self._fleet is None:
                 if not ray.is_initialized():
                     raise InvalidConfig(
-                        "Ray is not there: call ray.init() first, before JAX starts"
+                        "Ray is not initialized: call ray.init() first, before JAX starts"
                     )
                 self._fleet = Fleet(self._make_actors(), self._hang_timeout)
                 try:

@@ -173,7 +173,7 @@ class RaySteeringCalls(FleetCalls):
                 fleet.paused = paused
                 return await fleet.on_all(method, *args)
 
-        _raise_first(fleet.run(steer()))  # hosts that are away come back to it
+        _raise_first(fleet.run(steer()))  # a host that starts again reads `paused`
 
     def _ask_all(self, method: str) -> dict[int, Any]:
         fleet = self.fleet

@@ -1,6 +1,6 @@
 """Updates weights or an adapter on all hosts: each stages, then each commits, or none does.
 
-A host that is lost on the way is barred until it has them: it starts again and catches up.
+A host that is lost meanwhile starts again, and serves only when it has the update.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MODES = ("drain", "retract", "abort", "in_place")
 
 @dataclass(frozen=True)
 class FleetReport:
-    """What an update of all hosts did.
+    """The result of an update of all hosts.
 
     Attributes:
         seconds: By phase: "put" into the object store, "stage", "commit", "total".
         hosts: What each host's pool says.
-        missing: Hosts that were lost on the way or away, with the reason; they get these weights
+        missing: Hosts that were lost before or during the update, with the reason. They get it
             before they serve again.
     """
 
@@ -75,7 +75,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
         hosts = fleet.serving()
         if not hosts:
             raise WeightUpdateFailed(
-                "no host is there at the moment; nothing was touched, try again", engine_index=-1
+                "no host serves at the moment; nothing was touched, try again", engine_index=-1
             )
         staged = await _stage(fleet, weights, hosts)
         at = time.perf_counter()

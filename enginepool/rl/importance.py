@@ -14,11 +14,11 @@ def importance_weights(
 ) -> np.ndarray:
     """Truncated importance sampling: min(trainer's probability / rollout's, `cap`) of each token.
 
-    Multiply each token's policy gradient by its weight if the engines compute other probabilities
-    than the trainer for the same weights (int8, other kernels), and let PPO's ratio be to the
-    trainer's own probabilities before the step. The cap limits the variance and leaves a small bias
-    (Ionides, 2008, "Truncated Importance Sampling"; for rollouts: Yao et al., 2025, "Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL Training", which caps at 2).
+    Use it if the engines compute other probabilities than the trainer for the same weights (int8,
+    other kernels): multiply each token's policy gradient by its weight. PPO's ratio then compares
+    with the trainer's own probabilities before the step. The cap limits the variance and leaves a
+    small bias (Ionides, 2008, "Truncated Importance Sampling"; for rollouts: Yao et al., 2025,
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", which caps at 2).
 
     Args:
         trainer_logprobs: [N, T] like `batch.logprobs`, of the weights that sampled the tokens.

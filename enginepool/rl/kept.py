@@ -28,8 +28,8 @@ class KeptIds:
         if mask["too_many"]:
             position, count = mask["too_many"][0]
             raise InvalidRequest(
-                f"position {position} was sampled from {count} ids, which are too many to be "
-                "listed; sample with a top_k that is listed, or leave return_sampling_mask out",
+                f"position {position} was sampled from {count} ids, and results list at most 512; "
+                "sample with top_k=512 or less, or leave return_sampling_mask out",
                 prompt_index=prompt_index,
             )
         self.logprobs: Sequence[float] = meta.get(_LOGPROBS, ())

@@ -182,7 +182,7 @@ class AdapterLoad:
         return count
 
     def _replaced(self, new: Adapter) -> list[Adapter]:
-        """Older versions, of which requests may wait somewhere."""
+        """Older versions that waiting or running requests still have."""
         waiting = [request.adapter for request in self._runtime.dispatch.unfinished()]
         had = [adapter for mine in self._had.values() for adapter in mine.values()]
         return [
@@ -224,7 +224,7 @@ class AdapterLoad:
         return True
 
     def _put_back(self, worker: EngineWorker, new: Adapter) -> None:
-        """On the engine's thread: it has nothing of the new version any more."""
+        """On the engine's thread: remove the new version, and restore what was there before."""
         slots = _slots(worker)
         slots.forget(new.number)
         for request, adapter in self._had.get(worker.index, {}).items():

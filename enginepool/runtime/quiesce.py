@@ -171,7 +171,7 @@ class _Stop:
         return True
 
     def _stop(self, worker: EngineWorker) -> None:
-        """On the engine's thread, as the next one."""
+        """On the engine's thread, as `_go_on`."""
         worker.pause("swap")
         self._stopped_at[worker.index] = time.perf_counter()
         if self._mode != "in_place":

@@ -1,7 +1,7 @@
 """Compiles what the first swap needs, on a thread of its own, once all engines serve.
 
-It goes the way of a swap with shapes in the place of arrays. So it holds no weights, and runs
-nothing on a device.
+It runs the code of a swap with shapes in place of arrays. So it holds no weights, and runs nothing
+on a device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SwapPrograms:
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Leave out what is not compiled yet, and wait for the program that is being compiled.
+        """Begin no other program, and wait for the one that is being compiled.
 
         A swap calls this first: the mapping of names and `Fits` are used by one thread at a time.
 
@@ -85,8 +85,8 @@ class SwapPrograms:
         """Compiles a program, or a few, at every step."""
         leaves = workers[0].leaves
         if leaves.quantized and leaves.quantization is None:
-            return  # which no swap changes
-        # Over several devices upstream's conversion runs step by step, as no program of ours.
+            return  # no swap changes this model
+        # Over several devices upstream's conversion runs step by step: there is no program.
         if len(leaves.devices) == 1:
             yield from self._conversion(workers)
         for worker in workers:

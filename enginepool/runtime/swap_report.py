@@ -44,7 +44,7 @@ class SwapReport:
         failed: Engines that failed to get the weights after others had got them, with the reason.
             They serve again after the next update.
         left: Leaves that kept their weights (strict=False).
-        ignored: Names of the source that mean nothing to the model.
+        ignored: Names of the source that the model does not use.
         kv_bytes: Bytes of KV cache freed around the update (free_kv=True), of all engines.
     """
 

@@ -71,7 +71,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/unload_lora_adapter", responses=ADMIN_ERRORS)
     async def unload_lora_adapter(body: AdapterName) -> LoadedAdapters:
-        """Forget an adapter. Outputs that were asked for before are finished with it."""
+        """Remove an adapter. Requests that were sent before still finish with it."""
         await models.unload(body.lora_name)
         return loaded()
 
@@ -89,7 +89,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/unload_lora_adapter", responses=_VLLM_REPLIES)
     async def unload_as_vllm(body: AdapterName) -> Response:
-        """Forget an adapter. Outputs that were asked for before are finished with it."""
+        """Remove an adapter. Requests that were sent before still finish with it."""
         if all(adapter.name != body.lora_name for adapter in models.adapters()):
             raise Refused(
                 404, f"the lora adapter {shown(body.lora_name)} cannot be found", param="lora_name"

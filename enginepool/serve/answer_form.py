@@ -1,12 +1,12 @@
-"""Makes a pool's sampling parameters from the fields of a body that ask for a form of the answer.
+"""Turns a body's fields for structured output and tool calls into sampling parameters.
 
 Reaches into upstream's parsers of tool calls, which know how a model writes them.
 
 What breaks: With `tool_choice` of "required" or a tool's name upstream has the model write a bare
 JSON list. In a stream its parser finds no calls in the list. An unknown tool is ignored silently,
-and so is `response_format` together with tools. A schema's properties are sorted by the alphabet.
-Why: Upstream makes the schema without the parser, which knows the model's own form of calls.
-Remove when: Upstream constrains the output to the form that its parser reads.
+and so is `response_format` together with tools. A schema's properties are sorted alphabetically.
+Why: Upstream makes the schema without the parser, which knows the model's own form of calls. Remove
+when: Upstream constrains the output to the form that its parser reads.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def form_of(body: Any, server_args: ServerArgs, special_tokens: Collection[str])
     made = {name: form for name, form in given.items() if form}
     if len(made) > 1:
         raise Refused(
-            400, f"{' and '.join(made)}: each says what an answer must be; give one of them",
+            400, f"{' and '.join(made)}: each sets the form of the answer; give one of them",
             param=next(iter(made)),
         )  # fmt: skip
     return next(iter(made.values()), {})
@@ -117,7 +117,7 @@ def _of_format(wanted: Any) -> dict[str, Any]:
     if not schema:
         raise Refused(
             400, "response_format of type json_schema: expected json_schema.schema, an object; "
-            "any JSON object is what type json_object is for",
+            "for any JSON object send type json_object",
             param="response_format",
         )  # fmt: skip
     return {"json_schema": schema}

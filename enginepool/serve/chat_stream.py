@@ -27,7 +27,7 @@ from enginepool.serve.stream_parsers import Calls, Reasoning
 
 
 class _Answer:
-    """One answer, as far as it was sent.
+    """The part of one answer that was sent.
 
     Attributes:
         logprobs: The log-probabilities for the next chunk.

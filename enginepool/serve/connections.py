@@ -27,7 +27,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Descriptors:
-    """Logs when no file descriptor is left: libuv then closes new connections without a word."""
+    """Logs when no file descriptor is left: libuv then closes new connections silently."""
 
     def __init__(self) -> None:
         self._none_left = False

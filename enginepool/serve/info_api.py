@@ -136,7 +136,7 @@ def _state_routes(routes: APIRouter, service: Service) -> None:
     async def health_generate(raw: Request) -> Response:
         """Whether every engine generates now (on an engine's own port: that engine)."""
         if service.draining:
-            raise Refused(503, "the server is about to end")
+            raise Refused(503, "the server is shutting down")
         await check_engines(service.runtime, service.engine_of(raw))
         return PlainTextResponse("ok")
 

@@ -1,6 +1,7 @@
 """The server's log: the line of each request, and the thread that writes lines to standard error.
 
-A full disk, a closed pipe or a reader that stands still loses lines, and stops nothing.
+With a full disk, a closed pipe or a reader that does not read, lines are lost and the server goes
+on.
 """
 
 from __future__ import annotations

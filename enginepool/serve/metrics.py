@@ -49,10 +49,10 @@ class Metrics:
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up", by_engine)
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found cached", by_engine)
         self._first = self._histogram(
-            "time_to_first_token_seconds", "From submission on", _LONG, by_engine
+            "time_to_first_token_seconds", "From submission to the first token", _LONG, by_engine
         )
         self._each = self._histogram(
-            "time_per_output_token_seconds", "After the first", _SHORT, by_engine
+            "time_per_output_token_seconds", "Per token after the first", _SHORT, by_engine
         )
         self._whole = self._histogram(
             "e2e_request_latency_seconds", "From submission to the end of an output", _LONG,
@@ -60,7 +60,7 @@ class Metrics:
         )  # fmt: skip
         self._queued = self._histogram(
             "request_queue_time_seconds",
-            "Until an engine took it",
+            "From submission until an engine took the request",
             _WAITS,
             by_engine,
         )

@@ -41,7 +41,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
-        """Whether the server lives."""
+        """Whether the server runs."""
         return PlainTextResponse("ok")
 
     @routes.get("/ready", response_class=PlainTextResponse, responses=errors(503))

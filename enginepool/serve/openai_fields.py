@@ -1,4 +1,4 @@
-"""Refuses fields of OpenAI's bodies that upstream's models take and nobody acts on."""
+"""Refuses fields of OpenAI's bodies that upstream's models accept and that have no effect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
         )  # fmt: skip
     for name in ("prompt_logprobs", "return_sampling_mask", "return_routed_experts"):
         if getattr(body, name) not in (None, False) and body.stream:
-            raise Refused(400, f"{name}: not in a stream; leave stream=true out", param=name)
+            raise Refused(
+                400, f"{name} is not supported in a stream; leave stream=true out", param=name
+            )
     if body.prompt_logprobs is not None and getattr(body, "echo", False) and body.logprobs:
         raise Refused(
             400, "prompt_logprobs, and echo with logprobs, both return the prompt's "

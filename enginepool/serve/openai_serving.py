@@ -5,7 +5,7 @@ Reaches into upstream's serving classes, by calling the parts of `handle_request
 What breaks: A request that cannot be served is answered with 500, or with 200 and an error in the
 stream. `seed` is dropped. In a chunk of several tokens each has the text of the first.
 Why: They expect one token per chunk, and a scheduler that refuses nothing.
-Remove when: They raise an error for a bad request, and hand `seed` on.
+Remove when: They raise an error for a bad request, and pass `seed` to the engine.
 
 The server checks at its start that these methods exist. The error names the missing ones.
 """

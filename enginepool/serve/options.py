@@ -128,6 +128,6 @@ def _check_network(text: str) -> None:
         raise InvalidConfig(f"--trusted-admins {text!r}: {error}") from None
     if network.prefixlen == 0:
         raise InvalidConfig(
-            f"--trusted-admins {text}: that is everybody; name the addresses or networks that you "
-            "trust"
+            f"--trusted-admins {text}: that allows every address; name the addresses or networks "
+            "that you trust"
         )

@@ -139,7 +139,7 @@ def _check_rids(rids: list[str]) -> None:
     """A client's own ids, each for a prompt."""
     if len(set(rids)) < len(rids):
         twice = next(rid for rid in rids if rids.count(rid) > 1)
-        raise InvalidRequest(f"rid={shown(twice)} is there twice: give each prompt its own")
+        raise InvalidRequest(f"rid={shown(twice)} is given twice: give each prompt its own")
     for rid in rids:
         if not 0 < len(rid) <= MAX_RID:
             raise InvalidRequest(f"rid={shown(rid)}: expected 1 to {MAX_RID} characters")

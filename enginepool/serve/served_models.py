@@ -79,7 +79,8 @@ class ServedModels:
 
     @asynccontextmanager
     async def loaded(self, names: Any) -> AsyncIterator[None]:
-        """Inside this, the adapters of these names are loaded, if the resolver's folder has them.
+        """Inside the block, the adapters of these names are loaded, if the resolver's folder has
+        them.
 
         Args:
             names: `lora_path` of a request.
@@ -204,8 +205,9 @@ class ServedModels:
         )  # fmt: skip
 
     def _is_the_folders(self, adapter: Adapter) -> bool:
-        """Whether the resolver would give, or gave, this adapter for its name. Trainers delete the
-        folders of old checkpoints. A version that was named would be lost."""
+        """Whether the adapter was read from the resolver's folder. The folder may be gone, because
+        trainers delete old checkpoints. An adapter with a version that an administrator gave does
+        not count: it could not be loaded again."""
         assert self._resolver is not None
         folder = self._folder(adapter.name) or self._resolver / adapter.name
         return adapter.source == str(folder) and adapter.version == adapter.number

@@ -42,7 +42,7 @@ class Server:
         engine_ports: Of each engine, if it has one.
 
     Raises:
-        InvalidConfig: An address cannot be had, or there is not one port for each engine.
+        InvalidConfig: An address cannot be bound, or there is not one port for each engine.
     """
 
     def __init__(self, pool: EnginePool, options: ServeOptions) -> None:
@@ -79,7 +79,7 @@ class Server:
             self.close()
 
     def stop(self) -> None:
-        """Ask a running server to drain; a second time, not to wait. From any thread."""
+        """Ask a running server to drain. A second call ends the drain. Any thread may call it."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended meanwhile

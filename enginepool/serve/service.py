@@ -96,7 +96,7 @@ class Service:
         """Raise if new requests are not taken now."""
         if self.draining:
             raise Refused(
-                503, "the server is about to end and takes no new requests", code="draining",
+                503, "the server is shutting down and takes no new requests", code="draining",
                 retry_after=10,
             )  # fmt: skip
         if self.options.reject_while_reloading and self.admin.reloading:
@@ -105,7 +105,7 @@ class Service:
     def not_ready(self, raw: Request) -> str | None:
         """The reason why nothing can be served; None if something can."""
         if self.draining:
-            return "the server is about to end"
+            return "the server is shutting down"
         index = self.engine_of(raw)
         workers = self.runtime.workers if index is None else [self.runtime.workers[index]]
         states = [worker.condition.state for worker in workers]
@@ -148,7 +148,7 @@ class Service:
         }
 
     def cut(self) -> None:
-        """End all requests that the drain has not seen end."""
+        """End all requests that are still running when the drain's time is over."""
         dispatch = self.runtime.dispatch
         limit = f"--drain-timeout {self.options.drain_timeout:g}"
         message = f"the server ended before this was finished ({limit})"

@@ -1,6 +1,6 @@
 """Fields of OpenAI's, vLLM's and sglang's servers that are accepted with their default value only.
 
-The default asks for nothing, and is ignored. Any other value under these names is refused.
+The default has no effect, and is ignored. Any other value of these fields is refused.
 """
 
 from __future__ import annotations

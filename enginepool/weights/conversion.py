@@ -29,7 +29,7 @@ class Piece:
         array: The whole leaf if the source has it in the model's layout, so that any engine may
             take its own shard of it; None if the tensors must be converted first.
         tensors: The tensors by name, in the order that the model wants.
-        quantizer: What makes the model's leaves from this one; None if it is one of them.
+        quantizer: Quantizes this leaf; None if the model has it as it is.
     """
 
     path: str

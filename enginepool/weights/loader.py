@@ -49,7 +49,7 @@ class _Loading(NamedTuple):
         check: Called before weights are read, if the model loads through upstream's WeightLoader.
         reading: Entered while the weights are read or copied.
         dummy: Whether the model gets placeholders instead of weights.
-        quantized: Takes what becomes of the model's matrices.
+        quantized: Gets the quantizers of the model's matrices.
     """
 
     source: EngineLeaves | None

@@ -102,7 +102,7 @@ def _moved(
             parts += [_part(array, source) for _, source in way]
             kind = sharding.memory_kind
             places += [sharding] if len(way) == 1 else [on(device, kind) for device, _ in way]
-    if not parts:  # let engines have the GIL, as moving does
+    if not parts:  # nothing moves, which would release the GIL for engines
         time.sleep(0)
     there = jax.device_put(parts, places)
     for index, span in shards.items():

@@ -104,7 +104,7 @@ class Plan:
                 parts.append(part)
                 # Conversion first makes the whole leaf on each device.
                 beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
-        for path in self._quantizers:  # first it is there as its source has it
+        for path in self._quantizers:  # the matrix, in its source's dtype, until it is quantized
             beside.append(self._specs[path].size * self._specs[path].dtype.itemsize)
         return sum(parts) + max(*beside, min(sum(beside), batches.BYTES))
 

@@ -3,9 +3,9 @@
 Reaches into upstream's quantization: `apply_linear_quantization` and `apply_moe_quantization` give
 a model without values its quantized layers, and `quantize_tensor` quantizes a matrix.
 
-What breaks: A model that is quantized while it opens is first whole in its own dtype on the device.
-An 8B model does not fit a chip then that has room for it in int8. New weights cannot be quantized.
-Why: Upstream loads every matrix, and then quantizes one layer after the other, once.
+What breaks: Upstream loads a whole model in its own dtype before it quantizes it. So a chip cannot
+open an 8B model for which it has room in int8. New weights cannot be quantized.
+Why: Upstream quantizes once, after all matrices are loaded.
 Remove when: Upstream quantizes each matrix when it is read, and takes arrays.
 
 Scales of blocks, and layers that upstream quantizes in another way, stay upstream's: such a model
@@ -95,7 +95,7 @@ class Quantizer:
 
 
 class Quantization:
-    """What became of a model's matrices.
+    """The quantizers of a model's matrices.
 
     Attributes:
         model_config: Upstream's, as it is for the model that is not quantized.

@@ -53,7 +53,8 @@ def read(
     Args:
         load_weights: The method of the model's own class.
         check: Called after upstream gave its mapping, before tensors are compared with the model.
-        quantization: What the checkpoint's matrices become in this model.
+        quantization: The quantizers of the checkpoint's matrices, if the model is quantized while
+            it is read.
 
     Raises:
         InvalidWeights: The checkpoint does not fit, or was changed while it was read.

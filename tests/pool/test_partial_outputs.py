@@ -198,11 +198,11 @@ def partial(ids: Any = (5, 6), **meta: Any) -> dict[str, Any]:
         ({"partial_outputs": [partial([5] * 9), None]}, "9 tokens already, .* allows 8"),
         (
             {"partial_outputs": [partial(), None], "return_logprob": True},
-            "output_token_logprobs: None for 2 output_ids: one each for return_logprob=True",
+            "None: expected one entry for each of 2 output_ids, because of return_logprob=True",
         ),
         (
             {"partial_outputs": [partial(output_token_logprobs=[-1.0]), None]},
-            "output_token_logprobs: 1 for 2 output_ids",
+            "output_token_logprobs: 1: expected one entry for each of 2 output_ids",
         ),
         (
             {"partial_outputs": [partial(output_token_logprobs=[(-1.0, 9, None), -2.0]), None]},
@@ -214,7 +214,7 @@ def partial(ids: Any = (5, 6), **meta: Any) -> dict[str, Any]:
         ),
         (
             {"partial_outputs": [partial(weight_versions=[[0, 1, "a"]]), None]},
-            r"expected \[start, end, version\] up to 2",
+            r"expected spans \[start, end, version\] that end at 2",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_sigterm() -> None:
                 server.wait_for("draining")
                 late = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
                 assert late.status_code == 503
-                assert "about to end" in late.json()["error"]["message"]
+                assert "shutting down" in late.json()["error"]["message"]
                 assert late.headers["retry-after"]
                 assert httpx.get(f"{url}/health", timeout=SECONDS).status_code == 200
                 assert httpx.get(f"{url}/ready", timeout=SECONDS).status_code == 503

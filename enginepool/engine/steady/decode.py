@@ -125,7 +125,7 @@ class SteadyDecode:
 
         Raises:
             Exception: A step failed, or the requests were taken away. Upstream's requests have all
-                tokens that were read. Nothing else of upstream's is in order.
+                tokens that were read. The rest of upstream's state is undefined.
         """
         with self._reading_before_raising(in_flight):
             self._launch_ahead(in_flight)

@@ -104,7 +104,7 @@ def _build_one_step(mesh: AbstractMesh, forward: Forward, sample: Sample) -> Cal
 
 
 def _ended(ids: jax.Array, lengths: jax.Array, limits: jax.Array) -> jax.Array:
-    """Inside a program: by row, whether it ends with this id, with which it has this length."""
+    """Inside a program: by row, whether it ends with this id. `lengths` include the id."""
     return (ids[:, None] == limits[:, 1:]).any(axis=1) | (lengths >= limits[:, 0])
 
 

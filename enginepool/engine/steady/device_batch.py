@@ -25,8 +25,8 @@ STATE, ORIGIN, LIMITS = slice(0, 2), 2, slice(3, 4 + STOP_IDS)
 FLOATS, INTS = slice(4 + STOP_IDS, 10 + STOP_IDS), slice(10 + STOP_IDS, 14 + STOP_IDS)
 COLUMNS = 14 + STOP_IDS
 
-# Where a row's state comes from: nothing changes, it is the table's, or its id is the one that the
-# first row of a prefill has sampled. The numbers after that stand for the prefill's other rows.
+# Where a row's state comes from: it stays, it is in the table, or its id is the sample of row 0 of
+# a prefill. Larger numbers stand for the prefill's rows 1, 2, ….
 UNCHANGED, FROM_TABLE, FROM_PREFILL = 0, 1, 2
 
 

@@ -118,7 +118,8 @@ class Model:
 
 
 def round_logits(output: LogitsProcessorOutput) -> None:
-    """Inside one program XLA may keep more precision than upstream's programs pass on."""
+    """XLA may keep more precision inside one program than upstream passes from one program to the
+    next."""
     if output.next_token_logits.dtype == jnp.bfloat16:
         output.next_token_logits = jax.lax.reduce_precision(output.next_token_logits, 8, 7)
 

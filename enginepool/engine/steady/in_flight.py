@@ -157,16 +157,16 @@ class StepsInFlight:
         ended = [row for row, req in zip(rows, reqs, strict=True) if req.finished()]
         if wrong := set(np.array(rows)[over].tolist()).difference(ended):
             raise RuntimeError(f"the device has ended {batch.reqs[min(wrong)]}, upstream has not")
-        # The prefix cache may have had the same tokens, and has freed the pages of these.
+        # If the prefix cache already had the same tokens, it has freed the pages of these requests.
         self._stale = self._block_table.refresh(rows) or bool(ended) or self._stale
         for row, token in zip(rows, ids.tolist(), strict=True):
-            if row in self._new:  # it is not on the device yet, where another prefill may come
+            if row in self._new:  # not sent yet; `_samples` may be another prefill's by then
                 batch.state[0, row], batch.table.origin[row] = token, FROM_TABLE
         if ended:
             self.remove(ended)
 
     def _seat(self, numbers: jax.Array) -> None:
-        """Put the new rows into the device's state, and the tokens that they already have into
+        """Put the new rows into the device's state, and count the tokens that they already have in
         their tallies.
 
         Args:
