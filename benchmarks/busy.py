@@ -9,9 +9,9 @@ scheduling on). Each has processes of its own, which are stopped while another o
 turns in every round; the table has medians.
 
 "Busy" is steps times step time over wall time, from the begin of the first step to the end of the
-last. "Ceiling" is a decode program that is dispatched back to back: this machine does no more.
-"Limited by cores" means that N engines need more than 60 % of the cores for their steps. Such a
-figure proves nothing.
+last. "Ceiling" is the busy share of a decode program that is launched again and again without a
+gap. "Limited by cores" means that N engines need more than 60 % of the cores for their steps. Such
+a figure proves nothing.
 
 Workloads:
   decode    full batches that begin and end together
@@ -20,9 +20,9 @@ Workloads:
   sampled   decode, at temperature 1 with top_k 20 and top_p 0.95
   masks     sampled, with the sampling mask of every token (upstream's have none)
 
-"Thread" is the processor time of an engine's own thread, with prefill, admission and endings. "Of a
-steady step" is the part of it in which decode is one step ahead, with the requests that join. "Fell
-back" is the share of a pool's decode steps that were upstream's own.
+"Thread" is the processor time of an engine's thread for a step. It includes prefill, admission and
+the ends of requests. "Of a steady step" is the part that steady decode takes. "Fell back" is the
+share of a pool's decode steps that upstream's loop ran.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks share: arguments, tables, figures as JSON, and when a figure proves nothing."""
+"""Shared by benchmarks: arguments, tables, figures as JSON, and the limit of the cores."""
 
 from __future__ import annotations
 

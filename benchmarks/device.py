@@ -5,12 +5,13 @@
 
 It takes about five minutes, from a checkout (PYTHONPATH=. if that is not installed). The model has
 Qwen3-0.6B's shape and random weights, which are written first; nothing is downloaded. Parts run one
-after the other, each in a process of its own with its own time limit, the most telling first:
+after the other, the most important first. Each has its own process and time limit:
 
 - exact: greedy ids and log-probabilities in float32 against plain JAX;
 - pool: start, tokens/s, new weights beside plain JAX, bfloat16 against float32, a failed step,
   memory, and last the device's busy share by JAX's profiler;
-- single, default: upstream's Engine with overlap scheduling, in one process and in its own ones;
+- single, default: upstream's Engine with overlap scheduling, in one process, and in processes as it
+  starts them;
 - all: a pool on all devices, if there are several.
 
 `enginepool doctor --first-run` tries the rest, such as releasing the KV cache, with the toy.

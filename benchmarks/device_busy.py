@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-# Where a device's work is told: a GPU's streams, a TPU's programs.
+# The lanes of a trace that show a device's work: a GPU's streams, a TPU's programs.
 _LANES = ("Stream", "XLA Modules")
 _GAP = 50.0  # microseconds from which on a gap counts as one
 
@@ -36,7 +36,8 @@ def busy_share(folder: Path, seconds: float, work: Callable[[], Any]) -> dict[st
 
 
 def shares(trace: Any) -> dict[str, Any]:
-    """From a trace's events: the share of the time from the first to the last in which one runs."""
+    """From a trace's events: the share of the time, from the first to the last, in which an event
+    runs."""
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     lanes = {
         (event["pid"], event.get("tid")): event["args"].get("name", "")

@@ -52,7 +52,7 @@ def compared(job: dict[str, Any], pool: EnginePool) -> tuple[np.ndarray, int]:
         return_logprob=True,
     )
     config, weights = read_model(Path(job["model"]))
-    # By the devices' side: a trainer's arrays would be there, too.
+    # On an engine's device, beside its own weights, as a trainer's are.
     weights = jax.device_put(weights, jax.devices()[0])
     reference = jax.jit(partial(_reference, config, count))
     errors, wrong = [], 0

@@ -92,7 +92,8 @@ def _upstream(job: Job, checklist: Checklist) -> None:
         from enginepool.config import PoolConfig
 
         config = PoolConfig(job["model"], server_args=options(small=job["small"]))
-        # The options that the pool gives its engine, but for who compiles, overlap and processes.
+        # The options that the pool gives its engine, except for compilation, overlap scheduling and
+        # processes.
         args = config.for_engine(job["platform"], [0]) | {
             "disable_precompile": False,
             "disable_overlap_schedule": False,

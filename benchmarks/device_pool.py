@@ -82,7 +82,8 @@ def bfloat16(job: Job, pool: EnginePool, found: Finding) -> None:
 
 
 def fault(job: Job, pool: EnginePool, found: Finding) -> None:
-    """A step that raises: the engine comes back, and the requests end as without it."""
+    """A step raises. The engine must come back, and the outputs must be those of a run without the
+    fault."""
     before, events = _answers(job, pool), len(pool.events())
     faults.raise_in_step(pool, 0, 3)
     same = _answers(job, pool) == before

@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of a pool whose pages run out, and whose longer prompts are prefilled in chunks."""
+    """Options of a pool that runs out of KV pages, and prefills longer prompts in chunks."""
     return {
         "dtype": "float32",
         "devices": args.engines * args.tp_size,
@@ -105,7 +105,7 @@ def check(models: Mapping[str | None, Path], load: Load) -> list[str]:
 
 
 def failures(events: Sequence[dict[str, Any]]) -> list[str]:
-    """Engines that failed, whatever became of their requests."""
+    """Engines that failed, even if their requests ended well."""
     return [f"an engine failed: {event}" for event in events if event["event"] in FAILED]
 
 

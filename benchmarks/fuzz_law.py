@@ -1,5 +1,5 @@
-"""Whether an output is one that its parameters allow. No pool is asked: the logits are those of a
-plain JAX forward pass along the output, and the rest is computed from them in NumPy."""
+"""Checks that an output is possible under its parameters. The logits are those of a plain JAX
+forward pass along the output. The rest is computed from them in NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEVER = -1e30
 
 
 class Law:
-    """What outputs of one model may be.
+    """The outputs that one model may give.
 
     Args:
         tokenizer: The checkpoint's, of Hugging Face.

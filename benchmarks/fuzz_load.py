@@ -92,7 +92,7 @@ class Questions:
         return given
 
     def options(self) -> dict[str, Any]:
-        """Of a call: its adapter, and what it wants to know."""
+        """Options of a call: its adapter, and the values that it asks for."""
         draw, given = self.random, dict[str, Any](return_logprob=True, **self.adapter())
         if draw.random() < 0.3:
             given["top_logprobs_num"] = draw.randint(1, 20)
@@ -119,7 +119,7 @@ class Load:
     """Calls of a pool from many threads, and what came of them.
 
     Attributes:
-        scored: What every score was of, as if it were an output, and its result.
+        scored: Every scored text in the form of an output, with the score's result.
         faults: Results of one call that contradict each other.
         calls: How many of each kind.
         exceptions: How many calls raised it, by message.

@@ -2,11 +2,11 @@
 
     python -m benchmarks.host_cost
 
-The model is tiny. Batches of one and of `--batch` requests take turns with steps that prefill
-`--batch` prompts of four tokens, with outputs of one token, and with a full batch in which every
-request that ends makes room for one that is prefilled and joins. The table has medians, for each
-prefill in that last column, without what its decode steps cost. "GIL" is the processor time of the
-engine's thread: it holds the GIL for no longer. The last line is for a commit's message.
+The model is tiny. Four runs take turns: batches of one and of `--batch` requests that decode; steps
+that prefill `--batch` prompts of four tokens, for outputs of one token; and a full batch in which a
+prefilled request joins whenever another ends. The table has medians. Those of the last run are per
+prefill, without the cost of decode steps. "GIL" is the processor time of the engine's thread, an
+upper bound of the time for which it holds the GIL. The last line is for a commit's message.
 
 With --lora the columns are decode steps of a larger model: of a pool without adapters, of a pool
 that could have them, and of that pool with eight adapters and the base in the batch.

@@ -37,5 +37,5 @@ def multiples(count: int) -> dict[str, Any]:
 
 
 def long_expression() -> str:
-    """What may come next takes as long to find as this is long."""
+    """An expression for which the allowed tokens take the longer to find, the longer it is."""
     return "a" * 250_000

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.synthetic import write_model
 from enginepool.toy.files import VOCAB_SIZE
 
-# What a speller says most, a token a letter. Its tokenizer makes one token of any two.
+# The letters that such a model generates most, one token each. Its tokenizer makes one token of any
+# two of them.
 LETTERS = "abcdefgh"
 VOCABULARY = VOCAB_SIZE + len(LETTERS) ** 2
 

@@ -42,7 +42,8 @@ def two_models(folder: Path) -> list[Path]:
 def spoil(directory: Path) -> Path:
     """Make the embedding of `BAD_TOKEN` NaN, in a checkpoint whose output matrix is the embedding.
 
-    The output matrix is written by itself. In it the token is all but never the best.
+    The output matrix is written as a tensor of its own. In it this token is almost never the most
+    probable.
     """
     fields, params = read_model(directory)
     params[_HEAD] = params[_EMBEDDING].copy()
@@ -58,8 +59,8 @@ def spoil(directory: Path) -> Path:
 
 
 def write_adapters(folder: Path, count: int, models: Sequence[Path]) -> list[Path]:
-    """Folders of random adapters that fit `ADAPTED`. Each has in `merged-<n>` the checkpoint that
-    it makes of model n."""
+    """Folders of random adapters that fit `ADAPTED`. In each, `merged-<n>` is model n with the
+    adapter merged into it."""
     folders = []
     for which in range(count):
         arrays = random_adapter(models[0], which, rank=2 + which % 2)

@@ -45,7 +45,7 @@ def main() -> None:
 
 class _Engines(Protocol):
     def generate(self, job: dict[str, Any]) -> int:
-        """Do the job; how many tokens came."""
+        """Do the job. Returns the number of tokens."""
         ...
 
     def flush(self) -> None: ...
@@ -128,7 +128,8 @@ class _Pool:
 
 
 def _timed(steady: Any) -> Callable[[], float]:
-    """Have steady decode add up its processor time; what tells it, in seconds."""
+    """Measure the processor time of steady decode. Returns a function that returns the seconds so
+    far."""
     seconds, run = 0.0, steady.run
 
     def timed(batch: Any) -> bool:
@@ -192,7 +193,7 @@ class _Upstream:
 def _engine(config: PoolConfig, platform: str) -> Any:
     from sgl_jax.srt.entrypoints.engine import Engine
 
-    # The options that the pool gives its engines, but for who compiles and for overlap.
+    # The options that the pool gives its engines, except for compilation and overlap scheduling.
     args = config.for_engine(platform, [0]) | {"disable_precompile": False}
     engine = Engine(**args | {"disable_overlap_schedule": False})
     scheduler: Any = engine.scheduler_info["scheduler"]

@@ -11,8 +11,8 @@ send a prompt without finite numbers, and now and then a step breaks during a sw
 is raised for the run.
 
 Exits with 1 unless:
-- every prompt has one answer, of the tokens that its versions of weights and adapter give in a
-  plain JAX forward pass, also where a broken tokenizer leaves it without text;
+- every prompt has one answer, with the tokens that its versions of weights and adapter give in a
+  plain JAX forward pass, even if a broken tokenizer left it without text;
 - text, ids and log-probabilities end with the token that completes a stop string;
 - outputs have several versions only in the modes that allow it;
 - no caller gets an error that it did not cause, and no engine is reset without a fault;

@@ -57,7 +57,8 @@ class Adapters:
                 self.refused.append(repr(error))  # its traceback holds arrays
 
     def model_of(self, version: int, adapter: int | None) -> Path:
-        """What a version of the weights and a version of an adapter make together."""
+        """The checkpoint that a version of the weights and a version of an adapter make
+        together."""
         if adapter is None:
             return self.models[version % 2]
         return self._folders[adapter % 2] / f"merged-{version % 2}"

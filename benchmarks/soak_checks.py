@@ -55,8 +55,8 @@ def check_end(
 def _both(
     finished: Finished, mode_of: Modes, adapters: AdapterModes
 ) -> list[tuple[list[Any], Modes]]:
-    """Spans, and the modes of the updates that they passed. An adapter's draining update is passed
-    by: its older outputs go on under what they have, until another mode replaces that."""
+    """Spans, and the modes of the updates between them. Of an adapter only updates that changed the
+    output count: after a draining update, older outputs keep their version."""
     found = [(finished.spans, mode_of)]
     if finished.adapter is not None:
         modes = adapters[finished.adapter]
@@ -122,8 +122,8 @@ def verifiable(
 
 
 def mixed_prompt(finished: Finished, adapters: AdapterModes | None = None) -> bool:
-    """Whether a swap in place fell between two chunks of the prompt, by the pool's own record. Of
-    adapters it has none: whether one may have."""
+    """Whether a swap in place fell between two chunks of the prompt, by the pool's own record. The
+    pool has no record for adapters. For them, whether it is possible."""
     if finished.adapter is not None and finished.output and len(finished.prompt) > 64:
         version = finished.lora_spans[0][2]
         if (adapters or {})[finished.adapter][version] == "in_place":

@@ -59,7 +59,8 @@ class Callers:
         calls: How many of each kind.
         left: Calls whose callers left before they ended.
         broken_streams: Streams that raised an injected fault of the tokenizer.
-        not_finite: Prompts that ended for want of finite numbers. A few calls have one with `bad`.
+        not_finite: Prompts that ended because numbers were not finite. A few calls have one with
+            `bad`.
     """
 
     def __init__(

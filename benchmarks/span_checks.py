@@ -1,5 +1,5 @@
-"""Whether outputs are what their weight versions say. No pool is asked: tokens are compared with a
-plain JAX forward pass along the output (teacher forcing)."""
+"""Checks outputs against their weight versions. Tokens are compared with a plain JAX forward pass
+along the output (teacher forcing)."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _compare(
                 f"{finished}: token {step} is {finished.output[step]}, {model.name} gives "
                 f"{expected} by {best - second:.4f}; spans {finished.spans}, {finished.lora_spans}"
             )
-            return  # what follows in this span says nothing more
+            return  # later tokens of this span depend on this one
 
 
 def output_logits(model: Path, block: Sequence[Finished]) -> list[np.ndarray]:

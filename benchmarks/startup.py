@@ -120,7 +120,7 @@ def upstreams_first_token(
 
     started, cpu = time.perf_counter(), time.process_time()
     config = PoolConfig(str(model or toy.checkpoint()), server_args=options)
-    # The options that the pool gives its engines, but for who compiles and for overlap.
+    # The options that the pool gives its engines, except for compilation and overlap scheduling.
     args = config.for_engine(jax.default_backend(), [0]) | {"disable_overlap_schedule": False}
     engine = Engine(**args | {"disable_precompile": warmup == "none"})
     engine.generate("12+7=", {"max_new_tokens": 1})

@@ -3,9 +3,9 @@
     python -m benchmarks.structured_output
 
 One engine decodes batches of one and of eight requests, of 128 tokens each. "Free" is a batch
-without grammars, with several steps a dispatch as usual. In "beside", one request of the batch has
-a grammar. The figures are medians of milliseconds a step, without the compilation of the grammar.
-The forms take turns in every round, so that other work on the host meets all of them.
+without grammars, with several steps a launch as usual. In "beside", one request of the batch has a
+grammar. The figures are medians of milliseconds a step, without the compilation of the grammar. The
+forms take turns in every round, so that other work on the host meets all of them.
 """
 
 from __future__ import annotations

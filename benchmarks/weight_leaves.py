@@ -85,15 +85,15 @@ def _round(pool: EnginePool, source: Any, peer: Callable[[Any], Any] | None) -> 
 
 
 def _timed(function: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
-    """Wall and processor seconds, and what came of it."""
+    """Wall and processor seconds, and the result."""
     wall, cpu = time.perf_counter(), time.process_time()
     made = function()
     return (time.perf_counter() - wall, time.process_time() - cpu), made
 
 
 def _decode_shares(pool: EnginePool, case: Case) -> dict[str, float]:
-    """Tokens a second over those undisturbed: while weights are staged again and again, and while
-    plain JAX moves them."""
+    """Tokens a second, relative to undisturbed decode: while weights are staged again and again,
+    and while plain JAX moves them."""
     source, peer = case.make(), case.peer
     jobs: dict[str, Callable[[], Any]] = {
         "decode_share": lambda: pool.stage_weights(source).discard()

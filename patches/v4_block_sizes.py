@@ -7,7 +7,7 @@ Why: `get_default_block_sizes` of the ragged paged attention knows versions 5, 6
 itself compiles for a v4.
 
 What we change: On a v4 the function answers as on a v5, which has half the bandwidth and the same
-matrix units. The memory that a block may take is an argument, and the v4's own. This compiles and
+matrix units. The memory that a block may take is an argument, and stays the v4's. This compiles and
 was never run: `make tpu-check` compiles decode and prefill for a v4 with these sizes. Faster sizes
 may exist.
 

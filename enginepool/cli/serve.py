@@ -166,7 +166,7 @@ def serve(
     Every option of upstream's ServerArgs is accepted under its own flag, such as --dtype bfloat16
     --context-length 8192 (--help-all shows them). Name the model first, or with --model-path.
     """
-    del config, help_all  # they have done their part
+    del config, help_all  # their callbacks have used them
     with clear_errors():
         options = ServeOptions(
             host=host, port=port, engine_ports=parse_ports(ports), api_key=api_key,

@@ -1,4 +1,4 @@
-"""A line on standard error that says where a start is, if that is a terminal."""
+"""Shows the stage of a start in one line on standard error, if that is a terminal."""
 
 from __future__ import annotations
 

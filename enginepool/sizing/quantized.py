@@ -1,4 +1,4 @@
-"""What of a model `quantization_config_path` quantizes, for its sizes."""
+"""The sizes of the matrices that `quantization_config_path` quantizes."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def _itemsize(dtype: str) -> int:
 
 def _not_counted(path: str) -> InvalidConfig:
     return InvalidConfig(
-        f"quantization_config_path={shown(path)}: counted are rules that quantize all linear "
-        "layers alike, without blocks"
+        f"quantization_config_path={shown(path)}: expected rules that quantize all linear layers "
+        "alike, without blocks"
     )

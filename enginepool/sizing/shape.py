@@ -147,8 +147,8 @@ class Shape:
         return found
 
     def adapter_bytes(self, rank: int, targets: Collection[str], tp_size: int = 1) -> int:
-        """Of one chip: A and B of these layers, which are as wide as `rank`. Of a layer that is cut
-        by its outputs B is cut, else A."""
+        """The bytes on one chip of A and B of these layers, at this rank. B is divided over chips
+        if the layer's outputs are. Otherwise A is."""
         q, hidden = self.heads * self.head_dim, self.hidden
         kv = self.kv_heads_on_chip(tp_size) * tp_size * self.head_dim
         sizes = {  # what is whole on each chip, what is cut, in how many layers

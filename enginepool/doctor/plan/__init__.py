@@ -1,4 +1,4 @@
-"""Computes whether a model fits a host and how to share out its chips: `enginepool plan`.
+"""Computes whether a model fits a host and how to divide its chips: `enginepool plan`.
 
-By arithmetic on a configuration. Nothing is built, loaded or compiled.
+It computes from a configuration alone. Nothing is built, loaded or compiled.
 """
