@@ -5,20 +5,20 @@
 
 Trainer and engines live in one process and on the same devices: plain JAX and optax beside a pool
 of engines. Every step samples a group of answers to each prompt, rewards those that are right,
-takes a few clipped policy-gradient steps, and gives the engines the new weights. Along the way it
-is checked that every token came from the weights that it should come from, and that trainer and
-engines agree on its probability.
+takes a few clipped policy-gradient steps, and gives the engines the new weights. It checks that
+every token came from the right version of the weights, and that trainer and engines agree on its
+probability.
 
-`--async` has the engines generate the next step's groups while the trainer works on this one's,
-one step off policy: weights are replaced under running outputs, and each token says which weights
-it came from.
+With `--async` the engines generate the next step's groups while the trainer works on this step's,
+so samples are one step off policy. Weights are replaced under running outputs. Each token has the
+version of the weights that it came from.
 
 `--lora RANK` trains an adapter of that rank. The pool generates under it, and its base stays.
 
-`--top-p` samples from fewer ids. With `--masks` the trainer's probabilities are those among these
-ids, as the samples' are. Without it they are those among all ids.
+`--top-p` samples from fewer ids. With `--masks` the trainer computes probabilities among these ids,
+as the sampler did. Without it, among all ids.
 
-`--out` has metrics.jsonl (a line a step), plot.png and the checkpoints that `--resume` goes on
+`--out` gets metrics.jsonl (a line per step), plot.png and the checkpoints that `--resume` continues
 from.
 """
 
@@ -107,8 +107,7 @@ class Rollouts:
     def collect(self, step: int) -> tuple[rl.RolloutBatch, np.ndarray]:
         """The batch of one step, in the order of its prompts, and its rewards.
 
-        Which prompts and which samples depends on the seed and the step alone, not on how many
-        engines there are.
+        Prompts and samples depend on the seed and the step alone, not on the number of engines.
         """
         options = self._options
         rng = np.random.default_rng([options.seed, step])
@@ -140,7 +139,7 @@ class Rollouts:
         return batch, rewards
 
     def evaluate(self) -> float:
-        """The reward of greedy answers to sums that are not trained on."""
+        """The mean reward of greedy answers to the held-out sums."""
         results = self.pool.generate_all(
             None,
             {"temperature": 0, "max_new_tokens": MAX_OUTPUT},
@@ -152,7 +151,8 @@ class Rollouts:
 
 
 def check_versions(found: np.ndarray, newest: int, *, lag: int) -> list[int]:
-    """Which weights the tokens came from; none may be older than `lag` updates."""
+    """The versions of the weights that the tokens came from. None may be older than `lag`
+    updates."""
     versions = sorted(set(found.tolist()))
     if versions[0] < newest - lag or versions[-1] > newest:
         raise RuntimeError(f"tokens of versions {versions}, and the trainer is at {newest}")
@@ -181,7 +181,7 @@ def train(
             metrics["samples"] = hashlib.sha256(batch.output_ids.tobytes()).hexdigest()[:16]
             advantages = rl.group_advantages(rewards, batch.prompt_index, valid=~batch.aborted)
             state, seen = trainer.step(state, batch, advantages)
-            jax.block_until_ready(state)  # or its time would be the update's
+            jax.block_until_ready(state)  # otherwise its time would count as the update's
             metrics |= seen | {"reward": float(rewards.mean())}
             trained = time.perf_counter()
             mode = "in_place" if options.one_step_off else "drain"

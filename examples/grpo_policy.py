@@ -31,14 +31,14 @@ class AllWeights:
         return weights
 
     def weights(self, params: Params, base: Params) -> Params:
-        """What the model computes with."""
+        """The weights that the model computes with."""
         return params
 
     def give(self, pool: EnginePool, params: Params, version: int, mode: Mode = "drain") -> None:
         pool.update_weights(params, weight_version=version, mode=mode)
 
     def versions(self, batch: rl.RolloutBatch) -> np.ndarray:
-        """[N, T], which parameters each token came from."""
+        """The version of the parameters that each token came from, [N, T]."""
         return batch.weight_versions
 
 

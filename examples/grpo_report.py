@@ -1,4 +1,4 @@
-"""What grpo.py says while it runs and afterwards: a line a step, a file of them, a plot."""
+"""The output of grpo.py: a line per step on standard output and in a file, and a plot."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ class Trainer:
 
     Args:
         policy: Says what is trained, and what the model computes with.
-        steps: At the last of these the learning rate has fallen to a tenth: what late steps of the
-            full rate learn and unlearn is the noise of their few groups.
+        steps: The number of steps over which the learning rate falls to a tenth. Late steps at the
+            full rate would learn the noise of their few groups.
         updates: Gradient steps on one batch.
-        correction: Which probabilities the objective's ratio is to: the "rollout"'s, or the
-            trainer's own before the step ("none" and "truncated"). "truncated" also weights each
-            token by `rl.importance_weights`.
+        correction: What the objective's ratio compares with: the probabilities of the "rollout", or
+            the trainer's own before the step ("none" and "truncated"). "truncated" also weights
+            each token by `rl.importance_weights`.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Trainer:
     ) -> tuple[State, dict[str, Any]]:
         """Learn from one batch.
 
-        The metrics are of the weights before: how far they are from the rollout's (by token, which
-        on policy is rounding only) and from the first weights.
+        The metrics are those of the weights before the step: their distance from the rollout's by
+        token (on policy it is rounding alone), and from the first weights.
         """
         placed = jax.tree.map(lambda array: jax.device_put(array, self._by_row), batch)
         own = self._logprobs(state.params, self._base, placed)
@@ -109,11 +109,11 @@ class Trainer:
 
     @partial(jax.jit, static_argnums=0)
     def _logprobs(self, params: Params, base: Params, batch: rl.RolloutBatch) -> jax.Array:
-        """[N, T] of each output token, as the rollout has them at temperature 1; among the ids of
-        the token's mask, if the batch has masks."""
+        """The log-probability of each output token at temperature 1, [N, T]. If the batch has
+        masks, it is that among the ids of the token's mask."""
         ids = jnp.concatenate([batch.prompt_ids, batch.output_ids], axis=1)
         mask = jnp.concatenate([batch.prompt_mask, batch.output_mask], axis=1)
-        first = batch.prompt_ids.shape[1] - 1  # the position that the first output token is told at
+        first = batch.prompt_ids.shape[1] - 1  # its logits give the first output token
         weights = self._policy.weights(params, base)
         logits = forward(self._config, weights, ids, mask)[:, first:-1]
         if batch.sampling_mask is not None:
@@ -121,7 +121,7 @@ class Trainer:
         every = jax.nn.log_softmax(logits)
         return jnp.take_along_axis(every, batch.output_ids[..., None], axis=-1)[..., 0]
 
-    # Nothing is donated: engines may still step with arrays of the weights before.
+    # Nothing is donated, because engines may still use the previous arrays.
     @partial(jax.jit, static_argnums=0)
     def _update(
         self, state: State, base: Params, batch: rl.RolloutBatch, advantages: jax.Array
@@ -135,8 +135,8 @@ class Trainer:
     ) -> jax.Array:
         """PPO's clipped objective, the mean over tokens.
 
-        By default the ratio is to the probability that the token was sampled with, whichever
-        weights that were: on policy, one update later, and one step behind alike.
+        By default the ratio compares with the probability that the token was sampled with, by
+        whichever version of the weights.
 
         Args:
             advantages: Of each token, with its weight.

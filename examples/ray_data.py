@@ -4,15 +4,14 @@
     python examples/ray_data.py prompts.jsonl results --model Qwen/Qwen3-4B --hosts 4 \\
         --devices 4 --tpus 4 --sampling-params '{"max_new_tokens": 256, "temperature": 0.7}'
 
-Rows have `id`, an integer of their own, and `prompt`; what else they have stays. Results are the
-rows with `output`, `output_ids` and `finish_reason`, in files in the order in which they ended.
-Each host has one actor with an `EnginePool`; Ray Data feeds it several batches at a time, moves
-those of an actor that dies, and starts another one.
+A row has `prompt`, and `id`, an integer that no other row has. Other columns are kept. Results are
+the rows with `output`, `output_ids` and `finish_reason`, in the order in which they ended. Each
+host has one actor with an `EnginePool`. Ray Data feeds it several batches at a time. If an actor
+dies, Ray Data moves its batches and starts another one.
 
-Started again after anything, with the same command, it does what is missing: ids whose results
-are written are in `results.checkpoint`, which every host must see, as it must see `results`.
-With a `sampling_seed` the samples of a row are the same however often it was started, and on
-however many hosts: they depend on the seed and the row's id.
+After any failure, the same command does the rows that are missing. `results.checkpoint` has the ids
+whose results are written. Every host must see it and `results`. With a `sampling_seed`, the samples
+of a row depend on the seed and the row's id alone, not on the number of hosts or starts.
 """
 
 from __future__ import annotations
@@ -59,10 +58,11 @@ def run(given: argparse.Namespace) -> None:
         f"{output.rstrip('/')}.checkpoint",
         delete_checkpoint_on_success=False,  # a later start finds nothing to do, or new rows
     )
-    # Both as Arrow, which the checkpoint's filter takes; lines=True would give it pandas.
+    # Read both forms as Arrow, because the checkpoint's filter takes no pandas, which lines=True
+    # would give.
     parquet = ".parquet" in source or given.parquet
     rows = ray.data.read_parquet(source) if parquet else ray.data.read_json(source)
-    # Small blocks: one is the least that is written, and what an actor that dies begins again.
+    # Small blocks: a block is written as a whole, and an actor's death loses its unfinished blocks.
     rows = rows.repartition(target_num_rows_per_block=given.batch_size)
     results = rows.map_batches(
         Generate,
@@ -81,7 +81,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _absolute(path: str) -> str:
-    """As hosts with other working directories read it; a bucket's URL as it is."""
+    """The absolute path, for hosts with other working directories. A bucket's URL stays."""
     return path if "://" in path else str(Path(path).resolve())
 
 

@@ -1,7 +1,7 @@
 """For mkdocs.yml: README.md and its kin as pages, and links out of the site as plain text.
 
-Pages link to files of the repository, which the site does not have and whose address elsewhere
-nobody knows; there the words stay and the link goes.
+The site does not have the repository's other files, and their address is not decided. A link to one
+becomes plain text.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def load_tokenizer() -> Any:
 def train(tokenizer: Any, op: str, seed: int, params: Params) -> Params:
     """Train `params`, float32 and given up to it, on the pairs that are not held back.
 
-    Every step sees plain and chat prompts: trained one after the other, what is learnt from the
-    first kind does not carry over to the second.
+    Every step sees plain and chat prompts. If they are trained one after the other, the model
+    forgets the first kind.
     """
     pairs, _ = sums.split()
     plain = sums.examples(tokenizer, op, pairs, sums.plain)
