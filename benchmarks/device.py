@@ -89,7 +89,7 @@ def _say(text: str) -> None:
 
 
 class _Results:
-    """Every outcome, in a file as soon as it is there."""
+    """Keeps the outcomes, and writes the file after each."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._file = args.json
@@ -119,7 +119,7 @@ class _Results:
 
 
 def _rows(results: _Results) -> list[list[str]]:
-    """The table: whoever has no such figure has an empty cell."""
+    """The table. A missing figure is an empty cell."""
 
     def row(label: str, name: str, key: str, form: str = "{:.1f}") -> list[str]:
         seen = [results.seen(f"{who}_{name}") for who in ("pool", "single", "default")]

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from benchmarks.span_checks import NEAR_TIE, Finished
 
-_NEAR = 1e-4  # what a log-probability may differ by, in float32, at temperature 1
+_NEAR = 1e-4  # the allowed difference of a log-probability in float32, at temperature 1
 _REPLACEMENT = "\ufffd"
 _NEVER = -1e30
 

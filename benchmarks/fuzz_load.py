@@ -116,7 +116,7 @@ class Asked:
 
 
 class Load:
-    """Calls of a pool from many threads, and what came of them.
+    """Calls of a pool from many threads, and their results.
 
     Attributes:
         scored: Every scored text in the form of an output, with the score's result.

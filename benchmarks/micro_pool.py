@@ -1,4 +1,4 @@
-"""What the soaks run on: two models, options of a tight pool, and what it has left at the end."""
+"""Shared by the soaks: two models, the options of a tight pool, and the check at the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def two_models(folder: Path) -> list[Path]:
-    """Checkpoints of the same shape. Their tokenizer has one token for what they spell in two."""
+    """Checkpoints of the same shape. They spell strings in twice as many tokens as their tokenizer
+    does."""
     return [write_speller(folder / str(which), micro_config(), seed=which) for which in range(2)]
 
 
@@ -114,8 +115,8 @@ def chunks_beside_others() -> Iterator[set[str]]:
 
 
 def left_over(pool: EnginePool, seconds: float = 60.0) -> list[str]:
-    """What is wrong when nobody asks any more: an engine that does not serve or holds something,
-    requests that wait, weights that differ. A pool has so many seconds to come to rest."""
+    """The problems after the last call: engines that do not serve or hold something, requests that
+    wait, weights that differ. The pool has this many seconds to become idle."""
     deadline = time.monotonic() + seconds
     while not _at_rest(stats := pool.stats()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -149,7 +149,7 @@ def _hollow_out() -> None:
         residual: jax.Array | None = None,
     ) -> tuple[Any, ...]:
         touched = jnp.float32(0)
-        # From the step's input: what is constant, XLA would move out of a loop of steps.
+        # It depends on the step's input: XLA would move a constant out of a loop of steps.
         here = jax.sharding.reshard(hidden_states, PartitionSpec(None, None))[0, 0]
         for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)):
             everywhere = jax.sharding.reshard(leaf, PartitionSpec(*[None] * leaf.ndim))

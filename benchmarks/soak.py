@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Soak:
-    """The load, the faults, the swaps, and what came of them."""
+    """The load, the faults, the swaps, and their outcome."""
 
     def __init__(
         self, pool: EnginePool, adapters: Adapters, args: argparse.Namespace, injector: Injector
@@ -197,7 +197,7 @@ class Soak:
                 number += 1
 
     async def _rest(self) -> None:
-        """Now and then nobody asks: an idle engine counts its KV pages."""
+        """Stop all callers now and then, because an idle engine checks its KV pages."""
         while self._running:
             await anyio.sleep(self._random.uniform(0.0, _LULL_EVERY))
             self._lull = True

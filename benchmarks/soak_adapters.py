@@ -18,7 +18,7 @@ _UNLOADED = 0.2  # the share of adapters that are unloaded before
 
 
 class Adapters:
-    """What was loaded, and what is made of two models.
+    """Loads and unloads adapters, and names the checkpoint that weights and adapter make.
 
     Args:
         folders: Of `write_adapters`.

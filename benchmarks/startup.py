@@ -4,8 +4,8 @@
     python -m benchmarks.startup --layers 36 --batch 64 --engines 1 4
     python -m benchmarks.startup --checkpoint-gb 1 --engines 1 --warmup none
 
-Each pool has a process of its own. "Cold" is with nothing compiled. "Warm" is with what an earlier
-run compiled, in JAX's persistent compilation cache (JAX_COMPILATION_CACHE_DIR). Beside a pool of N
+Each pool has a process of its own. "Cold": nothing is compiled yet. "Warm": JAX's persistent
+compilation cache (JAX_COMPILATION_CACHE_DIR) has the programs of an earlier run. Beside a pool of N
 stand N of upstream's Engines with the same options and overlap scheduling, in N processes that
 start at once; the slowest counts. All take turns; the table has medians.
 """

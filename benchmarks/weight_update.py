@@ -54,7 +54,7 @@ SERVER_ARGS: dict[str, Any] = {
     "precompile_bs_paddings": [2],
 }
 _RESERVE = 2 << 30  # Python, JAX, compiled programs
-_SOURCE_SETS = 2  # the source, and what it is made from
+_SOURCE_SETS = 2  # the source, and the arrays that it is made from
 _MEMCPY_BYTES = 1 << 28
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _STEPS_BETWEEN = 8  # of every engine, undisturbed, from one update to the next

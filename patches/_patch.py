@@ -40,7 +40,7 @@ class Target:
         attribute: Its name there, `Class.method` for a method.
         replace: Takes the original and returns its replacement. Of a class method it takes and
             returns the plain function.
-        parameters: The parameter names that the original must have. None for what is no function.
+        parameters: The parameter names that the original must have. None if it is not a function.
         optional: Upstream versions without this binding do not have the defect.
         inherited: The class has it from a base, which stays as it is.
     """

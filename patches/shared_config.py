@@ -25,7 +25,7 @@ class _FirstUse(Exception):
 
 
 class _Config:
-    """Raises what is done with it first."""
+    """Raises at its first use, and says which use it was."""
 
     def __deepcopy__(self, memo):
         raise _FirstUse("copied")

@@ -11,7 +11,8 @@ What we change: A request with stop strings keeps the end of its text, as far as
 begin there. Each token is decoded once, behind the tokens that its text depends on. Bytes of an
 incomplete character wait for the rest. The text with special tokens is searched, and also the text
 without them if the caller gets that. The stop string that is complete first counts, of two the
-longest. In outputs from before, only what the last token completes counts, as with stop ids.
+longest. In outputs that a request had before it resumed, only a stop string that the last token
+completes counts, as with stop ids.
 
 Remove when: Upstream searches the text and not a number of tokens.
 """

@@ -68,7 +68,7 @@ def parse_ports(text: str | None) -> tuple[int, ...]:
     if not dash:
         return tuple(given)
     low, high = given
-    if not 1 <= low <= high <= LAST_PORT:  # a range is as long as it says
+    if not 1 <= low <= high <= LAST_PORT:  # before the range is expanded
         raise InvalidConfig(
             f"--ports {text!r}: expected ports from 1 to {LAST_PORT}, the lower one first"
         )

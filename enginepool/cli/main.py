@@ -208,7 +208,7 @@ def _first_run(
     text = json.dumps(report, indent=2)
     print(text) if output is None else output.write_text(text + "\n", encoding="utf-8")
     if report["interrupted"]:
-        raise KeyboardInterrupt("interrupted; the report has what was done by then")
+        raise KeyboardInterrupt("interrupted; the report has the checks so far")
     raise typer.Exit(0 if report["ok"] else 1)
 
 

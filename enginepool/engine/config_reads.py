@@ -3,7 +3,7 @@
 Reaches into upstream's ModelConfig: what is assigned to its `hf_config`.
 
 What breaks: A setting that upstream does not compute is ignored silently.
-Why: A model reads the fields that it knows, and nobody looks at the others.
+Why: A model reads the fields that it knows. The others are ignored.
 Remove when: Upstream refuses what it does not compute.
 
 A list of what each family reads would be out of date with the next version. So while an engine is

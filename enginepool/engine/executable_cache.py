@@ -9,7 +9,7 @@ Reaches into private parts of JAX. Only threads inside `sharing` are affected.
 
 What breaks: Without this every engine compiles for itself. Four engines take four times as long.
 Why: JAX's own persistent cache has the device in its key on CPU, and belongs to the host.
-Remove when: JAX loads what it has compiled for one device onto another of its kind.
+Remove when: JAX loads a program that was compiled for one device onto another of the same kind.
 
 If this JAX has other parts, engines compile for themselves, and the log says so.
 """

@@ -2,7 +2,8 @@
 
 Reaches into upstream's sampler: its top-k and top-p masks are called.
 
-What breaks: Nobody learns what an id was sampled from. A trainer that renormalises over the whole
+What breaks: Upstream does not report the ids among which an id was sampled. A trainer that
+    renormalises over the whole
 vocabulary then weighs samples of top-p or top-k by wrong ratios.
 Why: Upstream's sampler draws from the filtered logits and drops them.
 Remove when: Upstream's sampler returns what its filters left.

@@ -5,9 +5,9 @@ Reaches into upstream's Scheduler, by overriding its methods and by its queues a
 What breaks: Requests and results go through sockets only, and those results are wrong: past 50
 tokens log-probabilities repeat, and in a mixed batch they are misaligned.
 Why: Upstream's scheduler expects a process of its own, and a detokenizer in another one.
-Remove when: A step hands its requests and results, as objects, to whoever runs the loop.
+Remove when: A step takes requests from the loop's caller and returns results, as objects.
 
-The constructor checks that what is overridden and used here exists, and names what is missing.
+The constructor checks that all overridden and used names exist. Its error has the missing ones.
 Imports sgl_jax: import it only after the patches are applied.
 """
 

@@ -9,7 +9,7 @@ from enginepool.dispatch.scoring import Scored
 
 
 class ScoringBetweenSteps:
-    """What a scheduler does for its scorer, on the engine's thread."""
+    """The methods of a scheduler that score prompts, on the engine's thread."""
 
     scorer: Any
     running: Any

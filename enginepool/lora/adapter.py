@@ -24,7 +24,7 @@ class Adapter:
         version: The label that results carry.
         number: Different for everything that was ever loaded. Prefix-cache entries of different
             numbers are separate.
-        scale: What the product of B and A is multiplied with.
+        scale: The factor of the product of B and A.
         config: The fields of adapter_config.json.
         arrays: A `[rank, in]` and B `[out, rank]`, by the path of the linear layer.
         source: The folder or hub id that it came from; None for arrays.
@@ -50,7 +50,7 @@ class Adapter:
 
     @property
     def latest(self) -> Adapter:
-        """What a running request continues with: this, or what has replaced it."""
+        """The version that a running request continues with: this one, or its latest successor."""
         adapter = self
         while adapter.successor is not None:
             adapter = adapter.successor

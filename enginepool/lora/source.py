@@ -50,7 +50,7 @@ class AdapterSource:
 
     Attributes:
         config: The fields of adapter_config.json.
-        scale: What the product of B and A is multiplied with.
+        scale: The factor of the product of B and A.
         arrays: A and B by the path of the model's linear layer.
     """
 

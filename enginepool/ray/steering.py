@@ -38,7 +38,8 @@ class RaySteeringCalls(FleetCalls):
             weight_version, mode, strict, copy: As `EnginePool.update_weights`.
 
         Raises:
-            InvalidWeights, WeightUpdateFailed, InvalidRequest: What a host says; none has them.
+            InvalidWeights, WeightUpdateFailed, InvalidRequest: A host refused them, and no host has
+                them.
         """
         fleet = self.fleet
         started = time.perf_counter()

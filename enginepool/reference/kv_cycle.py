@@ -41,7 +41,7 @@ def run(
         second_set.clear()
         freed = used - this.printer.phase("after_drop_param_dict2")
         this.printer.check_bytes(
-            freed, one_set, "after_drop_param_dict2: what was given back is not one set"
+            freed, one_set, "after_drop_param_dict2: the bytes given back are not one set"
         )
         this.printer.check_bytes(
             used - freed, at_start, "after_drop_param_dict2: memory is not as before the cycle"
@@ -67,7 +67,7 @@ def _drop(this: Run, before: int) -> int:
     this.printer.check_bytes(
         before - dropped,
         info["fused_bytes_total"],
-        "kv_cache_dropped: what was given back is not the KV cache's size",
+        "kv_cache_dropped: the bytes given back are not the KV cache's size",
     )
     return dropped
 
@@ -79,7 +79,7 @@ def _rebuild(this: Run, before: int) -> None:
     this.printer.check_bytes(
         rebuilt - before,
         info["fused_bytes_total"],
-        "kv_cache_rebuilt: what was taken is not the KV cache's size",
+        "kv_cache_rebuilt: the bytes taken are not the KV cache's size",
     )
 
 

@@ -82,7 +82,7 @@ class MemoryReport(Done):
 
 class FromDisk(BaseModel):
     """sglang's fields, and `mode` as in `/admin/reload_weights`. The last five fields accept only
-    the value that agrees with what a pool does."""
+    the value that holds for a pool."""
 
     model_path: str = Field(min_length=1)
     weight_version: int | str | None = None

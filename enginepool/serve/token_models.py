@@ -15,10 +15,10 @@ from enginepool.serve.unknown_fields import NothingUnread
 
 class TokenSampling(BaseModel):
     """vLLM's SamplingParams, as far as a pool has them. The fields from `detokenize` to
-    `output_kind` accept only the value that agrees with what a pool does. `return_sampling_mask`
-    and `return_routed_experts` are fields of ours; vLLM has options of its engine instead.
-    `verifiers` sends `routed_experts_prompt_start` with every turn but the first, even if it wants
-    no experts."""
+    `output_kind` accept only the value that holds for a pool. `return_sampling_mask` and
+    `return_routed_experts` are fields of ours; vLLM has options of its engine instead. `verifiers`
+    sends `routed_experts_prompt_start` with every turn but the first, even if it wants no
+    experts."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -40,7 +40,7 @@ class NothingUnread(BaseModel):
 
 
 def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
-    """Compare what was sent with what was made of it."""
+    """Refuse names in inner objects that the models made from them do not have."""
     if isinstance(value, list) and isinstance(made, list):
         for index, (one, read) in enumerate(zip(value, made, strict=False)):
             check_inner(one, read, f"{where}.{index}", param=param)
@@ -71,7 +71,7 @@ def check_query(query: QueryParams, known: Collection[str]) -> None:
 
 
 def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
-    """What the model of a route's `body` or `query` may hold."""
+    """The field names of the model of a route's `body` or `query`."""
     hint = typing.get_type_hints(endpoint).get(argument)
     (model, *_) = typing.get_args(hint) or (hint,)  # of `Model | None`
     if model is None:

@@ -170,14 +170,14 @@ def _check_experts(quantizers: Sequence[Quantizer], before: Specs) -> None:
 
 
 def mark_quantized(model_config: Any) -> None:
-    """Keep upstream from quantizing once more what was quantized while it was read."""
+    """Keep upstream from quantizing matrices a second time."""
     asked = model_config.quantization_config
     model_config.quantization_config = replace(asked, is_static_checkpoint=True)
 
 
 class Slot:
-    """Stands for the Variable of a matrix while upstream reads it. What is assigned is quantized,
-    and put into the Variables of its integers and its scales."""
+    """Replaces the Variable of a matrix while upstream reads it. A matrix that is assigned is
+    quantized, and put into the Variables of its integers and its scales."""
 
     def __init__(self, quantizer: Quantizer, integers: Any, scales: Any) -> None:
         self._quantizer = quantizer

@@ -5,9 +5,9 @@ chips. Upstream's code is not edited, and every function is put back.
 | --- | --- |
 | `jax.jit` | a program that upstream or the pool makes is compiled for the chip, and not run |
 | `jax.make_array_from_callback`, `jax.device_put` | arrays are their shape and their place |
-| `jax.device_get` | what a program would have given back is zeros |
+| `jax.device_get` | results of programs are zeros |
 | `jax.devices`, `jax.local_devices`, `jax.default_backend` | upstream and Pallas ask for the chip |
-| `jax.default_device` | what is computed outside a program is computed on the CPU |
+| `jax.default_device` | computations outside of programs run on the CPU |
 | an entry in JAX's table of array types | JAX takes such an array for one of its own |
 | `jax_utils._IS_TPU_RUNTIME_CACHED` | upstream asks once per process |
 | `ModelRunner.get_available_device_memory` | the chip's memory is a number in `topology.py` |

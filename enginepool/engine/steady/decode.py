@@ -229,7 +229,7 @@ class SteadyDecode:
         return ended
 
     def _hand_over(self, reqs: list[Req]) -> None:
-        """Have the pool take what these requests have."""
+        """Publish and deliver the new tokens of these requests."""
         self._scheduler.stream_output(reqs, return_logprob=False, return_output_logprob_only=True)
 
     def _release(self, req: Req) -> None:

@@ -50,7 +50,7 @@ class Prompts(NamedTuple):
 
 
 class Extend:
-    """Runs upstream's model inside a program, on what the device has of some prompts."""
+    """Runs upstream's model inside a program, on prompts that are on the device."""
 
     def __init__(
         self, runner: ModelRunner, programs: CommonPrograms, routing: Routing | None

@@ -33,7 +33,7 @@ class Extras(NamedTuple):
         return any(one is not None for one in self)
 
     def append_to(self, request: Request, step: int, row: int, vocab_size: int) -> None:
-        """Append what a request wants of its token in one of these steps."""
+        """Append the values that a request wants for its token of one of these steps."""
         if (k := request.top_logprobs_num) and self.top is not None:
             ids, logprobs = self.top
             request.top_logprobs.append(top_values(logprobs[step, row], ids[step, row], k))

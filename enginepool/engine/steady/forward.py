@@ -125,7 +125,7 @@ def round_logits(output: LogitsProcessorOutput) -> None:
 
 
 class Forward:
-    """A decode step of upstream's model, on what the device has of a batch."""
+    """A decode step of upstream's model, on a batch that is on the device."""
 
     def __init__(
         self,

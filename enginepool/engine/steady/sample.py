@@ -60,7 +60,7 @@ class Sample:
         """
         sampling: Any = batch.sampling  # Any, because its flags are arrays here
         sampling.positions = put(self._mesh, positions, "data")
-        # Upstream's sampler must not apply them again. It traces that branch all the same.
+        # Upstream's sampler must not apply them again. It still traces that branch.
         sampling.do_penalties, sampling.linear_penalty = False, jnp.zeros((), jnp.float32)
         sampling.apply_vocab_mask, sampling.vocab_mask = False, None
         sampler = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
