@@ -8,14 +8,19 @@ chooses itself, and routed as the engine did.
 
 "Routed otherwise" is the share of tokens that the trainer routes to other experts in some layer.
 The gaps are the mean and the largest difference of a log-probability.
+
+"Throughput" is that of a pool whose requests all return their experts, over that of a pool without
+the option. The two take turns; the figure is the median of the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -43,6 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--prompts", type=int, default=24)
     add("--tokens", type=int, default=64, help="of an output; default: 64")
+    add("--rounds", type=int, default=5, help="of the throughput's")
     return parser.parse_args(argv)
 
 
@@ -55,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rng = np.random.default_rng(1)
         lengths = rng.integers(1, _PROMPT + 1, args.prompts)
         prompts = [rng.integers(0, 256, length).tolist() for length in lengths]
-        found = _compare(model, prompts, _sample(model, prompts, args.tokens), args.layers)
+        with _pool(model, enable_return_routed_experts=True) as pool:
+            results = _sample(pool, prompts, args.tokens)
+            found = _compare(model, prompts, results, args.layers)
+            with _pool(model) as without:
+                found["throughput"] = _throughput(pool, without, prompts, args)
     write_json(args, **found)
     plain(
         ["trainer", "routed otherwise", "mean gap", "largest gap"],
@@ -67,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         ],
     )
+    print(f"throughput with experts: {100 * found['throughput']:.0f} %")
     return 0
 
 
@@ -81,13 +92,31 @@ def _write(folder: Path, layers: int) -> Path:
     return folder
 
 
-def _sample(model: Path, prompts: Sequence[list[int]], tokens: int) -> list[dict[str, Any]]:
-    options = {**SMALL, "dtype": "bfloat16", "moe_backend": "epmoe", "warmup": "none"}
+def _pool(model: Path, **options: Any) -> EnginePool:
+    options |= {**SMALL, "dtype": "bfloat16", "moe_backend": "epmoe"}
+    return EnginePool(str(model), devices=1, **options)
+
+
+def _sample(
+    pool: EnginePool, prompts: Sequence[list[int]], tokens: int, *, experts: bool = True
+) -> list[dict[str, Any]]:
     params = {"temperature": 1.0, "sampling_seed": 1, "max_new_tokens": tokens, "ignore_eos": True}
-    with EnginePool(str(model), devices=1, enable_return_routed_experts=True, **options) as pool:
-        return pool.generate_all(
-            None, params, input_ids=prompts, return_logprob=True, return_routed_experts=True
-        )
+    return pool.generate_all(
+        None, params, input_ids=prompts, return_logprob=True, return_routed_experts=experts
+    )
+
+
+def _throughput(
+    pool: EnginePool, without: EnginePool, prompts: Sequence[list[int]], args: argparse.Namespace
+) -> float:
+    def seconds(of: EnginePool) -> float:
+        of.flush_cache()
+        began = time.perf_counter()
+        _sample(of, prompts, args.tokens, experts=of is pool)
+        return time.perf_counter() - began
+
+    seconds(without)  # warms it up
+    return statistics.median(seconds(without) / seconds(pool) for _ in range(args.rounds))
 
 
 def _compare(
