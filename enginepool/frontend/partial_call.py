@@ -161,8 +161,8 @@ class _Reading:
         meta = self._given.get("meta_info") if isinstance(self._given, Mapping) else self._given
         if not isinstance(meta, Mapping | None):
             raise self._refusal(
-                f"{shown(self._given)}: expected a result's dict with output_ids, and in "
-                "meta_info output_token_logprobs"
+                f"{shown(self._given)}: expected a dict like a result, with output_ids, "
+                "and output_token_logprobs in meta_info"
             )
         ids = plain(self._given.get("output_ids", []))
         if not (isinstance(ids, list | tuple) and all(map(is_int, ids))):
