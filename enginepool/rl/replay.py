@@ -15,7 +15,8 @@ from enginepool import InvalidRequest
 if TYPE_CHECKING:
     from enginepool import EnginePool
 
-_MASK, _EXPERTS = "output_sampling_mask", "routed_experts"
+_MASK, _AMONG = "output_sampling_mask", "output_token_sampling_logprobs"
+_EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Replay:
         tokens: The number of tokens that were sampled again.
         other_ids: [result, position] of the first id of an output that differs. Later positions of
             that output are not compared.
-        logprob: The largest difference of a log-probability.
+        logprob: The largest difference of a log-probability, also among the ids of equal masks.
         other_masks: [result, position] of tokens that were sampled from other ids.
         other_experts: [result, position] of tokens that were routed to other experts.
         results: The new results.
@@ -49,7 +50,7 @@ def replay(
     pool: EnginePool,
     results: Sequence[Mapping[str, Any]],
     prompts: Sequence[ArrayLike],
-    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
     version: int | str,
 ) -> Replay:
@@ -61,10 +62,12 @@ def replay(
             have them. The results may come from any pool, and from calls without a seed.
         prompts: The ids of that call's prompts, by `prompt_index`.
         sampling_params: The parameters of that call: one dict for all prompts, or one per prompt.
-        version: The version to repeat. Tokens of other versions are fed in and not sampled.
+        version: The version to repeat. Tokens of other versions are fed in and not sampled. If they
+            came with `mode="in_place"`, their KV cache was of their weights, and is not now.
 
     Raises:
-        InvalidRequest: A result was made without `return_logprob`.
+        InvalidRequest: A result was made without `return_logprob`, or its prompt or its parameters
+            are not here.
     """
     parts = [
         _Replayed(index, result, prompts, sampling_params, start, end)
@@ -80,6 +83,7 @@ def replay(
         prompt_indices=[meta["prompt_index"] for meta in metas],
         sample_indices=[meta["sample_index"] for meta in metas],
         partial_outputs=[part.given for part in parts],
+        lora_path=[meta.get("lora_path") for meta in metas],
         return_logprob=True,
         return_sampling_mask=any(_MASK in meta for meta in metas),
         return_routed_experts=any(_EXPERTS in meta for meta in metas),
@@ -104,7 +108,7 @@ class _Replayed:
         index: int,
         result: Mapping[str, Any],
         prompts: Sequence[ArrayLike],
-        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         start: int,
         end: int,
     ) -> None:
@@ -116,10 +120,10 @@ class _Replayed:
             )
         self.start, self.end = start, end
         of = self.meta["prompt_index"]
-        self.prompt = np.asarray(prompts[of]).tolist()
-        own = params if isinstance(params, Mapping | None) else params[of]
-        changed = {"n": 1, "max_new_tokens": end, "sampling_seed": self.meta["sampling_seed"]}
-        self.params = {**(own or {}), **changed}
+        self.prompt = np.asarray(_entry("prompts", prompts, of)).tolist()
+        several = isinstance(params, list | tuple)
+        own = _entry("sampling_params", params, of) if several else params
+        self.params = _until(own, end) | {"n": 1, "sampling_seed": self.meta["sampling_seed"]}
         self.other_ids: list[tuple[int, int]] = []
         self.other_masks: list[tuple[int, int]] = []
         self.other_experts: list[tuple[int, int]] = []
@@ -140,8 +144,7 @@ class _Replayed:
                 "ids": self.meta[_MASK]["ids"][: bounds[-1]],
                 "too_many": [e for e in self.meta[_MASK]["too_many"] if e[0] < self.start],
             }
-            values = self.meta["output_token_sampling_logprobs"]
-            meta["output_token_sampling_logprobs"] = values[: self.start]
+            meta[_AMONG] = self.meta[_AMONG][: self.start]
         return {"output_ids": self._result["output_ids"][: self.start], "meta_info": meta}
 
     def compare(self, made: Mapping[str, Any]) -> None:
@@ -150,10 +153,12 @@ class _Replayed:
         end = differ[0] if differ else min(len(ids), len(new))
         if end < len(ids):
             self.other_ids.append((self._index, end))
-        both = [one["output_token_logprobs"] for one in (self.meta, made["meta_info"])]
-        for old, other in zip(*(entries[self.start : end] for entries in both), strict=True):
-            self.logprob = max(self.logprob, abs(old[0] - other[0]))
         self.other_masks = self._other(_masks, made, range(self.start, end))
+        both = zip(_values(self.meta, end), _values(made["meta_info"], end), strict=False)
+        own, *among = (np.abs(np.subtract(*pair)) for pair in both)
+        for gaps in among:
+            gaps[[place for _, place in self.other_masks]] = 0.0  # it is of other ids
+        self.logprob = max(float(gaps[self.start :].max(initial=0.0)) for gaps in (own, *among))
         before = len(self.prompt) - 1  # the row that the first token was sampled from
         rows = range(before + self.start, before + end)
         self.other_experts = [
@@ -165,6 +170,36 @@ class _Replayed:
         if old is None or new is None:
             return []
         return [(self._index, place) for place in places if old[place] != new[place]]
+
+
+def _entry(name: str, entries: Any, index: int) -> Any:
+    try:
+        return entries[index]
+    except (IndexError, TypeError):
+        raise InvalidRequest(
+            f"{name} has no entry {index}; pass those of the call, for all its prompts",
+            prompt_index=index,
+        ) from None
+
+
+def _until(params: Any, end: int) -> dict[str, Any]:
+    """The parameters of an output that has `end` tokens."""
+    if not isinstance(params, Mapping):
+        raise InvalidRequest(
+            f"sampling_params: expected a dict, got {type(params).__name__}; after a call without "
+            "them, pass the checkpoint's, of its generation_config.json"
+        )
+    until: dict[str, Any] = {**params, "max_new_tokens": end}
+    if least := until.get("min_new_tokens"):
+        until["min_new_tokens"] = min(least, end)
+    return until
+
+
+def _values(meta: Mapping[str, Any], end: int) -> list[np.ndarray]:
+    """The log-probabilities of the tokens before `end`. With a mask, also those among its ids."""
+    own = [value for value, *_ in meta["output_token_logprobs"]]
+    each = [own, meta[_AMONG]] if _MASK in meta else [own]
+    return [np.array(values[:end]) for values in each]
 
 
 def _masks(meta: Mapping[str, Any]) -> list[Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from enginepool import EnginePool, InvalidRequest
+from enginepool import EnginePool, InvalidRequest, rl
 from tests.lora.conftest import LORA, TOKENS, World, make_world
 from tests.support import faults
 from tests.support.adapters import ALL, agrees, config, ids_of, merged, random_adapter
@@ -209,3 +209,16 @@ def test_names_that_are_not_loaded(adapted: EnginePool, world: World) -> None:
         adapted.generate(input_ids=PROMPTS[0], lora_path="a")
     with pytest.raises(InvalidRequest, match="no such adapter"):
         adapted.unload_lora_adapter("a")
+
+
+def test_a_record_is_replayed(adapted: EnginePool, world: World) -> None:
+    """Under the adapters that its results name."""
+    load(adapted, world, "a", "b")
+    params = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    results = adapted.generate_all(
+        input_ids=PROMPTS, sampling_params=params, lora_path=NAMES, return_logprob=True
+    )
+    version = results[0]["meta_info"]["weight_version"]
+    again = rl.replay(adapted, results, PROMPTS, params, version=version)
+    assert again.same
+    assert again.tokens == TOKENS * len(PROMPTS)

@@ -78,6 +78,23 @@ def test_what_differs_is_told(pool: EnginePool) -> None:
     assert again.other_ids == [(0, 5)]
     assert again.other_masks == [(1, 7)]
     assert again.logprob == pytest.approx(0.5, abs=1e-3)
-    del results[3]["meta_info"]["output_token_logprobs"]
+    results[3]["meta_info"]["output_token_sampling_logprobs"][3] -= 1.0
+    again = rl.replay(pool, results, PROMPTS[:4], params, version=0)
+    assert again.logprob == pytest.approx(1.0, abs=1e-3)
+
+
+def test_what_is_missing(pool: EnginePool) -> None:
+    """It is named. A call without parameters had those of the checkpoint, and not upstream's."""
+    params = {"temperature": 1.0, "max_new_tokens": 3}
+    results = ask(pool, PROMPTS[:2], params)
+    for prompts, given, words in (
+        (PROMPTS[:2], None, "generation_config.json"),
+        (PROMPTS[:2], [params, None], "generation_config.json"),
+        (PROMPTS[:2], [params], "sampling_params has no entry 1"),
+        (PROMPTS[:1], params, "prompts has no entry 1"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            rl.replay(pool, results, prompts, given, version=0)  # pyright: ignore
+    del results[1]["meta_info"]["output_token_logprobs"]
     with pytest.raises(InvalidRequest, match="return_logprob=True"):
-        rl.replay(pool, results, PROMPTS[:4], params, version=0)
+        rl.replay(pool, results, PROMPTS[:2], params, version=0)
