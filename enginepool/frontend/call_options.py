@@ -59,7 +59,8 @@ class CallOptions(TypedDict, total=False):
             have `routed_experts`. Otherwise the experts of its tokens are computed with the current
             weights. The output continues from there, and the result has all of it. The tokens of
             the part count for `max_new_tokens` and `completion_tokens`, not for `prompt_tokens`. A
-            complete output is returned without a step. Each prompt has one sample (n=1).
+            complete output is returned without a step, with the experts that it has. Each prompt
+            has one sample (n=1).
         lora_path: The name of the adapter to generate with, for all prompts or one per prompt. None
             is the base. `meta_info` then has `lora_path`, and in `lora_versions` the spans of the
             adapter's versions, as `weight_versions` has those of the base.

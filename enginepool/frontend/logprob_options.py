@@ -41,7 +41,16 @@ class Logprobs:
 
         Args:
             scored_only: Nothing is generated.
+
+        Raises:
+            InvalidRequest: Only steps that generate have what is wanted.
         """
+        if scored_only and self.routed_experts:
+            raise InvalidRequest(
+                "return_routed_experts=True with max_new_tokens=0: only steps that generate have "
+                "them; give max_new_tokens=1",
+                prompt_index=index,
+            )
         start, named = self.starts[index], self.named_ids[index]
         scoring = None
         if start is not None:

@@ -30,6 +30,8 @@ _FLOATS: Mapping[str, tuple[float, float, str]] = {
     "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),
     "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
 }
+# In float32 a much smaller one is 0, and leaves no token. This one leaves the most probable.
+_LEAST_TOP_P = 1e-30
 _INTS: Mapping[str, tuple[int, int, str]] = {
     "max_new_tokens": (0, _INT32 - 1, "an integer, 1 or more"),  # the input processor checks 0
     "min_new_tokens": (0, _INT32 - 1, "an integer, 0 or more"),
@@ -104,7 +106,7 @@ def make_sampling(
             raise InvalidRequest(f"unknown sampling parameter {name}={described(value)}{hint}")
         if (value := plain(value)) is not None:
             _check_value(name, value, vocab_size)
-            given[name] = value
+            given[name] = max(value, _LEAST_TOP_P) if name == "top_p" else value
     grammar = _take_grammar(given)
     try:
         built = SamplingParams(**given)

@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from string import ascii_letters
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,22 @@ import pytest
 
 from enginepool import EnginePool, InvalidConfig, rl
 from enginepool.engine.routed_experts import routing_of
+from tests.engine.test_joins import Order
 from tests.pool.test_bad_input import refused
 from tests.support import faults
-from tests.support.experts import OPTIONS, PROMPTS, SAMPLED, assert_rows, rows_of, write_mixture
-from tests.support.liveness import SECONDS, callers, until
+from tests.support.experts import (
+    OPTIONS,
+    PROMPTS,
+    SAMPLED,
+    alike,
+    assert_rows,
+    first_of,
+    rows_of,
+    write_mixture,
+)
+from tests.support.liveness import SECONDS, callers, until, waiting
 from tests.support.marks import steady_decode
+from tests.support.masks import assert_masks
 from tests.support.pools import SMALL, compilations, same
 from tests.support.scores import ids
 from tests.support.steady import several_at_once, upstreams_own
@@ -81,6 +93,28 @@ def test_prefixes_that_are_cached(one: EnginePool, models: list[Path]) -> None:
         (result,) = ask(one, [prompt], SAMPLED)
         assert result["meta_info"]["cached_tokens"] > 90
         assert_rows(models[0], prompt, result)
+
+
+@steady_decode
+def test_a_request_that_joins(
+    one: EnginePool, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are in flight. It asks for nothing else."""
+    late = ids(30, 8)
+    order = Order(one, late, monkeypatch)
+    with callers(2) as executor:
+        first = executor.submit(ask, one, PROMPTS[:2], SAMPLED | {"max_new_tokens": 100})
+        assert order.reached.wait(SECONDS)
+        second = executor.submit(ask, one, [late], SAMPLED)
+        until(lambda: waiting(one) == 1)
+        order.go_on.set()
+        results = [*first.result(SECONDS), *second.result(SECONDS)]
+    for prompt, result in zip([*PROMPTS[:2], late], results, strict=True):
+        assert_rows(models[0], prompt, result)
+    longer = [*late, *results[-1]["output_ids"], 5]  # of which the KV cache is there
+    (again,) = ask(one, [longer], SAMPLED)
+    assert again["meta_info"]["cached_tokens"] > 50
+    assert_rows(models[0], longer, again)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
@@ -193,6 +227,53 @@ def test_a_part_of_other_weights(one: EnginePool, models: list[Path], own_weight
         refused(one, call, "routed_experts", f"{last} positions", prompt=0)
 
 
+SHORT: list[dict[str, Any]] = [
+    {"max_new_tokens": 1, "top_k": 5},
+    {"stop": [*ascii_letters], "top_p": 0.9},
+    {"regex": "[a-f]{9,}", "min_p": 0.1},
+    {"top_k": 1, "temperature": 0.7, "presence_penalty": 2.0, "frequency_penalty": -0.5},
+    {"top_p": 0.6, "top_k": 40, "min_new_tokens": 9},
+]
+
+
+def test_with_masks_of_any_output(one: EnginePool, models: list[Path]) -> None:
+    """Of several samples: one token, what a stop string cuts, a grammar, penalties. In a stream,
+    and when an output goes on, they are the same."""
+    params = [{"temperature": 1.0, "max_new_tokens": 9, "sampling_seed": 4} | own for own in SHORT]
+    asked: Any = {"return_sampling_mask": True, "return_routed_experts": True}
+    results = one.generate_all(None, [own | {"n": 2} for own in params], input_ids=PROMPTS, **asked)
+    metas = [result["meta_info"] for result in results]
+    of = [meta["prompt_index"] for meta in metas]
+    prompts, given = [PROMPTS[index] for index in of], [params[index] for index in of]
+    allowed = {*b"abcdef"}
+    end = one.engines[0].tokenizer_manager.tokenizer.eos_token_id
+
+    def banned(_: Any, own: dict[str, Any], place: int) -> list[int]:
+        if "regex" in own:
+            return [token for token in range(272) if token not in allowed]
+        return [end] if place < own.get("min_new_tokens", 0) else []
+
+    assert assert_masks(models[0], prompts, given, results, banned) > 40
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_rows(models[0], prompt, result)
+    assert {len(result["output_ids"]) for result in results[:2]} == {1}
+    assert any(isinstance(meta["finish_reason"].get("matched"), str) for meta in metas[2:4])
+
+    chunks = list(one.stream(None, [own | {"n": 2} for own in params], input_ids=PROMPTS, **asked))
+    last = {chunk["index"]: chunk for chunk in chunks}
+    alike(results, [last[index] for index in range(10)])
+    assert not any(
+        "routed_experts" in chunk["meta_info"]
+        for chunk in chunks
+        if chunk["meta_info"]["finish_reason"] is None
+    )
+    again = one.generate_all(
+        None, given, input_ids=prompts, prompt_indices=of, sample_indices=[0, 1] * 5,
+        partial_outputs=[first_of(*both) for both in zip(prompts, results, strict=True)], **asked,
+    )  # fmt: skip
+    alike(results, again)
+
+
 def test_they_are_replayed(pool: EnginePool, one: EnginePool) -> None:
     """From the results alone."""
     results = ask(pool, PROMPTS, SAMPLED, return_logprob=True)
@@ -208,22 +289,42 @@ def test_they_are_replayed(pool: EnginePool, one: EnginePool) -> None:
 def test_all_is_replayed(
     pool: EnginePool, one: EnginePool, models: list[Path], own_weights: None
 ) -> None:
-    """Without a seed, over a swap: ids, masks, experts and log-probabilities of both weights, by
-    pools that have them."""
-    params = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 30, "ignore_eos": True}
+    """Over a swap, with and without a seed: ids, masks, experts and log-probabilities of both
+    weights, by other pools that have them."""
+    common = {"temperature": 0.8, "max_new_tokens": 30}
+    params: list[dict[str, Any]] = [
+        {"top_p": 0.9, "ignore_eos": True, "n": 2},
+        {"top_k": 5, "min_new_tokens": 30, "frequency_penalty": 0.5, "sampling_seed": 3},
+        {"regex": "[a-f]{30,}", "min_p": 0.05},
+    ]
+    params = [common | given for given in params]
     asked = {"return_logprob": True, "return_sampling_mask": True}
     results = over_a_swap(one, models, "retract", params, **asked)
+    assert [len(result["output_ids"]) for result in results] == [30] * 4
+    with EnginePool(str(models[1]), devices=2, **OPTIONS) as fresh:
+        new = rl.replay(fresh, results, PROMPTS, params, version=1)
     old = rl.replay(pool, results, PROMPTS, params, version=0)
-    new = rl.replay(one, results, PROMPTS, params, version=1)
-    assert min(old.tokens, new.tokens) > 0
-    assert old.tokens + new.tokens == 90
+    assert old.tokens + new.tokens == 120
     for again in (old, new):
         assert again.same, again
+        assert {meta["prompt_index"] for meta in metas_of(again)} == {0, 1, 2}
         assert again.logprob < 1e-4
-        assert {"output_sampling_mask", "routed_experts"} <= set(again.results[0]["meta_info"])
+        assert all(
+            {"output_sampling_mask", "routed_experts"} <= {*meta} for meta in metas_of(again)
+        )
+    assert rl.replay(pool, results, PROMPTS, params, version=1).other_ids
 
 
-def test_refusals(model_dir: Callable[[str], Path], keep_pool: Any) -> None:
+def metas_of(again: rl.Replay) -> list[dict[str, Any]]:
+    return [result["meta_info"] for result in again.results]
+
+
+def test_refusals(one: EnginePool, model_dir: Callable[[str], Path], keep_pool: Any) -> None:
+    scored: Any = {"sampling_params": {"max_new_tokens": 0}, "return_prompt_logprob": True}
+    refused(
+        one, lambda: one.generate_all(input_ids=[[5]], return_routed_experts=True, **scored),
+        "max_new_tokens=0", "max_new_tokens=1", prompt=0,
+    )  # fmt: skip
     plain = keep_pool("qwen3", 4)
     refused(
         plain, lambda: plain.generate_all(input_ids=[[5]], return_routed_experts=True),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from enginepool import EnginePool
@@ -13,12 +14,11 @@ from tests.pool.test_bad_input import refused
 from tests.support import faults
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.marks import steady_decode
-from tests.support.masks import assert_masks, rows_of
+from tests.support.masks import NAMES, SLACK, assert_masks, cut, left, rows_of
 from tests.support.pools import MakePool, compilations, same
 from tests.support.scores import ids
 from tests.support.steady import several_at_once, upstreams_own
 
-NAMES = ("output_sampling_mask", "output_token_sampling_logprobs")
 PROMPTS = [ids(length, length) for length in (3, 90, 40, 7, 70, 11)]
 NARROW = {
     "temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "max_new_tokens": 40,
@@ -118,6 +118,56 @@ def test_under_a_grammar(pool: EnginePool, model: Path) -> None:
     assert rows_of(results[-1]["meta_info"]) == [[*b"abcdef"]] * 20
 
 
+ONE_LEFT: list[dict[str, Any]] = [
+    {"top_k": 1, "temperature": 0.7},
+    {"top_p": 1e-3},
+    {"top_p": 1e-46},  # 0 in float32
+    {"min_p": 1.0},
+    {"temperature": 1e-9},
+    {"regex": "(ab){10}"},
+]
+
+
+def test_one_id_is_left(pool: EnginePool) -> None:
+    """It is certain, and the likeliest that the grammar allows."""
+    common = {"temperature": 1.0, "max_new_tokens": 30}
+    given = [common | one | {"n": 2} for one in ONE_LEFT]
+    results = pool.generate_all(input_ids=PROMPTS, sampling_params=given, return_sampling_mask=True)
+    greedy = pool.generate_all(
+        input_ids=PROMPTS, sampling_params=common | {"temperature": 0.0}, return_logprob=True
+    )
+    for result in results:
+        meta, index = result["meta_info"], result["meta_info"]["prompt_index"]
+        assert rows_of(meta) == [[token] for token in result["output_ids"]], ONE_LEFT[index]
+        assert meta[NAMES[1]] == [0.0] * len(result["output_ids"])
+        if "regex" in ONE_LEFT[index]:
+            assert result["text"] == "ab" * 10
+        else:
+            assert result["output_ids"] == greedy[index]["output_ids"], ONE_LEFT[index]
+
+
+def test_in_bfloat16(make_pool: MakePool) -> None:
+    """Many logits are equal. Ids that tie with the last one are left, too."""
+    pool = make_pool("qwen3", 1, dtype="bfloat16", warmup="none")
+    given = NARROW | {"top_k": 8, "top_p": 1.0, "min_p": 0.0}
+    results = pool.generate_all(
+        input_ids=PROMPTS, sampling_params=given, return_sampling_mask=True, top_logprobs_num=20
+    )
+    longest = 0
+    for result in results:
+        meta = result["meta_info"]
+        each = zip(result["output_ids"], meta["output_top_logprobs"], meta[NAMES[1]], strict=True)
+        for row, (token, top, value) in zip(rows_of(meta), each, strict=True):
+            law = np.full(272, -np.inf)
+            law[[one for _, one, _ in top]] = [logprob for logprob, *_ in top]
+            mask = np.isin(np.arange(272), row)
+            assert mask[left(law, given, SLACK)].all()
+            assert left(law, given, -SLACK)[mask].all()
+            assert value == pytest.approx(law[token] - np.logaddexp.reduce(law[mask]), abs=SLACK)
+            longest = max(longest, len(row))
+    assert longest > 8
+
+
 def test_whole_vocabulary(pool: EnginePool) -> None:
     """Without a filter there is nothing to list, and the values are the token's own."""
     result = pool.generate(
@@ -152,15 +202,6 @@ def test_too_many(make_pool: MakePool, model: Path, monkeypatch: pytest.MonkeyPa
         partial_outputs=[part],
     )  # fmt: skip
     assert [count for _, count in more[0]["meta_info"][NAMES[0]]["too_many"]] == [9] * 6
-
-
-def cut(result: dict[str, Any], count: int) -> dict[str, Any]:
-    """The entries of an output's first tokens."""
-    mask, values = (result["meta_info"][name] for name in NAMES)
-    bounds = mask["indptr"][: count + 1]
-    too_many = [entry for entry in mask["too_many"] if entry[0] < count]
-    kept = {"indptr": bounds, "ids": mask["ids"][: bounds[-1]], "too_many": too_many}
-    return {NAMES[0]: kept, NAMES[1]: values[:count]}
 
 
 # With what else happens to an output

@@ -78,10 +78,18 @@ def test_chat(plain: Running) -> None:
     assert choice.get("sampling_mask") is None
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_not_in_a_stream(plain: Running, path: str) -> None:
-    body = {"prompt": SUM} if path == "/v1/completions" else {"messages": TURNS}
-    with plain.http() as client:
-        reply = client.post(path, json=body | {"stream": True, "return_sampling_mask": True})
-    assert reply.status_code == 400
-    assert "return_sampling_mask" in reply.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": SUM, "stream": True}),
+        ("/v1/chat/completions", {"messages": TURNS, "stream": True}),
+        ("/v1/responses", {"input": SUM}),
+    ],
+)
+def test_not_where_it_could_not_be_read(plain: Running, path: str, body: dict[str, Any]) -> None:
+    """OpenAI's streams, and responses."""
+    for name in ("return_sampling_mask", "return_routed_experts"):
+        with plain.http() as client:
+            reply = client.post(path, json=body | {name: True})
+        assert reply.status_code == 400
+        assert name in reply.json()["error"]["message"]

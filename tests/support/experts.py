@@ -13,6 +13,7 @@ import numpy as np
 from enginepool.toy.files import read_checkpoint
 from scripts.train_toy.checkpoint import write_checkpoint
 from tests.support.families import parameter_shapes, routing
+from tests.support.masks import cut
 from tests.support.pools import SMALL
 from tests.support.reference import random_config
 from tests.support.scores import ids
@@ -68,3 +69,18 @@ def assert_experts(rows: np.ndarray, reference: np.ndarray) -> None:
     assert (rows[:, DENSE] == -1).all()
     routed = np.sort(np.delete(rows, DENSE, axis=1), axis=-1)
     np.testing.assert_array_equal(routed, reference)
+
+
+def first_of(prompt: list[int], result: dict[str, Any]) -> dict[str, Any]:
+    """The first half of an output, or all of a short one."""
+    count = -(-len(result["output_ids"]) // 2)
+    rows = rows_of(result["meta_info"])[: len(prompt) + count - 1]
+    experts = {"routed_experts": base64.b64encode(rows.tobytes()).decode()}
+    return {"output_ids": result["output_ids"][:count], "meta_info": cut(result, count) | experts}
+
+
+def alike(results: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    for result, other in zip(results, others, strict=True):
+        assert result["output_ids"] == other["output_ids"]
+        for name in ("routed_experts", "output_sampling_mask", "finish_reason"):
+            assert result["meta_info"][name] == other["meta_info"][name], name

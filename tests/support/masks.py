@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.support.forced import logprobs, output_logits
 
+NAMES = ("output_sampling_mask", "output_token_sampling_logprobs")
 # What a log-probability may differ by, and a sum of probabilities.
 SLACK = 1e-4
 
@@ -50,6 +51,15 @@ def rows_of(meta: dict[str, Any]) -> list[list[int]]:
     assert bounds[0] == 0
     assert bounds[-1] == len(ids)
     return [ids[a:b] for a, b in pairwise(bounds)]
+
+
+def cut(result: dict[str, Any], count: int) -> dict[str, Any]:
+    """The entries of an output's first tokens."""
+    mask, values = (result["meta_info"][name] for name in NAMES)
+    bounds = mask["indptr"][: count + 1]
+    too_many = [entry for entry in mask["too_many"] if entry[0] < count]
+    kept = {"indptr": bounds, "ids": mask["ids"][: bounds[-1]], "too_many": too_many}
+    return {NAMES[0]: kept, NAMES[1]: values[:count]}
 
 
 def assert_masks(

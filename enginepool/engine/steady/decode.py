@@ -254,13 +254,13 @@ class SteadyDecode:
             in_flight.closed = True
 
     def _with_extras(self, req: Req) -> Request | None:
-        """The pool's request, if it wants more of each token than id and log-probability."""
+        """The pool's request, if it gets more of each token than id and log-probability. A request
+        that joins before its prefill is read has no experts yet, and gets them."""
+        assert self.program is not None
         request = self._channel.running.held.get(req.rid)
-        return (
-            request
-            if request is not None and (request.experts is not None or request.wants_more)
-            else None
-        )
+        if request is None or not (self.program.with_experts or request.wants_more):
+            return None
+        return request
 
     def _adapter_row(self, req: Req) -> tuple[int, float]:
         assert self.program is not None

@@ -57,6 +57,7 @@ class StepProgram:
         buckets: By number of rows, ascending: how many KV slots a batch of that size can have.
         sender: Sends batches to the engine's device.
         sampler: The sampler's arrays.
+        with_experts: Whether steps return the experts of their tokens.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StepProgram:
             routing: How the model routes, if its experts are wanted.
         """
         worker = scheduler.tp_worker.worker
-        self._adapters = adapters
+        self._adapters, self.with_experts = adapters, routing is not None
         self._runner = worker.model_runner
         self._pool: Any = self._runner.token_to_kv_pool  # `supported` knows it
         self.sampler = jax.tree.leaves(nnx.split(self._runner.sampler)[1])
