@@ -23,7 +23,7 @@ from enginepool.engine.common_programs import OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.errors import InvalidWeights
 from enginepool.lora.adapter import NO_SLOT, Adapter
-from enginepool.lora.layers import adapted_layers
+from enginepool.lora.layers import layers_by_kind
 from enginepool.weights.placement import place
 
 if TYPE_CHECKING:
@@ -43,12 +43,22 @@ class AdapterSlots:
     """
 
     def __init__(self, model: Any, leaves: EngineLeaves) -> None:
-        layers = adapted_layers(model)
         self.layers: dict[str, tuple[int, int]] = {}  # in, out
         self._leaves = leaves
-        for path, layer in layers.items():
-            self.count, self.rank, size_in = layer.lora_A.shape
-            self.layers[path] = size_in, layer.lora_B.shape[1]
+        # By leaf: the layers that it is of, in order.
+        self._layers_of: dict[str, list[str]] = {}
+        # By layer and side: its part of one slot.
+        self._specs: dict[tuple[str, str], jax.ShapeDtypeStruct] = {}
+        for same in layers_by_kind(model):
+            layer = next(iter(same.values()))
+            _, self.count, self.rank, size_in = layer.lora_A.shape
+            self.layers |= dict.fromkeys(same, (size_in, layer.lora_B.shape[2]))
+            for side in ("lora_A", "lora_B"):
+                # The model lists a leaf under the first layer that it comes to.
+                leaf = next(f"{p}.{side}" for p in same if f"{p}.{side}" in leaves.adapter_specs)
+                self._layers_of[leaf] = list(same)
+                spec = _of_one_slot(leaves.adapter_specs[leaf])
+                self._specs |= {(path, side): spec for path in same}
         # By number, least recently used first.
         self._held: OrderedDict[int, tuple[int, Adapter]] = OrderedDict()
         self._write = common_programs().common(["write_adapter"], _build_write)
@@ -82,7 +92,7 @@ class AdapterSlots:
         """
         for path, sides in arrays.items():
             for side, array in zip(("lora_A", "lora_B"), sides, strict=True):
-                dtype = self._leaves.adapter_specs[f"{path}.{side}"].dtype
+                dtype = self._specs[path, side].dtype
                 with np.errstate(over="ignore", invalid="ignore"):
                     finite = np.isfinite(array.astype(dtype, copy=False)).all()
                 if not finite:
@@ -95,22 +105,20 @@ class AdapterSlots:
         """Put an adapter on the engine's device, beside the slots."""
         return {
             path: (
-                self._padded(path + ".lora_A", a, (0, self.rank - a.shape[0])),
-                self._padded(path + ".lora_B", b, (1, self.rank - b.shape[1])),
+                self._padded(self._specs[path, "lora_A"], a, (0, self.rank - a.shape[0])),
+                self._padded(self._specs[path, "lora_B"], b, (1, self.rank - b.shape[1])),
             )
             for path, (a, b) in arrays.items()
         }
 
-    def _padded(self, path: str, array: Any, more: tuple[int, int]) -> jax.Array:
-        spec = self._leaves.adapter_specs[path]
-        assert isinstance(spec.sharding, NamedSharding)
-        sharding = NamedSharding(spec.sharding.mesh, PartitionSpec(*spec.sharding.spec[1:]))
+    @staticmethod
+    def _padded(spec: jax.ShapeDtypeStruct, array: Any, more: tuple[int, int]) -> jax.Array:
         axis, count = more
         pads = [(0, count if at == axis else 0) for at in range(2)]
         if isinstance(array, np.ndarray):
             padded = np.pad(array.astype(spec.dtype, copy=False), pads)
-            return place(padded, sharding, spec.dtype)
-        placed = place(array, sharding, spec.dtype)
+            return place(padded, spec.sharding, spec.dtype)
+        placed = place(array, spec.sharding, spec.dtype)
         return jnp.pad(placed, pads) if count else placed
 
     def load(self, adapter: Adapter, in_use: Collection[int], placed: Placed | None = None) -> bool:
@@ -175,20 +183,20 @@ class AdapterSlots:
 
     def _written(self, slot: int, placed: Placed) -> None:
         """Layers that the adapter leaves alone get zeros."""
-        leaves, specs = self._leaves, self._leaves.adapter_specs
         new = {}
-        for path in self.layers:
-            a, b = placed.get(path, (None, None))
-            new[path + ".lora_A"] = a if a is not None else self._nothing(specs[path + ".lora_A"])
-            new[path + ".lora_B"] = b if b is not None else self._nothing(specs[path + ".lora_B"])
-        old = {path: leaves[path] for path in new}
-        leaves.put_adapters(self._write(old, new, np.int32(slot)))
+        for leaf, paths in self._layers_of.items():
+            side = leaf.rpartition(".")[2]
+            which = 0 if side == "lora_A" else 1
+            new[leaf] = [
+                placed[path][which] if path in placed else self._nothing(self._specs[path, side])
+                for path in paths
+            ]
+        old = {leaf: self._leaves[leaf] for leaf in new}
+        self._leaves.put_adapters(self._write(old, new, np.int32(slot)))
 
     @staticmethod
     def _nothing(spec: jax.ShapeDtypeStruct) -> jax.Array:
-        assert isinstance(spec.sharding, NamedSharding)
-        sharding = NamedSharding(spec.sharding.mesh, PartitionSpec(*spec.sharding.spec[1:]))
-        return jax.device_put(jnp.zeros(spec.shape[1:], spec.dtype), sharding)
+        return jax.device_put(jnp.zeros(spec.shape, spec.dtype), spec.sharding)
 
     # Batches
 
@@ -221,11 +229,24 @@ class AdapterSlots:
         batch.lora_ranks = slots  # upstream sends it, and nobody reads it
 
 
+def _of_one_slot(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What one layer has of it in one slot."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[2:]))
+    return jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype, sharding=sharding)
+
+
+def _with(leaf: jax.Array, layers: Sequence[jax.Array], slot: jax.Array) -> jax.Array:
+    """One layer after the other: then all are written in place, without an array of all."""
+    for index, one in enumerate(layers):
+        where = index, slot, *(0,) * one.ndim
+        leaf = jax.lax.dynamic_update_slice(leaf, one[None, None], where)
+    return leaf
+
+
 def _build_write() -> Any:
     @partial(jax.jit, donate_argnames="leaves")
     def write_adapter(leaves: Any, new: Any, slot: jax.Array) -> Any:
-        return jax.tree.map(
-            lambda leaf, one: jax.lax.dynamic_update_index_in_dim(leaf, one, slot, 0), leaves, new
-        )
+        return {path: _with(leaf, new[path], slot) for path, leaf in leaves.items()}
 
     return OnAnyDevice(write_adapter)

@@ -7,13 +7,15 @@ puts old base weights back. Projections that it does not know are left out silen
 Why: Its manager has a life of its own beside the model's state.
 Remove when: Upstream loads and unloads adapters, as arrays, under new weights.
 
-A and B of all slots are leaves of the model, beside the layer's weight, whose path stays as it is.
+A and B of all slots, of all layers of a kind, are one leaf of the model each. A launch has few
+arguments more then. And XLA keeps arrays that large where they are: smaller ones it copies into a
+TPU's fast memory before it knows whether they are needed.
 Imports sgl_jax: import it only after the patches are applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,19 +36,16 @@ class AdaptedLinear(LinearBase):
     """Upstream's linear layer, with an A and a B for each slot.
 
     Attributes:
-        lora_A: `[slots, rank, in]`.
-        lora_B: `[slots, out, rank]`.
+        lora_A: `[layers, slots, rank, in]`, of all layers of its kind.
+        lora_B: `[layers, slots, out, rank]`, likewise.
+        lora_index: Which of these layers it is.
     """
 
-    def __init__(self, layer: LinearBase, slots: int, rank: int) -> None:
+    def __init__(self, layer: LinearBase, index: int, lora_a: nnx.Param, lora_b: nnx.Param) -> None:
         for name, value in vars(layer).items():
             if not name.startswith("_"):  # flax's own
                 setattr(self, name, value)
-        weight: Any = layer.weight.get_value()
-        size_in, size_out = weight.shape
-        mesh, axes = weight.sharding.mesh, (*weight.sharding.spec, None, None)
-        self.lora_A = _zeros(weight.dtype, mesh, (slots, rank, size_in), (None, None, axes[0]))
-        self.lora_B = _zeros(weight.dtype, mesh, (slots, size_out, rank), (None, axes[1], None))
+        self.lora_A, self.lora_B, self.lora_index = lora_a, lora_b, index
 
     def __call__(self, x: jax.Array, **how: Any) -> Any:  # pyright: ignore
         base: Any = super()
@@ -55,20 +54,23 @@ class AdaptedLinear(LinearBase):
         slots, scales = batch.lora_token_indices, batch.lora_scalings
         # A batch without adapters does not read them.
         output = jax.lax.cond(
-            (slots != NO_SLOT).any(), self._adapted, lambda output, *_: output,
+            (slots != NO_SLOT).any(), self._add_product, lambda output, *_: output,
             output, x, slots, scales, self.lora_A.get_value(), self.lora_B.get_value(),
         )  # fmt: skip
         return output, bias
 
-    @staticmethod
-    def _adapted(
+    def _add_product(
+        self,
         output: jax.Array,
         x: jax.Array,
         slots: jax.Array,
         scales: jax.Array,
-        lora_a: jax.Array,
-        lora_b: jax.Array,
+        all_a: jax.Array,
+        all_b: jax.Array,
     ) -> jax.Array:
+        lora_a, lora_b = (
+            jax.lax.index_in_dim(each, self.lora_index, keepdims=False) for each in (all_a, all_b)
+        )
         of = jax.typeof(output).sharding
         rows = of.spec[0]
         low = jnp.einsum(
@@ -85,6 +87,17 @@ class AdaptedLinear(LinearBase):
             "txr,xor->to", low, lora_b, preferred_element_type=jnp.float32, out_sharding=of
         )
         return (output + added).astype(output.dtype)
+
+
+def with_slots(layers: Sequence[LinearBase], slots: int, rank: int) -> list[AdaptedLinear]:
+    """Layers of one kind, with empty slots."""
+    weight: Any = layers[0].weight.get_value()
+    size_in, size_out = weight.shape
+    mesh, axes, count = weight.sharding.mesh, (*weight.sharding.spec, None, None), len(layers)
+    shape_a, shape_b = (count, slots, rank, size_in), (count, slots, size_out, rank)
+    lora_a = _zeros(weight.dtype, mesh, shape_a, (None, None, None, axes[0]))
+    lora_b = _zeros(weight.dtype, mesh, shape_b, (None, None, axes[1], None))
+    return [AdaptedLinear(layer, index, lora_a, lora_b) for index, layer in enumerate(layers)]
 
 
 def _zeros(dtype: Any, mesh: Any, shape: tuple[int, ...], axes: tuple[Any, ...]) -> nnx.Param:
@@ -137,9 +150,10 @@ def _adapt(runner: Any, slots: int, rank: int, targets: Any) -> None:
     specs: dict[str, Any] = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
     mapping = HuggingFaceMapping(model, runner.model_config, specs)
     found = dict.fromkeys(targets, 0)
+    kinds: dict[Any, list[tuple[Any, str, LinearBase]]] = {}
     for name, path in mapping.paths.items():
-        *_, module, kind = name.split(".")
-        if module not in found or kind != "weight":
+        *_, module, last = name.split(".")
+        if module not in found or last != "weight":
             continue
         found[module] += 1
         *parents, attribute = path.removesuffix(".weight").split(".")
@@ -150,11 +164,17 @@ def _adapt(runner: Any, slots: int, rank: int, targets: Any) -> None:
                 f"lora_target_modules: {name} is no plain linear layer in this engine "
                 f"({_named(mapping, path, layer)}), and cannot be adapted; leave {module} out"
             )
-        setattr(parent, attribute, AdaptedLinear(layer, slots, rank))
+        weight: Any = layer.weight.get_value()
+        kind = module, weight.shape, weight.dtype, weight.sharding
+        kinds.setdefault(kind, []).append((parent, attribute, layer))
     if absent := [module for module, count in found.items() if not count]:
         raise InvalidConfig(
             f"lora_target_modules: this model has no {', '.join(absent)}; leave it out"
         )
+    for same in kinds.values():
+        adapted = with_slots([layer for *_, layer in same], slots, rank)
+        for (parent, attribute, _), layer in zip(same, adapted, strict=True):
+            setattr(parent, attribute, layer)
 
 
 def _named(mapping: HuggingFaceMapping, path: str, layer: Any) -> str:
@@ -169,10 +189,12 @@ def _module(model: Any, parts: list[str]) -> Any:
     return model
 
 
-def adapted_layers(model: Any) -> Mapping[str, AdaptedLinear]:
-    """The adapted layers of a model by path."""
-    return {
-        ".".join(map(str, path)): node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, AdaptedLinear)
-    }
+def layers_by_kind(model: Any) -> list[dict[str, AdaptedLinear]]:
+    """The adapted layers of a model by path: those that share leaves, in their order."""
+    found: dict[int, dict[str, AdaptedLinear]] = {}
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, AdaptedLinear):
+            found.setdefault(id(node.lora_A), {})[".".join(map(str, path))] = node
+    return [
+        dict(sorted(same.items(), key=lambda one: one[1].lora_index)) for same in found.values()
+    ]

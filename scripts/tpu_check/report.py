@@ -79,7 +79,7 @@ def _row(program: Compiled) -> tuple[str, ...]:
         _bytes(program.arguments),
         _bytes(program.temporaries),
         donated,
-        program.problem or "compiles",
+        program.verdict,
     )
 
 

@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from enginepool import InvalidConfig
 from enginepool.doctor.ahead_of_time import stand_ins
 from enginepool.doctor.ahead_of_time.programs import compile_programs
+from enginepool.doctor.ahead_of_time.reads import read_in_any_case
 from enginepool.doctor.ahead_of_time.record import WEIGHTS, Compiled, NotLowered, Record
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray, upstream_without_device
 from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
@@ -43,6 +44,44 @@ def test_a_kv_cache_that_is_there_twice_is_a_problem(options):
     """Nobody donated it, or nothing can take its memory over."""
     program = compiled(lambda array: array.astype(jnp.bfloat16), **options)
     assert program.problem == f"{ONE.nbytes:,} bytes of KV cache are not written in place"
+
+
+PREFETCHED = """
+%taken (given: (bf16[2,4,8], f32[3])) -> f32[3] {
+  %given = (bf16[2,4,8]{2,1,0:T(8,128)S(1)}, f32[3]{0}) parameter(0)
+  %a.1 = bf16[2,4,8]{2,1,0:T(8,128)S(1)} get-tuple-element(%given), index=0
+  ROOT %fusion.1 = f32[3]{0} fusion(%a.1), kind=kLoop, calls=%fused
+}
+
+%body (state: (s32[], bf16[2,4,8], bf16[2,8,4])) -> (s32[]) {
+  %state = (s32[], bf16[2,4,8]{2,1,0}, bf16[2,8,4]{2,1,0}) parameter(0)
+  %a = bf16[2,4,8]{2,1,0:T(8,128)} get-tuple-element(%state), index=1
+  %b = bf16[2,8,4]{2,1,0:T(8,128)} get-tuple-element(%state), index=2
+  %slice-start = ((bf16[2,4,8]{2,1,0}), bf16[1,4,8]{2,1,0:S(1)}, s32[]) slice-start(%a), slice={}
+  %slice-start.1 = ((bf16[2,4,8]{2,1,0}), bf16[1,4,8]{2,1,0:S(1)}, s32[]) slice-start(%a), slice={}
+  %fast = bf16[2,4,8]{2,1,0:S(1)} custom-call(%slice-start, %slice-start.1)
+  %tuple = (bf16[2,4,8]{2,1,0:S(1)}, bf16[2,8,4]{2,1,0}) tuple(%fast, %b)
+  ROOT %conditional = f32[3]{0} conditional(%x, %tuple), branch_computations={%none, %taken}
+}
+
+ENTRY %main (a: bf16[2,4,8], b: bf16[2,8,4]) -> f32[3] {
+  %a.2 = bf16[2,4,8]{2,1,0} parameter(0)
+  %b.2 = bf16[2,8,4]{2,1,0} parameter(1)
+  %tuple.2 = (s32[], bf16[2,4,8]{2,1,0}, bf16[2,8,4]{2,1,0}) tuple(%zero, %a.2, %b.2)
+  ROOT %while = f32[3]{0} while(%tuple.2), condition=%more, body=%body
+}
+
+%more (state: (s32[])) -> pred[] {
+  ROOT %yes = pred[] constant(true)
+}
+"""
+
+
+def test_what_a_program_reads_in_any_case():
+    """A copy that begins before the branch counts, once. What the branch reads does not."""
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 4, 8), (2, 8, 4)))
+    assert read_in_any_case(PREFETCHED, [a, b]) == 128
+    assert read_in_any_case(PREFETCHED, [b]) == 0
 
 
 def steady(step, **options):

@@ -218,6 +218,18 @@ def test_programs_with_adapters(topology: str) -> None:
     assert 0 < write["donated"] <= write["aliased"]
 
 
+@pytest.mark.timeout(900)
+@needs_libtpu
+@pytest.mark.parametrize("kind", ["steady", "prefill"])
+def test_steps_without_adapters_read_none(kind: str) -> None:
+    """In a model of more than a few layers. XLA would copy smaller leaves into fast memory before
+    it is known whether they are needed."""
+    code, report, said = check("--lora", "32", "--layers", "28", "--kind", kind)
+    assert code == 0, said
+    (program,) = report["programs"]
+    assert program["adapters"] == 0
+
+
 @needs_libtpu
 def test_several_steps_a_dispatch_compile() -> None:
     """The loop on the device takes KV cache and state over, as one step does."""

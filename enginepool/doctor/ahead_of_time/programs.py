@@ -103,6 +103,7 @@ def _compile(
         # The bytes of all chips together.
         kv_bytes = scheduler.kv_cache.describe()["fused_bytes_total"]
         record.kv_bytes = kv_bytes // server_args["tp_size"]
+        record.adapter_specs = list(scheduler.leaves.adapter_specs.values())
         warm_up(scheduler, StartStages())
         further(scheduler, chips, record)
         take_steps(scheduler, channel, record)

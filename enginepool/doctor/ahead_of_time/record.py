@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from enginepool.doctor.ahead_of_time.reads import read_in_any_case
 from enginepool.engine.score_head import bucket_of
 
 # The programs of a step, by the names of the functions that upstream and the pool jit.
@@ -53,6 +54,8 @@ class Compiled:
         donated: Arguments whose memory the results must take over: the KV cache, and the state that
             a steady step leaves to the next one.
         aliased: The part of `donated` that the results do take over.
+        adapters: Bytes of adapters that it reads even if no request has one: XLA copies small
+            leaves into fast memory ahead. A model of a few layers has small ones.
         error: Why there is no such program.
     """
 
@@ -67,6 +70,7 @@ class Compiled:
     code: int = 0
     donated: int = 0
     aliased: int = 0
+    adapters: int = 0
     error: str | None = None
 
     @property
@@ -94,9 +98,15 @@ class Compiled:
             return _MIB
         return math.inf
 
+    @property
+    def verdict(self) -> str:
+        if self.problem is None and self.adapters:
+            return f"compiles; {self.adapters:,} bytes of adapters are read without need"
+        return self.problem or "compiles"
+
     def line(self) -> str:
         """A line of progress."""
-        return f"{self.kind} {self.size}: {self.seconds:.1f} s, {self.problem or 'compiles'}"
+        return f"{self.kind} {self.size}: {self.seconds:.1f} s, {self.verdict}"
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "problem": self.problem}
@@ -117,6 +127,7 @@ class Record:
         listening: Whether programs count. Set when the engine is built: programs that made its
             arrays do not count.
         kv_bytes: The size of its KV cache on the chip.
+        adapter_specs: The leaves that hold adapters.
         warm: Whether the warm-up is over. From then on any new program is a mistake.
         steps: The number of steps since the warm-up.
         steady_steps: The number of these that were steady.
@@ -128,6 +139,7 @@ class Record:
         self.programs: list[Compiled] = []
         self.listening = False
         self.kv_bytes = 0
+        self.adapter_specs: list[jax.ShapeDtypeStruct] = []
         self.warm = False
         self.steps = 0
         self.steady_steps = 0
@@ -177,7 +189,8 @@ class Record:
     def _measure(self, program: Compiled, lowered: Any) -> None:
         started, cpu_started = time.perf_counter(), time.process_time()
         try:
-            memory = lowered.compile().memory_analysis()
+            compiled = lowered.compile()
+            memory = compiled.memory_analysis()
         except Exception as error:  # an error of the compiler is a result here
             program.error = _said(error)
             return
@@ -189,6 +202,8 @@ class Record:
         program.temporaries = memory.temp_size_in_bytes
         program.code = memory.generated_code_size_in_bytes
         program.aliased = memory.alias_size_in_bytes
+        if program.kind in FORWARD and self.adapter_specs:
+            program.adapters = read_in_any_case(compiled.as_text(), self.adapter_specs)
 
 
 def _to_take_over(kind: str, lowered: Any) -> tuple[Any, Any]:
