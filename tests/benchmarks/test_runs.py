@@ -65,6 +65,19 @@ def test_scores_beside_samples(tmp_path):
     assert all(0 <= row["mean"] <= row["largest"] < 0.5 for row in rows)
 
 
+def test_host_cost_of_adapters(tmp_path):
+    """No step compiles anything, whatever adapters its requests have."""
+    file = tmp_path / "figures.json"
+    options = ["--lora", 4, "--batch", 9, "--rounds", 1, "--json", file]
+    printed = run("benchmarks.host_cost", *options)
+    assert "eight and the base in a batch of 9: " in printed
+    runs = json.loads(file.read_text())["runs"]
+    assert list(runs) == ["without", "unused", "nine"]
+    for (figures,) in runs.values():
+        assert figures["requests_in_batch"] > 8.5
+        assert figures["compilations"] == 0
+
+
 def test_an_accelerator_is_not_simulated_without_a_compiler(tmp_path):
     script = "from benchmarks import simulated; simulated.install()"
     done = subprocess.run(
