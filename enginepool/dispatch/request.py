@@ -52,11 +52,14 @@ def aborted(message: str, err_type: str) -> dict[str, Any]:
     return {"type": "abort", "message": message, "err_type": err_type}
 
 
-def not_finite(version: int | str) -> dict[str, Any]:
+def not_finite(version: int | str, adapter: Adapter | None) -> dict[str, Any]:
     """The finish reason of a request whose log-probabilities were not finite twice."""
+    under = f"weight version {version!r}"
+    if adapter is not None:
+        under += f" and adapter {adapter.name!r} of version {adapter.version!r}"
     return aborted(
-        f"the log-probabilities are not finite numbers with weight version {version!r}, on a "
-        "second engine or a second time: look at the weights and at the prompt",
+        f"the log-probabilities are not finite numbers with {under}, on a second engine or a "
+        "second time: look at the weights and at the prompt",
         "not_finite",
     )
 
@@ -167,12 +170,14 @@ class Request:
 
 
 def _extend(spans: list[list[Any]], given: int, count: int, version: int | str) -> None:
-    """Make the spans of an output's versions end at this token, which has this version."""
+    """Make the spans of an output's versions end at this token, which has this version. The last
+    of the given tokens may have none."""
     while spans and spans[-1][0] >= count:
         spans.pop()
-    if spans and (spans[-1][2] == version or spans[-1][1] > count):
+    end = spans[-1][1] if spans else 0
+    if end > count or (spans and end >= given and spans[-1][2] == version):
         spans[-1][1] = count
-    elif count > (start := spans[-1][1] if spans else given):
+    elif count > (start := max(end, given)):
         spans.append([start, count, version])
 
 

@@ -142,7 +142,7 @@ class Recovery:
             if fault == "resume":
                 movable.append(request)
             else:
-                request.call.finish(request, not_finite(weights.version))
+                request.call.finish(request, not_finite(weights.version, request.adapter))
         return movable
 
     def _look_at(

@@ -105,16 +105,16 @@ class RunningRequests:
         adapters = [request.adapter for request in self.held.values()]
         return Counter(adapter.number for adapter in adapters if adapter is not None)
 
-    def replace_adapter(self, name: str, adapter: Adapter) -> dict[Request, Adapter]:
-        """The next tokens of this adapter's requests come from another version of it. Earlier
-        tokens keep the old version.
+    def replace_adapter(self, adapter: Adapter) -> dict[Request, Adapter]:
+        """The next tokens of requests under older versions of this adapter come from this one.
+        Earlier tokens keep the old version.
 
         Returns:
             The adapter that each request had.
         """
         before = {}
         for request in self.held.values():
-            if request.adapter is not None and request.adapter.name == name:
+            if request.adapter is not None and request.adapter.line == adapter.line:
                 self.take_over(request, keep=True)
                 before[request], request.adapter = request.adapter, adapter
         return before
@@ -208,7 +208,7 @@ class RunningRequests:
         if not (known and alone and len(requests) == len(self.held)):
             raise NotFinite([request.internal_rid for request in requests], alone=alone)
         for request in requests:
-            self.end(request.internal_rid, not_finite(self._weights.version))
+            self.end(request.internal_rid, not_finite(self._weights.version, request.adapter))
 
     def retract(self) -> list[Request]:
         """Take every unfinished request out, with the tokens that it has.

@@ -77,9 +77,10 @@ def _as_dict(
         "weight_versions": spans,
         "prompt_weight_versions": list(request.prompt_weight_versions),
     }
-    if request.adapter is not None:
+    if request.adapter is not None or request.lora_versions:  # or a partial output had one
+        name = None if request.adapter is None else request.adapter.name
         versions = [[a, min(b, count), v] for a, b, v in list(request.lora_versions) if a < count]
-        meta |= {"lora_path": request.adapter.name, "lora_versions": versions}
+        meta |= {"lora_path": name, "lora_versions": versions}
     if final:
         meta["e2e_latency"] = request.finished_at - request.created
         if request.scoring is not None:

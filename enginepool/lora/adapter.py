@@ -28,6 +28,8 @@ class Adapter:
         config: The fields of adapter_config.json.
         arrays: A `[rank, in]` and B `[out, rank]`, by the path of the linear layer.
         source: The folder or hub id that it came from; None for arrays.
+        line: Of versions that replaced one another, the number of the first. An adapter that is
+            loaded under the name of an unloaded one begins another line.
         successor: The version that has replaced this one under running requests, if any.
     """
 
@@ -38,6 +40,7 @@ class Adapter:
     config: Mapping[str, Any]
     arrays: Mapping[str, tuple[np.ndarray, np.ndarray]]
     source: str | None = None
+    line: int = 0
     successor: Adapter | None = None
 
     @property
@@ -137,7 +140,8 @@ class Adapters:
     def for_start(self, adapter: Adapter | None, *, begun: bool) -> Adapter | None:
         """The version that a waiting request starts with. A request that has begun keeps its
         version, or what has replaced that. Others get the newest version of that name, or their
-        own if the adapter was unloaded."""
-        if adapter is None or begun:
-            return adapter and adapter.latest
-        return self._by_name.get(adapter.name, adapter.latest)
+        own if the adapter was unloaded, whatever was loaded under its name since."""
+        if adapter is None:
+            return None
+        newest = None if begun else self._by_name.get(adapter.name)
+        return newest if newest is not None and newest.line == adapter.line else adapter.latest

@@ -122,7 +122,9 @@ class AdapterLoad:
         self._workers, self._had = workers, {}
         adapters = self._runtime.adapters
         adapters.check_room(self._name)
-        in_slots = self._commit(new, adapters.get(self._name), mode)
+        old = adapters.get(self._name)
+        new.line = new.number if old is None else old.line
+        in_slots = self._commit(new, old, mode)
         seconds = time.perf_counter() - started
         return AdapterReport(
             self._name,
@@ -188,9 +190,7 @@ class AdapterLoad:
         return [
             adapter
             for adapter in (*waiting, *had)
-            if adapter not in (None, new)
-            and adapter.name == self._name
-            and adapter.successor is None
+            if adapter not in (None, new) and adapter.line == new.line and adapter.successor is None
         ]
 
     def _on_all(
@@ -215,7 +215,7 @@ class AdapterLoad:
 
     def _replace(self, worker: EngineWorker, new: Adapter) -> bool:
         """On the engine's thread: requests that run under an older version continue with this."""
-        before = worker.channel.running.replace_adapter(self._name, new)
+        before = worker.channel.running.replace_adapter(new)
         self._had[worker.index] = before
         numbers = list(dict.fromkeys(adapter.number for adapter in before.values()))
         if not numbers:
@@ -238,13 +238,13 @@ class AdapterLoad:
 
     def _abort(self) -> None:
         """End the requests that run under another version."""
-        dispatch, number = self._runtime.dispatch, self._runtime.adapters.find(self._name).number
+        dispatch, new = self._runtime.dispatch, self.new
         running = [
             request
             for request in dispatch.unfinished()
             if request.adapter is not None
-            and request.adapter.name == self._name
-            and request.adapter.number != number
+            and request.adapter.line == new.line
+            and request.adapter is not new
             and (request.begun or request.req is not None)
         ]
         dispatch.abort(running, "load_lora_adapter(mode='abort')", "cancelled")

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool import EnginePool
+from enginepool import EnginePool, WeightUpdateFailed
 from tests.lora.conftest import LORA, World, make_world
 from tests.lora.test_exact import GREEDY, NAMES, PROMPTS, check, load
 from tests.support.adapters import ids_of
+from tests.support.faults import Fault
 from tests.support.forced import output_logits
 from tests.support.liveness import until
 from tests.support.pools import NATIVE_PAGES, SMALL, same
@@ -83,7 +84,11 @@ def test_prefix_cache_is_separated_by_version(adapted: EnginePool, world: World)
     assert cached(None) == 0
 
 
-def test_four_engines(world: World) -> None:
+def raise_fault(*_: Any) -> None:
+    raise Fault("the device is gone")
+
+
+def test_four_engines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """More adapters than slots; then one is replaced and another one is gone."""
     names = [*"abcd", None] * 5
     prompts = ids_of(6, [4 + 5 * i % 60 for i in range(len(names))])
@@ -93,6 +98,13 @@ def test_four_engines(world: World) -> None:
         results = pool.generate_all(input_ids=prompts, lora_path=names, **call)
         check(world, prompts, names, results)
         assert {r["meta_info"]["engine_index"] for r in results} == {0, 1, 2, 3}
+        slots: Any = pool.runtime.workers[2].scheduler.adapters
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "_written", raise_fault)  # of one: no engine has it then
+            with pytest.raises(WeightUpdateFailed, match="engine 2"):
+                pool.load_lora_adapter("a", world.folders["b"], mode="in_place")
+        results = pool.generate_all(input_ids=prompts, lora_path=names, **call)
+        check(world, prompts, names, results)
         pool.load_lora_adapter("a", world.folders["b"])
         pool.unload_lora_adapter("c")
         names = ["a", None, "b", "d"] * 6

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from enginepool import EnginePool, InvalidConfig, InvalidRequest, InvalidWeights
+from enginepool.lora.source import read_adapter
 from enginepool.sizing.shape import read_shape
 from tests.lora.conftest import LORA, World
 from tests.support.adapters import Arrays, config, random_adapter, write_adapter
@@ -34,6 +35,7 @@ BROKEN: dict[str, tuple[Callable[[Arrays], Any], dict[str, Any], str]] = {
     "rank": (lambda a: a, {"r": 3}, "rank 4, but its configuration says r=3"),
     "kind": (lambda a: a | {f"{Q}A.weight": a[f"{Q}A.weight"].astype(np.int32)}, {}, "int32"),
     "nan": (lambda a: a | {f"{Q}A.weight": a[f"{Q}A.weight"] * np.nan}, {}, "NaN"),
+    "nan in B": (lambda a: a | {f"{Q}B.weight": a[f"{Q}B.weight"] * np.nan}, {}, r"lora_B: NaN"),
     "large": (lambda a: a | {f"{Q}B.weight": a[f"{Q}B.weight"] + np.float64(1e300)}, {},
               "too large for float32"),
     "infinite": (lambda a: a, {"lora_alpha": float("inf")}, "lora_alpha"),
@@ -58,6 +60,15 @@ def test_refused(kind: str, adapted: EnginePool, world: World) -> None:
             "x", change(world.arrays["a"]), config_dict={**config(4), **fields}
         )
     assert adapted.stats()["lora_adapters"] == {}
+
+
+def test_layers_that_are_no_targets(adapted: EnginePool, world: World) -> None:
+    scheduler = adapted.runtime.workers[0].scheduler
+    slots: Any = scheduler.adapters
+    layers = {path: sizes for path, sizes in slots.layers.items() if "q_proj" not in path}
+    paths = scheduler.hugging_face.paths
+    with pytest.raises(InvalidWeights, match=r"q_proj is not among lora_target_modules"):
+        read_adapter(world.arrays["a"], config(4), paths, layers, 4)
 
 
 def test_rank_above_the_slots(adapted: EnginePool, world: World) -> None:
