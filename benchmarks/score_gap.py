@@ -4,9 +4,11 @@
     python -m benchmarks.score_gap --kernel --prompts 4 --tokens 16
 
 One engine has the toy. It samples `--tokens` tokens for each of `--prompts` prompts in one batch,
-and again one prompt at a time. Then it scores them, together and one at a time. The table has the
-mean and the largest difference of a log-probability, and the share that is equal to the last bit.
-Two batches sample the same tokens up to the first that differs.
+and again one prompt at a time. Then it scores them, together and one at a time. A trainer computes
+the same log-probabilities: with the engine's forward (`EnginePool.forward_function`), and in plain
+JAX, which computes in float32. The table has the mean and the largest difference of a
+log-probability, and the share that is equal to the last bit. Two batches sample the same tokens up
+to the first that differs.
 
 With `--kernel` attention is the TPU's kernel, in an interpreter on CPU. That takes minutes.
 """
@@ -17,13 +19,18 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command import arguments, plain, write_json
-from enginepool import EnginePool
+from enginepool import EnginePool, toy
+from enginepool.toy.files import read_checkpoint
+from enginepool.toy.model import forward as plain_forward
 
 _SUMS = list(product((1, 12, 77, 30), (3, 40, 55, 8)))
 
@@ -80,6 +87,10 @@ def _measure(dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         scores = score(every, together)
         scores_alone = [values for i in every for values in score([i], together)]
         alone_scores_alone = [values for i in every for values in score([i], alone)]
+        exported, plain_jax = (
+            _trainers(forward, params, prompts, together)
+            for forward, params in _forwards(pool, dtype)
+        )
     lengths = [_common(*pair) for pair in zip(together, alone, strict=True)]
     pairs = {
         "scored together, sampled together": (scores, _values(together)),
@@ -88,8 +99,30 @@ def _measure(dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             _cut(_values(alone), lengths), _cut(_values(together), lengths),
         ),
         "scored alone, scored together": (scores_alone, scores),
+        "engine's forward in a trainer, sampled together": (exported, _values(together)),
+        "plain JAX in a trainer, sampled together": (plain_jax, _values(together)),
     }  # fmt: skip
     return [{"dtype": dtype, "name": name} | _gap(*pair) for name, pair in pairs.items()]
+
+
+def _forwards(pool: EnginePool, dtype: str) -> list[tuple[Any, Any]]:
+    """A trainer's forwards, each with parameters: the engine's, and plain JAX's."""
+    config, stored = read_checkpoint(toy.checkpoint())
+    params = {name: jnp.asarray(value, jnp.float32) for name, value in stored.items()}
+    rounded = {name: value.astype(dtype) for name, value in params.items()}
+    return [(pool.forward_function(), params), (jax.jit(partial(plain_forward, config)), rounded)]
+
+
+def _trainers(forward: Any, params: Any, prompts: Any, results: Any) -> list[list[float]]:
+    rows = [[*prompt, *one["output_ids"]] for prompt, one in zip(prompts, results, strict=True)]
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for padded, row in zip(ids, rows, strict=True):
+        padded[: len(row)] = row
+    every = np.asarray(jax.nn.log_softmax(forward(params, ids).astype(jnp.float32)))
+    return [
+        every[index, np.arange(len(prompt) - 1, len(row) - 1), row[len(prompt) :]].tolist()
+        for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+    ]
 
 
 def _attention(args: argparse.Namespace) -> Any:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from enginepool.pool.calls import CallGroup, async_twin
 from enginepool.runtime import memory_occupation, update, weight_inspection
+from enginepool.runtime.forward_function import forward_function
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.staged_weights import StagedWeights, stage_weights
 from enginepool.runtime.swap_options import Options, Staging, Strategy
 from enginepool.runtime.swap_report import SwapReport
 from enginepool.values import seconds
+
+if TYPE_CHECKING:
+    import jax
 
 
 class WeightCalls(CallGroup):
@@ -152,8 +156,29 @@ class WeightCalls(CallGroup):
         """
         return weight_inspection.by_name(self.runtime, name, truncate_size)
 
+    def forward_function(self) -> Callable[..., jax.Array]:
+        """The engines' forward, as a function for a trainer.
+
+        `forward(params, input_ids, mask=None)` returns the logits of the next token at every
+        position, [B, T, V]. `params` are parameters by Hugging Face name, as `update_weights` takes
+        them, of any float dtype. `input_ids` is [B, T] int32. `mask` is true at a row's tokens,
+        which have no gap; without it padding is on the right. The values are those of `score` with
+        these parameters, in the engines' dtype. JAX can differentiate the function, and compile it
+        in other functions. It needs no open pool.
+
+        The parameters lie on one device. Attention is computed in plain JAX, and its memory grows
+        with the square of T. On a TPU engines use a kernel, so there the values differ more.
+
+        Raises:
+            InvalidConfig: An engine has several devices, adapters or quantized weights, or JAX
+                cannot differentiate this model. The function itself raises `InvalidWeights` for
+                parameters that do not fit.
+        """
+        return forward_function(self.runtime)
+
     # Async twins
 
+    async_forward_function = async_twin(forward_function)
     async_update_weights = async_twin(update_weights)
     async_stage_weights = async_twin(stage_weights)
     async_release_weights = async_twin(release_weights)

@@ -5,8 +5,8 @@ Reaches into upstream's parsers of tool calls, which know how a model writes the
 What breaks: With `tool_choice` of "required" or a tool's name upstream has the model write a bare
 JSON list. In a stream its parser finds no calls in the list. An unknown tool is ignored silently,
 and so is `response_format` together with tools. A schema's properties are sorted alphabetically.
-Why: Upstream makes the schema without the parser, which knows the model's own form of calls. Remove
-when: Upstream constrains the output to the form that its parser reads.
+Why: Upstream makes the schema without the parser, which knows the model's own form of calls.
+Remove when: Upstream constrains the output to the form that its parser reads.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ def test_scores_beside_samples(tmp_path):
     equal = {row["name"]: row["equal"] for row in rows}
     assert equal["scored together, sampled together"] > 0.8
     assert equal["scored alone, scored together"] == 1
+    trainers = [row["mean"] for row in rows if "in a trainer" in row["name"]]
+    assert trainers[0] < trainers[1] / 3
     assert all(0 <= row["mean"] <= row["largest"] < 0.5 for row in rows)
 
 

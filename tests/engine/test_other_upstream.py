@@ -30,6 +30,7 @@ REACHES = {
     "engine/config_reads.py",
     "engine/device_wait.py",
     "engine/executable_cache.py",
+    "engine/exported_forward.py",
     "engine/grammar.py",
     "engine/kv_cache.py",
     "engine/rotary_check.py",
