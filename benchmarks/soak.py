@@ -63,19 +63,13 @@ from benchmarks.soak_checks import (
     verifiable,
 )
 from benchmarks.soak_load import Callers
+from benchmarks.soak_swaps import Swaps
 from benchmarks.span_checks import check_spans, check_tokens
-from enginepool import EnginePool, EnginePoolError, InvalidRequest, WeightUpdateFailed
+from enginepool import EnginePool, EnginePoolError
 from tests.support import faults
 
-# Seconds, at most, from one to the next.
-_SWAP_EVERY = 2.0
-_PAUSE_EVERY = 5.0
-_LULL_EVERY = 3.0
+_LULL_EVERY = 3.0  # seconds, at most, from one to the next
 _END_SECONDS = 120.0
-_MODES = ("drain", "retract", "abort", "in_place")
-_STAGINGS: tuple[Any, ...] = ("auto", "auto", "stream")
-# The share of swaps during which a step of one engine breaks.
-_BROKEN_SWAPS = 0.05
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -96,16 +90,16 @@ class Soak:
     def __init__(
         self, pool: EnginePool, adapters: Adapters, args: argparse.Namespace, injector: Injector
     ) -> None:
-        self._pool, self._adapters, self._args, self._injector = pool, adapters, args, injector
-        self._models = adapters.models
+        self._adapters, self._args, self._injector = adapters, args, injector
+        faulty = bool(args.faults_per_minute)
+        self._swaps = Swaps(pool, adapters.models, args.seed, injector if faulty else None)
         self._random = random.Random(args.seed)
         rng = random.Random(f"callers {args.seed}")
-        self._callers = Callers(pool, rng, ADAPTERS, bad=bool(args.faults_per_minute))
+        self._callers = Callers(pool, rng, ADAPTERS, bad=faulty)
         self._running = True
         self._lull = False
         self._in_call = 0
-        self._mode_of = {0: "drain"}  # by version
-        self._refused = self._refused_paused = self._interrupted = self._pauses = 0
+        self._interrupted = 0
         self.violations: list[str] = []
 
     def run(self) -> None:
@@ -136,9 +130,8 @@ class Soak:
             async with anyio.create_task_group() as group:
                 for _ in range(self._args.requests):
                     group.start_soon(self._keep_asking)
-                group.start_soon(self._swap)
-                group.start_soon(self._adapters.change, lambda: self._running)
-                group.start_soon(self._pause)
+                for change in (self._swaps.swap, self._swaps.pause, self._adapters.change):
+                    group.start_soon(change, lambda: self._running)
                 group.start_soon(self._rest)
                 with anyio.move_on_after(60 * self._args.minutes):
                     await self._break()
@@ -169,33 +162,6 @@ class Soak:
             await anyio.sleep(self._random.expovariate(self._args.faults_per_minute / 60))
             await anyio.to_thread.run_sync(self._injector.inject)
 
-    async def _swap(self) -> None:
-        number = 0
-        while self._running:
-            await anyio.sleep(self._random.uniform(0.0, _SWAP_EVERY))
-            mode: Any = self._random.choice(_MODES)
-            self._mode_of[number + 1] = mode
-            if self._args.faults_per_minute and self._random.random() < _BROKEN_SWAPS:
-                self._injector.break_a_step("step raises during a swap")
-            try:
-                await self._pool.async_update_weights(
-                    self._models[(number + 1) % len(self._models)],
-                    weight_version=number + 1,
-                    mode=mode,
-                    staging=self._random.choice(_STAGINGS),
-                )
-            except WeightUpdateFailed as error:
-                self._refused += 1
-                if not self._args.faults_per_minute:
-                    self.violations.append(f"an update raised {error!r}")
-            except InvalidRequest as error:
-                # A drain beside a pause has nothing to wait for, and says so.
-                self._refused_paused += 1
-                if mode != "drain" or "continue_generation" not in str(error):
-                    self.violations.append(f"an update raised {error!r}")
-            else:
-                number += 1
-
     async def _rest(self) -> None:
         """Stop all callers now and then, because an idle engine checks its KV pages."""
         while self._running:
@@ -206,26 +172,14 @@ class Soak:
             await anyio.sleep(0.1)
             self._lull = False
 
-    async def _pause(self) -> None:
-        """Pauses of every mode, also during swaps, and flushes of the cache."""
-        while self._running:
-            await anyio.sleep(self._random.uniform(0.0, _PAUSE_EVERY))
-            mode: Any = self._random.choice(("retract", "in_place", "retract", "in_place", "abort"))
-            await self._pool.async_pause_generation(mode)
-            self._pauses += 1
-            await anyio.sleep(self._random.uniform(0.0, 0.3))
-            await self._pool.async_continue_generation()
-            if self._random.random() < 0.2:
-                await self._pool.async_flush_cache()
-
     # Afterwards
 
     def check_outputs(self) -> dict[str, Any]:
         trusted, mixed, answers = [], 0, self._callers.answers
         if not self._args.faults_per_minute:
             self.violations += [f"an adapter: {said}" for said in self._adapters.refused]
-        tokenizer: Any = AutoTokenizer.from_pretrained(self._models[0])
-        self.violations += self._callers.violations
+        tokenizer: Any = AutoTokenizer.from_pretrained(self._adapters.models[0])
+        self.violations += self._callers.violations + self._swaps.violations
         for answer in answers:
             finished, wanted = answer.finished, answer.wanted
             found = check_spans(finished)
@@ -233,7 +187,7 @@ class Soak:
                 at = stopped_at(finished, answer.stop, tokenizer)
                 found += check_stop(finished, answer.stop, at, tokenizer)
                 wanted = at or wanted
-            modes = self._mode_of, self._adapters.mode_of
+            modes = self._swaps.mode_of, self._adapters.mode_of
             found += check_end(finished, wanted, answer.may_end, *modes)
             self.violations += found
             if mixed_prompt(finished, self._adapters.mode_of):
@@ -241,7 +195,7 @@ class Soak:
             elif not found and finished.output:
                 trusted.append(verifiable(finished, *modes))
         compared = check_tokens(trusted, self._adapters.model_of)
-        self.violations += [f"{text}; modes {self._mode_of}" for text in compared.violations]
+        self.violations += [f"{text}; modes {self._swaps.mode_of}" for text in compared.violations]
         cached = [answer.finished.result["meta_info"]["cached_tokens"] for answer in answers]
         return {
             "faults": dict(self._injector.counts),
@@ -259,12 +213,12 @@ class Soak:
             "prompts without finite numbers, ended so": self._callers.not_finite,
             "streams that the tokenizer broke": self._callers.broken_streams,
             "calls ended by Control-C": self._interrupted,
-            "pauses": self._pauses,
-            "swaps": len(self._mode_of) - 1,
+            "pauses": self._swaps.pauses,
+            "swaps": len(self._swaps.mode_of) - 1,
             "adapters loaded": sum(map(len, self._adapters.mode_of.values())),
             "adapters unloaded": self._adapters.unloads,
-            "swaps refused": self._refused + len(self._adapters.refused),
-            "drains refused beside a pause": self._refused_paused,
+            "swaps refused": self._swaps.refused + len(self._adapters.refused),
+            "drains refused beside a pause": self._swaps.refused_paused,
         }
 
 

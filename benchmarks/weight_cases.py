@@ -49,13 +49,6 @@ def cases(
         every: With an nnx.State, and a source of another width than the engines', as well.
     """
     count, own = len(devices), functools.partial(own_layout, directory)
-
-    def state(device: jax.Device) -> nnx.State:
-        flat: dict[Any, Any] = {
-            _nnx_path(path): nnx.Param(leaf) for path, leaf in own(device).items()
-        }
-        return nnx.from_flat_state(flat)
-
     found = [
         _own_layout_case("own layout, on another device", own, devices, other),
         _own_layout_case("own layout, on an engine's device", own, devices, devices[0]),
@@ -86,20 +79,29 @@ def cases(
         ),
     ]
     if every:
-        found += [
-            _own_layout_case("nnx.State, on an engine's device", state, devices, devices[0]),
-            Case(
-                "HF names, on an engine's device, cast",
-                lambda: {
-                    name: jax.device_put(array, devices[0]).astype(jnp.bfloat16)
-                    for name, array in tensors(directory)
-                },
-                count,
-                lambda source: convert(source.items(), devices, dtype=jnp.float32),
-            ),
-        ]
+        found += _further_cases(directory, devices)
     # With one engine or without another device some are the same.
     return found if other not in devices and count > 1 else [found[0], *found[4:]]
+
+
+def _further_cases(directory: Path, devices: Sequence[jax.Device]) -> list[Case]:
+    def state(device: jax.Device) -> nnx.State:
+        leaves = own_layout(directory, device).items()
+        flat: dict[Any, Any] = {_nnx_path(path): nnx.Param(leaf) for path, leaf in leaves}
+        return nnx.from_flat_state(flat)
+
+    return [
+        _own_layout_case("nnx.State, on an engine's device", state, devices, devices[0]),
+        Case(
+            "HF names, on an engine's device, cast",
+            lambda: {
+                name: jax.device_put(array, devices[0]).astype(jnp.bfloat16)
+                for name, array in tensors(directory)
+            },
+            len(devices),
+            lambda source: convert(source.items(), devices, dtype=jnp.float32),
+        ),
+    ]
 
 
 def own_layout(directory: Path, device: jax.Device) -> Leaves:

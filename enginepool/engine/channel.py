@@ -17,7 +17,7 @@ from enginepool.dispatch.condition import EngineCondition, EngineState
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.request import Request, aborted
 from enginepool.engine.gil_limiter import Limiter
-from enginepool.engine.jobs import EngineBroken, Jobs, StopEngine
+from enginepool.engine.jobs import EngineBroken, Jobs, stop_engine
 from enginepool.engine.running import RunningRequests
 from enginepool.engine.scheduler_protocol import StepScheduler
 from enginepool.engine.single_stepping import SingleStepping
@@ -88,11 +88,11 @@ class Channel:
 
     def stop(self) -> None:
         """End the engine's loop at its next step boundary."""
-        self.run(_leave)
+        self.run(stop_engine)
 
     def stop_unheard(self, why: str) -> None:
         """`stop` for a stuck engine: all other jobs fail now."""
-        self._jobs.close(why, last=_leave)
+        self._jobs.close(why, last=stop_engine)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End these requests, if the engine has them. They keep the tokens that they have."""
@@ -295,7 +295,3 @@ class Channel:
                 self.running.take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)
             scheduler.abort(internal_rid)
-
-
-def _leave() -> None:
-    raise StopEngine

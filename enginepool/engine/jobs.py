@@ -16,6 +16,11 @@ class StopEngine(BaseException):
     """Ends an engine's loop. Not an `Exception`: upstream catches those."""
 
 
+def stop_engine() -> None:
+    """The job that ends an engine's loop."""
+    raise StopEngine
+
+
 class EngineStopped(Exception):
     """A job could not run: the engine has left."""
 

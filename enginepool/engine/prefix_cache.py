@@ -1,6 +1,6 @@
 """Upstream's prefix cache, as the scheduler uses it.
 
-Reaches into upstream's prefix cache: its `evict` is replaced.
+Reaches into upstream's prefix cache and its KV allocator: `evict` is replaced.
 
 What breaks: Where the KV cache is full of old prompts, prefills and decode steps walk
 over all leaves of the cache, to evict a few tokens.
@@ -11,7 +11,7 @@ Remove when: Upstream keeps its leaves in order.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_jax.srt.mem_cache.radix_cache import RadixKey
 
@@ -19,6 +19,11 @@ try:  # 0.1.0rc0; 0.0.3rc99 takes the values themselves
     from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 except ImportError:
     EvictParams = MatchPrefixParams = None
+
+from enginepool.dispatch.routing import MIN_SHARED_PREFIX
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.scheduler import Scheduler
 
 # An eviction frees at least 1 / _SHARE of the KV cache.
 _SHARE = 32
@@ -47,8 +52,18 @@ def evict_more(tree_cache: Any, tokens: int) -> None:
     tree_cache.evict = evict_tokens if EvictParams is None else evict_params
 
 
-def cached_tokens(tree_cache: Any, ids: list[int], namespace: str | None) -> int:
-    """How many of these tokens the cache has."""
-    key: Any = RadixKey(ids, namespace, 0)
+def cached_prefix(scheduler: Scheduler, ids: list[int], namespace: str | None) -> int:
+    """How many of a prompt's first tokens the cache has, as far as routing needs to know."""
+    page = scheduler.page_size
+    enough = -(-MIN_SHARED_PREFIX // page) * page
+    key: Any = RadixKey(ids[: min(enough, len(ids) - 1)], namespace, 0)
     params = key if MatchPrefixParams is None else MatchPrefixParams(key=key)
-    return len(tree_cache.match_prefix(params).device_indices)
+    return len(scheduler.tree_cache.match_prefix(params).device_indices)
+
+
+def kv_usage(scheduler: Scheduler) -> tuple[int, int]:
+    """Tokens of KV cache in use, and in all. Tokens that the cache may evict count as free."""
+    allocator: Any = scheduler.token_to_kv_pool_allocator
+    total = scheduler.max_total_num_tokens
+    free = allocator.available_size(0) + scheduler.tree_cache.evictable_size(dp_rank=0)
+    return total - free, total

@@ -22,7 +22,6 @@ from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.scheduler import Scheduler
 
 from enginepool.dispatch.request import aborted
-from enginepool.dispatch.routing import MIN_SHARED_PREFIX
 from enginepool.engine.adapter_admission import AdapterAdmission
 from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.admission import message, resume
@@ -33,7 +32,7 @@ from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.grammar import check_upstream
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.prefill_program import PrefillProgram
-from enginepool.engine.prefix_cache import cached_tokens, evict_more
+from enginepool.engine.prefix_cache import cached_prefix, evict_more, kv_usage
 from enginepool.engine.routed_experts import RoutedExperts, expert_dtype
 from enginepool.engine.scoring import Scorer, running_count
 from enginepool.engine.scoring_steps import ScoringBetweenSteps
@@ -233,16 +232,10 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return bool(self.waiting_queue) or in_chunks or self.scorer.has_prompts
 
     def cached_prefix(self, request: Request) -> int:
-        # More tokens than routing needs are not looked up.
-        enough = -(-MIN_SHARED_PREFIX // self.page_size) * self.page_size
-        ids = request.input_ids[: min(enough, len(request.input_ids) - 1)]
-        return cached_tokens(self.tree_cache, ids, self.running.cache_key(request))
+        return cached_prefix(self, request.input_ids, self.running.cache_key(request))
 
     def kv_usage(self) -> tuple[int, int]:
-        allocator: Any = self.token_to_kv_pool_allocator
-        free = allocator.available_size(0)
-        total = self.max_total_num_tokens
-        return total - free - self.tree_cache.evictable_size(dp_rank=0), total
+        return kv_usage(self)
 
     def admit(self, request: Request) -> Req | None:
         """Create upstream's request, with the outputs that it already has.

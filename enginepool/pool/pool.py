@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
@@ -16,15 +14,15 @@ import anyio.to_thread
 
 from enginepool.config import PoolConfig, Warmup, WhenFull
 from enginepool.devices import DeviceSpec
-from enginepool.engine.worker import on_engine_thread
 from enginepool.errors import PoolClosed
 from enginepool.pool.adapters import AdapterCalls
 from enginepool.pool.chat import ChatCalls
 from enginepool.pool.generate import GenerateCalls
+from enginepool.pool.never_closed import CLOSE_SECONDS, close_dropped, closing_at_exit
 from enginepool.pool.score import ScoreCalls
 from enginepool.pool.steering import SteeringCalls
 from enginepool.pool.training import WeightCalls
-from enginepool.process.forks import PoolProcess, python_ends
+from enginepool.process.forks import PoolProcess
 from enginepool.runtime import statistics
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import seconds
@@ -33,26 +31,12 @@ if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
 
 _numbers = itertools.count()
-# How long `close()` waits for the engines' threads. A thread inside a step cannot be ended.
-CLOSE_SECONDS = 60.0
 
 
 class PoolState(Enum):
     UNOPENED = "not open yet"  # the constructor starts nothing; the first call opens
     OPEN = "open"
     CLOSED = "closed"  # for good
-
-
-def _closing_at_exit(runtime: Runtime) -> Callable[[], None]:
-    """The exit hook of a pool that was not closed. It holds no reference to the pool."""
-
-    def close() -> None:
-        if runtime.dispatch.process.here:  # not in a forked child that runs exit hooks
-            python_ends()
-            runtime.close(CLOSE_SECONDS)
-            warnings.warn(f"pool {runtime.name!r} was never closed", ResourceWarning, stacklevel=2)
-
-    return close
 
 
 class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCalls, AdapterCalls):
@@ -200,7 +184,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             runtime.close(None)
             raise
         # A script that forgets to close: the engines' threads end before Python does.
-        self._at_exit = _closing_at_exit(runtime)
+        self._at_exit = closing_at_exit(runtime)
         atexit.register(self._at_exit)
         return runtime
 
@@ -248,25 +232,12 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         await self.aclose()
 
     def __del__(self, python_is_gone: Callable[[], bool] = sys.is_finalizing) -> None:
-        # While Python ends, `_closing_at_exit` has closed the pool, and modules may be gone.
+        # While Python ends, `closing_at_exit` has closed the pool, and modules may be gone.
         runtime = getattr(self, "_open_runtime", None)
-        if (
-            runtime is None
-            or python_is_gone()
-            or runtime.closed
-            or not runtime.dispatch.process.here
-        ):
+        if runtime is None or python_is_gone() or runtime.closed:
             return
-        try:
-            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, 2, source=self)
-        finally:  # a warning may be an error
-            if on_engine_thread():
-                # The garbage collector runs this on an engine's thread, of this pool or of another
-                # one. `close` waits for such threads, so it needs a thread of its own.
-                with contextlib.suppress(RuntimeError):  # no new threads while Python ends
-                    threading.Thread(target=self.close, daemon=True).start()
-            else:
-                self.close()
+        if runtime.dispatch.process.here:
+            close_dropped(self, self.close)
 
     def _check_process(self) -> None:
         if self._process is not None:

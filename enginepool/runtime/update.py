@@ -23,7 +23,7 @@ from enginepool.runtime.staging import Staged, choose_staging, stage
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.swap_report import EngineSwap, SwapReport
 from enginepool.runtime.update_lock import updating
-from enginepool.weights.fingerprint import fingerprints
+from enginepool.runtime.weight_inspection import swap_fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
 
@@ -253,7 +253,8 @@ class Update:
     def _report(self, started: float) -> SwapReport:
         # A program is compiled once for all engines' devices, where these can share it.
         with self._timed("fingerprint"), self.runtime.cache.sharing():
-            staged, engines = self._fingerprints()
+            done = [w for w in self.workers if w.index in self.pauses.keys() - self.failed.keys()]
+            staged, have = swap_fingerprints(self.runtime, done, self.staged)
         self._add("total", time.perf_counter() - started)
         return SwapReport(
             weight_version=self.version,
@@ -263,39 +264,18 @@ class Update:
             nbytes=self.plan.nbytes,
             seconds=self.seconds,
             staged=staged,
-            engines=tuple(engines),
+            engines=tuple(self._engine(index, one) for index, one in have.items()),
             failed=self.failed,
             left=tuple(self.plan.left),
             ignored=tuple(self.plan.ignored),
             kv_bytes=self.kv_bytes,
         )
 
-    def _fingerprints(self) -> tuple[str, list[EngineSwap]]:
-        """Compute the fingerprint of what was staged, and of every engine that has it."""
-        done = [w for w in self.workers if w.index in self.pauses and w.index not in self.failed]
-        while done:
-            lead = done[0]
-            try:
-                staged, *have = fingerprints(
-                    [
-                        {**lead.leaves, **self.staged[lead.index].arrays},
-                        *(worker.leaves for worker in done),
-                    ]
-                )
-                return staged, list(map(self._engine, done, have))
-            except (LookupError, RuntimeError):
-                # An engine has failed since. It comes back with the new weights.
-                readable = [worker for worker in done if not worker.leaves.lost()]
-                if readable == done:
-                    raise
-                done = readable
-        raise self.runtime.dispatch.failure()
-
-    def _engine(self, worker: EngineWorker, fingerprint: str) -> EngineSwap:
-        mine = self.staged[worker.index]
+    def _engine(self, index: int, fingerprint: str) -> EngineSwap:
+        mine = self.staged[index]
         return EngineSwap(
-            engine_index=worker.index,
-            pause_sec=self.pauses[worker.index],
+            engine_index=index,
+            pause_sec=self.pauses[index],
             shared=len(mine.shared),
             copied=len(mine.arrays) - len(mine.shared),
             fingerprint=fingerprint,

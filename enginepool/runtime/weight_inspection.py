@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,9 +10,11 @@ import numpy as np
 
 from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
 from enginepool.runtime.runtime import Runtime
+from enginepool.runtime.staging import Staged
 from enginepool.weights.fingerprint import fingerprints
 
 if TYPE_CHECKING:
+    from enginepool.engine.worker import EngineWorker
     from enginepool.weights.leaves import EngineLeaves
 
 
@@ -30,6 +33,29 @@ def quick_checksum(runtime: Runtime) -> float:
         first = [np.asarray(leaves[path]).reshape(-1)[:1024] for path in list(leaves)[:4]]
         sums[index] = float(sum(part.astype(np.float32).sum() for part in first))
     return _one(sums)
+
+
+def swap_fingerprints(
+    runtime: Runtime, swapped: Sequence[EngineWorker], staged: Mapping[int, Staged]
+) -> tuple[str, dict[int, str]]:
+    """The fingerprint of what was staged, and of each engine that has it, by engine index.
+
+    Raises:
+        PoolFailed, PoolClosed: Every engine has failed since.
+    """
+    while swapped:
+        lead = swapped[0]
+        try:
+            new = {**lead.leaves, **staged[lead.index].arrays}
+            wanted, *have = fingerprints([new, *(worker.leaves for worker in swapped)])
+            return wanted, dict(zip([worker.index for worker in swapped], have, strict=True))
+        except (LookupError, RuntimeError):
+            # An engine has failed since. It comes back with the new weights.
+            readable = [worker for worker in swapped if not worker.leaves.lost()]
+            if readable == swapped:
+                raise
+            swapped = readable
+    raise runtime.dispatch.failure()
 
 
 def noise(runtime: Runtime, seed: int, scale: float, num_leaves: int) -> dict[str, jax.Array]:

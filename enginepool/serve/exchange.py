@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 from enginepool.dispatch.request import Call
 from enginepool.dispatch.thinking import Thinking
 from enginepool.frontend.cancellation import in_thread
-from enginepool.frontend.sampling_mask import MASK
 from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.connections import while_present
 from enginepool.serve.error_replies import error_object, error_reply
@@ -39,15 +38,13 @@ from enginepool.serve.request_limits import (
 )
 from enginepool.serve.sampling_wire import as_taken, has_grammar
 from enginepool.serve.served_models import ServedModels
-from enginepool.serve.wire_extras import name_tokens
+from enginepool.serve.wire_extras import name_tokens, takes_long
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
     from enginepool.pool.tokenizer_manager import FrontEnd
 
-# This many log-probabilities are written in a few milliseconds.
-_MANY_VALUES = 1 << 11
 _DONE = "data: [DONE]\n\n"
 
 
@@ -247,15 +244,7 @@ class Exchange:
     async def beside[T](self, make: Callable[[], T], outputs: Sequence[Any]) -> T:
         """Call `make`, on a thread if these outputs have many log-probabilities."""
         assert self.call is not None
-        first = self.call.requests[0]
-        tokens = sum(len(one["output_ids"]) for one in outputs) if first.return_logprob else 0
-        values = tokens * (1 + first.top_logprobs_num + len(first.named_ids))
-        if first.return_sampling_mask:
-            values += sum(len(one["meta_info"][MASK]["ids"]) for one in outputs)
-        # A prompt with scores or experts may be long.
-        if first.scoring is None and not first.return_routed_experts and values < _MANY_VALUES:
-            return make()
-        return await run_sync(make)
+        return await run_sync(make) if takes_long(self.call, outputs) else make()
 
     async def _dress(self, output: Any) -> Any:
         assert self.call is not None

@@ -4,7 +4,7 @@ sampling masks, experts."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from enginepool.dispatch.request import Call, Request
@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from enginepool.serve.openai_models import WireFields
 
 _DATA, _DONE = "data: ", "data: [DONE]"
+# This many log-probabilities are written in a few milliseconds.
+_MANY_VALUES = 1 << 11
+
+
+def takes_long(call: Call, outputs: Sequence[Any]) -> bool:
+    """Whether outputs have so many values that they should be written on a thread."""
+    first = call.requests[0]
+    if first.scoring is not None or first.return_routed_experts:  # a prompt may be long
+        return True
+    tokens = sum(len(one["output_ids"]) for one in outputs) if first.return_logprob else 0
+    values = tokens * (1 + first.top_logprobs_num + len(first.named_ids))
+    if first.return_sampling_mask:
+        values += sum(len(one["meta_info"][MASK]["ids"]) for one in outputs)
+    return values >= _MANY_VALUES
 
 
 def name_tokens(
