@@ -66,7 +66,7 @@ class Callers:
     def __init__(
         self, pool: EnginePool, rng: random.Random, adapters: Sequence[str], *, bad: bool
     ) -> None:
-        self._pool, self._random, self._bad = pool, rng, bad
+        self._pool, self._random = pool, rng
         self._adapters = adapters
         self.answers: list[Answer] = []
         self.violations: list[str] = []

@@ -108,7 +108,7 @@ def test_engines_turn_by_the_configurations_frequencies(
         assert got == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", *slow("qwen3", "qwen3_moe")])
 def test_each_form_passes_the_check(
     family: str, checkpoint: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,7 +33,7 @@ def check(world: World, prompts: Any, names: Any, results: list[dict[str, Any]])
         assert agrees(result, expected), (name, result["output_ids"], expected.ids)
 
 
-@pytest.mark.parametrize("family", ["qwen2", *slow("llama")])
+@pytest.mark.parametrize("family", slow("qwen2", "llama"))
 def test_families(family: str, model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     world = make_world(model_dir(family), tmp_path)
     with EnginePool(str(world.model), devices=1, **LORA, **SMALL) as pool:

@@ -29,27 +29,36 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CALLS)
-def test_like_merged(kind: str, adapted: EnginePool, world: World) -> None:
-    """In a batch of two adapters and the base: what a pool of each one's merged weights gives."""
+def ask(pool: EnginePool, kind: str, **options: Any) -> list[dict[str, Any]]:
     params, more = CALLS[kind]
-    call: dict[str, Any] = {"input_ids": PROMPTS, "sampling_params": params,
-                            "return_logprob": True, **more}  # fmt: skip
+    return pool.generate_all(
+        input_ids=PROMPTS, sampling_params=params, return_logprob=True, **more, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(opened: EnginePool, world: World) -> dict[str | None, dict[str, list[Any]]]:
+    """By adapter: the results of every call on the weights with the adapter in them."""
+    found: dict[str | None, dict[str, list[Any]]] = {}
+    for name in ("a", "b", None):
+        opened.update_weights(world.merged[name], weight_version=0)  # the base comes last
+        found[name] = {kind: ask(opened, kind) for kind in CALLS}
+    return found
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_like_merged(
+    kind: str, adapted: EnginePool, world: World, alone: dict[str | None, dict[str, list[Any]]]
+) -> None:
+    """In a batch of two adapters and the base: what a pool of each one's merged weights gives."""
     load(adapted, world, "a", "b")
-    mixed = adapted.generate_all(lora_path=NAMES, **call)
-    each = len(mixed) // len(PROMPTS)
-    names = [name for name in NAMES for _ in range(each)]
-    try:
-        for name in ("a", "b", None):
-            adapted.update_weights(world.merged[name])
-            alone = adapted.generate_all(**call)
-            mine = [i for i, other in enumerate(names) if other == name]
-            same([mixed[i] for i in mine], [alone[i] for i in mine])
-            for i in mine:
-                alike(mixed[i]["meta_info"], alone[i]["meta_info"])
-    finally:
-        adapted.update_weights(world.model, weight_version=0)
-    if "regex" in params:
+    mixed = ask(adapted, kind, lora_path=NAMES)
+    names = [name for name in NAMES for _ in range(len(mixed) // len(PROMPTS))]
+    expected = [alone[name][kind][index] for index, name in enumerate(names)]
+    same(mixed, expected)
+    for one, other in zip(mixed, expected, strict=True):
+        alike(one["meta_info"], other["meta_info"])
+    if "regex" in CALLS[kind][0]:
         assert all(re.fullmatch("([0-9]{3} )*[0-9]{0,3}", one["text"]) for one in mixed)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from patches import _imports
+from tests.support.marks import slow
 
 SCRIPT = """
 import asyncio.events, json, logging, os, signal, sys, threading
@@ -49,6 +50,7 @@ def script(action: str) -> tuple[dict[str, Any], str, str]:
     return json.loads(state), caught, done.stderr
 
 
+@pytest.mark.slow
 def test_upstream_changes_the_process() -> None:
     """Without the patch, the policy is uvloop's, the exit hook is gone, the root logger set up."""
     state, *_ = script(WITHOUT)
@@ -72,7 +74,7 @@ def test_the_process_stays_as_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "native"), [(WITHOUT, True), (WITH, False)], ids=["without", "with"]
+    ("action", "native"), [(WITH, False), *slow((WITHOUT, True))], ids=["with", "without"]
 )
 def test_the_hosts_signal_handlers(action: str, native: bool) -> None:
     """JAX's test utilities put a native handler in front of the host's, which aborts the process

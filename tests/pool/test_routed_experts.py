@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def pool(models: list[Path]) -> Iterator[EnginePool]:
-    with EnginePool(str(models[0]), devices=4, **OPTIONS) as pool:
+    with EnginePool(str(models[0]), devices=2, **OPTIONS) as pool:
         yield pool
 
 

@@ -26,6 +26,7 @@ from tests.support.faults import (
 )
 from tests.support.layouts import PROMPTS, answers, leaves, serves
 from tests.support.liveness import SECONDS, callers, running, until
+from tests.support.marks import slow
 from tests.support.pools import MakePool, in_use, same
 
 FULL = "RESOURCE_EXHAUSTED: out of memory"
@@ -281,7 +282,7 @@ def failing_while_it_drains(pool: EnginePool, engine: int) -> Iterator[None]:
         undo()
 
 
-@pytest.mark.parametrize("options", [{"staging": "stream"}, {"free_kv": True}, {}], ids=str)
+@pytest.mark.parametrize("options", [{"staging": "stream"}, {}, *slow({"free_kv": True})], ids=str)
 def test_the_engine_that_converts_fails_meanwhile(
     llama: EnginePool, target: Callable[[str], Path], options: dict[str, Any]
 ) -> None:

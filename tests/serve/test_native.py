@@ -216,7 +216,12 @@ def test_pages(sums: EnginePool) -> None:
     assert status["last_update"] is None
 
 
-def test_last_minutes(administered: Running, sums: EnginePool) -> None:
+@pytest.fixture
+def quick_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enginepool.serve.history.INTERVAL_SECONDS", 0.2)
+
+
+def test_last_minutes(quick_history: None, administered: Running, sums: EnginePool) -> None:
     """Latencies, errors and prefix hits of what ended between two samples; the last update."""
     with administered.http() as client:
         until(lambda: client.get("/status").json()["history"])
