@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from patches import (
     _patch,
+    batch_dependence,
     batch_transfers,
     compile_cache,
     end_id_zero,
@@ -25,7 +26,6 @@ from patches import (
     expert_statistics,
     import_side_effects,
     int8_truncation,
-    law_by_company,
     llama3_rotary,
     metadata_check,
     min_p,
@@ -72,7 +72,7 @@ ALL: tuple[Patch, ...] = (
     top_p_order.PATCH,
     min_p.PATCH,
     min_p_ignored.PATCH,
-    law_by_company.PATCH,
+    batch_dependence.PATCH,
     penalties_after_retract.PATCH,
     end_ids_not_banned.PATCH,
     stop_strings.PATCH,

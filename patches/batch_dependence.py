@@ -41,7 +41,7 @@ def _is_needed(greedy, _) -> bool:
     return not np.allclose(logprobs, log_softmax(logits / 2, -1), atol=1e-3)
 
 
-def _law(logits, metadata):
+def _log_softmax(logits, metadata):
     """The log-probabilities that are reported."""
     jax, jnp = module("jax"), module("jax.numpy")
     divided = logits.astype(jnp.float32) / metadata.temperatures.astype(jnp.float32)
@@ -53,7 +53,7 @@ def _replace_greedy(original):
     def greedy_sampling(self, operands):
         logits, metadata, _ = operands
         ids, _ = original(self, operands)
-        return ids, _law(logits, metadata)
+        return ids, _log_softmax(logits, metadata)
 
     return greedy_sampling
 
@@ -64,13 +64,13 @@ def _replace_regular(original):
         logits, metadata, *_ = operands
         ids, _ = original(self, operands)
         best = jnp.argmax(logits, axis=-1).astype(ids.dtype)
-        return jnp.where(metadata.top_ks <= 1, best, ids), _law(logits, metadata)
+        return jnp.where(metadata.top_ks <= 1, best, ids), _log_softmax(logits, metadata)
 
     return regular_sampling
 
 
 PATCH = Patch(
-    name="law_by_company",
+    name="batch_dependence",
     issue="not reported",
     replaced=(
         Target(_MODULE, "Sampler._greedy_sampling", _replace_greedy, ("self", "operands")),

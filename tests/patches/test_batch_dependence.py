@@ -3,7 +3,7 @@
 import numpy as np
 
 import patches
-from patches import law_by_company, seeded_sampler, top_p_order
+from patches import batch_dependence, seeded_sampler, top_p_order
 
 VOCAB = 64
 TEMPERATURES = np.array([1.0, 0.25, 3.0, 0.01], np.float32)
@@ -75,7 +75,7 @@ def test_upstream_looks_at_all_of_them():
 def test_a_row_is_a_row():
     """The same ids and values either way, also with bfloat16 logits: the law's, and the first of
     the best."""
-    patches.apply([seeded_sampler.PATCH, top_p_order.PATCH, law_by_company.PATCH])
+    patches.apply([seeded_sampler.PATCH, top_p_order.PATCH, batch_dependence.PATCH])
     import ml_dtypes
 
     for dtype in (np.float32, ml_dtypes.bfloat16):
