@@ -363,50 +363,54 @@ def test_a_failed_step_loses_nothing(
 
 
 def test_a_step_that_hangs_keeps_what_was_fetched(
-    model_dir: Callable[[str], Path], options: dict[str, Any]
+    steady_pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever takes its requests away finds every token that its device has given."""
-    options = SMALL | options | ONE_BUCKET | {"step_timeout": 3.0}
-    with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
-        expected = ask(pool, LONG, PROMPTS[:4])
-        pool.flush_cache()
-        outputs: dict[int, int] = {}
-        let_go = faults.hang_in_step(pool, 1, at=12)
-        dispatch = pool.runtime.dispatch
-        resume, resumed = dispatch.resume, threading.Event()
+    expected = ask(steady_pool, LONG, PROMPTS[:4])
+    steady_pool.flush_cache()
+    outputs: dict[int, int] = {}
+    let_go = faults.hang_in_step(steady_pool, 1, at=12)
+    dispatch = steady_pool.runtime.dispatch
+    resume, resumed = dispatch.resume, threading.Event()
 
-        def look(requests: Any) -> None:
-            requests = list(requests)
-            outputs.update((r.position, len(r.output_ids)) for r in requests)
-            resumed.set()
-            resume(requests)
+    def look(requests: Any) -> None:
+        requests = list(requests)
+        outputs.update((r.position, len(r.output_ids)) for r in requests)
+        resumed.set()
+        resume(requests)
 
-        dispatch.resume = look
-        try:
-            results = ask_without_flush(pool, LONG, PROMPTS[:4])
-            assert resumed.is_set()
-        finally:
-            let_go.set()
-        same(results, expected)
-        # A prefill and eleven launched steps, of which the last two were on their way at most.
-        assert outputs
-        assert all(count >= 10 for count in outputs.values())
+    monkeypatch.setattr(dispatch, "resume", look)
+    try:
+        with callers(1) as executor:
+            call = executor.submit(ask_without_flush, steady_pool, LONG, PROMPTS[:4])
+            faults.abandon(steady_pool, let_go, 1)
+            results = call.result(SECONDS)
+        assert resumed.is_set()
+    finally:
+        let_go.set()
+    same(results, expected)
+    # A prefill and eleven launched steps, of which the last two were on their way at most.
+    assert outputs
+    assert all(count >= 10 for count in outputs.values())
+    until(lambda: steady_pool.stats()["engines"][1]["state"] == "serving")
 
 
 def test_numbers_that_are_not_finite(
-    model_dir: Callable[[str], Path], options: dict[str, Any]
+    steady_pool: EnginePool, model_dir: Callable[[str], Path]
 ) -> None:
     """Are seen in flight: the engine is reset or rebuilt, and no such token is given to anybody."""
-    with EnginePool(str(model_dir("qwen3")), devices=2, **SMALL | options | ONE_BUCKET) as pool:
-        expected = ask(pool, LONGER, PROMPTS[:4])
-        pool.flush_cache()
-        with callers() as executor:
-            call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
-            decoding(pool, 4)
-            faults.spoil_leaf(pool, 1)
-            same(call.result(SECONDS), expected)
-        until(lambda: any(entry["event"] == "engine_recovered" for entry in pool.events()))
-        assert "NotFinite" in str(pool.events()[0])
+    pool, before = steady_pool, len(steady_pool.events())
+    expected = ask(pool, LONGER, PROMPTS[:4])
+    pool.flush_cache()
+    with callers() as executor:
+        call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
+        decoding(pool, 4)
+        faults.spoil_leaf(pool, 1)
+        same(call.result(SECONDS), expected)
+    until(lambda: any(entry["event"] == "engine_recovered" for entry in pool.events()[before:]))
+    assert "NotFinite" in str(pool.events()[before])
+    until(lambda: {engine["state"] for engine in pool.stats()["engines"]} == {"serving"})
+    pool.update_weights(model_dir("qwen3"), weight_version=0)  # a reset keeps what was spoilt
 
 
 @pytest.mark.parametrize("fault", [faults.delete_leaf, *slow(faults.delete_kv_cache)])

@@ -292,20 +292,20 @@ def test_weights_of_one_engine_that_are_not_finite(two: EnginePool, versions: li
         assert_scores(versions[0], *LONG, score(two))
 
 
-def test_a_piece_that_does_not_return(versions: list[Path]) -> None:
-    options = SMALL | {"step_timeout": 3.0}
-    with EnginePool(str(versions[0]), devices=2, **options) as pool:
-        let_go = faults.hang_in_score(pool, 0)
-        try:
-            prompts, continuations = [ids(9, n) for n in range(12)], [ids(9, n) for n in range(12)]
-            results = score(pool, (prompts, continuations))
-            assert_scores(versions[0], prompts, continuations, results)
-            assert pool.stats()["engines"][0]["state"] == "abandoned"
-        finally:
-            let_go.set()
-        until(lambda: pool.stats()["engines"][0]["state"] == "serving")
-        assert_scores(versions[0], *LONG, score(pool))
-        until(lambda: at_rest(pool))
+def test_a_piece_that_does_not_return(two: EnginePool, versions: list[Path]) -> None:
+    let_go = faults.hang_in_score(two, 0)
+    try:
+        prompts, continuations = [ids(9, n) for n in range(12)], [ids(9, n) for n in range(12)]
+        with callers(1) as executor:
+            call = executor.submit(score, two, (prompts, continuations))
+            faults.abandon(two, let_go, 0)
+            results = call.result(SECONDS)
+        assert_scores(versions[0], prompts, continuations, results)
+        assert two.stats()["engines"][0]["state"] == "abandoned"
+    finally:
+        let_go.set()
+    until(lambda: two.stats()["engines"][0]["state"] == "serving")
+    assert_scores(versions[0], *LONG, score(two))
 
 
 # Callers that leave, pools that pause or close

@@ -31,8 +31,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
-    """Three engines that compile nothing in a step, which would take longer than it may."""
-    options = {"devices": 3, "max_restarts": 1000, "step_timeout": 3.0}
+    """Three engines."""
+    options = {"devices": 3, "max_restarts": 1000}
     with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
         yield pool
 
@@ -109,6 +109,7 @@ def test_weights_are_donated_while_a_step_hangs(pool: EnginePool, target: Path) 
     with callers(1) as executor:
         engine = pool.engines[0]
         call = executor.submit(engine.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+        faults.abandon(pool, let_go, 0)
         with pytest.raises(EnginePoolError, match=r"engine 0 .* is abandoned"):
             call.result(SECONDS)
     assert states(pool)[0] == "abandoned"
@@ -126,9 +127,10 @@ def test_weights_come_with_the_sibling_that_has_them(pool: EnginePool, target: P
     hanging = [faults.hang_in_step(pool, index) for index in (1, 2)]
     try:
         with callers(3) as executor:
-            for index in (1, 2):
+            for index, hang in zip((1, 2), hanging, strict=True):
                 executor.submit(pool.engines[index].generate, input_ids=PROMPTS[0])
-            until(lambda: states(pool)[1:] == ["abandoned"] * 2)
+                faults.abandon(pool, hang, index)
+            assert states(pool)[1:] == ["abandoned"] * 2
             faults.delete_leaf(pool, 0)
             call = executor.submit(pool.engines[0].generate, input_ids=PROMPTS[0])
             with pytest.raises(NoWeights, match="weights are gone"):

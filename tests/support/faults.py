@@ -157,6 +157,15 @@ def hang_in_step(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
     return _hang(_steps(scheduler_of(pool, engine_index)), at)
 
 
+def abandon(pool: EnginePool, hang: Hang, engine_index: int) -> None:
+    """Once it hangs, do what the watchdog does after `step_timeout`."""
+    assert hang.begun.wait(120.0)
+    worker = pool.runtime.workers[engine_index]
+    since = worker.condition.stepping_since
+    assert since is not None
+    pool.runtime.recovery.engine_stuck(worker, since, "a step has not returned")
+
+
 def raise_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> None:
     """A piece of prompts that are scored has been computed; its result is lost."""
 
