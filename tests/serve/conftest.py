@@ -29,10 +29,12 @@ def plain(sums: EnginePool) -> Iterator[Running]:
 @pytest.fixture
 def administered(sums: EnginePool) -> Iterator[Running]:
     """A port for each engine, reloads from the toy's directory; the pool is put back."""
+    updates = sums.runtime.desired.update
     with serving(
         sums, engine_ports=(0, 0, 0, 0), enable_admin=True, model_root=toy.checkpoint().parent
     ) as running:
         yield running
     sums.continue_generation()
     sums.resume_memory_occupation()
-    sums.update_weights(toy.checkpoint(), weight_version=0)
+    if sums.runtime.desired.update != updates:
+        sums.update_weights(toy.checkpoint(), weight_version=0)

@@ -1,6 +1,6 @@
 """Every layout that a trainer may have its weights in, over any of the host's devices."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,12 +67,17 @@ POOLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=["2 engines of 2", *slow("4 engines", "2 engines")])
-def engines(
-    request: pytest.FixtureRequest, make_pool: MakePool, model_dir: Callable[[str], Path]
-) -> Iterator[EnginePool]:
-    pool = make_pool(MODEL, **POOLS[request.param], warmup="none")
-    yield pool
-    pool.update_weights(model_dir(MODEL), weight_version=0)
+def opened(request: pytest.FixtureRequest, make_pool: MakePool) -> EnginePool:
+    """On version 0 or, with the target's weights, on version 1."""
+    return make_pool(MODEL, **POOLS[request.param], warmup="none")
+
+
+@pytest.fixture
+def engines(opened: EnginePool, model_dir: Callable[[str], Path]) -> EnginePool:
+    """On version 0."""
+    if opened.runtime.desired.weight_version != 0:
+        opened.update_weights(model_dir(MODEL), weight_version=0)
+    return opened
 
 
 def assert_have(pool: EnginePool, expected: dict[str, np.ndarray]) -> None:
@@ -88,7 +93,8 @@ def assert_have(pool: EnginePool, expected: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("form", [leaves, tensors], ids=["model's layout", "Hugging Face's"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(
-    engines: EnginePool,
+    opened: EnginePool,
+    model_dir: Callable[[str], Path],
     target: Callable[[str], Path],
     form: Callable[[Path], dict[str, np.ndarray]],
     layout: str,
@@ -96,12 +102,14 @@ def test_every_layout(
 ) -> None:
     """Every engine has the checkpoint's own values afterwards, each leaf in its own sharding, and
     nothing of the trainer's has passed through the host."""
-    tree = LAYOUTS[layout].of(form(target(MODEL)))
+    version = int(opened.runtime.desired.weight_version == 0)  # the one that they do not have
+    checkpoint = (model_dir, target)[version](MODEL)
+    tree = LAYOUTS[layout].of(form(checkpoint))
     with devices_only():
-        report = engines.update_weights(tree, staging=staging)
+        report = opened.update_weights(tree, staging=staging, weight_version=version)
     assert on_host(tree) == []
     assert {engine.fingerprint for engine in report.engines} == {report.staged}
-    assert_have(engines, leaves(target(MODEL)))
+    assert_have(opened, leaves(checkpoint))
 
 
 @pytest.mark.parametrize("layout", ["FSDP", *slow("replicated", "2-D", "last")])
