@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from enginepool import EnginePool, InvalidRequest
 from enginepool.frontend.sampling import Seeds, make_sampling
+from tests.support.marks import slow
 from tests.support.pools import MakePool
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -48,7 +49,10 @@ def test_fresh_seeds_never_repeat():
     assert [others.fresh() for _ in range(4)] != [Seeds().fresh() for _ in range(4)]
 
 
-def test_same_seed_gives_the_same_samples_from_any_number_of_engines(make_pool: MakePool):
+@pytest.mark.parametrize("engines", [1, *slow(2)])
+def test_same_seed_gives_the_same_samples_from_any_number_of_engines(
+    make_pool: MakePool, engines: int
+):
     """They depend on seed, prompt index and sample index, not on engines, neighbours or the
     history of the pool."""
     prompts = ["a", "bcd", "你是谁", "x" * 70]
@@ -56,9 +60,8 @@ def test_same_seed_gives_the_same_samples_from_any_number_of_engines(make_pool: 
     four = make_pool("qwen3", 4)
     expected = outputs(four.generate_all(prompts, sampling))
     assert len(set(expected)) == len(expected)
-    for engines in (1, 2):
-        pool = make_pool("qwen3", engines, warmup="none")
-        assert outputs(pool.generate_all(prompts, sampling)) == expected
+    pool = make_pool("qwen3", engines, warmup="none")
+    assert outputs(pool.generate_all(prompts, sampling)) == expected
     # Among others, which make the batches different ones.
     each = [sampling] * 4 + [SAMPLED | {"max_new_tokens": 5 + i} for i in range(8)]
     together = four.generate_all(prompts + ["z" * i for i in range(1, 9)], each)

@@ -51,7 +51,7 @@ def test_mixed_batch_on_four_engines_equals_reference(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("engines", [1, *slow(2)])
 def test_one_and_two_engines_equal_reference(
     make_pool: MakePool, model_dir: Callable[[str], Path], family: str, engines: int
 ):
@@ -63,7 +63,7 @@ def test_one_and_two_engines_equal_reference(
     assert assert_greedy(model_dir(family), prompts, results) > 0.9 * 53 * len(prompts)
 
 
-@pytest.mark.parametrize("engines", [1, 2, 4])
+@pytest.mark.parametrize("engines", [1, 4, *slow(2)])
 def test_a_prompt_alone_equals_reference(
     make_pool: MakePool, model_dir: Callable[[str], Path], engines: int
 ):

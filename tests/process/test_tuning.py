@@ -40,10 +40,10 @@ def frozen() -> bool:
 def test_pool(model_dir: Callable[[str], Path]) -> None:
     """Only while the pool is open, and only when asked for."""
     found = state()
-    path = str(model_dir("qwen3"))
-    with EnginePool(path, devices=1, **SMALL):
+    path, options = str(model_dir("qwen3")), SMALL | {"devices": 1, "warmup": "none"}
+    with EnginePool(path, **options):
         assert state() == found
-    with EnginePool(path, devices=1, tune_host=True, **SMALL):
+    with EnginePool(path, tune_host=True, **options):
         assert sys.getswitchinterval() < found[0]
         assert frozen()
     assert state() == found

@@ -21,6 +21,7 @@ from enginepool.sizing.memory import Memory, running_requests_cap
 from enginepool.sizing.settings import Settings
 from enginepool.sizing.shape import FAMILIES, read_shape, shape_of
 from tests.support.families import QWEN3_MOE
+from tests.support.marks import slow
 from tests.support.pools import SMALL
 from tests.support.published import CONFIGS, PARAMETERS
 from tests.support.reference import make_random_model, random_config
@@ -63,9 +64,11 @@ def test_published_models(name: str) -> None:
     ("family", "more"),
     [
         ("llama", {}),
-        ("llama", {"quantization_config_path": "int8.yaml"}),
-        ("qwen3_moe", {"moe_backend": "epmoe"}),
         ("qwen3_moe", {"moe_backend": "epmoe", "quantization_config_path": "int8_w8a8.yaml"}),
+        *slow(
+            ("llama", {"quantization_config_path": "int8.yaml"}),
+            ("qwen3_moe", {"moe_backend": "epmoe"}),
+        ),
     ],
 )
 def test_weights_and_kv_are_those_of_an_engine(
