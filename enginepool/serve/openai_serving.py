@@ -95,21 +95,7 @@ class _Serving:
         call, text = exchange.call, exchange.tokenizer.token_text
         assert call is not None
         if body.stream:
-            exchange.reads_new = True
-            streamed = await self._handle_streaming_request(adapted, body, raw)
-            pieces = streamed.body_iterator
-            if body.return_token_ids:
-                ids = StreamedIds(call, chat=chat)
-                exchange.watchers.append(ids.saw)
-                pieces = ids.dressed(pieces)
-            if body.stream_options and body.stream_options.continuous_usage_stats:
-                usage = UsageSoFar()
-                exchange.watchers.append(usage.saw)
-                pieces = usage.dressed(pieces)
-            if not chat and body.echo:
-                echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
-                exchange.watchers.append(echoed.saw)
-            return exchange.stream(pieces)
+            return await self._stream_reply(body, adapted, raw)
         try:
             made = await anext(exchange.generate_request(adapted, raw))
         except ValueError as error:
@@ -132,6 +118,26 @@ class _Serving:
             return Response(reply, media_type="application/json")
 
         return await exchange.beside(whole, results)
+
+    async def _stream_reply(self: Any, body: Any, adapted: Any, raw: Request) -> Response:
+        exchange: Exchange = self.tokenizer_manager
+        chat, call = isinstance(body, ChatBody), exchange.call
+        assert call is not None
+        exchange.reads_new = True
+        streamed = await self._handle_streaming_request(adapted, body, raw)
+        pieces = streamed.body_iterator
+        if body.return_token_ids:
+            ids = StreamedIds(call, chat=chat)
+            exchange.watchers.append(ids.saw)
+            pieces = ids.dressed(pieces)
+        if body.stream_options and body.stream_options.continuous_usage_stats:
+            usage = UsageSoFar()
+            exchange.watchers.append(usage.saw)
+            pieces = usage.dressed(pieces)
+        if not chat and body.echo:
+            echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
+            exchange.watchers.append(echoed.saw)
+        return exchange.stream(pieces)
 
     def _adapt(self: Any, body: Any) -> Any:
         """Upstream's GenerateReqInput for a body; applies the chat template and encodes."""
