@@ -36,11 +36,29 @@ def outcomes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [vars(r)["outcome"] for r in caplog.records if r.msg == "enginepool.request"]
 
 
+@pytest.fixture(scope="module")
+def servers(one_sum: EnginePool) -> Iterator[dict[str, Running]]:
+    """Those that outlive what they cut."""
+    with (
+        serving(one_sum, enable_admin=True) as abort,
+        serving(one_sum, request_timeout=0.5) as timeout,
+    ):
+        yield {"abort": abort, "timeout": timeout}
+
+
 @contextmanager
-def server(pool: EnginePool, how: str) -> Iterator[Running]:
-    limit = {"request_timeout": 0.5} if how == "timeout" else {}
-    with serving(pool, enable_admin=True, drain_timeout=0.1, **limit) as one:
+def server(pool: EnginePool, how: str, servers: dict[str, Running]) -> Iterator[Running]:
+    if how != "drain":
+        yield servers[how]
+        return
+    with serving(pool, drain_timeout=0.1) as one:
         yield one
+
+
+def logged(caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """What was cut, and nothing as a success."""
+    until(lambda: OUTCOMES[how] in outcomes(caplog))
+    assert "ok" not in outcomes(caplog)
 
 
 def cut(how: str, server: Running) -> None:
@@ -53,11 +71,15 @@ def cut(how: str, server: Running) -> None:
 @pytest.mark.parametrize("how", OUTCOMES)
 @pytest.mark.parametrize("path", BODIES)
 def test_streams(
-    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, path: str, how: str
+    one_sum: EnginePool,
+    servers: dict[str, Running],
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    how: str,
 ) -> None:
     """They have what there was, the finish reason "abort", and an error before [DONE]."""
     caplog.set_level("INFO", "enginepool")
-    with server(one_sum, how) as one, one.http() as client:
+    with server(one_sum, how, servers) as one, one.http() as client:
         body = BODIES[path] | {"stream": True}
         with client.stream("POST", path, json=body) as reply:
             lines = (line for line in reply.iter_lines() if line)
@@ -73,14 +95,13 @@ def test_streams(
     assert error["code"] == OUTCOMES[how]
     assert error["message"]
     assert '"abort"' in rest[-3]
-    assert OUTCOMES[how] in outcomes(caplog)
-    assert "ok" not in outcomes(caplog)
+    logged(caplog, how)
 
 
 @pytest.mark.parametrize("how", OUTCOMES)
-def test_by_the_openai_package(one_sum: EnginePool, how: str) -> None:
+def test_by_the_openai_package(one_sum: EnginePool, servers: dict[str, Running], how: str) -> None:
     """Its stream raises."""
-    with server(one_sum, how) as one:
+    with server(one_sum, how, servers) as one:
         chunks = one.openai().chat.completions.create(
             model="toy", messages=[{"role": "user", "content": SUM}], stream=True, max_tokens=480,
             extra_body={"ignore_eos": True},
@@ -96,11 +117,11 @@ def test_by_the_openai_package(one_sum: EnginePool, how: str) -> None:
 
 @pytest.mark.parametrize("how", OUTCOMES)
 def test_streamed_responses(
-    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, how: str
+    one_sum: EnginePool, servers: dict[str, Running], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """The last event says that it failed, and OpenAI's client raises why."""
     caplog.set_level("INFO", "enginepool")
-    with server(one_sum, how) as one:
+    with server(one_sum, how, servers) as one:
         events = one.openai().responses.create(
             model="toy", input=SUM, stream=True, max_output_tokens=480,
             extra_body={"ignore_eos": True},
@@ -118,19 +139,22 @@ def test_streamed_responses(
     assert last.type == "response.failed"
     assert last.response.status == "failed"
     assert last.response.error.message
-    assert OUTCOMES[how] in outcomes(caplog)
-    assert "ok" not in outcomes(caplog)
+    logged(caplog, how)
 
 
 @pytest.mark.parametrize(("how", "status"), [("drain", 503), ("abort", 500), ("timeout", 504)])
 def test_scores(
-    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, how: str, status: int
+    one_sum: EnginePool,
+    servers: dict[str, Running],
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    status: int,
 ) -> None:
     """Half of them are no answer."""
     caplog.set_level("INFO", "enginepool")
     body = {"query": SUM, "items": [""], "label_token_ids": [49]}
     with (
-        server(one_sum, how) as one,
+        server(one_sum, how, servers) as one,
         one.http() as client,
         callers() as threads,
         paused(one_sum),
@@ -141,17 +165,23 @@ def test_scores(
         reply = sent.result()
     assert reply.status_code == status, reply.text
     assert reply.json()["error"]["message"]
+    until(lambda: outcomes(caplog))
     assert outcomes(caplog) == [OUTCOMES[how]]
 
 
 @pytest.mark.parametrize(("how", "status"), [("drain", 503), ("abort", 200), ("timeout", 504)])
 @pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
 def test_replies(
-    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, path: str, how: str, status: int
+    one_sum: EnginePool,
+    servers: dict[str, Running],
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    how: str,
+    status: int,
 ) -> None:
     """An error; what an administrator aborted is upstream's reply that says so, and no "ok"."""
     caplog.set_level("INFO", "enginepool")
-    with server(one_sum, how) as one, one.http() as client, callers() as threads:
+    with server(one_sum, how, servers) as one, one.http() as client, callers() as threads:
         sent = threads.submit(client.post, path, json={**BODIES, "/v1/responses": RESPONSES}[path])
         until(lambda: running(one_sum))
         with paused(one_sum):
@@ -163,8 +193,7 @@ def test_replies(
     else:
         assert reply.json()["error"]["code"] == OUTCOMES[how]
     assert ("retry-after" in reply.headers) == (how == "drain")
-    assert OUTCOMES[how] in outcomes(caplog)
-    assert "ok" not in outcomes(caplog)
+    logged(caplog, how)
 
 
 def test_what_never_ran_has_no_tokens(

@@ -95,15 +95,14 @@ MESSAGE = {"role": "user", "content": "1+1="}
         ("/v1/responses", {"model": "toy", "input": "1+1="}),
     ],
 )
-def test_streams(short: EnginePool, path: str, body: dict[str, Any]) -> None:
+def test_streams(plain: Running, path: str, body: dict[str, Any]) -> None:
     """Every event is what the document says; cases made at random seldom ask for a stream."""
-    with serving(short) as running:
-        schema = schemathesis.openapi.from_dict(running.http().get("/openapi.json").json())
-        case = schema[path]["POST"].Case(body=body | {"stream": True}, media_type=JSON)
-        reply = case.call(base_url=running.url(), timeout=SECONDS)
-        assert reply.status_code == 200
-        assert reply.headers["content-type"][0].startswith("text/event-stream")
-        case.validate_response(reply, checks=CHECKS)
+    schema = schemathesis.openapi.from_dict(plain.http().get("/openapi.json").json())
+    case = schema[path]["POST"].Case(body=body | {"stream": True}, media_type=JSON)
+    reply = case.call(base_url=plain.url(), timeout=SECONDS)
+    assert reply.status_code == 200
+    assert reply.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(reply, checks=CHECKS)
 
 
 @pytest.mark.slow
