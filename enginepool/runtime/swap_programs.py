@@ -86,8 +86,9 @@ class SwapPrograms:
         leaves = workers[0].leaves
         if leaves.quantized and leaves.quantization is None:
             return  # no swap changes this model
-        # Over several devices upstream's conversion runs step by step: there is no program.
-        if len(leaves.devices) == 1:
+        # Over several devices upstream's conversion runs step by step. Only what quantizes is a
+        # program of ours.
+        if len(leaves.devices) == 1 or leaves.quantization is not None:
             yield from self._conversion(workers)
         for worker in workers:
             yield from compile_fingerprint(worker.leaves.specs)
@@ -106,7 +107,10 @@ class SwapPrograms:
         plan = Plan(source, leaves, mapping, self._fits, strict=True)
         stream = choose_staging(plan, workers, copy=False) == "stream"
         for batch in plan.batches(by_leaf=stream):
-            put(plan, batch, workers[:1] if stream else workers, copy=False)
+            if len(leaves.devices) > 1:
+                batch = [piece for piece in batch if piece.quantizer is not None]
+            if batch:
+                put(plan, batch, workers[:1] if stream else workers, copy=False)
             yield
 
 

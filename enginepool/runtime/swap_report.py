@@ -26,6 +26,19 @@ class EngineSwap:
 
 
 @dataclass(frozen=True)
+class QuantizedMatrix:
+    """What became of a matrix that was quantized. NaN if the matrix has NaN or infinity.
+
+    Attributes:
+        relative_error: The norm of the error, as a part of the matrix's norm (Frobenius).
+        largest_error: Of any element.
+    """
+
+    relative_error: float
+    largest_error: float
+
+
+@dataclass(frozen=True)
 class SwapReport:
     """The result of an update of weights.
 
@@ -41,6 +54,10 @@ class SwapReport:
         staged: The fingerprint of the source's weights where they were converted. It equals the
             engines' fingerprints.
         engines: One entry per engine.
+        source: In a pool that quantizes: the fingerprint of the source's weights before that. With
+            all weights it equals the fingerprint in a pool that does not quantize.
+        quantized: By the path of each matrix that was quantized, a `QuantizedMatrix` with its
+            `relative_error` and its `largest_error`.
         failed: Engines that failed to get the weights after others had got them, with the reason.
             They serve again after the next update.
         left: Leaves that kept their weights (strict=False).
@@ -56,6 +73,8 @@ class SwapReport:
     seconds: dict[str, float]
     staged: str
     engines: tuple[EngineSwap, ...]
+    source: str | None = None
+    quantized: dict[str, QuantizedMatrix] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

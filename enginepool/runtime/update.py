@@ -21,7 +21,7 @@ from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.served_config import check_config
 from enginepool.runtime.staging import Staged, choose_staging, stage
 from enginepool.runtime.swap_options import Options
-from enginepool.runtime.swap_report import EngineSwap, SwapReport
+from enginepool.runtime.swap_report import EngineSwap, QuantizedMatrix, SwapReport
 from enginepool.runtime.update_lock import updating
 from enginepool.runtime.weight_inspection import swap_fingerprints
 from enginepool.weights.plan import Plan
@@ -254,7 +254,7 @@ class Update:
         # A program is compiled once for all engines' devices, where these can share it.
         with self._timed("fingerprint"), self.runtime.cache.sharing():
             done = [w for w in self.workers if w.index in self.pauses.keys() - self.failed.keys()]
-            staged, have = swap_fingerprints(self.runtime, done, self.staged)
+            staged, source, have = swap_fingerprints(self.runtime, self.plan, done, self.staged)
         self._add("total", time.perf_counter() - started)
         return SwapReport(
             weight_version=self.version,
@@ -265,6 +265,8 @@ class Update:
             seconds=self.seconds,
             staged=staged,
             engines=tuple(self._engine(index, one) for index, one in have.items()),
+            source=source if self.plan.measured else None,
+            quantized={path: QuantizedMatrix(*its) for path, its in self.plan.errors().items()},
             failed=self.failed,
             left=tuple(self.plan.left),
             ignored=tuple(self.plan.ignored),

@@ -12,6 +12,7 @@ from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.staging import Staged
 from enginepool.weights.fingerprint import fingerprints
+from enginepool.weights.plan import Plan
 
 if TYPE_CHECKING:
     from enginepool.engine.worker import EngineWorker
@@ -36,9 +37,10 @@ def quick_checksum(runtime: Runtime) -> float:
 
 
 def swap_fingerprints(
-    runtime: Runtime, swapped: Sequence[EngineWorker], staged: Mapping[int, Staged]
-) -> tuple[str, dict[int, str]]:
-    """The fingerprint of what was staged, and of each engine that has it, by engine index.
+    runtime: Runtime, plan: Plan, swapped: Sequence[EngineWorker], staged: Mapping[int, Staged]
+) -> tuple[str, str, dict[int, str]]:
+    """The fingerprint of what was staged, of the source before it was quantized, and of each engine
+    that has the weights, by engine index.
 
     Raises:
         PoolFailed, PoolClosed: Every engine has failed since.
@@ -46,9 +48,14 @@ def swap_fingerprints(
     while swapped:
         lead = swapped[0]
         try:
-            new = {**lead.leaves, **staged[lead.index].arrays}
-            wanted, *have = fingerprints([new, *(worker.leaves for worker in swapped)])
-            return wanted, dict(zip([worker.index for worker in swapped], have, strict=True))
+            new = staged[lead.index].arrays
+            sets = [{**lead.leaves, **new}, plan.unquantized(new)]
+            wanted, source, *have = fingerprints([*sets, *(worker.leaves for worker in swapped)])
+            return (
+                wanted,
+                source,
+                dict(zip([worker.index for worker in swapped], have, strict=True)),
+            )
         except (LookupError, RuntimeError):
             # An engine has failed since. It comes back with the new weights.
             readable = [worker for worker in swapped if not worker.leaves.lost()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,13 @@ from jax.sharding import Sharding
 
 from enginepool.weights.arrays import Array, jax_dtype, lies_in, same_buffer
 from enginepool.weights.converters import Converter, cast, convert
-from enginepool.weights.placement import gathered, gathering_devices, on, place, place_all
+from enginepool.weights.placement import (
+    first_of,
+    gathered,
+    gathering_devices,
+    place,
+    place_all,
+)
 from enginepool.weights.sources import Specs
 
 if TYPE_CHECKING:
@@ -43,22 +49,39 @@ class Piece:
         return (self.path,) if self.quantizer is None else self.quantizer.leaves
 
 
+class Measured(NamedTuple):
+    """What became of a matrix when it was quantized, computed where it was converted.
+
+    Attributes:
+        error: The norm of the error, as a part of the matrix's; and the largest error.
+        sums: Those of `part_sums` of the matrix.
+    """
+
+    error: Any
+    sums: Any
+
+
 def in_layout(
     batch: Sequence[Piece], engines: Sequence[Specs], mapping: Any, *, private: bool
-) -> dict[str, Array]:
+) -> tuple[dict[str, Array], dict[str, Measured]]:
     """The leaves of a batch in the model's layout. A leaf that needs no conversion is the source's
-    own array. One program makes the others. It runs on the first engine's device, or, if the
+    own array. One program makes the others. It runs on the first engine's first device, or, if the
     source is sharded over the engines' devices, on all of them.
 
     Args:
         mapping: The first engine's `HuggingFaceMapping`.
         private: Whether nobody else has the source's NumPy arrays.
+
+    Returns:
+        The leaves, and of each matrix that was quantized what it lost.
     """
     made: dict[str, Array] = {}
+    measured: dict[str, Measured] = {}
     work: dict[Any, list[tuple[Piece, Converter, list[Array]]]] = {}
     shardings: list[Any] = [specs[batch[0].leaves[0]].sharding for specs in engines]
     for piece in batch:
-        tensors, quantizer = list(piece.tensors.values()), piece.quantizer
+        tensors: list[Array] = list(piece.tensors.values())
+        quantizer = piece.quantizer
         devices = gathering_devices(tensors, shardings)
         if devices is None and piece.array is not None and quantizer is None:
             made[piece.path] = piece.array
@@ -68,53 +91,44 @@ def in_layout(
             converter: Any = cast(spec.dtype)
         else:
             converter = mapping.converter(piece.path, piece.tensors)
-        if converter is None or (devices is None and len(shardings[0].device_set) > 1):
-            made |= _in_steps(piece, engines[0], mapping, private)
-            continue
+        turned = piece.array is None and mapping.turned(piece.path)
         if quantizer is not None:
-            converter = quantizer.after(converter)
+            if converter is None:
+                tensors = [_in_steps(piece, mapping, private)]
+                devices, converter, turned = None, cast(quantizer.dtype), False
+            there: Any = engines[0][piece.leaves[0]].sharding
+            converter = quantizer.after(converter, quantizer.around(there), turned=turned)
+        elif converter is None or (devices is None and len(shardings[0].device_set) > 1):
+            made[piece.path] = _in_steps(piece, mapping, private)
+            continue
         work.setdefault(devices, []).append((piece, converter, tensors))
     for devices, jobs in work.items():
         pieces, converters, groups = zip(*jobs, strict=True)
         if devices is not None:
             results = gathered(converters, groups, devices)
         else:
-            there = [[engines[0][leaf].sharding for leaf in piece.leaves] for piece in pieces]
-            results = _converted(converters, groups, there)
+            results = _converted(converters, groups, first_of(shardings[0]))
         for piece, result in zip(pieces, results, strict=True):
-            made |= zip(piece.leaves, result if piece.quantizer else (result,), strict=True)
-    return made
+            if piece.quantizer is not None:
+                *result, error, sums = result
+                measured[piece.path] = Measured(error, sums)
+            made |= zip(piece.leaves, result, strict=True)
+    return made, measured
 
 
 def _converted(
-    converters: Sequence[Converter],
-    groups: Sequence[Sequence[Array]],
-    shardings: Sequence[Sequence[Any]],
-) -> list[Any]:
-    (device,) = shardings[0][0].device_set
+    converters: Sequence[Converter], groups: Sequence[Sequence[Array]], device: Sharding
+) -> list[tuple[jax.Array, ...]]:
     flat = [tensor for group in groups for tensor in group]
     dtypes = [jax_dtype(tensor.dtype) for tensor in flat]
     # No copy is needed: the program makes new arrays, and ends before the caller can change its
     # own.
-    there = [on(device, shardings[0][0].memory_kind)] * len(flat)
-    placed = iter(place_all(flat, there, dtypes, private=True))
-    made = [tuple(leaves) if len(leaves) > 1 else leaves[0] for leaves in shardings]
-    return convert(converters, [[next(placed) for _ in group] for group in groups], made)
+    placed = iter(place_all(flat, [device] * len(flat), dtypes, private=True))
+    tensors = [[next(placed) for _ in group] for group in groups]
+    return convert(converters, tensors, [device] * len(converters))
 
 
-def _in_steps(piece: Piece, specs: Specs, mapping: Any, private: bool) -> dict[str, Array]:
-    quantizer = piece.quantizer
-    if quantizer is None:
-        return {piece.path: _converted_in_steps(piece, mapping, private)}
-    integers, scales = (specs[leaf].sharding for leaf in piece.leaves)
-    if piece.array is None:
-        matrix = _converted_in_steps(piece, mapping, private)
-    else:
-        matrix = place(piece.array, quantizer.around(integers), quantizer.dtype, private=True)
-    return dict(zip(piece.leaves, quantizer.quantized(matrix, scales), strict=True))
-
-
-def _converted_in_steps(piece: Piece, mapping: Any, private: bool) -> jax.Array:
+def _in_steps(piece: Piece, mapping: Any, private: bool) -> jax.Array:
     def put(name: str, sharding: Sharding) -> jax.Array:
         tensor = piece.tensors[name]
         return place(tensor, sharding, jax_dtype(tensor.dtype), private=True)

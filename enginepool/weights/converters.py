@@ -1,4 +1,4 @@
-"""Converters, which make a leaf from its tensors, and programs that run many of them at once.
+"""Converters, which make leaves from tensors, and programs that run many of them at once.
 
 A converter names no device. So equal layers share a program, and so do the engines.
 """
@@ -21,7 +21,7 @@ _PROGRAMS = 256  # how many are kept; a model has a few for each kind of source
 
 @dataclass(frozen=True)
 class Converter:
-    """Makes a leaf from its tensors. Two converters that do the same are equal.
+    """Makes a leaf from its tensors, or several. Two converters that do the same are equal.
 
     Attributes:
         steps: The operations, as text.
@@ -32,9 +32,9 @@ class Converter:
     steps: str
     shape: Any
     does_nothing: bool
-    _make: Callable[..., Any] = field(compare=False, repr=False)
+    _make: Callable[..., tuple[jax.Array, ...]] = field(compare=False, repr=False)
 
-    def __call__(self, *tensors: jax.Array) -> Any:
+    def __call__(self, *tensors: jax.Array) -> tuple[jax.Array, ...]:
         return self._make(*tensors)
 
 
@@ -44,25 +44,25 @@ def traced(make: Callable[..., jax.Array], tensors: Sequence[Any]) -> Converter:
     run = jaxpr_as_fun(program)
     (shape,) = (spec.shape for spec in program.out_avals)
     steps = f"{program} {program.consts}"
-    return Converter(steps, shape, not program.eqns, lambda *arrays: run(*arrays)[0])
+    return Converter(steps, shape, not program.eqns, lambda *arrays: tuple(run(*arrays)))
 
 
 @functools.cache
 def cast(dtype: Any) -> Converter:
     """The converter that casts a leaf's only tensor to this dtype."""
-    return Converter(f"cast to {dtype}", None, False, lambda array: array.astype(dtype))
+    return Converter(f"cast to {dtype}", None, False, lambda array: (array.astype(dtype),))
 
 
-COPY = Converter("copy", None, False, jnp.copy)
+COPY = Converter("copy", None, False, lambda array: (jnp.copy(array),))
 
 
 def convert(
     converters: Sequence[Converter],
     tensors: Sequence[Sequence[Any]],
     shardings: Sequence[Any],
-) -> list[Any]:
-    """Make leaves from their tensors, in one program. All tensors lie on the same devices. For a
-    converter that makes two leaves, `shardings` and the result have a tuple.
+) -> list[tuple[Any, ...]]:
+    """Make leaves from their tensors, in one program. All tensors lie on the same devices. Each
+    converter has a sharding, for all that it makes.
 
     For tensors that are `ShapeDtypeStruct` the program is only compiled. The leaves are
     `ShapeDtypeStruct` too.
@@ -75,19 +75,17 @@ def convert(
             return make(groups)
         lowered = make.lower(groups)
         lowered.compile()
-    return jax.tree.map(
-        lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
-        lowered.out_info,
-        list(shardings),
-    )
+    return [
+        tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there) for leaf in made)
+        for made, there in zip(lowered.out_info, shardings, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=_PROGRAMS)
 def program(converters: tuple[Converter, ...], shardings: tuple[Any, ...]) -> Any:
-    """The program that makes one leaf, in its sharding, from each list of tensors. See `convert`
-    for two leaves."""
+    """The program that makes leaves from each list of tensors. See `convert`."""
 
-    def convert_leaves(tensors: list[list[jax.Array]]) -> list[Any]:
+    def convert_leaves(tensors: list[list[jax.Array]]) -> list[tuple[jax.Array, ...]]:
         return [make(*group) for make, group in zip(converters, tensors, strict=True)]
 
     return jax.jit(convert_leaves, out_shardings=list(shardings))

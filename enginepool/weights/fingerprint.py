@@ -8,26 +8,40 @@ the paths, shapes and dtypes, by BLAKE2b (RFC 7693).
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from enginepool.weights.arrays import outside_meshes
 from enginepool.weights.batches import BYTES, batched
-from enginepool.weights.parts import Box, boxes
+from enginepool.weights.parts import Box, bounds, boxes
 
 # Arrays per program. With more, a TPU's compiler is slow, and the program needs more than a MiB.
 LEAVES = 8
+
+# At most so many numbers are added up at once.
+_GROUPS = 16
 
 _COLUMN, _ROW = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _WORD = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
+class Summed(NamedTuple):
+    """A leaf that is gone, by what `part_sums` gave of it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sums: np.ndarray
+
+
+def fingerprints(sets: Sequence[Mapping[str, jax.Array | Summed]]) -> list[str]:
     """16 hexadecimal digits for each set of leaves. All devices work at once, and an array that
     is in several sets is read once. Waits for the devices.
 
@@ -38,7 +52,11 @@ def fingerprints(sets: Sequence[Mapping[str, jax.Array]]) -> list[str]:
     sums: list[jax.Array] = []  # one entry for each batch and device
     where: dict[int, list[tuple[int, int]]] = {}  # by array: for each part its entry and its index
     for leaves in arrays:
-        new = {path: array for path, array in leaves.items() if id(array) not in where}
+        new = {
+            path: array
+            for path, array in leaves.items()
+            if not isinstance(array, Summed) and id(array) not in where
+        }
         for batch in batched(new, str, lambda path, new=new: new[path].nbytes, BYTES, LEAVES):
             parts: dict[jax.Device, tuple[int, list[jax.Array]]] = {}
             for path in batch:
@@ -72,11 +90,36 @@ def compile_fingerprint(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[
             yield
 
 
-def _joined(leaves: Mapping[str, jax.Array], sums: Mapping[int, list[np.ndarray]]) -> str:
+def part_sums(array: jax.Array, sharding: Sharding, *, turned: bool = False) -> jax.Array:
+    """The weighted sums of the parts that this array would have in this sharding.
+
+    Args:
+        turned: Whether the array has its last two axes exchanged.
+    """
+    shape = array.shape[:-2] + array.shape[:-3:-1] if turned else array.shape
+    sums = []
+    for cut in distinct_boxes(shape, sharding):
+        box = cut[:-2] + cut[:-3:-1] if turned else cut
+        part = jax.lax.slice(array, *zip(*box, strict=True))
+        sums.append(_weighted_sum(part, turned=turned))
+    return jnp.stack(sums)
+
+
+@functools.lru_cache(maxsize=4096)
+def distinct_boxes(shape: tuple[int, ...], sharding: Sharding) -> tuple[Box, ...]:
+    """The boxes of an array's distinct parts, sorted by their places in it."""
+    places = sharding.devices_indices_map(shape).values()
+    return tuple(sorted({bounds(place, shape) for place in places}))
+
+
+def _joined(
+    leaves: Mapping[str, jax.Array | Summed], sums: Mapping[int, Sequence[np.ndarray]]
+) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path, array in leaves.items():
         digest.update(f"{path} {array.shape} {array.dtype}".encode())
-        digest.update(np.asarray(sums[id(array)], dtype=np.uint32).tobytes())
+        its = array.sums if isinstance(array, Summed) else sums[id(array)]
+        digest.update(np.asarray(its, dtype=np.uint32).tobytes())
     return digest.hexdigest()
 
 
@@ -111,11 +154,37 @@ def weighted_sums(arrays: list[jax.Array]) -> jax.Array:
     return jnp.stack([_weighted_sum(array) for array in arrays])
 
 
-def _weighted_sum(array: jax.Array) -> jax.Array:
+def _weighted_sum(array: jax.Array, *, turned: bool = False) -> jax.Array:
     """The sum of all words, each multiplied by the factor of its place."""
     words = jax.lax.bitcast_convert_type(array, _WORD[array.dtype.itemsize]).astype(jnp.uint32)
-    words = words.reshape(-1, words.shape[-1] if words.ndim else 1)
-    row = jax.lax.broadcasted_iota(jnp.uint32, words.shape, 0)
-    column = jax.lax.broadcasted_iota(jnp.uint32, words.shape, 1)
+    words = words.reshape((1,) * (2 - words.ndim) + words.shape)
+    axes = list(range(words.ndim))
+    if turned:
+        axes[-2:] = axes[:-3:-1]
+    *rows, columns = axes
+    row, count = jnp.uint32(0), 1
+    for axis in reversed(rows):  # all axes but the last count as one
+        row += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(count)
+        count *= words.shape[axis]
+    column = jax.lax.broadcasted_iota(jnp.uint32, words.shape, columns)
     factor = (row * _ROW + column * _COLUMN) | 1
-    return jnp.sum(words * factor, dtype=jnp.uint32)
+    return jax.lax.platform_dependent(words * factor, cpu=_sum_of_groups, default=_sum)
+
+
+def _sum(array: jax.Array) -> jax.Array:
+    return jnp.sum(array, dtype=jnp.uint32)
+
+
+def _sum_of_groups(array: jax.Array) -> jax.Array:
+    """The sum in two steps: XLA for CPU adds up to one number many times slower than to many.
+    Without a barrier it joins both."""
+    some = jnp.sum(folded(array), axis=-3, dtype=jnp.uint32)
+    return _sum(jax.lax.optimization_barrier(some))
+
+
+def folded(array: jax.Array, axis: int = -2) -> jax.Array:
+    """The array with an axis in up to 16 groups, along a new axis before it. XLA for CPU unrolls a
+    reduction over so few, and computes many of them at once."""
+    size, at = array.shape[axis], array.ndim + axis
+    groups = math.gcd(size, _GROUPS)
+    return array.reshape(*array.shape[:at], groups, size // groups, *array.shape[at + 1 :])

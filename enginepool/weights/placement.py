@@ -70,7 +70,7 @@ def place_all(
     made = convert(
         [*change.values()], [[placed[i]] for i in change], [shardings[i] for i in change]
     )
-    for index, array in zip(change, made, strict=True):
+    for index, (array,) in zip(change, made, strict=True):
         placed[index] = array
     return placed
 
@@ -138,6 +138,13 @@ def on(device: jax.Device, memory_kind: str | None = None) -> SingleDeviceShardi
     return SingleDeviceSharding(device, memory_kind=memory_kind)
 
 
+def first_of(sharding: Sharding) -> Sharding:
+    """The first of its devices. A program of several devices that converts might wait for ever for
+    a step of the engine on these devices, and the step for it."""
+    device = min(sharding.device_set, key=lambda each: each.id)
+    return on(device, sharding.memory_kind)
+
+
 @functools.lru_cache(maxsize=4096)
 def route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route | None:
     """For each device of `target`, a device that has exactly its part: itself if possible. None if
@@ -202,7 +209,7 @@ def gathered(
     converters: Sequence[Converter],
     tensors: Sequence[Sequence[jax.Array]],
     devices: tuple[jax.Device, ...],
-) -> list[Any]:
+) -> list[tuple[jax.Array, ...]]:
     """Make leaves from sharded tensors, whole on each of the devices. Waits for the devices, so
     that temporary memory is free before the next leaves are gathered."""
     everywhere = NamedSharding(mesh := mesh_of(devices), PartitionSpec())

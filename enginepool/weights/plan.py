@@ -15,7 +15,8 @@ from jax.sharding import Sharding
 from enginepool.errors import InvalidWeights
 from enginepool.weights import batches
 from enginepool.weights.arrays import Array, jax_dtype
-from enginepool.weights.conversion import Piece, in_layout
+from enginepool.weights.conversion import Measured, Piece, in_layout
+from enginepool.weights.fingerprint import Summed
 from enginepool.weights.fit import Fit, Fits
 from enginepool.weights.placement import lends, lies_there, place_all
 from enginepool.weights.sources import Source, Specs
@@ -30,6 +31,7 @@ class Plan:
 
     Attributes:
         paths: The leaves that will change. For a stream, all leaves until it has ended.
+        measured: What became of each matrix that was quantized so far.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class Plan:
         """
         self._source = source
         self._private = source.private or source.stream is not None
-        self._specs = leaves.source_specs
+        self.measured: dict[str, Measured] = {}
+        self._specs = self._before = leaves.source_specs
         self._leaves = leaves.specs
         self._mapping = mapping
         self._tied = TiedHead(leaves.specs if strict else {})
@@ -157,8 +160,30 @@ class Plan:
             ]
 
     def ready(self, batch: Sequence[Piece], engines: Sequence[Specs]) -> dict[str, Array]:
-        """See `in_layout`."""
-        return in_layout(batch, engines, self._mapping, private=self._private)
+        """The leaves of a batch in the model's layout. See `in_layout`."""
+        made, measured = in_layout(batch, engines, self._mapping, private=self._private)
+        self.measured |= measured
+        return made
+
+    def errors(self) -> dict[str, tuple[float, float]]:
+        """The errors of each matrix that was quantized, as in `Measured`. Waits for the devices."""
+        measured = jax.device_get(self.measured)
+        return {path: (float(its.error[0]), float(its.error[1])) for path, its in measured.items()}
+
+    def unquantized(self, made: Mapping[str, jax.Array]) -> dict[str, jax.Array | Summed]:
+        """The source's leaves before they were quantized, for a fingerprint.
+
+        Args:
+            made: The first engine's new leaves.
+        """
+        found: dict[str, jax.Array | Summed] = {}
+        measured = jax.device_get(self.measured)
+        for path, spec in self._before.items():
+            if path in measured:
+                found[path] = Summed(spec.shape, spec.dtype, measured[path].sums)
+            elif path in made:
+                found[path] = made[path]
+        return found
 
     def put(
         self,
@@ -202,7 +227,9 @@ class Plan:
         spec = self._specs[path]
         names = () if self._source.stream is not None else self._parts[path]
         wide = [jax_dtype(self._source.specs[name].dtype).itemsize for name in names]
-        return _part_size(spec) * max(spec.dtype.itemsize, *wide, 0)
+        # A matrix is quantized whole, on the first device of an engine.
+        size = spec.size if path in self._quantizers else _part_size(spec)
+        return size * max(spec.dtype.itemsize, *wide, 0)
 
     def _piece(self, path: str, tensors: dict[str, Array]) -> Piece:
         as_it_is = self._source.by_path or self._mapping.keeps(path)

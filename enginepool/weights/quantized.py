@@ -1,7 +1,7 @@
-"""Quantizes a source's matrices: each becomes integers and scales, by upstream's own function.
+"""Quantizes a source's matrices: each becomes integers and scales.
 
 Reaches into upstream's quantization: `apply_linear_quantization` and `apply_moe_quantization` give
-a model without values its quantized layers, and `quantize_tensor` quantizes a matrix.
+a model without values its quantized layers.
 
 What breaks: Upstream loads a whole model in its own dtype before it quantizes it. So a chip cannot
 open an 8B model for which it has room in int8. New weights cannot be quantized.
@@ -22,13 +22,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from sgl_jax.srt.utils.quantization import quantization_utils
 
 from enginepool.errors import InvalidConfig
-from enginepool.weights.converters import Converter, cast, program
+from enginepool.weights.converters import Converter, convert
+from enginepool.weights.fingerprint import distinct_boxes, part_sums
+from enginepool.weights.placement import first_of, place, place_all
+from enginepool.weights.rounding_error import rounding_error
 from enginepool.weights.sources import Specs
 
 _SCALE = "_scale"
@@ -56,27 +60,86 @@ class Quantizer:
     turned: bool
     scales: tuple[int, ...]
 
-    def __call__(self, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Upstream's integers and scales of this matrix."""
-        given = matrix.T if self.turned else matrix
-        integers, scales = quantization_utils.quantize_tensor(self.to, given, axis=1)
-        return integers, scales.reshape(self.scales)
+    def __call__(
+        self, make: Any, tensors: Any, axis: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Integers and scales of the matrix that `make` makes of these tensors; and the error: its
+        norm as a part of the matrix's, and the largest.
 
-    def after(self, converter: Converter) -> Converter:
-        """The converter that makes the matrix and quantizes it."""
-        steps = f"{converter.steps}, quantized: {self.to} {self.turned} {self.scales}"
-        # The barrier keeps the matrix's own dtype: a compiler may leave out a cast to it and back.
-        make = lambda *tensors: self(jax.lax.optimization_barrier(converter(*tensors)))  # noqa: E731
-        return Converter(steps, None, False, make)
+        A scale for each output: that of upstream's `quantize_tensor`. It divides, which a compiler
+        makes a multiplication by the reciprocal in some programs, and then other integers.
 
-    def quantized(self, matrix: jax.Array, scales: Sharding) -> tuple[jax.Array, jax.Array]:
-        """Quantize a matrix that lies on an engine's devices, there."""
+        Args:
+            axis: The inputs in what `make` makes: -2 as in the model, or -1.
+        """
+        most = jnp.iinfo(self.to).max if self._rounds else float(jnp.finfo(self.to).max)
+        if self.dtype != np.float32 and any(each.dtype != self.dtype for each in tensors):
+            # Made once. A compiler may leave out a cast to the matrix's dtype and back, but not
+            # across a barrier.
+            tensors, make = (jax.lax.optimization_barrier(make(*tensors)),), lambda made: made
+        wide = lambda *tensors: make(*tensors).astype(jnp.float32)  # noqa: E731
+        scale = jnp.abs(wide(*tensors)).max(axis=axis, keepdims=True)
+        scale = scale * np.float32(1 / np.float32(most))
+        inverse = 1 / jnp.where(scale == 0, 1, scale)
+        # XLA for CPU keeps what several uses have in common, here a copy of the matrix in float32.
+        # That costs more than it saves, so each use has tensors of its own.
+        tensors, inverse = jax.lax.optimization_barrier((tensors, inverse))
+        integers = self._nearest(wide(*tensors) * inverse).astype(self.to)
+        tensors, inverse = jax.lax.optimization_barrier((tensors, inverse))
+        exact = wide(*tensors) * inverse
+        norm, error = rounding_error(exact, exact - self._nearest(exact), scale, axis)
+        # XLA's maximum leaves out NaN on a CPU. An output that has NaN or infinity is NaN.
+        scale = jnp.where(jnp.isnan(norm), jnp.nan, scale)
+        if (axis == -1) != self.turned:
+            integers = integers.swapaxes(-1, -2)
+        return integers, scale.reshape(self.scales), error
+
+    def _nearest(self, exact: jax.Array) -> jax.Array:
+        """The nearest numbers that the dtype of the integers has."""
+        if self._rounds:
+            return jnp.round(exact)
+        return exact.astype(self.to).astype(jnp.float32)
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether a cast drops a fraction."""
+        return jnp.issubdtype(self.to, jnp.integer)
+
+    def after(self, converter: Converter, sharding: Sharding, *, turned: bool) -> Converter:
+        """The converter that makes the matrix and quantizes it. It makes integers, scales, the
+        error, and `part_sums` of the matrix.
+
+        Args:
+            sharding: That of the matrix in a model that is not quantized.
+            turned: Whether the converter exchanges rows and columns. They are exchanged back then,
+                so that nothing is.
+        """
+        axis = -1 if turned else -2
+
+        def make(*tensors: jax.Array) -> jax.Array:
+            (matrix,) = converter(*tensors)
+            return matrix.swapaxes(-1, -2) if turned else matrix
+
+        def make_all(*tensors: jax.Array) -> tuple[jax.Array, ...]:
+            matrix = make(*jax.lax.optimization_barrier(tensors))
+            return *self(make, tensors, axis), part_sums(matrix, sharding, turned=turned)
+
+        parts = distinct_boxes(self.shape, sharding)
+        steps = f"{converter.steps}, quantized: {self.to} {self.turned} {self.scales} {parts}"
+        return Converter(f"{steps} {turned}", None, False, make_all)
+
+    def quantized(self, matrix: jax.Array, scales: Any) -> tuple[jax.Array, jax.Array]:
+        """Quantize a matrix that lies on an engine's devices, on the first of them."""
         sharding: Any = matrix.sharding
-        make = program((self.after(cast(self.dtype)),), ((self.around(sharding), scales),))
-        with jax.set_mesh(sharding.mesh):
-            (made,) = make([[matrix]])
+        first = first_of(sharding)
+        steps = f"quantized: {self.dtype} {self.to} {self.turned} {self.scales}"
+        make = lambda tensor: tensor.astype(self.dtype)  # noqa: E731
+        only = Converter(steps, None, False, lambda *tensors: self(make, tensors, -2)[:2])
+        (made,) = convert([only], [[place(matrix, first, matrix.dtype)]], [first])
+        there = [self.around(sharding), NamedSharding(sharding.mesh, scales.spec)]
+        integers, scale = place_all(made, there, [each.dtype for each in made])
         # So that matrices do not wait on the device until they are quantized.
-        return jax.block_until_ready(made)
+        return jax.block_until_ready((integers, scale))
 
     def around(self, sharding: Any) -> Any:
         """The sharding of the integers, from that of the matrix, or the other way round."""

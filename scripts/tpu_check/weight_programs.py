@@ -59,15 +59,12 @@ class _Made:
         self._specs = leaves.specs
         self._quantizers = {} if leaves.quantization is None else leaves.quantization.of
 
-    def by(self, path: str, converter: Any) -> Any:
-        quantizer = self._quantizers.get(path)
-        return converter if quantizer is None else quantizer.after(converter)
-
-    def there(self, path: str) -> Any:
+    def by(self, path: str, converter: Any, *, turned: bool = False) -> Any:
         quantizer = self._quantizers.get(path)
         if quantizer is None:
-            return self._specs[path].sharding
-        return tuple(self._specs[leaf].sharding for leaf in quantizer.leaves)
+            return converter
+        there = self._specs[quantizer.leaves[0]].sharding
+        return quantizer.after(converter, quantizer.around(there), turned=turned)
 
 
 def _on(chip: Any, spec: Any) -> AbstractArray:
@@ -80,8 +77,8 @@ def _of_leaves(
     specs = leaves.values()
     wide = [[_on(chips[0], jax.ShapeDtypeStruct(spec.shape, jnp.float32))] for spec in specs]
     casts = [made.by(path, converters.cast(spec.dtype)) for path, spec in leaves.items()]
-    there = [made.there(path) for path in leaves]
     if record.wants("cast"):
+        there = [SingleDeviceSharding(chips[0])] * len(casts)
         record.add("cast", name, _lowered(casts, wide, there))
     if record.wants("copy"):
         arrays = [[_on(chips[0], spec)] for spec in specs]
@@ -133,12 +130,12 @@ def _conversion(
         shape = mapping.source_shape(path)
         tensor = jax.ShapeDtypeStruct(shape, spec.dtype)
         converter = mapping.converter(path, dict.fromkeys(mapping.names[path], tensor))
-        makes.append(made.by(path, converter))
+        makes.append(made.by(path, converter, turned=mapping.turned(path)))
         count = len(mapping.names[path])
         whole.append([AbstractArray(shape, spec.dtype, on_chip)] * count)
         cut.append([_cut(shape, spec.dtype, chips)] * count)
     if record.wants("convert"):
-        record.add("convert", name, _lowered(makes, whole, list(map(made.there, leaves))))
+        record.add("convert", name, _lowered(makes, whole, [on_chip] * len(makes)))
     if record.wants("gather"):
         _gathered(makes, cut, chips, f"and convert {name}", record)
 

@@ -10,47 +10,90 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from enginepool import EnginePool
+from enginepool import EnginePool, SwapReport
 from enginepool.toy.files import read_checkpoint
+from enginepool.weights.fingerprint import fingerprints
 from tests.support import families
 from tests.support.faults import scheduler_of
-from tests.support.layouts import PROMPTS, answers
+from tests.support.layouts import PROMPTS, answers, own_layout, tensors
 
 _LENGTH = 48
-# XLA divides by a constant, and by what is the same for a whole row, as a multiplication by the
-# reciprocal, in most programs. A division differs in the last bit.
 _ONE = np.float32(1)
 _STEP = _ONE / np.float32(127)
 
 
-def quantize(weight: np.ndarray, *, divide: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def quantize(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Integers and scales of a matrix, stored (out, in): a scale for each output."""
     wide = weight.astype(np.float32)
     scale = np.abs(wide).max(axis=1) * _STEP
-    step = np.where(scale == 0, _ONE, scale)[:, None]
-    steps = wide / step if divide else wide * (_ONE / step)
-    return np.clip(np.rint(steps), -128, 127).astype(np.int8), scale
+    step = _ONE / np.where(scale == 0, _ONE, scale)
+    return np.rint(np.nan_to_num(wide * step[:, None])).astype(np.int8), scale
+
+
+def errors(weight: np.ndarray) -> tuple[float, float]:
+    """The norm of what quantizing a matrix changes, as a part of its own, and the largest change of
+    an element."""
+    integers, scale = quantize(weight)
+    wide = weight.astype(np.float64)
+    lost = np.abs(wide - integers * scale[:, None].astype(np.float64))
+    whole = np.linalg.norm(wide)
+    return (float(np.linalg.norm(lost) / whole) if whole else 0.0, float(lost.max()))
 
 
 def is_matrix(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def expected_leaves(
-    params: Mapping[str, np.ndarray], *, divide: bool = False
-) -> dict[str, np.ndarray]:
+def expected_leaves(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What an engine holds of a checkpoint's matrices, by leaf path."""
     found = {}
     for name, weight in params.items():
         if is_matrix(name) and ".experts." not in name:
-            found[f"{name}_q"], found[f"{name}_scale"] = quantize(weight, divide=divide)
+            found[f"{name}_q"], found[f"{name}_scale"] = quantize(weight)
     return found
+
+
+def expected_fingerprint(pool: EnginePool, params: Mapping[str, np.ndarray]) -> str:
+    """That of these weights on an engine that does not quantize them."""
+    specs = scheduler_of(pool, 0).leaves.source_specs
+    own = own_layout(dict(params))
+    arrays = {
+        path: jax.device_put(own[path].astype(spec.dtype), spec.sharding)
+        for path, spec in specs.items()
+    }
+    return fingerprints([arrays])[0]
 
 
 def held(pool: EnginePool, index: int) -> dict[str, np.ndarray]:
     """The integers and scales of an engine."""
     leaves = scheduler_of(pool, index).leaves
     return {path: np.asarray(leaves[path]) for path in leaves if ".weight_" in path}
+
+
+def has(pool: EnginePool, model: Path) -> None:
+    """Every engine has NumPy's integers and scales of these weights, bit by bit."""
+    holds(pool, tensors(model))
+
+
+def holds(pool: EnginePool, params: Mapping[str, np.ndarray]) -> None:
+    expected = expected_leaves(params)
+    for index in range(len(pool.engines)):
+        found = held(pool, index)
+        assert found.keys() == expected.keys()
+        for path, array in expected.items():
+            np.testing.assert_array_equal(found[path], array, strict=True, err_msg=path)
+
+
+def tells(report: SwapReport, pool: EnginePool, params: Mapping[str, np.ndarray]) -> None:
+    """A report names these weights, and what their matrices lost by NumPy."""
+    assert report.source == expected_fingerprint(pool, params)
+    assert report.source != report.staged
+    matrices = {name: value for name, value in params.items() if is_matrix(name)}
+    assert report.quantized.keys() == matrices.keys()
+    for name, value in matrices.items():
+        found = report.quantized[name]
+        told = (found.relative_error, found.largest_error)
+        np.testing.assert_allclose(told, errors(value), rtol=1e-4, err_msg=name)
 
 
 class Int8:
