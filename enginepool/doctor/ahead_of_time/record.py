@@ -94,6 +94,9 @@ class Compiled:
             return self.arguments + _MIB  # a copy of the log-probabilities
         if self.kind == "gather":
             return self.results + _MIB  # a copy of the leaf
+        narrower = {"cast": 0.5, "convert": 0.9}.get(self.kind, 0)
+        if self.results < self.arguments * narrower:
+            return self.arguments // 16 + _MIB  # a matrix or sums that int8 is made with
         if self.kind in ("kv_zeros", *WEIGHTS):
             return _MIB
         return math.inf
