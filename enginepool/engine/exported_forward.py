@@ -130,10 +130,9 @@ class ExportedForward:
     def _logits(
         self, params: Mapping[str, jax.Array], ids: jax.Array, mask: jax.Array | None
     ) -> jax.Array:
-        made = [
-            converter(*[params[name].astype(spec.dtype) for name, spec in tensors.items()])
-            for tensors, converter in self._leaves
-        ]
+        made: list[jax.Array] = []
+        for tensors, converter in self._leaves:
+            made += converter(*[params[name].astype(spec.dtype) for name, spec in tensors.items()])
         # Attention is causal, so what lies behind a row's tokens changes nothing.
         first = jnp.zeros(len(ids), int) if mask is None else jnp.argmax(mask, axis=1)
         ids = jax.vmap(jnp.roll)(ids, -first)

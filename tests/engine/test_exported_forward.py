@@ -58,15 +58,17 @@ def test_in_bfloat16(make_pool: MakePool, model_dir: Callable[[str], Path]) -> N
     pool = make_pool("qwen3", 1, dtype="bfloat16", warmup="none")
     _, params = checkpoint(model_dir("qwen3"))
     params = {name: value * 1.01 for name, value in params.items()}
-    forward = jax.jit(pool.forward_function())
+    exported = pool.forward_function()
+    # In one program JAX could keep more than bfloat16's precision for what comes next.
+    forward = jax.jit(lambda *given: exported(*given).astype(jnp.float32))
     pool.update_weights(params)
     logits = forward(params, TOKENS)
-    assert logits.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(logits, logits.astype(jnp.bfloat16).astype(jnp.float32))
     left = np.array([[0] * (40 - len(row)) + row for row in ROWS], np.int32)
     mask = np.array([[False] * (40 - len(row)) + [True] * len(row) for row in ROWS])
     for row, other, here in zip(logits, forward(params, left, mask), mask, strict=True):
         np.testing.assert_array_equal(np.asarray(row)[: here.sum()], np.asarray(other)[here])
-    every = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))
+    every = np.asarray(jax.nn.log_softmax(logits))
     scores: Any = pool.score(
         input_ids=[row[:1] for row in ROWS], continuation_ids=[row[1:] for row in ROWS]
     )
