@@ -305,7 +305,7 @@ def test_an_output_that_goes_on(pool: EnginePool, model: Path) -> None:
     del parts[1]["meta_info"][names[1]]
     refused(
         pool, lambda: pool.generate_all(**options, partial_outputs=parts),
-        "output_token_ids_logprobs", "for token_ids_logprob", prompt=1,
+        "output_token_ids_logprobs", "because of token_ids_logprob", prompt=1,
     )  # fmt: skip
 
 
