@@ -16,8 +16,9 @@ RAY := .venv-ray
 DOCS := .venv-docs
 BIN := $(VENV)/bin
 ARGS ?=
-# Two processes, each with its own engines; a file's tests stay together and share theirs.
-PYTEST := -m pytest -n 2 --dist loadfile --durations=10
+# Three processes for two cores, because tests also wait. Each has engines of its own, which the tests
+# of a file share.
+PYTEST := -m pytest -n 3 --dist loadfile --durations=10
 
 .PHONY: help
 help: ## Show this list
