@@ -11,7 +11,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 
 from enginepool import EnginePool
-from tests.integrations.conftest import GREEDY, OpenFlash, ids, under_way
+from tests.integrations.conftest import GREEDY, OpenFlash, ids
 from tests.support import faults
 from tests.support.forced import assert_greedy
 from tests.support.liveness import SECONDS, at_rest, callers, until
@@ -64,9 +64,11 @@ def test_a_swap_while_they_answer(pool: EnginePool, versions: list[Path]):
     """Requests go back to the queue and on under the new weights: every token is of the weights
     that its span names, nothing of the old ones is found again, no step is compiled again."""
     channel = pool.runtime.workers[0].channel
-    with under_way(pool, PROMPTS, PARAMS) as results, callers(1) as executor:
-        step = faults.hang_in_step(pool, 0)
+    step = faults.hang_in_step(pool, 0, at=4)
+    with callers() as executor:
+        answer = executor.submit(ask, pool)
         try:
+            assert step.begun.wait(SECONDS)
             swap = executor.submit(
                 pool.update_weights, versions[1], mode="retract", weight_version=1
             )
@@ -74,6 +76,7 @@ def test_a_swap_while_they_answer(pool: EnginePool, versions: list[Path]):
         finally:
             step.set()
         swap.result(SECONDS)
+        results = answer.result(SECONDS)
     assert_spans(results)
     assert_each_span_is_its_versions(PROMPTS, results, versions)
     assert any(len(result["meta_info"]["weight_versions"]) == 2 for result in results)
