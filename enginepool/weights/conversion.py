@@ -23,7 +23,7 @@ from enginepool.weights.placement import (
 from enginepool.weights.sources import Specs
 
 if TYPE_CHECKING:
-    from enginepool.weights.quantized import Quantizer
+    from enginepool.weights.quantizer import Quantizer
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from enginepool.weights.checkpoint import Checkpoint
 from enginepool.weights.fit import Fit
 from enginepool.weights.mapping import HuggingFaceMapping, with_loader
 from enginepool.weights.name_mismatch import listed
-from enginepool.weights.quantized import Quantization, Quantizer, Slot, specs_of
+from enginepool.weights.quantized import Quantization, Slot, specs_of
+from enginepool.weights.quantizer import Quantizer
 from enginepool.weights.sources import Source
 from enginepool.weights.tied import HEAD, TiedHead
 

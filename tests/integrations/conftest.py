@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from enginepool import EnginePool
-from tests.support.faults import scheduler_of
+from tests.support.faults import hang_in_step, scheduler_of
 from tests.support.interpreter import flash_attention
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import SMALL
@@ -24,17 +24,25 @@ def ids(length: int, seed: int = 0) -> list[int]:
 
 @contextmanager
 def under_way(pool: EnginePool, prompts: list[list[int]], params: Any) -> Iterator[list[Any]]:
-    """The block runs when the first engine has made four steps for these prompts; the list has
-    the results afterwards."""
+    """The block runs when the first engine is in its fourth step for these prompts. The step ends
+    when the block wants something of the engine. The list has the results afterwards."""
     results: list[Any] = []
-    channel = pool.runtime.workers[0].channel
-    steps = channel.steps
-    with callers(1) as executor:
+    channel, step = pool.runtime.workers[0].channel, hang_in_step(pool, 0, at=4)
+
+    def let_go() -> None:
+        try:
+            until(channel.has_jobs)
+        finally:
+            step.set()
+
+    with callers(2) as executor:
         answer = executor.submit(
             pool.generate_all, None, params, input_ids=prompts, return_logprob=True
         )
-        until(lambda: channel.steps >= steps + 4)
+        assert step.begun.wait(SECONDS)
+        wanted = executor.submit(let_go)
         yield results
+        wanted.result(SECONDS)
         results += answer.result(SECONDS)
 
 

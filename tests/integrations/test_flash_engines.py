@@ -11,10 +11,10 @@ import pytest
 from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 
 from enginepool import EnginePool
-from tests.integrations.conftest import GREEDY, OpenFlash, ids
+from tests.integrations.conftest import GREEDY, OpenFlash, ids, under_way
 from tests.support import faults
 from tests.support.forced import assert_greedy
-from tests.support.liveness import SECONDS, at_rest, callers, until
+from tests.support.liveness import at_rest, until
 from tests.support.pools import compilations
 from tests.support.reference import make_random_model
 from tests.support.spans import assert_each_span_is_its_versions, assert_spans
@@ -63,20 +63,8 @@ def test_both_answer(pool: EnginePool, versions: list[Path]):
 def test_a_swap_while_they_answer(pool: EnginePool, versions: list[Path]):
     """Requests go back to the queue and on under the new weights: every token is of the weights
     that its span names, nothing of the old ones is found again, no step is compiled again."""
-    channel = pool.runtime.workers[0].channel
-    step = faults.hang_in_step(pool, 0, at=4)
-    with callers() as executor:
-        answer = executor.submit(ask, pool)
-        try:
-            assert step.begun.wait(SECONDS)
-            swap = executor.submit(
-                pool.update_weights, versions[1], mode="retract", weight_version=1
-            )
-            until(channel.has_jobs)  # it waits for the step boundary
-        finally:
-            step.set()
-        swap.result(SECONDS)
-        results = answer.result(SECONDS)
+    with under_way(pool, PROMPTS, PARAMS) as results:
+        pool.update_weights(versions[1], mode="retract", weight_version=1)
     assert_spans(results)
     assert_each_span_is_its_versions(PROMPTS, results, versions)
     assert any(len(result["meta_info"]["weight_versions"]) == 2 for result in results)

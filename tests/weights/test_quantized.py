@@ -150,12 +150,12 @@ def test_staged(int8: EnginePool, target: Model) -> None:
 
 
 def test_every_mode_under_load(int8: EnginePool, model_dir: Model, target: Model) -> None:
-    """Updates while engines generate; the last weights are NumPy's, and serve."""
+    """Ten updates while engines generate; the last weights are NumPy's, and serve."""
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
     ways: list[Any] = [("drain", "double"), ("retract", "double"), ("in_place", "stream"),
                        ("abort", "double"), ("drain", "stream")]  # fmt: skip
     with callers(1) as executor:
-        for number, (mode, staging) in enumerate(ways):
+        for number, (mode, staging) in enumerate(2 * ways):
             call = executor.submit(
                 int8.generate_all, input_ids=[[5, 6, number]] * 8, sampling_params=params
             )
@@ -165,8 +165,8 @@ def test_every_mode_under_load(int8: EnginePool, model_dir: Model, target: Model
             results = call.result(SECONDS)
             if mode != "abort":
                 assert [len(result["output_ids"]) for result in results] == [200] * 8
-    has(int8, target("qwen3"))
-    serves_quantized(int8, target("qwen3"))
+    has(int8, model)
+    serves_quantized(int8, model)
 
 
 def test_failed_commit(int8: EnginePool, target: Model) -> None:
@@ -228,7 +228,7 @@ def test_opening_takes_one_set_and_a_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never the whole model in its own dtype."""
-    from enginepool.weights.quantized import Quantizer  # it imports upstream
+    from enginepool.weights.quantizer import Quantizer
 
     gc.collect()
     before, seen = sum(array.nbytes for array in jax.live_arrays()), []
