@@ -1,1 +1,1 @@
-"""An open pool: opening, pauses, updates of weights, figures. Does not import `EnginePool`."""
+"""An open pool: opening, pauses, updates of weights, statistics. Does not import `EnginePool`."""

@@ -96,7 +96,7 @@ class AdapterLoad:
         self._runtime, self._workers = runtime, workers
         self._name = name
         self._placed: dict[int, Placed] = {}
-        # By engine: what its requests had before.
+        # By engine: the versions that its requests had before.
         self._had: dict[int, dict[Request, Adapter]] = {}
         self._seconds = 0.0
 
@@ -209,12 +209,12 @@ class AdapterLoad:
         return sum(done.values())
 
     def _put(self, worker: EngineWorker, new: Adapter) -> bool:
-        """On the engine's thread."""
+        """Load the new version into a slot. Runs on the engine's thread."""
         in_use = worker.channel.running.adapters()
         return _slots(worker).load(new, in_use, self._placed.pop(worker.index, None))
 
     def _replace(self, worker: EngineWorker, new: Adapter) -> bool:
-        """On the engine's thread: requests that run under an older version continue with this."""
+        """Let requests of older versions continue with this one. Runs on the engine's thread."""
         before = worker.channel.running.replace_adapter(new)
         self._had[worker.index] = before
         numbers = list(dict.fromkeys(adapter.number for adapter in before.values()))
@@ -224,7 +224,7 @@ class AdapterLoad:
         return True
 
     def _put_back(self, worker: EngineWorker, new: Adapter) -> None:
-        """On the engine's thread: remove the new version, and restore what was there before."""
+        """Remove the new version and restore the ones before it. Runs on the engine's thread."""
         slots = _slots(worker)
         slots.forget(new.number)
         for request, adapter in self._had.get(worker.index, {}).items():
@@ -233,7 +233,7 @@ class AdapterLoad:
         for adapter in set(self._had.get(worker.index, {}).values()):
             try:
                 slots.load(adapter, worker.channel.running.adapters())
-            except Exception as error:  # its requests resume elsewhere
+            except Exception as error:  # its requests resume on other engines
                 raise EngineBroken(f"could not put an adapter back: {error!r}") from error
 
     def _abort(self) -> None:

@@ -127,7 +127,7 @@ def _restore(
     paths: Sequence[str],
     error: BaseException,
 ) -> None:
-    """Give the first engine its old weights back. If that fails too, it is left without weights."""
+    """Give the first engine its old weights back. If that fails, it is left without weights."""
     reason = f"an update of weights failed half way, with no sibling to restore from: {error!r}"
     for sibling in others:
         have = sibling.leaves
@@ -141,7 +141,7 @@ def _restore(
             reason = f"an update of weights failed half way; restoring the old ones failed: {again}"
             continue
         return
-    with suppress(EngineStopped):  # an engine that has left comes back with the weights of the pool
+    with suppress(EngineStopped):  # a failed engine comes back with the weights of the pool
         lead.channel.run(lambda: leave_without_weights(lead, reason)).result()
 
 

@@ -39,10 +39,10 @@ class StoppedEngines:
         self.pauses: dict[int, float] = {}
 
     def run(self, job: Callable[[EngineWorker], T]) -> dict[int, T]:
-        """Run `job(worker)` on every engine's thread, all at once; results by engine index.
+        """Run `job(worker)` on the threads of all engines at once. Returns results by engine index.
 
-        An engine that has left drops out; its requests are in the queue. The first exception is
-        raised when all have answered.
+        A failed engine drops out; its requests are in the queue. The first exception is raised
+        when all engines have answered.
         """
         futures = [(w, w.channel.run(lambda w=w: job(w))) for w in self.workers]
         return self.collect(futures)
@@ -77,7 +77,7 @@ class StoppedEngines:
 def quiesced(
     runtime: Runtime, workers: Sequence[EngineWorker], mode: SwapMode
 ) -> Iterator[StoppedEngines]:
-    """Stop engines, whatever they run. When the block ends, even by an error, they go on.
+    """Stop engines at a step boundary inside the block. They go on when it ends, even by an error.
 
     Args:
         mode: What happens to running requests. "drain": they finish first. "retract": they go
@@ -113,7 +113,8 @@ class _Stop:
     def __init__(self, engines: StoppedEngines, mode: SwapMode) -> None:
         self._engines, self._mode = engines, mode
         self._queue = engines.runtime.dispatch.queue
-        # A single engine waits for no other, and after a drain nothing is in flight.
+        # Not for a single engine, which waits for no other, nor after a drain, when no step is in
+        # flight.
         self._single_stepping = mode != "drain" and len(engines.workers) > 1
         self._stopped_at: dict[int, float] = {}
         self._taken: list[Request] = []
@@ -130,7 +131,7 @@ class _Stop:
                 self._wait_until_due()
             self._engines.run(self._stop)
         if self._mode == "abort":
-            # The requests that a failed engine had begun are in the queue.
+            # The queue has the requests that a failed engine had begun.
             for request in (*self._taken, *self._queue.take_begun()):
                 request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
 
@@ -145,7 +146,7 @@ class _Stop:
             try:
                 future.result()
             except EngineStopped:
-                continue  # it has left; its requests went to its siblings
+                continue  # it has failed; its requests went to other engines
 
     def _wait_until_due(self) -> None:
         workers = self._engines.workers
@@ -153,7 +154,7 @@ class _Stop:
         stepping = [w.channel.single_stepping for w in workers if self._single_stepping]
         with one_step_at_a_time(stepping):
             for worker in workers:
-                # A drained engine idles until all are drained, so they stop together, last of all.
+                # A drained engine idles until all are drained. Only then `run` stops them, all at once.
                 job = _nothing if self._mode == "drain" else (lambda w=worker: self._stop(w))
                 future = worker.channel.run_when(lambda w=worker: self._due(w), job)
                 self._waits.append(future)
@@ -161,7 +162,7 @@ class _Stop:
             self._engines.collect(futures)
 
     def _due(self, worker: EngineWorker) -> bool:
-        """Whether the engine may stop at this step boundary. On its thread."""
+        """Whether the engine may stop at this step boundary. Runs on its thread."""
         if not worker.condition.may_step:
             return True
         if self._mode == "drain":
@@ -171,7 +172,7 @@ class _Stop:
         return True
 
     def _stop(self, worker: EngineWorker) -> None:
-        """On the engine's thread, as `_go_on`."""
+        """Runs on the engine's thread, as `_go_on` does."""
         worker.pause("swap")
         self._stopped_at[worker.index] = time.perf_counter()
         if self._mode != "in_place":
@@ -185,11 +186,11 @@ class _Stop:
 
 
 def _begin_drain(engines: StoppedEngines) -> None:
-    """Let engines only finish what they have begun. Nothing is paused meanwhile: a pause takes
-    `runtime.steering` too.
+    """Make engines finish the requests that they have begun, and begin no others. No pause can come
+    in between, because it needs `runtime.steering` too.
 
     Raises:
-        InvalidRequest: Some of it cannot finish, on an engine that is paused.
+        InvalidRequest: A request cannot finish because its engine is paused.
     """
 
     def begin(worker: EngineWorker) -> tuple[bool, bool]:

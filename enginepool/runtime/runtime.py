@@ -161,9 +161,8 @@ class Runtime:
         first = min(device.id for device in jax.local_devices())
         platform, free = devices[0].platform, least_free_bytes(devices)
         args = self.config.for_engine(platform, [d.id - first for d in devices], free)
-        if (
-            index == 0 and platform == "tpu"
-        ):  # one engine is enough: others differ only in memory that other programs use
+        # Advice for one engine is enough. The others differ only in memory that other programs use.
+        if index == 0 and platform == "tpu":
             advise(self.config, args, free)
         return EngineWorker(
             index,
@@ -189,7 +188,7 @@ class Runtime:
         with self.dispatch.lock:
             self.dispatch.closed = True
         if not self._closing.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            return False  # another thread closes, and waits longer
+            return False  # another thread is still closing the pool
         try:
             return self._close(deadline)
         finally:

@@ -38,7 +38,7 @@ class StagedWeights:
         self._timer: threading.Timer | None = None
         if expires_after is not None:
             why = f"they have expired, {expires_after:g} seconds after they were staged"
-            self._timer = threading.Timer(expires_after, self.let_go, [why])
+            self._timer = threading.Timer(expires_after, self.make_stale, [why])
             self._timer.daemon = True
             self._timer.name = f"{runtime.name}-staged"
             self._timer.start()
@@ -69,15 +69,15 @@ class StagedWeights:
                 raise StaleWeights(
                     f"the weights {self.weight_version!r} cannot be committed: {self._why}"
                 )
-            _look_again(update, workers)
+            _check_staged(update, workers)
             update.options = replace(update.options, mode=mode)
             report = update.finish()
-            self.let_go("they are committed already")
+            self.make_stale("they are committed already")
         return report
 
     def discard(self) -> None:
         """Free them. Does nothing if they are committed or stale."""
-        self.let_go("they were discarded")
+        self.make_stale("they were discarded")
 
     async def async_commit(self, mode: SwapMode = "drain") -> SwapReport:
         """`commit` without blocking the event loop; cancelling does not stop it."""
@@ -87,7 +87,7 @@ class StagedWeights:
         """`discard` without blocking the event loop."""
         await anyio.to_thread.run_sync(self.discard)
 
-    def let_go(self, why: str) -> None:
+    def make_stale(self, why: str) -> None:
         """Make them stale, for this reason. A commit that has begun goes on."""
         with self._lock:
             if self._update is None:
@@ -110,7 +110,7 @@ def stage_weights(
         update.prepare()
         _forget_source(update)
         handle = StagedWeights(runtime, update, expires_after)
-        runtime.hold_staged(handle.let_go)
+        runtime.hold_staged(handle.make_stale)
     return handle
 
 
@@ -121,9 +121,9 @@ def _forget_source(update: Update) -> None:
     update.source = None
 
 
-def _look_again(update: Update, workers: list[EngineWorker]) -> None:
-    """Check that the staged leaves are still there and complete. Stage them, from a sibling, for
-    engines that came back since.
+def _check_staged(update: Update, workers: list[EngineWorker]) -> None:
+    """Check that the staged leaves are still there and complete. Engines that came back since get
+    them from another engine's.
 
     Raises:
         InvalidWeights: Some are gone; the error names them.

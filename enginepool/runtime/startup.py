@@ -128,7 +128,7 @@ def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None
     except (EngineStartFailed, InvalidConfig, InvalidWeights):
         for (
             earlier
-        ) in batch:  # the cause is an earlier engine: its warm-up failed, so its weights are gone
+        ) in batch:  # an earlier engine is the cause: its warm-up failed, so its weights are gone
             if earlier.warm.done():
                 _wait(earlier, earlier.warm)
         raise

@@ -1,4 +1,4 @@
-"""The figures of `stats()` and `get_load()`: plain dicts of numbers and words, for logs and W&B.
+"""The dicts that `stats()` and `get_load()` return: numbers and words, for logs and W&B.
 
 Counters are read from outside the engines' threads, one after the other. Each is exact; together
 they may be of slightly different moments.

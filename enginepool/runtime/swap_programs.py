@@ -51,7 +51,7 @@ class SwapPrograms:
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Begin no other program, and wait for the one that is being compiled.
+        """Compile no further program, and wait for the one that is being compiled.
 
         A swap calls this first: the mapping of names and `Fits` are used by one thread at a time.
 
@@ -82,12 +82,12 @@ class SwapPrograms:
                 )
 
     def _compiled(self, workers: Sequence[EngineWorker]) -> Iterator[None]:
-        """Compiles a program, or a few, at every step."""
+        """Compiles one or a few programs at each step of the iterator."""
         leaves = workers[0].leaves
         if leaves.quantized and leaves.quantization is None:
             return  # no swap changes this model
-        # Over several devices upstream's conversion runs step by step. Only what quantizes is a
-        # program of ours.
+        # For an engine of several devices, upstream's conversion runs step by step. Only quantizing
+        # needs a program of ours.
         if len(leaves.devices) == 1 or leaves.quantization is not None:
             yield from self._conversion(workers)
         for worker in workers:
@@ -115,8 +115,8 @@ class SwapPrograms:
 
 
 def _tensors(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """The checkpoint's. Empty if it has no files, because the engines were made with dummy
-    weights."""
+    """The specs of the checkpoint's tensors. Empty if it has no files, because the engines were
+    made with dummy weights."""
     try:
         return Checkpoint(directory).specs
     except InvalidWeights:

@@ -27,10 +27,10 @@ class EngineSwap:
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """What became of a matrix that was quantized. NaN if the matrix has NaN or infinity.
+    """The error of a quantized matrix. NaN if the matrix has NaN or infinity.
 
     Attributes:
-        relative_error: The norm of the error, as a part of the matrix's norm (Frobenius).
+        relative_error: The norm of the error relative to the norm of the matrix (Frobenius).
         largest_error: Of any element.
     """
 

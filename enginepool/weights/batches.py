@@ -1,4 +1,4 @@
-"""Splits leaves into batches: one program for many leaves costs the host as much as for one."""
+"""Splits leaves into batches. For the host, a program for many leaves is as cheap as for one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def batched[T](
     """The leaves, in their order, in batches of at most `limit` bytes and `most` leaves. A larger
     leaf is a batch of its own.
 
-    A batch has whole layers if they fit, and never other leaves together with layers. So most
-    batches of a model are equal, and need one program.
+    A batch has whole layers if they fit. Layers and other leaves are never in the same batch. So
+    most batches of a model are equal and share one program.
     """
     whole: list[T] = []  # layers that are complete
     layer: list[T] = []

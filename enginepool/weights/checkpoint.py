@@ -22,7 +22,7 @@ class Checkpoint:
     Raises:
         InvalidWeights: The directory does not exist or has no safetensors file. A file is missing,
             truncated or broken. A tensor is not in the file that the index names, or is in two
-            files without an index that chooses.
+            files, and no index says which of them is read.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -35,7 +35,7 @@ class Piece:
         array: The whole leaf if the source has it in the model's layout, so that any engine may
             take its own shard of it; None if the tensors must be converted first.
         tensors: The tensors by name, in the order that the model wants.
-        quantizer: Quantizes this leaf; None if the model has it as it is.
+        quantizer: Quantizes this leaf; None if the model does not quantize it.
     """
 
     path: str
@@ -45,16 +45,16 @@ class Piece:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The paths of the model's leaves that it makes."""
+        """The paths of the model's leaves that this piece makes."""
         return (self.path,) if self.quantizer is None else self.quantizer.leaves
 
 
 class Measured(NamedTuple):
-    """What became of a matrix when it was quantized, computed where it was converted.
+    """The error of a quantized matrix, computed by the program that quantized it.
 
     Attributes:
-        error: The norm of the error, as a part of the matrix's; and the largest error.
-        sums: Those of `part_sums` of the matrix.
+        error: The norm of the error relative to the norm of the matrix, and the largest error.
+        sums: The `part_sums` of the matrix before it was quantized.
     """
 
     error: Any
@@ -73,7 +73,7 @@ def in_layout(
         private: Whether nobody else has the source's NumPy arrays.
 
     Returns:
-        The leaves, and of each matrix that was quantized what it lost.
+        The leaves, and the `Measured` of each quantized matrix by its path.
     """
     made: dict[str, Array] = {}
     measured: dict[str, Measured] = {}
@@ -121,8 +121,8 @@ def _converted(
 ) -> list[tuple[jax.Array, ...]]:
     flat = [tensor for group in groups for tensor in group]
     dtypes = [jax_dtype(tensor.dtype) for tensor in flat]
-    # No copy is needed: the program makes new arrays, and ends before the caller can change its
-    # own.
+    # `private` because no copy is needed: the program makes new arrays, and it ends before the
+    # caller can change the source's.
     placed = iter(place_all(flat, [device] * len(flat), dtypes, private=True))
     tensors = [[next(placed) for _ in group] for group in groups]
     return convert(converters, tensors, [device] * len(converters))
@@ -134,7 +134,7 @@ def _in_steps(piece: Piece, mapping: Any, private: bool) -> jax.Array:
         return place(tensor, sharding, jax_dtype(tensor.dtype), private=True)
 
     made = mapping.convert(piece.path, piece.tensors, put)
-    # A step may return a tensor unchanged, which still is its owner's memory.
+    # A step may return a tensor unchanged. Its memory is then still the owner's.
     theirs = piece.tensors.values()
     host = [x for x in theirs if isinstance(x, np.ndarray) and not private]
     if any(lies_in(made, x) for x in host) or any(same_buffer(made, x) for x in theirs):

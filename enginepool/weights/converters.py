@@ -21,7 +21,7 @@ _PROGRAMS = 256  # how many are kept; a model has a few for each kind of source
 
 @dataclass(frozen=True)
 class Converter:
-    """Makes a leaf from its tensors, or several. Two converters that do the same are equal.
+    """Makes one leaf or several from their tensors. Two converters that do the same are equal.
 
     Attributes:
         steps: The operations, as text.
@@ -62,7 +62,7 @@ def convert(
     shardings: Sequence[Any],
 ) -> list[tuple[Any, ...]]:
     """Make leaves from their tensors, in one program. All tensors lie on the same devices. Each
-    converter has a sharding, for all that it makes.
+    converter has one sharding, which all of its leaves get.
 
     For tensors that are `ShapeDtypeStruct` the program is only compiled. The leaves are
     `ShapeDtypeStruct` too.

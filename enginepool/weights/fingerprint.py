@@ -34,7 +34,7 @@ _WORD = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 class Summed(NamedTuple):
-    """A leaf that is gone, by what `part_sums` gave of it."""
+    """The `part_sums` of a leaf that was freed. They stand for the leaf in a fingerprint."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -135,7 +135,7 @@ def _parts(array: jax.Array) -> list[jax.Array]:
 
 
 def _part_specs(spec: jax.ShapeDtypeStruct) -> list[tuple[jax.Device, jax.ShapeDtypeStruct]]:
-    """What `_parts` gives of such an array, and where."""
+    """The specs of the parts that `_parts` would return for such an array, each with its device."""
     assert spec.sharding is not None
     first: dict[Box, jax.Device] = {}
     for device, box in boxes(spec.shape, spec.sharding).items():
@@ -176,15 +176,15 @@ def _sum(array: jax.Array) -> jax.Array:
 
 
 def _sum_of_groups(array: jax.Array) -> jax.Array:
-    """The sum in two steps: XLA for CPU adds up to one number many times slower than to many.
-    Without a barrier it joins both."""
+    """Sums in two steps. XLA for CPU is many times slower when it sums to a single number. The
+    barrier keeps XLA from fusing both steps."""
     some = jnp.sum(folded(array), axis=-3, dtype=jnp.uint32)
     return _sum(jax.lax.optimization_barrier(some))
 
 
 def folded(array: jax.Array, axis: int = -2) -> jax.Array:
-    """The array with an axis in up to 16 groups, along a new axis before it. XLA for CPU unrolls a
-    reduction over so few, and computes many of them at once."""
+    """The array with an axis split into up to 16 groups, which a new axis before it counts. XLA for
+    CPU unrolls a reduction over so few groups, and vectorises it."""
     size, at = array.shape[axis], array.ndim + axis
     groups = math.gcd(size, _GROUPS)
     return array.reshape(*array.shape[:at], groups, size // groups, *array.shape[at + 1 :])

@@ -35,8 +35,8 @@ class EngineLeaves(Mapping[str, jax.Array]):
 
     Attributes:
         adapter_specs: The specs of the leaves that hold adapters, by path.
-        source_specs: What a source of new weights has: the leaves of this model, as if it were not
-            quantized.
+        source_specs: The specs of the leaves that a source of new weights has. They are those of
+            this model before it was quantized.
         devices: The leaves' devices, in the order of the engine's mesh.
         shared: Leaves that somebody else holds too, and may delete or donate.
     """
@@ -93,8 +93,8 @@ class EngineLeaves(Mapping[str, jax.Array]):
         return sum(spec.size * spec.dtype.itemsize for spec in self.specs.values())
 
     def on_host(self, path: str) -> np.ndarray:
-        """A leaf, by its path here or in `source_specs`. Of a quantized matrix, the matrix that its
-        integers and scales stand for."""
+        """A leaf, by its path here or in `source_specs`. A quantized matrix comes as the floats
+        that its integers and scales stand for."""
         quantizers = {} if self.quantization is None else self.quantization.of
         if path in quantizers:
             return quantizers[path].matrix(self)
@@ -154,7 +154,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
     def forget(self) -> None:
         """Drop all leaves, with the engine. Only `specs` can be read after this.
 
-        The Variables are emptied one by one: where flax lists them, it leaves a reference cycle.
+        The Variables are emptied one by one. To list them through flax leaves a reference cycle.
         """
         self._runner = None
         for variable in self._variables.values():
@@ -168,7 +168,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
         return lost(self)
 
     def lost_by_owner(self) -> list[str]:
-        """The lost leaves, if all of them were shared, so that their other holder deleted them.
+        """The lost leaves, if all of them were shared. Then their other holder deleted them.
         Otherwise none."""
         lost = self.lost() if self.shared else []
         return lost if self.shared.issuperset(lost) else []

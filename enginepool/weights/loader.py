@@ -156,7 +156,7 @@ def _fill(model: Any, load_weights: Callable[..., None], model_config: Any, mesh
     """Fill a model with placeholders, as upstream's dummy loader does."""
     model_config._dummy_mode = True
     load_weights(model, model_config)
-    # Upstream fills those that its mapping names. It does not name those of quantized matrices.
+    # Upstream fills the leaves that its mapping names. Quantized matrices are not among them.
     state = nnx.state(model)
     for _, variable in nnx.to_flat_state(state):
         spec: Any = variable.get_value()

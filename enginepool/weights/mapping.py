@@ -210,7 +210,8 @@ class _FedLoader(WeightLoader):
     ) -> jax.Array:
         self._shapes, self._put = shapes, put
         self._slot = types.SimpleNamespace(value=spec)
-        # Upstream looks up leaves in a model and updates it. Here is one leaf and an empty model.
+        # Upstream updates a model and finds its leaves through `_get_param`, here the slot. So an
+        # empty model is enough.
         self.model = nnx.Module()
         self.dummy_mode = False
         super().load_weights_from_safetensors(dict([entry]))

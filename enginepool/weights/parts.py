@@ -121,7 +121,7 @@ def _cut_pieces(parts: Sequence[_Part]) -> None:
     by_device: dict[jax.Device, list[tuple[_Part, int, Any]]] = {}
     for part in parts:
         for index, (piece, cut) in enumerate(zip(part.pieces, part.cuts, strict=True)):
-            # A piece that becomes narrower is cast before it moves.
+            # A piece that gets a narrower dtype is cast before it moves.
             narrower = part.dtype.itemsize < piece.dtype.itemsize
             becomes = part.dtype if narrower else piece.dtype
             if piece.dtype != becomes or cut != tuple((0, size) for size in piece.shape):

@@ -102,8 +102,8 @@ def _moved(
             parts += [_part(array, source) for _, source in way]
             kind = sharding.memory_kind
             places += [sharding] if len(way) == 1 else [on(device, kind) for device, _ in way]
-    if not parts:  # nothing moves, which would release the GIL for engines
-        time.sleep(0)
+    if not parts:
+        time.sleep(0)  # lets engines have the GIL, as a move would
     there = jax.device_put(parts, places)
     for index, span in shards.items():
         made = there[span]
@@ -118,7 +118,7 @@ def _moved(
 
 
 def _readable(array: np.ndarray, sharding: Sharding, dtype: Any, private: bool) -> np.ndarray:
-    """The array. A copy if `device_put` might read it in place and its owner may change it."""
+    """The array, or a copy if `device_put` might read it in place and its owner may change it."""
     native = for_jax(array)
     if private or native is not array or array.dtype != dtype:
         return native
@@ -139,16 +139,16 @@ def on(device: jax.Device, memory_kind: str | None = None) -> SingleDeviceShardi
 
 
 def first_of(sharding: Sharding) -> Sharding:
-    """The first of its devices. A program of several devices that converts might wait for ever for
-    a step of the engine on these devices, and the step for it."""
+    """The sharding of a whole array on the first of the devices. Conversions run there: a program
+    over several devices and a step of their engine might wait for each other for ever."""
     device = min(sharding.device_set, key=lambda each: each.id)
     return on(device, sharding.memory_kind)
 
 
 @functools.lru_cache(maxsize=4096)
 def route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route | None:
-    """For each device of `target`, a device that has exactly its part: itself if possible. None if
-    the array is cut into other parts, or lies in another kind of memory."""
+    """For each device of `target`, a device that already has exactly its part; the same device if
+    possible. None if the array has other parts, or lies in another kind of memory."""
     if source.memory_kind != target.memory_kind:
         return None
     have: dict[Any, list[jax.Device]] = {}

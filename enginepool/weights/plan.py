@@ -31,7 +31,7 @@ class Plan:
 
     Attributes:
         paths: The leaves that will change. For a stream, all leaves until it has ended.
-        measured: What became of each matrix that was quantized so far.
+        measured: The errors of the matrices that were quantized so far, by path.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Plan:
         return self._made_of(self._fit.left)
 
     def _made_of(self, paths: Iterable[str]) -> list[str]:
-        """The leaves that the model has for these leaves of a source."""
+        """The model's leaves for these leaves of a source: two for a matrix that is quantized."""
         made = (self._known[path].leaves if path in self._known else (path,) for path in paths)
         return [leaf for leaves in made for leaf in leaves]
 
@@ -237,7 +237,7 @@ class Plan:
         return Piece(path, array, tensors, self._quantizers.get(path))
 
     def _as_it_is(self, path: str) -> Any:
-        """The source's array of this leaf, unread, if it is in the model's layout."""
+        """The spec of the source's array for this leaf, if it is in the model's layout."""
         if self._source.stream is not None or path not in self._parts or path in self._quantizers:
             return None
         if self._source.by_path or self._mapping.keeps(path):

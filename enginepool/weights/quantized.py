@@ -38,8 +38,8 @@ class Quantization:
     """The quantizers of a model's matrices.
 
     Attributes:
-        model_config: Upstream's, as it is for the model that is not quantized.
-        of: The quantizers, by the path of the matrix.
+        model_config: Upstream's configuration of the model before it was quantized.
+        of: The quantizer of each matrix, by its path.
     """
 
     def __init__(self, model_config: Any, before: Specs, quantizers: Sequence[Quantizer]) -> None:
@@ -48,10 +48,10 @@ class Quantization:
         self.of = {each.path: each for each in quantizers}
 
     def specs(self, leaves: Specs) -> dict[str, jax.ShapeDtypeStruct]:
-        """The leaves of the model that is not quantized, where this engine would have them.
+        """The specs of the model's leaves before it was quantized, in this engine's shardings.
 
         Args:
-            leaves: Those that the engine has.
+            leaves: The specs of the engine's leaves.
         """
         found = {}
         for path, (shape, dtype) in self._before.items():
@@ -64,8 +64,8 @@ class Quantization:
 
 
 def quantize_model(model: nnx.Module, model_config: Any, mapped: Any) -> Quantization | None:
-    """Give a model without values its quantized layers. None if it is not to be quantized while it
-    is read; the model is then as it was.
+    """Give a model without values its quantized layers. Returns None, and leaves the model as it
+    is, if it is not to be quantized while it is read.
 
     Args:
         mapped: Called with the specs of its leaves; returns the paths that a checkpoint's tensors
@@ -96,7 +96,7 @@ def quantize_model(model: nnx.Module, model_config: Any, mapped: Any) -> Quantiz
 
 
 def _check_experts(quantizers: Sequence[Quantizer], before: Specs) -> None:
-    """Off a TPU, upstream's kernel reads scales beside a narrow expert's, which may be NaN."""
+    """Except on a TPU, upstream's kernel also reads outside a narrow expert's scales, maybe NaN."""
     if jax.default_backend() == "tpu":
         return
     for path in (each.path for each in quantizers if not each.turned):
@@ -105,7 +105,7 @@ def _check_experts(quantizers: Sequence[Quantizer], before: Specs) -> None:
         if inputs < _TILE:
             raise InvalidConfig(
                 f"quantization_config_path: {path} has {inputs} inputs on each device; CPU and "
-                f"GPU compute quantized experts of {_TILE} or more"
+                f"GPU compute quantized experts of {_TILE} inputs or more"
             )
 
 
@@ -153,13 +153,14 @@ def _apply(model: nnx.Module, model_config: Any) -> None:
 
 
 def _quantizers(before: Specs, after: Specs, experts: Any) -> list[Quantizer] | None:
-    """The quantizers between these leaves, in the order of the model. None if some are unknown."""
+    """The quantizers that turn the leaves before into those after, in the order of the model. None
+    if a change is not known here."""
     found = {}
     for path in after.keys() - before.keys():
         if not path.endswith(_SCALE):
             continue
         stem = path.removesuffix(_SCALE)
-        turned = f"{stem}_q" in after  # experts keep their name, and are not turned
+        turned = f"{stem}_q" in after  # experts keep their name and their axes
         integers = f"{stem}_q" if turned else stem
         matrix, scales = before.get(stem), after[path]
         blocks = scales.ndim == 3 or (scales.ndim == 4 and scales.shape[1] > 1)

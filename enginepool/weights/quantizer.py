@@ -1,7 +1,7 @@
 """Quantizes one matrix: it becomes integers and scales, as upstream's `quantize_tensor` makes them.
 
-Upstream divides by the scale. A compiler makes that a multiplication by the reciprocal in some
-programs, and then other integers. Here it is always the multiplication.
+Upstream divides by the scale. In some programs the compiler multiplies by the reciprocal instead,
+which makes other integers. Here every program multiplies.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Quantizer:
     """Quantizes one matrix, or one stack of experts.
 
     Attributes:
-        path: Its path in the model that is not quantized.
+        path: The path of the matrix before the model is quantized.
         leaves: The paths of its integers and of its scales in the quantized model.
-        shape, dtype: Those of the matrix.
+        shape, dtype: The matrix has these.
         to: The dtype of the integers.
-        turned: Whether the integers have rows and columns exchanged.
+        turned: Whether the integers are transposed.
         scales: The shape of the scales.
     """
 
@@ -45,31 +45,29 @@ class Quantizer:
     def __call__(
         self, make: Any, tensors: Any, axis: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Integers and scales of the matrix that `make` makes of these tensors; and the error: its
-        norm as a part of the matrix's, and the largest.
+        """Quantize the matrix that `make` makes of these tensors, with a scale for each output.
 
-        There is a scale for each output.
+        Returns the integers, the scales, and the error as `rounding_error` returns it.
 
         Args:
-            axis: The inputs in what `make` makes: -2 as in the model, or -1.
+            axis: The axis of the inputs in the matrix: -2 as in the model, or -1.
         """
         most = jnp.iinfo(self.to).max if self._rounds else float(jnp.finfo(self.to).max)
         if self.dtype != np.float32 and any(each.dtype != self.dtype for each in tensors):
-            # Made once. A compiler may leave out a cast to the matrix's dtype and back, but not
-            # across a barrier.
+            # The barrier keeps the compiler from leaving out the cast to the matrix's dtype.
             tensors, make = (jax.lax.optimization_barrier(make(*tensors)),), lambda made: made
         wide = lambda *tensors: make(*tensors).astype(jnp.float32)  # noqa: E731
         scale = jnp.abs(wide(*tensors)).max(axis=axis, keepdims=True)
         scale = scale * np.float32(1 / np.float32(most))
         inverse = 1 / jnp.where(scale == 0, 1, scale)
-        # XLA for CPU keeps what several uses have in common, here a copy of the matrix in float32.
-        # That costs more than it saves, so each use has tensors of its own.
+        # XLA for CPU would store the matrix in float32 for its several uses. To make it again for
+        # each use is cheaper. The barriers make each use a computation of its own.
         tensors, inverse = jax.lax.optimization_barrier((tensors, inverse))
         integers = self._nearest(wide(*tensors) * inverse).astype(self.to)
         tensors, inverse = jax.lax.optimization_barrier((tensors, inverse))
         exact = wide(*tensors) * inverse
         norm, error = rounding_error(exact, exact - self._nearest(exact), scale, axis)
-        # XLA's maximum leaves out NaN on a CPU. An output that has NaN or infinity is NaN.
+        # XLA's maximum ignores NaN on a CPU. The scale of an output with NaN or infinity is NaN.
         scale = jnp.where(jnp.isnan(norm), jnp.nan, scale)
         if (axis == -1) != self.turned:
             integers = integers.swapaxes(-1, -2)
@@ -83,7 +81,7 @@ class Quantizer:
 
     @property
     def _rounds(self) -> bool:
-        """Whether a cast drops a fraction."""
+        """Whether the dtype has integers only, so that values are rounded before the cast."""
         return jnp.issubdtype(self.to, jnp.integer)
 
     def after(self, converter: Converter, sharding: Sharding, *, turned: bool) -> Converter:
@@ -91,9 +89,9 @@ class Quantizer:
         error, and `part_sums` of the matrix.
 
         Args:
-            sharding: That of the matrix in a model that is not quantized.
-            turned: Whether the converter exchanges rows and columns. They are exchanged back then,
-                so that nothing is.
+            sharding: The sharding of the matrix before the model is quantized.
+            turned: Whether the converter transposes. If so, its result is transposed back, and the
+                compiler drops both.
         """
         axis = -1 if turned else -2
 
@@ -119,11 +117,11 @@ class Quantizer:
         (made,) = convert([only], [[place(matrix, first, matrix.dtype)]], [first])
         there = [self.around(sharding), NamedSharding(sharding.mesh, scales.spec)]
         integers, scale = place_all(made, there, [each.dtype for each in made])
-        # So that matrices do not wait on the device until they are quantized.
+        # Wait here, so that the next matrices do not fill the device before this one is quantized.
         return jax.block_until_ready((integers, scale))
 
     def around(self, sharding: Any) -> Any:
-        """The sharding of the integers, from that of the matrix, or the other way round."""
+        """The sharding of the integers for that of the matrix, or the reverse."""
         if not self.turned:
             return sharding
         axes = (*sharding.spec, None, None)[:2]

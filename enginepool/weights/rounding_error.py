@@ -1,4 +1,4 @@
-"""What a matrix loses when it is quantized, computed by the program that quantizes it."""
+"""The error of a quantized matrix, computed by the program that quantizes it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from enginepool.weights.fingerprint import folded
 def rounding_error(
     exact: jax.Array, rest: jax.Array, scale: jax.Array, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The squared norm of each output, in steps of its scale; and the error of the matrix: its
-    norm, as a part of the matrix's, and the largest.
+    """The squared norm of each output, divided by its scale squared, and the error of the matrix:
+    the norm of the error relative to the norm of the matrix, and the largest error.
 
     Args:
         exact, rest: The matrix and its error, divided by the scales.
-        scale: One for each output.
-        axis: The inputs: -1 or -2.
+        scale: The scale of each output.
+        axis: The axis of the inputs: -1 or -2.
     """
 
     def at_once(*of: jax.Array) -> tuple[jax.Array, ...]:
@@ -28,7 +28,7 @@ def rounding_error(
         return *sums, of[2].max(axis=axis, keepdims=True)
 
     def in_groups(*of: jax.Array) -> tuple[jax.Array, ...]:
-        """In two steps, as a fingerprint. XLA for CPU would keep all three arrays otherwise."""
+        """Reduce in two steps, so that XLA for CPU does not store all three arrays."""
         several = tuple(folded(each, axis) for each in of)
         zeros = (np.float32(0),) * 3
         some = jax.lax.reduce(several, zeros, _joined, (several[0].ndim + axis - 1,))
@@ -36,13 +36,13 @@ def rounding_error(
 
     of = jnp.square(exact), jnp.square(rest), jnp.abs(rest)
     norm, lost, largest = jax.lax.platform_dependent(*of, cpu=in_groups, default=at_once)
-    # As parts of the largest scale, so that the square of an outlier is finite.
+    # Scales are divided by the largest one, so that the square of an outlier is finite.
     top = scale.max()
     part = jnp.square(scale / jnp.where(top == 0, 1, top))
     whole = (norm * part).sum()
     relative = jnp.sqrt((lost * part).sum() / jnp.where(whole == 0, 1, whole))
     most = (largest * scale).max()
-    # XLA's maximum for CPU leaves out NaN; a sum does not.
+    # XLA's maximum for CPU ignores NaN; a sum does not.
     return norm, jnp.stack([relative, jnp.where(jnp.isnan(relative), jnp.nan, most)])
 
 
