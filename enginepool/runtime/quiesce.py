@@ -154,7 +154,7 @@ class _Stop:
         stepping = [w.channel.single_stepping for w in workers if self._single_stepping]
         with one_step_at_a_time(stepping):
             for worker in workers:
-                # A drained engine idles until all are drained. Only then `run` stops them, all at once.
+                # A drained engine idles. Once all are drained, `run` stops them together.
                 job = _nothing if self._mode == "drain" else (lambda w=worker: self._stop(w))
                 future = worker.channel.run_when(lambda w=worker: self._due(w), job)
                 self._waits.append(future)
