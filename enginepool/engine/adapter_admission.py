@@ -28,8 +28,8 @@ class AdapterAdmission:
     """The adapters of one engine's requests. Used on the engine's thread.
 
     Args:
-        adapters: The pool's.
-        slots: The engine's.
+        adapters: The pool's adapters.
+        slots: The engine's slots.
         running: The requests that the engine has.
     """
 

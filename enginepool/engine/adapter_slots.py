@@ -45,16 +45,16 @@ class AdapterSlots:
     def __init__(self, model: Any, leaves: EngineLeaves) -> None:
         self.layers: dict[str, tuple[int, int]] = {}  # in, out
         self._leaves = leaves
-        # By leaf: the layers that it is of, in order.
+        # The layers of each leaf, in the leaf's order.
         self._layers_of: dict[str, list[str]] = {}
-        # By layer and side: its part of one slot.
+        # The shape of one slot, by layer and side.
         self._specs: dict[tuple[str, str], jax.ShapeDtypeStruct] = {}
         for same in layers_by_kind(model):
             layer = next(iter(same.values()))
             _, self.count, self.rank, size_in = layer.lora_A.shape
             self.layers |= dict.fromkeys(same, (size_in, layer.lora_B.shape[2]))
             for side in ("lora_A", "lora_B"):
-                # The model lists a leaf under the first layer that it comes to.
+                # Layers of one kind share a leaf. The model lists it under the first of them.
                 leaf = next(f"{p}.{side}" for p in same if f"{p}.{side}" in leaves.adapter_specs)
                 self._layers_of[leaf] = list(same)
                 spec = _of_one_slot(leaves.adapter_specs[leaf])
@@ -182,7 +182,7 @@ class AdapterSlots:
         self._held[adapter.number] = slot, adapter
 
     def _written(self, slot: int, placed: Placed) -> None:
-        """Layers that the adapter leaves alone get zeros."""
+        """Write a slot. Layers that the adapter does not change get zeros."""
         new = {}
         for leaf, paths in self._layers_of.items():
             side = leaf.rpartition(".")[2]
@@ -217,7 +217,7 @@ class AdapterSlots:
         """`prepare`, where the slot and the scale of each row are known.
 
         Args:
-            lengths: How many tokens each row has; None for one.
+            lengths: How many tokens each row has. None: each has one.
         """
         slots = np.full(len(batch.input_ids), NO_SLOT, np.int32)
         scales = np.zeros(len(batch.input_ids), np.float32)
@@ -230,14 +230,14 @@ class AdapterSlots:
 
 
 def _of_one_slot(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What one layer has of it in one slot."""
+    """The part of the leaf that one layer has in one slot."""
     assert isinstance(leaf.sharding, NamedSharding)
     sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[2:]))
     return jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype, sharding=sharding)
 
 
 def _with(leaf: jax.Array, layers: Sequence[jax.Array], slot: jax.Array) -> jax.Array:
-    """One layer after the other: then all are written in place, without an array of all."""
+    """Write the layers one after the other. XLA then writes in place and makes no array of all."""
     for index, one in enumerate(layers):
         where = index, slot, *(0,) * one.ndim
         leaf = jax.lax.dynamic_update_slice(leaf, one[None, None], where)

@@ -209,7 +209,7 @@ def _build_scheduler(
 
     load_format = args.load_format
     dummy = load_format == "dummy"
-    # Upstream's dummy loader makes a whole set in the model's dtype, before it quantizes.
+    # Upstream's dummy loader makes all weights in the model's dtype, before it quantizes.
     if not dummy or args.quantization_config_path:
         check = functools.partial(check_made, args)
         reading = functools.partial(start.stage, "read_weights")

@@ -90,7 +90,7 @@ class Channel:
         """End the engine's loop at its next step boundary."""
         self.run(stop_engine)
 
-    def stop_unheard(self, why: str) -> None:
+    def stop_stuck(self, why: str) -> None:
         """`stop` for a stuck engine: all other jobs fail now."""
         self._jobs.close(why, last=stop_engine)
 
@@ -172,7 +172,7 @@ class Channel:
     def _end_step(self) -> None:
         with self.running.lock:
             self.condition.stepping_since = None
-            self._look_whether_abandoned()
+            self._check_abandoned()
 
     def _begin_step(self, waited: bool) -> None:
         self.limiter.hold()
@@ -217,7 +217,7 @@ class Channel:
             StepTimeout: The requests were taken away meanwhile.
         """
         with self.running.lock:
-            self._look_whether_abandoned()
+            self._check_abandoned()
             taken = take_over()
             self.condition.stepping_since = time.perf_counter()
         return taken
@@ -232,7 +232,7 @@ class Channel:
         """Whether there is something to do at a step boundary."""
         return self._jobs.due()
 
-    def _look_whether_abandoned(self) -> None:
+    def _check_abandoned(self) -> None:
         condition = self.condition
         if condition.abandoned:
             raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")

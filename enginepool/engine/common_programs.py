@@ -169,7 +169,7 @@ def without_devices(value: Any) -> Any:
 
 @contextmanager
 def _without_devices(module: Any) -> Iterator[None]:
-    """Inside the block the module has abstract meshes. Upstream's host code needs the others."""
+    """Inside the block the module has abstract meshes. Upstream's host code needs concrete ones."""
     from flax import nnx
 
     replaced = []
@@ -193,7 +193,7 @@ def alike(one: object, other: object) -> bool:
 
 
 def _alike(one: Any, other: Any, begun: dict[tuple[int, int], Any]) -> bool:
-    if one is other or (pair := (id(one), id(other))) in begun:  # or compared further up
+    if one is other or (pair := (id(one), id(other))) in begun:  # or they are being compared
         return True
     if type(one) is not type(other):
         return False

@@ -74,7 +74,7 @@ class CurrentWeights:
             try:
                 other.channel.run(load).result()
             except EngineStopped:
-                continue  # it has left
+                continue  # it has failed
             except Exception as error:
                 # It has no weights until the next update.
                 condition.weights.missing = f"its weights are gone; copying them failed: {error}"
@@ -116,7 +116,7 @@ def _held(engine: PinnedEngine) -> Mapping[str, jax.Array]:
     """The weights of a failed engine that other engines may read."""
     with suppress(LookupError):  # it is taken apart
         leaves = dict(engine.leaves)
-        # In this order: a rebuild first sets `kept`, then changes the state, then has new leaves.
+        # In this order, because a rebuild sets `kept`, then changes the state, then has new leaves.
         if engine.condition.state in _KEEPING:
             return leaves
     return engine.kept

@@ -1,7 +1,7 @@
 """Whether an engine's devices still answer.
 
 A GPU whose context is lost, or a TPU that has halted, raises at every later call of the process. An
-engine on it cannot be made anew.
+engine on it cannot be rebuilt.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Reaches into upstream's models and its native attention, whose KV cache is replaced.
 
-What breaks: A trainer's own forward rounds otherwise than the engines' do. In bfloat16 both then
-disagree about the probability of every sampled token.
+What breaks: A trainer's own forward rounds differently from the engines' forward. In bfloat16 they
+then disagree about the probability of every sampled token.
 Why: Upstream's forward needs a KV cache, a batch of its scheduler, and leaves in its own layout.
 Remove when: Upstream's models take whole sequences, without a KV cache.
 
@@ -133,7 +133,7 @@ class ExportedForward:
         made: list[jax.Array] = []
         for tensors, converter in self._leaves:
             made += converter(*[params[name].astype(spec.dtype) for name, spec in tensors.items()])
-        # Attention is causal, so what lies behind a row's tokens changes nothing.
+        # Attention is causal, so padding after a row's tokens changes nothing.
         first = jnp.zeros(len(ids), int) if mask is None else jnp.argmax(mask, axis=1)
         ids = jax.vmap(jnp.roll)(ids, -first)
         logits = jax.vmap(self._sequence, in_axes=(None, 0))(made, ids)
@@ -177,13 +177,13 @@ class ExportedForward:
 
 
 class _NoCache:
-    """In the place of upstream's memory pools."""
+    """Replaces upstream's memory pools."""
 
     token_to_kv_pool = SimpleNamespace(page_size=1)
 
 
 class _Logits:
-    """In the place of a model's logits processor: the logits of all positions."""
+    """Replaces a model's logits processor. Returns the logits of all positions."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -193,7 +193,7 @@ class _Logits:
 
 
 class _Attention(NativeAttention):
-    """Upstream's native attention, of one sequence over its own keys and values."""
+    """Upstream's native attention without a KV cache: one sequence attends to itself."""
 
     def _get_and_update_kv_cache(self, k: Any, v: Any, *_: Any) -> Any:  # pyright: ignore
         # Slot 0 is padding to upstream.

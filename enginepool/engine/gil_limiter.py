@@ -2,8 +2,8 @@
 
 The GIL lets only one engine run Python at a time. But a step releases the GIL about twenty times,
 at every transfer and launch. If several engines want it, each release costs a switch of threads
-and cold caches. With the limiter an engine goes on until it waits for its device, over as many
-steps as that takes.
+and cold caches. With the limiter an engine that has a slot runs until it waits for its device,
+which may be several steps.
 """
 
 from __future__ import annotations

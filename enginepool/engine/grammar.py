@@ -27,8 +27,8 @@ from enginepool.process.upstream import expect
 
 _ALL = np.uint32((1 << 32) - 1)
 
-# Seconds that a request's masks may take, for each token and in addition. All requests of an engine
-# wait meanwhile. Most masks take a tenth of a millisecond.
+# Seconds that a request's masks may take for each token, and seconds that it has besides. All
+# requests of an engine wait meanwhile. Most masks take a tenth of a millisecond.
 _A_TOKEN = 0.003
 _IN_ADVANCE = 0.5
 

@@ -22,7 +22,7 @@ def stop_engine() -> None:
 
 
 class EngineStopped(Exception):
-    """A job could not run: the engine has left."""
+    """A job could not run, because the engine has stopped or failed."""
 
 
 class EngineBroken(EngineStopped):

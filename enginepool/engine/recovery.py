@@ -135,7 +135,7 @@ class Recovery:
             if request.internal_rid in error.requests:
                 request.faults.starts_alone = True
                 if error.alone:
-                    fault = self._look_at(engine, request)
+                    fault = self._find_fault(engine, request)
             if fault == "weights":
                 for other in self._engines:
                     other.condition.weights.nonfinite_under = weights.update
@@ -145,7 +145,7 @@ class Recovery:
                 request.call.finish(request, not_finite(weights.version, request.adapter))
         return movable
 
-    def _look_at(
+    def _find_fault(
         self, engine: PinnedEngine, request: Request
     ) -> Literal["resume", "request", "weights"]:
         """Decide what is at fault after a request that was alone had no finite numbers."""
@@ -212,7 +212,7 @@ class Recovery:
         with self._steering.turn("recovery"):
             if self._dispatch.closed:
                 return False
-            engine.kept = {}  # in place now; during this turn no other thread reads them
+            engine.kept = {}  # put in place; the steering lock keeps others from reading them
             self._bring_up_to_date(engine)
             if engine.condition.weights.missing is None:
                 self.weights.bring_from(engine)

@@ -64,7 +64,7 @@ def _check(embedding: Any, expected: Rotation, layer: int, fields: Mapping[str, 
     for radians in _RADIANS:
         positions = np.maximum(1, np.round(radians / frequencies)).astype(np.int64)
         positions = np.minimum(positions, np.iinfo(np.int32).max).astype(np.int32)
-        cosine, sine = _turned(embedding, positions, len(frequencies))
+        cosine, sine = _rotated(embedding, positions, len(frequencies))
         angles = positions * frequencies
         limit = scale * (_TOLERANCE + float(jnp.finfo(embedding.dtype).eps))
         wrong = np.maximum(
@@ -82,7 +82,7 @@ def _check(embedding: Any, expected: Rotation, layer: int, fields: Mapping[str, 
             )
 
 
-def _turned(embedding: Any, positions: np.ndarray, entries: int) -> tuple[np.ndarray, np.ndarray]:
+def _rotated(embedding: Any, positions: np.ndarray, entries: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine of each entry at its own position: (1, 0) rotated."""
     head = np.zeros((len(positions), embedding.head_size), np.float32)
     head[:, :entries] = 1.0

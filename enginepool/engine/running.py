@@ -86,7 +86,7 @@ class RunningRequests:
         outputs, too."""
         request.first_token_at = time.perf_counter()
         if request.cached_tokens is None:
-            # Outputs that it was given may be cached, as the prompt of another request.
+            # A resumed request's outputs may be cached, too, as the prompt of another request.
             request.cached_tokens = min(req.cached_tokens, len(request.input_ids))
 
     def proved(self, request: Request) -> None:

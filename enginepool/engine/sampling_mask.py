@@ -3,8 +3,7 @@
 Reaches into upstream's sampler: its top-k and top-p masks are called.
 
 What breaks: Upstream does not report the ids among which an id was sampled. A trainer that
-    renormalises over the whole
-vocabulary then weighs samples of top-p or top-k by wrong ratios.
+    renormalises over the whole vocabulary then weighs samples of top-p or top-k by wrong ratios.
 Why: Upstream's sampler draws from the filtered logits and drops them.
 Remove when: Upstream's sampler returns what its filters left.
 

@@ -164,7 +164,7 @@ class Scorer:
             elif self._begun or self._has_work():
                 self.waits_for_room = True
                 break
-            else:  # the whole pool is too small; a pool for a sliding window is
+            else:  # it does not fit the empty pool, which is small with a sliding window
                 self._waiting.popleft()
                 for request in prompt.requests:
                     self._cannot_hold(request)

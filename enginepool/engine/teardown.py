@@ -2,7 +2,7 @@
 
 Reaches into upstream's scheduler, worker and model runner.
 
-What breaks: A failed step leaves requests and KV pages. A scheduler that is gone keeps its arrays.
+What breaks: A failed step leaves requests and KV pages. A dropped scheduler keeps its arrays.
 Why: Upstream ends the process after an error, and leaves the rest to the garbage collector.
 Remove when: A scheduler can be emptied and closed.
 """

@@ -175,7 +175,7 @@ class EngineWorker(PinnedEngine):
                 return False
             try:
                 started = time.perf_counter()
-                self._make_anew(decision)
+                self._reset_or_rebuild(decision)
                 return self._recovery.readmit(self, decision, time.perf_counter() - started)
             except Exception as cause:
                 condition = self.condition
@@ -199,7 +199,7 @@ class EngineWorker(PinnedEngine):
             self.queue.detach(self.index)
             self._recovery.engine_failed(self, error, trace, requests)
 
-    def _make_anew(self, decision: Decision) -> None:
+    def _reset_or_rebuild(self, decision: Decision) -> None:
         reason = self.condition.reason
         if decision.action == "reset":
             self.condition.change(EngineState.RESETTING, reason, returns=True)

@@ -210,7 +210,7 @@ class Runtime:
         for worker in self.workers:
             if not worker.join(0.0 if worker.condition.abandoned else left()):
                 stuck.append(worker.index)
-                worker.channel.stop_unheard(str(error))
+                worker.channel.stop_stuck(str(error))
         # Callers do not wait for a stuck engine.
         dispatch.fail(dispatch.unfinished(), error)
         dispatch.fail(dispatch.take_waiting(), error)

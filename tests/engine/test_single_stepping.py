@@ -137,7 +137,7 @@ def test_engines_that_swap_wait_for_a_step_and_not_for_many(
 ) -> None:
     """A step at most is on its way when an engine hears of the swap."""
     pool, landings, stood = eight_at_once, dict[int, int](), list[int]()
-    look, pause = SteadyDecode._look_who_waits, EngineCondition.pause
+    look, pause = SteadyDecode._admit_waiting, EngineCondition.pause
 
     def looking(self: Any, in_flight: StepsInFlight) -> None:
         look(self, in_flight)
@@ -153,7 +153,7 @@ def test_engines_that_swap_wait_for_a_step_and_not_for_many(
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
         decoding(pool, 4)
-        monkeypatch.setattr(SteadyDecode, "_look_who_waits", looking)
+        monkeypatch.setattr(SteadyDecode, "_admit_waiting", looking)
         monkeypatch.setattr(EngineCondition, "pause", pausing)
         staged.commit(mode)
         call.result(SECONDS)

@@ -127,8 +127,8 @@ class Admission:
         chunked, all_reqs = self._in_chunks(), batch.reqs_info[0].reqs
         reqs = [req for req in all_reqs if not req.finished() and req not in chunked]
         join(scheduler.running_batch, reqs)
-        seated = [req for _, req in prefill.seated]
-        if others := [req for req in reqs if req not in seated]:
+        joining = [req for _, req in prefill.joining]
+        if others := [req for req in reqs if req not in joining]:
             in_flight.add_requests(others)
 
     @contextmanager

@@ -111,7 +111,7 @@ class SteadyDecode:
             self._run_steps(StepsInFlight(program, batch, block_table, reqs, limit))
         drop_ended(upstreams)
         write_back_batch(upstreams)
-        # As upstream's own steps would count. Upstream has lowered the ratio for the first step.
+        # Count as upstream's own steps do. Upstream has lowered the ratio for the first step.
         scheduler.forward_ct += batch.steps
         scheduler.new_token_ratio = max(
             scheduler.new_token_ratio - (batch.steps - 1) * scheduler.new_token_ratio_decay,
@@ -133,7 +133,7 @@ class SteadyDecode:
             self._read_oldest(in_flight)
             with self._reading_before_raising(in_flight):
                 if not in_flight.closed:
-                    self._look_who_waits(in_flight)
+                    self._admit_waiting(in_flight)
                 self._launch_ahead(in_flight)
         in_flight.write_back()
 
@@ -212,7 +212,7 @@ class SteadyDecode:
             for req in in_flight.remove(ended):
                 self._release(req)
         if batch.not_finite:
-            # The steps behind it computed with these numbers.
+            # Later steps in flight have computed with these numbers.
             in_flight.drop()
             self._hand_over([batch.reqs[row] for row in latest])
         elif news := [*ended, *sorted(batch.streamed.intersection(latest.tolist()))]:
@@ -240,7 +240,7 @@ class SteadyDecode:
 
     # Between two launches
 
-    def _look_who_waits(self, in_flight: StepsInFlight) -> None:
+    def _admit_waiting(self, in_flight: StepsInFlight) -> None:
         """Admit requests that wait. Launch no more if something needs a step boundary."""
         channel, admission = self._channel, self.admission
         channel.single_stepping.in_flight(in_flight.steps)
@@ -254,8 +254,8 @@ class SteadyDecode:
             in_flight.closed = True
 
     def _with_extras(self, req: Req) -> Request | None:
-        """The pool's request, if it gets more of each token than id and log-probability. A request
-        that joins before its prefill is read has no experts yet, and gets them."""
+        """The pool's request, if it gets more of each token than id and log-probability. In an
+        engine that returns experts every request does, even before its prefill is read."""
         assert self.program is not None
         request = self._channel.running.held.get(req.rid)
         if request is None or not (self.program.with_experts or request.wants_more):

@@ -28,7 +28,7 @@ from enginepool.engine.steady.device_batch import (
 )
 from enginepool.engine.steady.forward import Forward, put
 from enginepool.engine.steady.packing import limits_of, rest_of, rows_of, state_and_origin, unpack
-from enginepool.engine.steady.sample import Sample, held_back
+from enginepool.engine.steady.sample import Sample, penalise_and_mask
 
 if TYPE_CHECKING:
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
@@ -91,7 +91,7 @@ def _build_one_step(mesh: AbstractMesh, forward: Forward, sample: Sample) -> Cal
         output, kv, positions, experts = forward(
             leaves, kv, ids, lengths, batch.block_table, batch.adapters
         )
-        output = held_back(output, batch, state.tallies, lengths)
+        output = penalise_and_mask(output, batch, state.tallies, lengths)
         ids, sampled = sample(sampler, output, positions, batch)
         counted = state.tallies.at[jnp.arange(len(ids)), ids].add(1)
         tallies = put(mesh, counted, None, None)

@@ -133,13 +133,13 @@ class StepsInFlight:
         return new
 
     def add_prefill(self, prefill: LaunchedPrefill) -> None:
-        """Add a prefill that is launched. Of its requests, those whose first id the host need not
-        know are added, too."""
+        """Add a launched prefill, and its requests that can decode before the host knows their
+        first ids."""
         self._in_order.append(prefill)
         self.prefill, self._samples = prefill, prefill.output.ids
-        if prefill.seated:
-            reqs = [req for _, req in prefill.seated]
-            origins = [FROM_PREFILL + row for row, _ in prefill.seated]
+        if prefill.joining:
+            reqs = [req for _, req in prefill.joining]
+            origins = [FROM_PREFILL + row for row, _ in prefill.joining]
             prefill.rows += self.add_requests(reqs, origins)
 
     def take_first_ids(self, prefill: LaunchedPrefill) -> None:
@@ -165,7 +165,7 @@ class StepsInFlight:
         if ended:
             self.remove(ended)
 
-    def _seat(self, numbers: jax.Array) -> None:
+    def _set_new_rows(self, numbers: jax.Array) -> None:
         """Put the new rows into the device's state, and count the tokens that they already have in
         their tallies.
 
@@ -203,7 +203,7 @@ class StepsInFlight:
             self._on_device = sender.batch(batch.table, pages, batch.names, batch.features)
             self._stale = False
         if self._new:
-            self._seat(self._on_device.numbers)
+            self._set_new_rows(self._on_device.numbers)
         if self.batch.grammars:
             self._on_device = sender.masked(self._on_device, self.batch.grammars)
         return steps

@@ -39,7 +39,7 @@ class LaunchedPrefill:
 
     Attributes:
         experts: Of each id, if the engine returns them.
-        seated: The requests that can decode before the host knows their first ids, each with its
+        joining: The requests that can decode before the host knows their first ids, each with its
             row in the prefill. The others have a grammar, or more chunks.
         rows: The rows of these in a decode batch, if they are in one.
     """
@@ -48,7 +48,7 @@ class LaunchedPrefill:
     output: StepOutput
     features: Features
     experts: jax.Array | None
-    seated: list[tuple[int, Req]]
+    joining: list[tuple[int, Req]]
     rows: list[int] = field(default_factory=list)
 
 
@@ -107,10 +107,10 @@ class Prefill:
         sent = step.send(prompts, features, names, mask)
         output, _, experts = step.launch(len(prompts.ids), sent, tallies)
         output.ids.copy_to_host_async()
-        seated = [
+        joining = [
             (row, req) for row, req in enumerate(reqs) if not req.grammar and req.is_chunked <= 0
         ]
-        return LaunchedPrefill(batch, output, features, experts, seated)
+        return LaunchedPrefill(batch, output, features, experts, joining)
 
     def _fill(self, prompts: HostPrompts, reqs: list[Req], info: Any) -> list[int]:
         """Put requests into the rows. Returns the rows with penalties."""

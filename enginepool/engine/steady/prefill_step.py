@@ -36,7 +36,7 @@ from enginepool.engine.steady.device_batch import (
 from enginepool.engine.steady.extend import Extend, Prompts
 from enginepool.engine.steady.packing import pack, rest_of, state_and_origin, unpack
 from enginepool.engine.steady.program import StepProgram, supported
-from enginepool.engine.steady.sample import Sample, held_back
+from enginepool.engine.steady.sample import Sample, penalise_and_mask
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.scheduler import Scheduler
@@ -225,7 +225,7 @@ def _build(
         prompts = Prompts(lengths, prefixes, listed, ids, batch.adapters)
         output, kv, experts = extend(leaves, kv, prompts, head)
         output, scores = (output, None) if head is None else output
-        logits = held_back(output, batch, tallies, lengths)
+        logits = penalise_and_mask(output, batch, tallies, lengths)
 
         def sampled() -> StepOutput:
             return sample(sampler, logits, jnp.maximum(lengths - 1, 0), batch)[1]

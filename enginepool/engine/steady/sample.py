@@ -119,7 +119,7 @@ class Sample:
         )
 
 
-def held_back(
+def penalise_and_mask(
     output: LogitsProcessorOutput, batch: DeviceBatch, tallies: jax.Array, lengths: jax.Array
 ) -> LogitsProcessorOutput:
     """Inside a program: the model's output with penalties and masks applied, if there are any."""
