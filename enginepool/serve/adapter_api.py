@@ -36,19 +36,19 @@ class AdapterFolder(AdapterName):
 
 
 class LoadAdapter(AdapterFolder):
-    """sglang's. An adapter of the same name is replaced. `pinned` has no other value."""
+    """sglang's body. An adapter of the same name is replaced. `pinned` accepts its default only."""
 
     pinned: Literal[False] = False
 
 
 class LoadAdapterAsVllm(AdapterFolder):
-    """vLLM's. An adapter of the same name is replaced with `load_inplace` only."""
+    """vLLM's body. An adapter of the same name is replaced only if `load_inplace` is true."""
 
     load_inplace: bool = False
 
 
 class LoadedAdapters(BaseModel):
-    """sglang's. `loaded_adapters` has the folder of each by name."""
+    """sglang's reply. `loaded_adapters` has the folder of each adapter by its name."""
 
     success: bool = True
     error_message: str | None = None

@@ -134,7 +134,7 @@ class AdminOperations:
                 await self.resume()
 
     async def release_memory(self, tags: Sequence[str] | None) -> None:
-        """Release the memory of these tags, or of all without tags."""
+        """Release the memory of these tags; without tags, all of it."""
         async with self._lock:
             if _meant("kv_cache", tags):
                 await self._pool.async_release_memory_occupation()
@@ -162,15 +162,15 @@ class AdminOperations:
                 await self._pool.async_resume_memory_occupation()
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._alone(lambda: self._pool.async_pause_generation(mode))
+        await self._run_locked(lambda: self._pool.async_pause_generation(mode))
 
     async def resume(self) -> None:
-        await self._alone(self._pool.async_continue_generation)
+        await self._run_locked(self._pool.async_continue_generation)
 
     async def flush_cache(self) -> None:
-        await self._alone(self._pool.async_flush_cache)
+        await self._run_locked(self._pool.async_flush_cache)
 
-    async def _alone(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run_locked(self, work: Callable[[], Awaitable[None]]) -> None:
         async with self._lock:
             await work()
 

@@ -41,7 +41,7 @@ class _Interval:
                 self.prompt_tokens += output.prompt_tokens
                 self.cached_tokens += output.cached_tokens
 
-    def said(self) -> dict[str, float | None]:
+    def figures(self) -> dict[str, float | None]:
         """The figures of a sample; None where there was no request."""
         return {
             "first_token_p95": _p95(self.first_tokens),
@@ -81,7 +81,7 @@ class History:
                 "tokens_per_sec": (tokens - self._last[2]) / seconds,
                 "running": sum(w.channel.load() for w in self._runtime.workers),
                 "waiting": self._runtime.dispatch.waiting,
-                **self._interval.said(),
+                **self._interval.figures(),
             }
         )
         self._last, self._interval = now, _Interval()

@@ -61,7 +61,7 @@ class ResetQuery(BaseModel, extra="forbid"):
 
 
 class WeightDir(BaseModel):
-    """prime-rl's."""
+    """prime-rl's body."""
 
     weight_dir: str = Field(min_length=1)
     mode: SwapMode | None = None
@@ -69,7 +69,7 @@ class WeightDir(BaseModel):
 
 
 class MemoryTags(BaseModel):
-    """`cuda_graph` is taken, and does nothing. All memory, if left out or empty."""
+    """Without tags, all memory is meant. The tag `cuda_graph` is accepted and does nothing."""
 
     tags: Tags = None
 

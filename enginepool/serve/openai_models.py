@@ -24,10 +24,10 @@ from sgl_jax.srt.entrypoints.openai.protocol import (
 
 from enginepool.dispatch.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
-from enginepool.serve.unknown_fields import NothingUnread
+from enginepool.serve.unknown_fields import KnownFieldsOnly
 
 
-class WireFields(NothingUnread):
+class WireFields(KnownFieldsOnly):
     """Fields that vLLM's clients add.
 
     Attributes:

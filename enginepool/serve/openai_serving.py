@@ -59,7 +59,7 @@ def check_upstream() -> None:
 
 
 def _special_tokens(body: CompletionBody) -> bool | None:
-    """Whether the tokenizer adds its own to a text; nothing is added to token ids."""
+    """Whether the tokenizer adds its special tokens to a text. Token ids stay as they are."""
     return False if not body.add_special_tokens and _is_text(body.prompt) else None
 
 

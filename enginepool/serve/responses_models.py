@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from enginepool.dispatch.request import MAX_TOP_LOGPROBS
-from enginepool.serve.unknown_fields import NothingUnread
+from enginepool.serve.unknown_fields import KnownFieldsOnly
 
 LOGPROBS = "message.output_text.logprobs"
 # The others belong to tools and images, which no response here has.
@@ -139,7 +139,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class ResponsesBody(NothingUnread, BaseModel):
+class ResponsesBody(KnownFieldsOnly, BaseModel):
     """Input that is too long is an error, with `truncation` "auto" as well. `include` may name
     results of tools and images, which no response has. The fields from `seed` on are sglang's and
     vLLM's. The last five are for servers that keep conversations, and are refused unless they ask

@@ -147,7 +147,7 @@ class Events:
             yield from self._begun("reasoning", summary=[], content=_reasoning(""))
             yield self._grown("reasoning_text", delta["reasoning_content"])
         logprobs = (choice.get("logprobs") or {}).get("content") or []
-        if delta["content"] or (logprobs and self._says_nothing_else(delta)):
+        if delta["content"] or (logprobs and self._belongs_to_message(delta)):
             yield from self._begun("message", role="assistant", content=[_text("", [])])
             assert self._item is not None
             self._item["content"][0]["logprobs"] += logprobs
@@ -162,7 +162,7 @@ class Events:
                 self._item["arguments"] += arguments
                 yield self._of_item("response.function_call_arguments.delta", delta=arguments)
 
-    def _says_nothing_else(self, delta: Mapping[str, Any]) -> bool:
+    def _belongs_to_message(self, delta: Mapping[str, Any]) -> bool:
         """Whether log-probabilities without text belong to the message."""
         if delta["reasoning_content"] or delta["tool_calls"]:
             return False

@@ -8,7 +8,7 @@ from typing import Any
 from enginepool.dispatch.grammar import KINDS
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.sampling import NAMES
-from enginepool.serve.unasked import says_nothing, without_unasked
+from enginepool.serve.default_only import is_empty, without_defaults
 from enginepool.values import described, is_int, shown
 
 _INT32, _INT64 = 1 << 31, 1 << 63
@@ -30,7 +30,7 @@ def as_taken(params: Any) -> Any:
         return [as_taken(one) for one in params]
     if not isinstance(params, Mapping):
         return params
-    taken = without_unasked(_with_custom(params), NAMES)
+    taken = without_defaults(_with_custom(params), NAMES)
     _check_stop(taken.get("stop"))
     if is_int(taken.get("top_k")) and taken["top_k"] == 0:
         taken["top_k"] = -1
@@ -52,7 +52,7 @@ def _with_custom(params: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(custom, Mapping):
         return taken if custom is None else {**taken, "custom_params": custom}
     for name, value in custom.items():
-        if name not in NAMES and not says_nothing(value):
+        if name not in NAMES and not is_empty(value):
             raise InvalidRequest(
                 f"custom_params.{name}={described(value)}: custom_params may only hold "
                 "sampling parameters"

@@ -193,7 +193,7 @@ class ServedModels:
         used = [each for each in self._used if each in loaded]
         self._used = OrderedDict.fromkeys(used)
         for each in [*(name for name in loaded if name not in self._used), *used]:
-            if each not in in_use and self._is_the_folders(loaded[each]):
+            if each not in in_use and self._is_from_resolver(loaded[each]):
                 # At once and on this thread: the next request finds it missing, and loads it.
                 self._adapters.remove(each)
                 return
@@ -204,7 +204,7 @@ class ServedModels:
             code="adapters_full", retry_after=1,
         )  # fmt: skip
 
-    def _is_the_folders(self, adapter: Adapter) -> bool:
+    def _is_from_resolver(self, adapter: Adapter) -> bool:
         """Whether the adapter was read from the resolver's folder. The folder may be gone, because
         trainers delete old checkpoints. An adapter with a version that an administrator gave does
         not count: it could not be loaded again."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
     from enginepool.serve.service import Service
 
-# Seconds in which requests that the drain has ended return their tokens.
+# Seconds for requests to return their tokens after the drain has ended them.
 _GRACE_SECONDS = 10.0
 # Seconds after the drain for clients that read slowly or have not sent their request.
 _CLOSE_SECONDS = 0.3

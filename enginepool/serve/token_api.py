@@ -154,7 +154,7 @@ def _choice(index: int, result: dict[str, Any], sent: int) -> TokenChoice:
 async def _experts(
     exchange: Exchange, sampling: TokenSampling, index: int, result: dict[str, Any]
 ) -> str | None:
-    """Those of an output that has ended, if they are wanted."""
+    """The experts of an output that has ended, if they are wanted."""
     if EXPERTS not in result["meta_info"]:
         return None
     assert exchange.call is not None

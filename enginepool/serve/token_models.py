@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from enginepool.dispatch.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
+from enginepool.serve.default_only import without_defaults
 from enginepool.serve.openai_models import MaskRows, PromptLogprobs, ToolBody, Turn
-from enginepool.serve.unasked import without_unasked
-from enginepool.serve.unknown_fields import NothingUnread
+from enginepool.serve.unknown_fields import KnownFieldsOnly
 
 
 class TokenSampling(BaseModel):
@@ -51,8 +51,8 @@ class TokenSampling(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def leave_out_what_asks_for_nothing(cls, values: Any) -> Any:
-        return without_unasked(values, cls.model_fields) if isinstance(values, dict) else values
+    def leave_out_defaults(cls, values: Any) -> Any:
+        return without_defaults(values, cls.model_fields) if isinstance(values, dict) else values
 
     def as_upstreams(self) -> dict[str, Any]:
         renamed = {
@@ -119,7 +119,7 @@ class TokensOut(BaseModel):
     usage: TokenUsage | None = None
 
 
-class Tokenize(NothingUnread):
+class Tokenize(KnownFieldsOnly):
     """A prompt, or a conversation, which is rendered as for an answer."""
 
     model: str | None = None

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
 from starlette.datastructures import QueryParams
 
+from enginepool.serve.default_only import has_default, is_empty
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.openapi_schema import INTERNAL
-from enginepool.serve.unasked import asks_for_nothing, says_nothing
 from enginepool.values import described, did_you_mean
 
 # Taken and ignored: they are for a client's own use.
@@ -21,7 +21,7 @@ _BOOKS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
 _INNER_BOOKS = frozenset(("provider_specific_fields",))
 
 
-class NothingUnread(BaseModel):
+class KnownFieldsOnly(BaseModel):
     """A body whose inner objects may only have names that its models know.
 
     Raises:
@@ -31,7 +31,7 @@ class NothingUnread(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _nothing_unread(cls, values: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+    def _known_fields_only(cls, values: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
         made = read(values)
         read_as = vars(made)  # its attributes warn of what OpenAI calls deprecated
         for name, inner in values.items() if isinstance(values, dict) else ():
@@ -50,7 +50,7 @@ def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
     for name, inner in value.items():
         if name in fields:
             check_inner(inner, getattr(made, fields[name]), f"{where}.{name}", param=param)
-        elif name not in _INNER_BOOKS and not says_nothing(inner):
+        elif name not in _INNER_BOOKS and not is_empty(inner):
             raise _unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
 
 
@@ -58,7 +58,7 @@ def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool
     """Check a body's own names, and remove those that ask for nothing."""
     for name in sorted(body.keys() - known):
         value = body[name]
-        if asks_for_nothing(name, value) or (generates and name in _BOOKS):
+        if has_default(name, value) or (generates and name in _BOOKS):
             del body[name]
             continue
         raise _unknown(name, value, _hint(name, known), name)

@@ -251,7 +251,9 @@ def test_values_that_mean_nothing(
         (TOKENIZE, {"messages": TURNS, "add_special_tokens": False}),
     ],
 )
-def test_what_asks_for_nothing(plain: Running, path: str, field: dict[str, Any]) -> None:
+def test_a_field_with_its_default_value_is_accepted(
+    plain: Running, path: str, field: dict[str, Any]
+) -> None:
     """A value that means what happens anyway, and names for the client's own books, are taken."""
     with plain.http() as client:
         reply = client.post(path, json=BODIES[path] | field)

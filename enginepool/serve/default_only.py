@@ -54,23 +54,23 @@ _NAMES = frozenset(
 )
 
 
-def asks_for_nothing(name: str, value: Any) -> bool:
+def has_default(name: str, value: Any) -> bool:
     if name in _DEFAULTS:
         return value is None or value in _DEFAULTS[name]
-    return name in _NAMES and says_nothing(value)
+    return name in _NAMES and is_empty(value)
 
 
-def says_nothing(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
     """Whether a value is null, false, an empty text or list, or an object of such values."""
     if isinstance(value, Mapping):
-        return all(map(says_nothing, value.values()))
+        return all(map(is_empty, value.values()))
     return value is None or value is False or value in ("", [])
 
 
-def without_unasked(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def without_defaults(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The parameters, without null values and without unknown fields that have their default."""
     return {
         name: value
         for name, value in values.items()
-        if value is not None and (name in known or not asks_for_nothing(name, value))
+        if value is not None and (name in known or not has_default(name, value))
     }
