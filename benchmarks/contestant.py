@@ -34,7 +34,7 @@ class Contestant:
         """
         Args:
             kind: "pool", or "upstream" in its default.
-            engines: Of a pool.
+            engines: How many engines a pool has, or how many processes upstream has.
             options: See `peer_process.py`.
         """
         self.name = name
@@ -93,7 +93,7 @@ class Contestant:
 def random_job(
     count: int, prompt: tuple[int, int], output: tuple[int, int], step_ms: float, seed: int
 ) -> dict[str, Any]:
-    """Greedy requests with random prompts. Lengths are the least and the most tokens."""
+    """Greedy requests with random prompts. `prompt` and `output` are ranges of tokens."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(*prompt))] for _ in range(count)]
     params = [

@@ -37,7 +37,7 @@ from enginepool.doctor.environment import versions
 from enginepool.doctor.first_run.process import GRACE, run_stage
 
 _SECONDS = 600.0
-# By part: the seconds that it may take of these.
+# The seconds that each part may take, if all have _SECONDS.
 PARTS = {"exact": 150.0, "pool": 240.0, "single": 150.0, "default": 180.0, "all": 240.0}
 _DEVICES = "devices"
 

@@ -14,15 +14,15 @@ import jax
 
 # The lanes of a trace that show a device's work: a GPU's streams, a TPU's programs.
 _LANES = ("Stream", "XLA Modules")
-_GAP = 50.0  # microseconds from which on a gap counts as one
+_GAP = 50.0  # microseconds; a shorter gap is not counted
 
 
 def busy_share(folder: Path, seconds: float, work: Callable[[], Any]) -> dict[str, Any]:
-    """Trace so many seconds in the middle of `work`. CPU's trace has no device: the figures are
-    missing."""
+    """Trace this many seconds in the middle of `work`. On CPU there are no figures, because its
+    trace has no device."""
     thread = threading.Thread(target=work)
     started = time.perf_counter()
-    work()  # how long it takes
+    work()  # to learn how long it takes
     pause = max(0.0, (time.perf_counter() - started - seconds) / 2)
     thread.start()
     time.sleep(pause)
@@ -36,7 +36,7 @@ def busy_share(folder: Path, seconds: float, work: Callable[[], Any]) -> dict[st
 
 
 def shares(trace: Any) -> dict[str, Any]:
-    """From a trace's events: the share of the time, from the first to the last, in which an event
+    """The share of the time between the first and the last event of a trace in which an event
     runs."""
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     lanes = {

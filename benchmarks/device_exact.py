@@ -20,7 +20,7 @@ from enginepool.toy.model import forward
 _LENGTHS, _SMALL_LENGTHS = (7, 33, 64, 120, 5, 90, 17, 200), (7, 3, 20, 12)
 # Where the two best logits are closer, either is right, and the comparison ends.
 _TIE = 1e-3
-# Of a log-probability. CPU stays below a tenth of it.
+# The largest error of a log-probability. On CPU it stays below a tenth of this.
 _LARGEST_ERROR = 1e-3
 
 
@@ -52,7 +52,7 @@ def compared(job: dict[str, Any], pool: EnginePool) -> tuple[np.ndarray, int]:
         return_logprob=True,
     )
     config, weights = read_model(Path(job["model"]))
-    # On an engine's device, beside its own weights, as a trainer's are.
+    # On an engine's device beside the engine's weights, as a trainer's weights are.
     weights = jax.device_put(weights, jax.devices()[0])
     reference = jax.jit(partial(_reference, config, count))
     errors, wrong = [], 0
@@ -73,8 +73,8 @@ def compared(job: dict[str, Any], pool: EnginePool) -> tuple[np.ndarray, int]:
 def _reference(
     config: dict[str, Any], count: int, weights: Any, ids: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For so many ids from `start` on: their log-probabilities, the best ids, and how far ahead of
-    the second these are."""
+    """For `count` ids from `start` on: their log-probabilities, the best ids, and by how much these
+    are better than the second best."""
     logits = forward(config, weights, ids[None])[0]
     logits = jax.lax.dynamic_slice_in_dim(logits, start - 1, count)
     chosen = jax.lax.dynamic_slice_in_dim(ids, start, count)

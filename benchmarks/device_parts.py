@@ -1,6 +1,6 @@
 """The process of one part of `benchmarks.device`: `python -m benchmarks.device_parts JOB`.
 
-It speaks as a stage of the first run does (enginepool/doctor/first_run/stages.py).
+It prints what a stage of the first run prints (enginepool/doctor/first_run/stages.py).
 """
 
 from __future__ import annotations

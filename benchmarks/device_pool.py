@@ -75,7 +75,7 @@ def swaps(job: Job, pool: EnginePool, found: Finding) -> None:
 
 
 def bfloat16(job: Job, pool: EnginePool, found: Finding) -> None:
-    """How far bfloat16's log-probabilities are from float32's; other ids are no fault."""
+    """How far bfloat16's log-probabilities are from float32's; different ids are no error."""
     errors, wrong = compared(job, pool)
     found.seen |= {"mean_error": float(errors.mean()), "largest_error": float(errors.max())}
     found.seen |= {"outputs_with_other_ids": wrong}
@@ -90,7 +90,7 @@ def fault(job: Job, pool: EnginePool, found: Finding) -> None:
     down, *_, up = pool.events()[events:]
     found.seen |= {"seconds": up["time"] - down["time"], "by": up.get("by")}
     found.expect(up["event"] == "engine_recovered", f"the last event is {up['event']}")
-    found.expect(same, "the answers are others")
+    found.expect(same, "the outputs differ")
 
 
 def memory(_: Job, pool: EnginePool, found: Finding) -> None:
@@ -98,7 +98,7 @@ def memory(_: Job, pool: EnginePool, found: Finding) -> None:
 
 
 def busy(job: Job, pool: EnginePool, found: Finding) -> None:
-    """The device's busy share in decode. Last: a process was seen to end under the profiler."""
+    """The device's busy share in decode. It runs last, because the profiler has ended a process."""
     with tempfile.TemporaryDirectory(prefix="device-trace-") as folder:
         prompts, params = requests("decode", _vocab_size(pool), 1, small=job["small"])
         share = busy_share(

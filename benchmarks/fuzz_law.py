@@ -59,10 +59,10 @@ class _Output:
             return
         early = [place for place, one in enumerate(ids[:-1]) if one in self._stopping]
         if early:
-            yield f"goes on behind end id {ids[early[0]]} at {early[0]}"
+            yield f"continues after end id {ids[early[0]]} at {early[0]}"
         by_id = ids[-1] in self._stopping
         if (count := self._stopped[0]) is not None and count < len(ids):
-            yield f"goes on behind a stop string, complete with token {count} of {len(ids)}"
+            yield f"continues after a stop string, complete with token {count} of {len(ids)}"
         by_string = count == len(ids)
         if len(ids) > params["max_new_tokens"]:
             yield f"{len(ids)} tokens"

@@ -144,7 +144,7 @@ def _timed(steady: Any) -> Callable[[], float]:
 
 
 def _back_to_back(scheduler: Any, steps: int) -> None:
-    """Run the largest batch's decode program so often, on an idle engine. KV cache is spoilt."""
+    """Run the largest batch's decode program in a row on an idle engine. This spoils its KV cache."""
     from sgl_jax.srt.layers.logits_processor import LogitsMetadata
     from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -167,7 +167,7 @@ def _back_to_back(scheduler: Any, steps: int) -> None:
 
 
 class _Upstream:
-    """Upstream's engine in its default, on a thread of its own: that is where its loop belongs."""
+    """Upstream's engine in its default, on a thread of its own, which runs its event loop."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         config = PoolConfig(setup["model"], server_args=setup["server_args"])

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 import patches
 
-# Of an engine for it: four requests at a time, and a KV cache that costs the CPU little.
+# Options of an engine for it: four requests at a time, a KV cache that costs the CPU little.
 SERVER_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "context_length": 256,

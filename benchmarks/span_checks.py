@@ -43,13 +43,13 @@ class Finished:
 
     @property
     def lora_spans(self) -> list[list[Any]]:
-        """Of the versions of its adapter. None is the base's."""
+        """The spans of its adapter's versions. The version None is the base."""
         spans = self.result["meta_info"].get("lora_versions")
         return [[0, len(self.output), None]] if spans is None else spans
 
     @property
     def pieces(self) -> list[tuple[int, int, int, int | None]]:
-        """From one token to another, and the versions of weights and adapter that they are of."""
+        """Ranges of tokens, each with its version of the weights and of the adapter."""
         return [
             (max(start, first), min(end, last), version, adapter)
             for start, end, version in self.spans

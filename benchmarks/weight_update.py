@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(measure(pool, case, args.rounds, args.staging))
                 print(f"measured {case.name}", flush=True)
             if len({row["fingerprint"] for row in rows}) > 1:
-                sys.exit(f"every source has the same weights, but not the engines: {rows}")
+                sys.exit(f"every source has the same weights, but the engines differ: {rows}")
             if args.lora:
                 rows.append(measure_adapter(pool, directory, other, args.lora, args.rounds))
             if args.staging == "double":
@@ -220,7 +220,7 @@ def _show(figures: dict[str, Any]) -> None:
                 for row in figures["pauses"]
             ),
         )
-        print("wait: from staged until engines stand; with drain until running outputs have ended.")
+        print("wait: from staged until all engines stopped; with drain until outputs have ended.")
 
 
 def _line(row: dict[str, Any]) -> list[str]:

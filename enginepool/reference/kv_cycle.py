@@ -22,7 +22,7 @@ def run(
     Args:
         kv_drop_rebuild: Drop the KV caches before the second set of parameters is made. Otherwise
             both are in memory at the same time.
-        assert_same_output: Whether it is a failed check if the output differs afterwards.
+        assert_same_output: Whether a different output afterwards is a failed check.
     """
     with started("kv-cycle", options) as this:
         tree = read_tree(this)

@@ -17,8 +17,8 @@ class Printer:
     """Prints phases to standard output as they happen, and failed checks to standard error.
 
     Attributes:
-        sink: A function that is called with the number and the record of every phase. None: no such
-            function.
+        sink: A function that is called with the number and the record of every phase, or
+            None.
         failed: Messages of the checks that failed.
     """
 

@@ -36,7 +36,7 @@ def test_an_engine_that_failed_is_seen(make_pool: MakePool) -> None:
 
 
 WRONG: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
-    "goes on behind end id": lambda params, _: params.update(
+    "continues after end id": lambda params, _: params.update(
         ignore_eos=False, stop_token_ids=[*range(256)]
     ),
     "ended without a reason": lambda params, _: params.update(max_new_tokens=13),
