@@ -144,7 +144,7 @@ def _timed(steady: Any) -> Callable[[], float]:
 
 
 def _back_to_back(scheduler: Any, steps: int) -> None:
-    """Run the largest batch's decode program in a row on an idle engine. This spoils its KV cache."""
+    """Run the largest decode program again and again on an idle engine. Its KV cache is spoilt."""
     from sgl_jax.srt.layers.logits_processor import LogitsMetadata
     from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 

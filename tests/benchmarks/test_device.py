@@ -20,7 +20,7 @@ CHECKS = (
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_command(tmp_path: Path) -> None:
-    """On CPU with the toy's shape every part is ok, in the order of worth, with its figures."""
+    """On CPU with the toy's shape every part succeeds, in its order, with its figures."""
     file = tmp_path / "device.json"
     command = [sys.executable, "-m", "benchmarks.device", "--small", "--json", str(file)]
     done = subprocess.run(
@@ -47,7 +47,7 @@ def test_command(tmp_path: Path) -> None:
 
 
 def trace(*spans: tuple[float, float]) -> list[dict]:
-    """A GPU's trace in Chrome's form, with something that is no stream beside it."""
+    """A GPU's trace in Chrome's format. One of its lanes is no stream."""
     names = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
         {"ph": "M", "pid": 1, "tid": 5, "name": "thread_name", "args": {"name": "Stream #13"}},
@@ -61,7 +61,7 @@ def trace(*spans: tuple[float, float]) -> list[dict]:
 
 
 def test_busy_share() -> None:
-    """Spans that overlap count once; a gap is what no span covers."""
+    """Overlapping spans count once. A gap is a time that no span covers."""
     found = shares(trace((1000, 2000), (1500, 1800), (1900, 2500), (2600, 3000)))
     assert found["percent"] == pytest.approx(95.0)
     assert found["window_ms"] == 2.0
@@ -69,5 +69,5 @@ def test_busy_share() -> None:
 
 
 def test_no_device_in_a_trace() -> None:
-    """As on CPU: no figure, rather than a wrong one."""
+    """A trace without a device, as on CPU, gives no figure."""
     assert shares({"traceEvents": trace()[3:]}) == {}

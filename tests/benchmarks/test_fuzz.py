@@ -1,4 +1,4 @@
-"""The fuzz would see what is wrong. It runs in `tests/integrations/test_fuzz.py`."""
+"""The fuzz finds the faults that it should find. It runs in `tests/integrations/test_fuzz.py`."""
 
 import copy
 from collections.abc import Callable
@@ -26,7 +26,7 @@ PARAMS: dict[str, Any] = {
 
 
 def test_an_engine_that_failed_is_seen(make_pool: MakePool) -> None:
-    """Also if its requests went on and nobody heard of it."""
+    """Even if its requests continued and no caller got an error."""
     pool = make_pool(devices=1, max_restarts=10)
     before = len(pool.events())
     faults.raise_in_step(pool, 0)
@@ -56,7 +56,7 @@ WRONG: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_it_would_see(pool: EnginePool, model_dir: Callable[[str], Any], wrong: str) -> None:
-    """An output that is right as it was asked for, and is not otherwise."""
+    """The same output is right for its own parameters and wrong for others."""
     from llguidance.hf import from_tokenizer
     from transformers import AutoTokenizer
 

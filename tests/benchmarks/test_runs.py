@@ -1,4 +1,4 @@
-"""The benchmark runs, and prints and writes what it says."""
+"""Benchmarks run, and print and write what their docstrings promise."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_busy_benchmark_counts_the_devices_steps(tmp_path):
-    """On a device that is only simulated, nobody is busier than always."""
+    """A simulated device is never busier than all of the time."""
     file = tmp_path / "figures.json"
     options = ["--engines", 2, "--step-ms", 3, "--batch", 2, "--tokens", 12, "--rounds", 1]
     workloads = ["decode", "arrivals", "streams", "sampled", "masks"]
@@ -42,7 +42,8 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
 
 
 def test_experts_that_are_replayed(tmp_path):
-    """A trainer in bfloat16 routes some tokens otherwise. Replay brings it nearer."""
+    """A trainer in bfloat16 routes some tokens to other experts. Replay brings its log-
+    probabilities nearer to the engine's."""
     file = tmp_path / "figures.json"
     printed = run("benchmarks.expert_replay", "--prompts", 12, "--rounds", 1, "--json", file)
     assert "its own experts" in printed
@@ -54,7 +55,8 @@ def test_experts_that_are_replayed(tmp_path):
 
 
 def test_scores_beside_samples(tmp_path):
-    """In bfloat16 nearly all are equal to the last bit, and all where both are scored."""
+    """In bfloat16 nearly all log-probabilities are equal to the last bit. All are where both
+    were scored."""
     file = tmp_path / "figures.json"
     printed = run("benchmarks.score_gap", "--dtype", "bfloat16", "--prompts", 4, "--json", file)
     assert "scored together, sampled together" in printed
@@ -68,7 +70,7 @@ def test_scores_beside_samples(tmp_path):
 
 
 def test_host_cost_of_adapters(tmp_path):
-    """No step compiles anything, whatever adapters its requests have."""
+    """No step compiles anything, whichever adapters its requests have."""
     file = tmp_path / "figures.json"
     options = ["--lora", 4, "--batch", 9, "--rounds", 1, "--json", file]
     printed = run("benchmarks.host_cost", *options)
@@ -102,7 +104,7 @@ def test_a_point_with_too_few_cores_is_marked(engines, limited):
 
 
 def run(*arguments: Any) -> str:
-    """What a benchmark prints; it succeeds."""
+    """The output of a benchmark, which must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
         cwd=ROOT,
@@ -115,7 +117,8 @@ def run(*arguments: Any) -> str:
 
 
 def test_startup_benchmark_opens_the_pools_that_it_says(tmp_path):
-    """Of so many engines each; the seconds are those of all of them, and of the first token."""
+    """Each pool has the number of engines asked for. The seconds are those of all engines, and
+    of the first token."""
     file = tmp_path / "figures.json"
     options = ["--engines", 1, 2, "--rounds", 1, "--layers", 1, "--batch", 2, "--json", file]
     printed = run("benchmarks.startup", *options)
@@ -143,7 +146,8 @@ def test_startup_benchmark_opens_a_checkpoint_of_a_size(tmp_path):
 
 
 def test_weight_update_benchmark_counts_the_hosts_time(tmp_path):
-    """Of many tiny leaves: a row for each source, with plain JAX beside it where anything moves."""
+    """With many tiny leaves there is a row for each source, with plain JAX beside it where
+    anything moves."""
     file = tmp_path / "figures.json"
     options = ["--leaves", 30, "--engines", 2, "--rounds", 1, "--json", file]
     printed = run("benchmarks.weight_update", *options)
@@ -158,7 +162,7 @@ def test_weight_update_benchmark_counts_the_hosts_time(tmp_path):
 
 
 def test_weight_update_benchmark_moves_what_it_says(tmp_path):
-    """Every source brings the same weights, in as many bytes as the peer moves."""
+    """Every source brings the same weights. It moves as many bytes as plain JAX does."""
     file = tmp_path / "figures.json"
     options = ["--size-gb", 0.005, "--engines", 2, "--rounds", 1, "--json", file]
     printed = run("benchmarks.weight_update", *options)

@@ -1,4 +1,5 @@
-"""Configurations, whichever transformers wrote them: engines, reloads and plans read the same.
+"""Configurations are read alike, whichever version of transformers wrote them: by engines, reloads
+and plans.
 
 What transformers 5 writes is recorded in transformers5.json (scripts/record_goldens.py). Engines
 that compute what it says are in test_rotary.py.
@@ -24,7 +25,7 @@ GIVEN_THETA = {"json_model_override_args": '{"rope_theta": 5.0}'}
 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """A directory as transformers 5 writes it, one as transformers 4 does, and the fields."""
+    """A directory as transformers 5 writes it, one as transformers 4 writes it, and the fields."""
     fields = CASES[request.param]["config"]
     fields = fields | {"architectures": [ARCHITECTURES[fields["model_type"]]]}
     new, old = tmp_path / "new", tmp_path / "old"
@@ -40,7 +41,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def upstreams(folder: Path, **server_args: Any) -> Any:
-    """The model's configuration as an engine of a pool has it."""
+    """The model's configuration as a pool's engine has it."""
     from sgl_jax.srt.configs.model_config import ModelConfig
     from sgl_jax.srt.server_args import ServerArgs
 
@@ -51,7 +52,7 @@ def upstreams(folder: Path, **server_args: Any) -> Any:
 def test_engines_read_what_transformers_5_wrote(
     case: tuple[Path, Path, dict[str, Any]],
 ) -> None:
-    """Every field that the older writer has reaches upstream's model with its value."""
+    """Every field that transformers 4 writes reaches upstream's model with its value."""
     new, old, fields = case
     found, expected = upstreams(new), upstreams(old)
     assert found.dtype == expected.dtype
@@ -69,7 +70,8 @@ def test_plans_and_reloads_read_the_same(case: tuple[Path, Path, dict[str, Any]]
 
 
 def test_reloads_see_another_base(tmp_path: Path) -> None:
-    """Between the two forms as within one; what the user overrides is no difference."""
+    """A different base is found between the two formats as within one. Fields that the user
+    overrides do not count."""
     one = write(tmp_path / "one", CASES["qwen2"]["written"])
     rope = {"rope_theta": 78.0, "rope_type": "default"}
     other = write(tmp_path / "other", CASES["qwen2"]["written"] | {"rope_parameters": rope})
@@ -79,7 +81,7 @@ def test_reloads_see_another_base(tmp_path: Path) -> None:
 
 
 def test_the_users_overrides_come_last(tmp_path: Path) -> None:
-    """In either form, over either form."""
+    """The user's overrides may have either format, over a file of either format."""
     new = write(tmp_path / "new", CASES["qwen3_moe"]["written"])
     old = write(tmp_path / "old", {"model_type": "qwen3", "rope_theta": 77.0})
     rope = {"rope_theta": 5.0, "rope_type": "yarn", "factor": 2.0}
@@ -95,7 +97,8 @@ def test_the_users_overrides_come_last(tmp_path: Path) -> None:
 
 
 def test_layers_of_one_kind() -> None:
-    """Parameters by layer type are the model's if all say the same; else they stay as they are."""
+    """Parameters by layer type become the model's parameters if all of them are equal. Otherwise
+    they stay as they are."""
     one = {"rope_theta": 5.0, "rope_type": "default"}
     by_type = {"full_attention": one, "sliding_attention": dict(one)}
     gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
@@ -111,8 +114,8 @@ PLAIN = {"rope_type": "default", "rope_theta": 77.0}
 
 
 def test_two_kinds_of_scaling(tmp_path: Path) -> None:
-    """As when a model card says "add `rope_scaling`" and transformers 5 wrote the file: of the two
-    fields each transformers reads another one. Two that say the same, and overrides, pass."""
+    """A model card says "add `rope_scaling`", and transformers 5 wrote the file. Then each
+    transformers reads another field. Two equal fields pass, and so do overrides."""
     both = CASES["qwen3"]["written"] | {"rope_parameters": PLAIN, "rope_scaling": YARN}
     folder = write(tmp_path / "both", both)
     says = r"config\.json: rope_scaling=.*yarn.* and rope_parameters=.*keep one of the two"
@@ -131,7 +134,7 @@ def test_two_kinds_of_scaling(tmp_path: Path) -> None:
 
 
 def test_what_needs_no_translation(tmp_path: Path) -> None:
-    """A configuration of transformers 4 gives no overrides; neither do names that its class has,
+    """A configuration of transformers 4 gives no overrides. Nor do names that its class has,
     such as Mixtral's experts."""
     qwen3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 77.0}
     for fields in (
@@ -146,8 +149,8 @@ def test_what_needs_no_translation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [None, [], ["LlamaModel"], ["LlamaForSequenceClassification"]])
 def test_the_family_decides(tmp_path: Path, named: Any) -> None:
-    """As for transformers, where `architectures` is missing or names no class that generates; what
-    the user gives comes last."""
+    """As in transformers, the family decides if `architectures` is missing or names no class
+    that generates. The user's overrides come last."""
     fields = CASES["llama"]["written"] | {"architectures": named}
     folder = write(tmp_path, fields)
     assert upstreams(folder).hf_config.architectures == ["LlamaForCausalLM"]

@@ -1,4 +1,5 @@
-"""What ends an output, and what a call without sampling parameters does, as a checkpoint says."""
+"""A checkpoint says which ids end an output, and which sampling parameters a call without any
+has."""
 
 import json
 from collections.abc import Iterator
@@ -20,14 +21,14 @@ GENERATION = "generation_config.json"
 
 
 def generation(folder: Path, fields: Any) -> Path:
-    """A folder whose generation_config.json has these fields, or is this text."""
+    """A folder whose generation_config.json has these fields or this text."""
     text = fields if isinstance(fields, str) else json.dumps(fields)
     (folder / GENERATION).write_text(text, encoding="utf-8")
     return folder
 
 
 def default_params(folder: Path, preferred: str | None = None) -> Any:
-    """Upstream's SamplingParams of a call without any."""
+    """Upstream's SamplingParams of a call without parameters."""
     processor = input_processor(folder=folder, preferred=preferred)
     return processor.make_call("12+7=", None, {}).requests[0].sampling
 
@@ -84,14 +85,15 @@ def test_a_checkpoint_without_the_file(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_by_the_call(
     tmp_path: Path, fields: dict[str, Any], named: str
 ) -> None:
-    """With where it is from and how to go on, by the call that would need it."""
+    """The call that needs the value is refused. The error says where the value is from and what
+    to do."""
     with pytest.raises(InvalidRequest, match=rf"{GENERATION} do not work.*{named}") as raised:
         default_params(generation(tmp_path, fields))
     assert "pass sampling_params to the call" in str(raised.value)
 
 
 def test_preferred_sampling_params_come_first(tmp_path: Path) -> None:
-    """Also before what the file has and nobody computes."""
+    """They also replace values in the file that engines do not support."""
     folder = generation(tmp_path, {"repetition_penalty": 1.05, "top_k": 9, "temperature": 0.5})
     preferred = '{"repetition_penalty": 1.0, "temperature": 0.7, "stop": ["."]}'
     made = default_params(folder, preferred)
@@ -116,7 +118,7 @@ def test_preferred_sampling_params_come_first(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_read_opens_nothing(tmp_path: Path, fields: Any, why: str) -> None:
-    """Upstream takes it for one that is not there, and its ends with it, or fails unnamed."""
+    """Upstream treats such a file as missing, and loses its end ids, or fails without naming it."""
     folder = generation(tmp_path, fields)
     set_config(folder, json.loads((toy.checkpoint() / "config.json").read_text()))
     with pytest.raises(InvalidConfig, match=rf"{GENERATION}.*{why}"):
@@ -133,9 +135,9 @@ def test_ends_of_config_json_that_are_no_ids(tmp_path: Path, ends: Any) -> None:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
-    """One engine on the scripted model: config.json ends it with 0, which follows `m`,
-    generation_config.json with `5` or `你`'s first byte, the tokenizer with END_ID. That is a
-    Llama's as transformers 5 saves it."""
+    """One engine on the scripted model. config.json ends it with 0, which follows `m`,
+    generation_config.json with `5` or the first byte of `你`, and the tokenizer with END_ID.
+    transformers 5 saves Llama's end ids like this."""
     folder = write_scripted_model(tmp_path_factory.mktemp("ended"))
     _, tensors = read_checkpoint(folder)
     head, embedding = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
@@ -155,7 +157,7 @@ ENDS = [("1", "234", ord("5")), ("k", "lm", 0), ("x", "yz", END_ID), ("z", "", E
 
 @pytest.mark.parametrize(("prompt", "text", "end"), ENDS)
 def test_every_end_ends(ended: EnginePool, prompt: str, text: str, end: int) -> None:
-    """A call without sampling parameters, whichever file names the end."""
+    """A call without sampling parameters ends at each end id, whichever file names it."""
     result: Any = ended.generate(prompt)
     assert (result["text"], result["output_ids"][-1]) == (text, end)
     assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": end}
@@ -169,7 +171,7 @@ def server(ended: EnginePool) -> Iterator[Running]:
 
 @pytest.mark.parametrize(("prompt", "text", "end"), ENDS)
 def test_every_end_ends_a_clients_output(server: Running, prompt: str, text: str, end: int) -> None:
-    """/generate without parameters, completions and chats."""
+    """The same holds for /generate without parameters, completions and chats."""
     with server.http() as http:
         plain = http.post("/generate", json={"text": prompt}).json()
         assert plain["text"] == text

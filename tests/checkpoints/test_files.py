@@ -1,4 +1,5 @@
-"""Which files of a checkpoint are read, at opening as at a swap, and what of their changing."""
+"""Which files of a checkpoint are read, at opening and in a swap, and what happens if they
+change."""
 
 import json
 import os
@@ -33,7 +34,7 @@ EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def wrong(folder: Path) -> Tensors:
-    """Tensors of all names, of another checkpoint."""
+    """The tensors of another checkpoint, under the same names."""
     return {name: value + 1 for name, value in tensors(folder).items()}
 
 
@@ -46,7 +47,7 @@ def with_consolidated(folder: Path, meant: Tensors) -> None:
 
 
 def with_duplicates(folder: Path, meant: Tensors) -> None:
-    """The index says in which of two files a tensor is."""
+    """A tensor is in two files, and the index says which of them is right."""
     last = folder / shard(2, 3)
     stored = load_file(last)
     save_file(stored | {EMBEDDING: meant[EMBEDDING] + 1}, last)
@@ -65,7 +66,8 @@ def with_duplicates(folder: Path, meant: Tensors) -> None:
 def test_decided_by_index_or_name(
     tmp_path: Path, family: str, stray: Callable[[Path, Tensors], None], shards: int
 ) -> None:
-    """An opened engine has what the index names, or model.safetensors; a swap takes the same."""
+    """An opened engine has the tensors of the index, or of model.safetensors. A swap reads the
+    same files."""
     plain = opening.read(make(tmp_path / "plain", family))
     folder = make(tmp_path / "model", family, shards=shards)
     meant = tensors(tmp_path / "plain")
@@ -90,7 +92,7 @@ def files_without_index(folder: Path) -> None:
 
 
 def test_several_files_without_an_index(tmp_path: Path) -> None:
-    """All of them are read, if no model.safetensors is there."""
+    """All files are read if there is no model.safetensors."""
     plain = opening.read(make(tmp_path / "plain", "qwen3"))
     opening.same_leaves(
         opening.read(make(tmp_path / "many", "qwen3", shards=3, index=False)), plain
@@ -165,7 +167,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken(tmp_path: Path, kind: str) -> None:
-    """The same error for who opens and who swaps."""
+    """Opening and a swap raise the same error."""
     damage, says = BROKEN[kind]
     folder = make(tmp_path, "qwen3", shards=3)
     damage(folder)
@@ -176,7 +178,7 @@ def test_broken(tmp_path: Path, kind: str) -> None:
 
 
 class Reads:
-    """Which tensors are asked for, by upstream's loader and by ours."""
+    """Records which tensors are read, by upstream's loader and by ours."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -210,7 +212,7 @@ class Reads:
 def test_no_tensor_is_read_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """The check reads headers; of a head beside a tied embedding a few rows."""
+    """The check reads headers only, and a few rows of a head beside a tied embedding."""
     tied = family == "qwen3"
     edit = with_head if tied else None
     folder = make(tmp_path, family, shards=2, edit=edit)
@@ -249,13 +251,14 @@ def test_nothing_is_read_for_a_configuration_that_is_refused(
 def test_changed_while_it_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any], when: str
 ) -> None:
-    """Upstream opens files by their names, each when its turn comes: the pool does not open."""
+    """Upstream opens files by name, one after the other. If one changes meanwhile, the pool does
+    not open."""
     folder = make(tmp_path, "qwen3")
     loader = module("sgl_jax.srt.utils.weight_utils").WeightLoader
     original = loader.load_weights_from_safetensors
 
     def load(self: Any, mappings: Any) -> None:
-        reading = len(mappings) > 1  # and no single one is tried for its shape
+        reading = len(mappings) > 1  # several leaves: the real reading, no trial of a shape
         if reading and when == "before":
             change(folder / FILE)
         original(self, mappings)
@@ -269,7 +272,8 @@ def test_changed_while_it_opens(
 
 @pytest.mark.parametrize("change", [rewritten, lambda file: os.truncate(file, 5000)])
 def test_changed_while_a_swap_reads_it(tmp_path: Path, change: Callable[[Path], Any]) -> None:
-    """Truncated, too: a page that is gone from a mapped file would end the process."""
+    """The same holds for a truncated file. A mapped file that is truncated would end the
+    process."""
     checkpoint = Checkpoint(make(tmp_path, "qwen3"))
     change(tmp_path / FILE)
     with pytest.raises(InvalidWeights, match=r"model\.safetensors: changed while it was read"):
@@ -278,7 +282,7 @@ def test_changed_while_a_swap_reads_it(tmp_path: Path, change: Callable[[Path], 
 
 @pytest.mark.parametrize("change", [replaced, Path.unlink])
 def test_replaced_while_a_swap_reads_it(tmp_path: Path, change: Callable[[Path], Any]) -> None:
-    """What was opened is read to its end."""
+    """The file that was opened is read to its end."""
     checkpoint = Checkpoint(make(tmp_path, "qwen3"))
     expected = tensors(tmp_path)
     change(tmp_path / FILE)
@@ -288,7 +292,7 @@ def test_replaced_while_a_swap_reads_it(tmp_path: Path, change: Callable[[Path],
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePool, Path]]:
-    """A pool on a checkpoint with strays, and the plain one with the same weights."""
+    """A pool on a checkpoint with stray files, and a plain checkpoint with the same weights."""
     folder = tmp_path_factory.mktemp("opened")
     plain = make_random_model(folder / "plain", "llama")
     stray = {"consolidated.safetensors": wrong(plain)}
@@ -300,7 +304,8 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePoo
 def test_a_pool_serves_what_the_index_names(
     opened: tuple[EnginePool, Path], tmp_path: Path
 ) -> None:
-    """Opened with it and updated to it; what lies beside is served by neither."""
+    """A pool that opens with the checkpoint and a pool that is updated to it serve the index's
+    tensors. Neither serves stray files."""
     pool, plain = opened
     serves(pool, plain)
     expected = answers(pool)
@@ -312,9 +317,9 @@ def test_a_pool_serves_what_the_index_names(
 
 
 def test_weights_of_another_model(opened: tuple[EnginePool, Path], tmp_path: Path) -> None:
-    """Their config.json says so, although they have the same shapes: they are refused, with the
-    field and both values, unless the caller says that they need not fit in all. One that says the
-    same in other words, or none at all, is no hindrance."""
+    """Weights of the same shapes whose config.json differs are refused, with the field and both
+    values, unless the caller allows it. A config.json that says the same in other words passes,
+    and so does a missing one."""
     pool, plain = opened
     other = make(tmp_path / "other", "llama", seed=4)
     known = json.loads((other / "config.json").read_text())
@@ -349,7 +354,7 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
 def test_swaps_change_nothing_in_the_directory(
     opened: tuple[EnginePool, Path], tmp_path: Path
 ) -> None:
-    """Nor does the first engine, which reads one when a pool opens."""
+    """Neither a swap nor the first engine of a pool writes to the directory."""
     pool, _ = opened
     other = make(tmp_path / "other", "llama", seed=5, shards=2)
     before = stamps(other)
@@ -361,7 +366,7 @@ def test_swaps_change_nothing_in_the_directory(
 
 
 def test_opening_changes_nothing_in_the_directory(opened: tuple[EnginePool, Path]) -> None:
-    """So it may be read-only."""
+    """The directory may be read-only."""
     pool, _ = opened
     pool.generate_all(input_ids=PROMPTS, sampling_params=GREEDY)
     there = {path.name for path in Path(pool.config.model).iterdir()}

@@ -1,4 +1,4 @@
-"""Nothing opens that does not fit its model: names, shapes and dtypes of the files."""
+"""A pool opens only if the names, shapes and dtypes of the files fit its model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def added(name: str, shape: tuple[int, ...] = (256,)) -> Callable[[Tensors], Ten
 
 
 class Misfit(NamedTuple):
-    """What is done to the tensors, and what the error says."""
+    """A change of the tensors, and the words of the error."""
 
     edit: Callable[[Tensors], Tensors]
     says: tuple[str, ...]
@@ -104,7 +104,7 @@ MISFITS = {
     ("family", "quirk"), [(f, quirk) for quirk, each in MISFITS.items() for f in each.families]
 )
 def test_misfits(tmp_path: Path, family: str, quirk: str) -> None:
-    """What does not fit the model is not opened, and names itself."""
+    """A checkpoint that does not fit is refused. The error names the tensor."""
     misfit = MISFITS[quirk]
     folder = make(tmp_path / "model", family, edit=misfit.edit)
     with pytest.raises(InvalidWeights) as caught:
@@ -117,7 +117,8 @@ def test_misfits(tmp_path: Path, family: str, quirk: str) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_harmless(tmp_path: Path, family: str, devices: int) -> None:
-    """Extras that many checkpoints carry, in a checkpoint that fits; cut over devices, too."""
+    """A checkpoint that fits opens with the extra tensors that many checkpoints have, also
+    sharded over devices."""
     random: dict[str, Any] = LARGER if family == "qwen3" else {}
     extras = [added("model.layers.0.self_attn.rotary_emb.inv_freq", (64,))]
     if family != "llama":
@@ -130,7 +131,8 @@ def test_harmless(tmp_path: Path, family: str, devices: int) -> None:
 
 
 def test_layers_left_out(tmp_path: Path) -> None:
-    """Who asks for fewer layers than there are gets them; what predicts further tokens is left."""
+    """A model with fewer layers than the checkpoint opens. Layers that predict further tokens
+    are left out."""
     folder = make(tmp_path / "more", "llama", num_layers=3)
     fewer = opening.read(folder, model_override_args='{"num_hidden_layers": 2}')
     assert {path.split(".")[2] for path in fewer if ".layers." in path} == {"0", "1"}
@@ -141,7 +143,8 @@ def test_layers_left_out(tmp_path: Path) -> None:
 
 
 def test_a_pool_does_not_open(tmp_path: Path) -> None:
-    """Before anything is compiled, with the checkpoint's own error; it may be tried again."""
+    """It fails before anything is compiled, with the checkpoint's own error. Opening may be
+    tried again."""
     folder = make(tmp_path / "model", "llama", edit=renamed("", "_orig_mod."))
     pool = EnginePool(str(folder), devices=2, warmup="none", **SMALL)
     with pytest.raises(InvalidWeights, match=r"without the prefix '_orig_mod\.'"):

@@ -1,4 +1,4 @@
-"""Configurations that nobody should have, and models that are not there, by `plan` and by pools."""
+"""`plan` and pools refuse impossible configurations and models that do not exist."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,8 @@ def test_a_field_that_is_no_count_names_itself(tmp_path: Path, field: str, value
 
 @pytest.mark.parametrize("model", ["someone/nothing", "nothing", "/no/such/directory", "."])
 def test_a_model_that_is_not_there(model: str) -> None:
-    """A hub id without a network among them: the pool says which model it looked for, and how."""
+    """This includes a hub id without a network. The error says which model was looked for, and
+    how."""
     with pytest.raises(InvalidConfig) as planned:
         make(model, "v5e-8")
     pool = EnginePool(model, devices=1, warmup="none")

@@ -1,4 +1,4 @@
-"""Quantized checkpoints, with the tensors that their writers have: computed, or refused by name."""
+"""Quantized checkpoints with their writers' tensors are computed, or refused by name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_not_computed(
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma2"])
 @pytest.mark.parametrize("said", [FP8, FLOAT], ids=["fp8", "compressed-tensors"])
 def test_a_family_without_fp8(tmp_path: Path, family: str, said: dict[str, Any]) -> None:
-    """Its upstream has no place for such weights."""
+    """Upstream's model of this family has no place for fp8 weights."""
     folder = write(tmp_path, family, fp8, quantization_config=said)
     says = r"quantization_config: \w+ForCausalLM .*no quantized weights, \d+ weights: .*weight_q"
     with pytest.raises(InvalidConfig, match=says):
@@ -86,8 +86,8 @@ def test_a_family_without_fp8(tmp_path: Path, family: str, said: dict[str, Any])
 
 
 def test_fp8_of_other_names(tmp_path: Path) -> None:
-    """A family that reads fp8 has its own names for scales; those that lack are named. Of an older
-    upstream no family reads it."""
+    """A family that reads fp8 has its own names for scales. The error names missing ones. In the
+    older upstream no family reads fp8."""
     folder = write(tmp_path, "qwen3_moe", fp8, quantization_config=FP8)
     says = r"missing \d+ names: \S+\.weight_scale_inv|reads no quantized weights"
     with pytest.raises((InvalidWeights, InvalidConfig), match=says):

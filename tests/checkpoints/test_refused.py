@@ -1,4 +1,4 @@
-"""What a configuration asks for and no engine computes is refused by name, or said in the log."""
+"""A configuration that engines do not compute is refused by name, or logged."""
 
 import json
 from functools import cache
@@ -72,7 +72,8 @@ def test_not_refused(fields: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What upstream reads of a family's configuration while it makes the model, without weights."""
+    """The fields that upstream reads of a family's configuration while it makes the model,
+    without weights."""
 
     @cache
     def find(family: str) -> frozenset[str]:
@@ -122,7 +123,7 @@ def test_refused_if_nobody_read_it(reads: Any, family: str, fields: dict[str, An
     name, value = next(iter(fields.items()))
     with pytest.raises(InvalidConfig, match=f"{name}={value!r}: the {family} of this sglang-jax"):
         check_reads(config_of(family, **fields), reads(family), caps=True)
-    # Were it read, it would be taken.
+    # If it had been read, it would pass.
     check_reads(config_of(family, **fields), reads(family) | {name}, caps=True)
 
 
@@ -156,7 +157,7 @@ def test_published_models_pass(reads: Any, caplog: pytest.LogCaptureFixture, nam
 
 
 def test_what_is_unknown_is_a_warning(reads: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """With its name and value."""
+    """The warning has its name and value."""
     fields = config_of("qwen3", residual_scale=0.5, use_cache=False, nothing=None)
     check_reads(fields, reads("qwen3"), caps=True)
     (record,) = caplog.records
@@ -181,7 +182,7 @@ def test_a_cap_that_attention_does_not_know(reads: Any) -> None:
     ],
 )
 def test_such_a_pool_does_not_open(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
-    """With the field's name, whatever the weights beside it are."""
+    """The error names the field, whatever the weights are."""
     tied = fields.get("tie_word_embeddings", family != "llama")
     folder = make(tmp_path, family, config=fields, tied=tied)
     pool = EnginePool(str(folder), devices=1, warmup="none", **SMALL)

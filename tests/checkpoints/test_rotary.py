@@ -1,6 +1,6 @@
-"""Rotary embeddings are the configuration's, or the checkpoint does not open.
+"""A checkpoint's rotary embeddings follow its configuration, or it does not open.
 
-What transformers computes of each case is recorded in rotary.json (scripts/record_goldens.py).
+What transformers computes for each case is recorded in rotary.json (scripts/record_goldens.py).
 """
 
 import json
@@ -55,7 +55,7 @@ PROMPTS = [[int(i) for i in np.random.default_rng(1).integers(3, 250, n)] for n 
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_the_formulas(name: str) -> None:
-    """Those that engines are held against, against what transformers computes, in float32."""
+    """The reference formulas agree with what transformers computes, in float32."""
     golden = GOLDENS[name]
     if name == "linear":
         with pytest.raises(InvalidConfig, match="rope_scaling has rope_type='linear'"):
@@ -89,10 +89,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("family", "tp_size"),
     [("llama", 1), *slow(("qwen3", 2), *((each, 1) for each in SCALED if each != "llama"))],
 )
-def test_engines_turn_by_the_configurations_frequencies(
+def test_engines_rotate_by_the_configurations_frequencies(
     family: str, tp_size: int, checkpoint: Any
 ) -> None:
-    """Ids and log-probabilities against the reference, which reads the same config.json."""
+    """Ids and log-probabilities agree with the reference, which reads the same config.json."""
     folder = checkpoint(family, **(LARGER if tp_size > 1 else {}))
     with EnginePool(str(folder), devices=1, tp_size=tp_size, **SMALL) as pool:
         results = pool.generate_all(
@@ -112,8 +112,8 @@ def test_engines_turn_by_the_configurations_frequencies(
 def test_each_form_passes_the_check(
     family: str, checkpoint: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every layer turns by the formula, with the factor or the base of this form: otherwise the
-    pool would not open, or would say that it has not looked."""
+    """Every layer rotates by the formula, with the factor or the base of this format. Otherwise
+    the pool would not open, or would log that it did not check."""
     caplog.set_level("WARNING", "enginepool")
     with EnginePool(str(checkpoint(family)), devices=1, warmup="none", **SMALL):
         pass
@@ -121,7 +121,8 @@ def test_each_form_passes_the_check(
 
 
 def test_a_context_of_before_beside_the_scaling(tmp_path: Path) -> None:
-    """Upstream's Llama takes the one beside it, other families and transformers 4 the one in it."""
+    """Upstream's Llama reads the original context beside the scaling. Other families and
+    transformers 4 read the one inside it."""
     before = {"max_position_embeddings": 512, "original_max_position_embeddings": 32}
     make(tmp_path, "llama", config=SCALED["llama"] | before)
     pool = EnginePool(str(tmp_path), devices=1, warmup="none", **SMALL)
@@ -135,7 +136,8 @@ def test_a_context_of_before_beside_the_scaling(tmp_path: Path) -> None:
 def test_what_upstream_writes_into_its_configuration_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An engine is held against what the file says, whatever its own object has come to say."""
+    """An engine is compared with the file, even if upstream has changed its own configuration
+    object."""
     model = module("sgl_jax.srt.models.llama").LlamaForCausalLM
     original = model.__init__
 
@@ -158,7 +160,7 @@ def precise() -> Iterator[None]:
 
 
 def model_of(*embeddings: Any) -> Any:
-    """As much of upstream's model as turns."""
+    """The part of upstream's model that rotates."""
     layers = [SimpleNamespace(self_attn=SimpleNamespace(rotary_emb=one)) for one in embeddings]
     return SimpleNamespace(model=SimpleNamespace(layers=layers))
 
@@ -182,8 +184,8 @@ def config_of(**fields: Any) -> dict[str, Any]:
 )  # fmt: skip
 @pytest.mark.usefixtures("precise")
 def test_the_check_sees_a_plain_embedding(dtype: str, wrong: str, fields: dict[str, Any]) -> None:
-    """Upstream's own, without what the configuration asks for: the error names the layer, the
-    field and the entry."""
+    """Upstream's plain embedding ignores what the configuration asks for. The error names the
+    layer, the field and the entry."""
     base = 77.0 if wrong == "second layer" else 10000.0
     plain = embeddings().RotaryEmbedding(128, 128, 512, base, True, jnp.dtype(dtype))
     where = "layer 1" if wrong == "second layer" else "layer 0"
@@ -201,7 +203,7 @@ def test_the_check_passes_what_is_right(dtype: str, theta: float) -> None:
 
 @pytest.mark.parametrize("field", ["attention_factor", "truncate", "beta_slow"])
 def test_the_check_sees_a_part_of_yarn(field: str) -> None:
-    """Upstream's own YaRN, of a configuration that has one more field."""
+    """Upstream's own YaRN ignores one more field of the configuration."""
     value = {"attention_factor": 0.9, "truncate": False, "beta_slow": 4.0}[field]
     yarn = embeddings().YarnRotaryEmbedding(128, 128, 512, 10000.0, True, jnp.float32, 4.0, 128)
     check_rotary(model_of(yarn), config_of(rope_scaling=YARN))

@@ -1,4 +1,4 @@
-"""Tokenizers as checkpoints have them: ids and text are what the tokenizer's own library says."""
+"""A checkpoint's tokenizer gives the ids and the text that its own library gives."""
 
 import shutil
 from itertools import pairwise
@@ -27,7 +27,8 @@ SPECIAL = ("<unk>", "<s>", "</s>")
 
 @pytest.fixture(scope="module")
 def bytes_beside() -> Any:
-    """As Llama 2's is: words with their space before, a byte where there is none; no pad token."""
+    """A tokenizer like Llama 2's: words begin with a space, other characters are bytes, and
+    there is no pad token."""
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab", "▁a", "ab"]
     vocabulary = {name: index for index, name in enumerate(names)}
     fast: Any = Fast(
@@ -54,8 +55,8 @@ def bytes_beside() -> Any:
 @pytest.mark.parametrize("prompt", ["a", "你", "🙂🙂", "b ሰላም", "a b a b a b"])
 @pytest.mark.parametrize("output", ["你好", " ab 你 b", "🙂🙂a", "ሰላም b", "é"])
 def test_characters_of_several_tokens(bytes_beside: Any, prompt: str, output: str) -> None:
-    """A stream's texts continue each other, have whole characters only, and as soon as they are;
-    the last one is what the tokenizer says of prompt and output together."""
+    """The texts of a stream continue each other and have whole characters only, as early as
+    possible. The last text is the tokenizer's own for prompt and output together."""
     processor = input_processor(bytes_beside)
     ids = bytes_beside(prompt + output)["input_ids"]
     prompt_ids = bytes_beside(prompt)["input_ids"]
@@ -75,7 +76,7 @@ def test_characters_of_several_tokens(bytes_beside: Any, prompt: str, output: st
 
 @pytest.fixture
 def begins() -> Any:
-    """The toy's, which sets a token before every text, as Llama 3's does."""
+    """The toy's tokenizer with a begin token before every text, as Llama 3's has."""
     hf: Any = AutoTokenizer.from_pretrained(toy.checkpoint())
     hf.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{START_TOKEN} $A", special_tokens=[(START_TOKEN, START_ID)]
@@ -85,7 +86,8 @@ def begins() -> Any:
 
 
 def test_one_beginning(begins: Any) -> None:
-    """Text gets it, a template has its own, and what a template rendered can go without."""
+    """A text gets one begin token. A template has its own. A rendered template can go without
+    the tokenizer's."""
     processor = input_processor(begins)
     messages = [{"role": "user", "content": "1"}]
     rendered = begins.apply_chat_template(messages, tokenize=False)
@@ -114,7 +116,8 @@ def test_the_option_is_of_calls_with_prompts() -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 def test_a_token_beyond_the_embedding(special: bool) -> None:
-    """It has no row there, whether a text, a conversation or the caller says it."""
+    """Such a token has no row in the embedding. It is refused in a text, in a conversation and
+    as an id."""
     hf: Any = AutoTokenizer.from_pretrained(toy.checkpoint())
     hf.add_tokens([AddedToken("<added>", special=special)])
     processor = input_processor(hf)
@@ -137,8 +140,8 @@ def sums() -> Any:
     [(END_TOKEN, "19"), (f"9{END_TOKEN}", "1"), ([START_TOKEN, END_TOKEN], "19")],
 )
 def test_a_special_token_as_a_stop_string(sums: Any, stop: Any, text: str, skip: bool) -> None:
-    """It stops where it comes, whether the text shows special tokens or not; the text ends before
-    it, in a stream too, or with as much of it as is shown if it is to be kept."""
+    """An output stops at the special token, whether the text shows special tokens or not. The
+    text ends before it, also in a stream, or with it if it is to be kept and shown."""
     params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True, "stop": stop}
     params |= {"skip_special_tokens": skip}
     result = sums.generate("12+7=", params)
@@ -176,7 +179,7 @@ def test_named_templates(tmp_path: Path, options: dict[str, Any], text: str) -> 
 
 @pytest.mark.parametrize("saved", [{}, {"tokenizer_class": "TokenizersBackend"}])
 def test_named_templates_in_their_own_files(tmp_path: Path, saved: dict[str, Any]) -> None:
-    """As transformers saves them now: the default's beside the folder of the others."""
+    """transformers now saves the default template beside a folder of the others."""
     more = tmp_path / "additional_chat_templates"
     more.mkdir()
     (tmp_path / "chat_template.jinja").write_text(NAMED[0]["template"])
@@ -199,7 +202,7 @@ def test_no_template(tmp_path: Path, template: Any, why: str) -> None:
 
 
 def test_a_template_in_its_own_file(tmp_path: Path) -> None:
-    """As transformers 5 writes it."""
+    """transformers 5 writes it like this."""
     (tmp_path / "chat_template.jinja").write_text("é{{ messages[0]['content'] }}", encoding="utf-8")
     processor = input_processor(loaded(tmp_path, chat_template=None))
     ids = processor.tokenizer.apply_chat_template(0, [{"role": "user", "content": "1"}])
@@ -207,7 +210,7 @@ def test_a_template_in_its_own_file(tmp_path: Path) -> None:
 
 
 def loaded(folder: Path, **fields: Any) -> Any:
-    """The toy's, with these fields in tokenizer_config.json, as engines load it."""
+    """The toy's tokenizer with these fields in tokenizer_config.json, as engines load it."""
     shutil.copy(toy.checkpoint() / "tokenizer.json", folder)
     shutil.copy(toy.checkpoint() / "config.json", folder)
     shutil.copy(toy.checkpoint() / "tokenizer_config.json", folder)
@@ -220,7 +223,7 @@ def loaded(folder: Path, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["SentencePieceBackend", "MistralCommonBackend", 7])
 def test_a_class_that_is_not_there(tmp_path: Path, name: Any) -> None:
-    """It names itself before anything is built."""
+    """The error names the class before anything is built."""
     for file in ("tokenizer.json", "config.json", "tokenizer_config.json"):
         shutil.copy(toy.checkpoint() / file, tmp_path)
     set_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": name})
