@@ -30,7 +30,7 @@ from tests.support.reference import LARGER, make_random_model
 
 
 class Kept(dict[bytes, bytes]):
-    """Executables by program, each in a file besides."""
+    """Executables by program, each of them also in a file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,8 +48,8 @@ class Kept(dict[bytes, bytes]):
 
 
 class Latest(CommonPrograms):
-    """The latest ones only: what was compiled of them for a device stays loaded as long as they do,
-    and Linux gives a process so many memory maps."""
+    """Keeps the latest programs only. Whatever was compiled of a program for a device stays
+    loaded as long as the program does, and Linux limits the memory maps of a process."""
 
     def common(self, likeness: Any, make: Callable[[], Any]) -> Any:
         made = super().common(likeness, make)
@@ -60,8 +60,9 @@ class Latest(CommonPrograms):
 
 @pytest.fixture(scope="session", autouse=True)
 def one_cache(request: pytest.FixtureRequest) -> Iterator[ExecutableCache]:
-    """A program is traced and compiled once instead of once a pool: most pools here are alike. What
-    is compiled is kept in .pytest_cache for the other process of this run, and for the next one."""
+    """Each program is traced and compiled once, not once for each pool, because most pools here
+    are alike. Executables are kept in .pytest_cache for the other processes of this run and for
+    the next run."""
     assert request.config.cache is not None
     folder = request.config.cache.mkdir(f"executables-{jaxlib.__version__}")
     cache = ExecutableCache(Kept(folder), Latest())
@@ -71,9 +72,9 @@ def one_cache(request: pytest.FixtureRequest) -> Iterator[ExecutableCache]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_there_stays() -> None:
-    """What is alive when a file begins is not looked at by garbage collections any more. They took
-    a fifth of the time of tests that ask for them, to see what memory is in use."""
+def freeze_garbage_before_each_file() -> None:
+    """Garbage collections skip the objects that existed before a file's tests. They took a fifth
+    of the time of tests that collect to measure memory."""
     gc.collect()
     gc.freeze()
 
@@ -103,7 +104,7 @@ def random_model(directory: Path, name: str, seed: int) -> Path:
 
 @contextmanager
 def opened(model_dir: Callable[[str], Path]) -> Iterator[MakePool]:
-    """`make(model, devices=4, **options)` gives open pools until the end of this.
+    """`make(model, devices=4, **options)` gives open pools until the end of this fixture's scope.
 
     The same arguments give the same pool, so a test must leave it as it was.
     """
@@ -129,8 +130,9 @@ def keep_pool(model_dir: Callable[[str], Path]) -> Iterator[MakePool]:
 
 @pytest.fixture(scope="module")
 def make_pool(model_dir: Callable[[str], Path], keep_pool: MakePool) -> Iterator[MakePool]:
-    """Pools for a file. Those that have options of their own are closed at its end: the programs of
-    all of them would need more memory maps than Linux gives a process, which then crashes."""
+    """Pools for a file. Pools with options of their own are closed at the file's end: the
+    programs of all of them would need more memory maps than Linux gives a process, which then
+    crashes."""
     with opened(model_dir) as make:
 
         def find(model: str = "qwen3", devices: int = 4, **options: Any) -> EnginePool:
@@ -147,7 +149,7 @@ def pool(keep_pool: MakePool) -> EnginePool:
 
 @pytest.fixture(scope="session")
 def scripted(keep_pool: MakePool) -> EnginePool:
-    """Two engines on the model of which every answer is known."""
+    """Two engines on the model whose every answer is known."""
     return keep_pool("scripted", 2)
 
 
@@ -159,7 +161,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def llama(keep_pool: MakePool, model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
-    """Two engines, put back to their own weights afterwards. Llama's head is not tied."""
+    """Two engines, which get their own weights back afterwards. Llama's head is not tied."""
     pool = keep_pool("llama", 2)
     yield pool
     pool.update_weights(model_dir("llama"), weight_version=0)
@@ -167,14 +169,15 @@ def llama(keep_pool: MakePool, model_dir: Callable[[str], Path]) -> Iterator[Eng
 
 @pytest.fixture
 def four(pool: EnginePool, model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
-    """`pool`, put back to its own weights afterwards."""
+    """`pool`, which gets its own weights back afterwards."""
     yield pool
     pool.update_weights(model_dir("qwen3"), weight_version=0)
 
 
 @pytest.fixture
 def retracted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests upstream took out of a running batch for want of KV cache, each time."""
+    """How many requests upstream retracted from a running batch because the KV cache was full,
+    each time."""
     from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 
     counts: list[int] = []

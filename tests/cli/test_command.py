@@ -70,7 +70,7 @@ main()
 
 
 def test_nothing_that_waits_for_the_exit_is_left_out():
-    """Though the interpreter does not take JAX down, for which it takes seconds."""
+    """Exit callbacks run although the interpreter skips taking JAX down, which takes seconds."""
     command = [sys.executable, "-c", LAST_WORDS]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stderr) == (3, "")
@@ -84,7 +84,7 @@ def redirected(redirections, *arguments):
 
 
 def test_help_and_version_import_neither_jax_nor_upstream():
-    """All in one process: a Python each would take longer than they do."""
+    """All commands run in one process, because each Python takes longer to start than they take."""
     asked = [
         *(["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]),
         *(["admin", "--help"], ["doctor", "--help"], ["demo", "--help"]),
@@ -121,7 +121,7 @@ def test_version_is_the_packages():
 
 
 def test_shell_completion_is_typers_own():
-    """The script that a shell is given, and what it asks for when somebody presses tab."""
+    """The script for a shell, and what the shell asks for when somebody presses tab."""
     script = enginepool(env=os.environ | {"_ENGINEPOOL_COMPLETE": "source_bash"})
     asked = {"_ENGINEPOOL_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
     answer = enginepool(env=os.environ | asked | {"COMP_WORDS": "enginepool gen"})
@@ -238,7 +238,7 @@ def test_input_that_cannot_be_read_is_one_clear_line(redirections, message):
     [(">&-", "it is closed"), (">/dev/full", "No space left on device")],
 )
 def test_output_that_cannot_be_written_is_one_clear_line(arguments, redirections, message):
-    """Before engines are started, where that can be seen: nothing here has a model."""
+    """The error comes before engines start, where it can be seen then. No model exists here."""
     arguments = [*arguments, "--model", "no-such-model"] if "generate" in arguments else arguments
     done = redirected(redirections, *arguments)
     assert done.stderr == f"enginepool: standard output: {message}\n"
@@ -297,7 +297,7 @@ def test_json_is_written_as_results_end():
 
 
 def test_progress_bar_leaves_standard_output_alone(capsys, monkeypatch):
-    """Where standard error is a terminal and standard output goes to a file."""
+    """Standard error is a terminal, and standard output goes to a file."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with progress_bar(2, lambda: (1, 10), wanted=True) as tick:
         print("12+7=19")
@@ -326,7 +326,7 @@ def test_prompt_that_fails_keeps_its_place_and_fails_the_command():
 
 @pytest.mark.slow
 def test_generate_answers_every_kind_of_line(tmp_path):
-    """Two engines, in a process of their own: JSON alone on standard output."""
+    """Two engines in a process of their own. Standard output has JSON only."""
     from enginepool import toy
 
     rows = [
@@ -365,8 +365,8 @@ def test_generate_answers_every_kind_of_line(tmp_path):
 
 @pytest.mark.slow
 def test_sampling_defaults_are_pythons_and_json_comes_as_it_ends(tmp_path, make_pool):
-    """The toy's generation_config.json is greedy and ends after 16 tokens; whoever gives a
-    parameter, if it is only one, has upstream's defaults instead, which end after 128."""
+    """The toy's generation_config.json is greedy and ends after 16 tokens. A call with any
+    parameter has upstream's defaults instead, which end after 128."""
     rows = [
         {"prompt": "12+7=", "sampling_params": {"ignore_eos": True, "top_k": 1}},
         {"prompt": "30+4="},
@@ -389,7 +389,7 @@ def test_sampling_defaults_are_pythons_and_json_comes_as_it_ends(tmp_path, make_
 
 def start_many(output):
     """200 prompts that end one after the other, in a process of their own."""
-    # Greedy: what is drawn beyond the end of a sum may have line breaks in it.
+    # Greedy, because a sampled output may have line breaks after the sum.
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 100}
     row = {"prompt": "12+7=", "sampling_params": params}
     process = subprocess.Popen(
@@ -415,7 +415,7 @@ def test_interrupt_leaves_what_has_ended(output):
     process = start_many(output)
     first = [process.stdout.readline() for _ in range(3)]
     process.send_signal(signal.SIGINT)
-    # Not `communicate`: `readline` may have read ahead, and what it holds would be lost.
+    # Not `communicate`, which would lose what `readline` has read ahead.
     rest, said = process.stdout.read(), process.stderr.read()
     assert process.wait(timeout=120) == 130, said
     lines = [*first, *rest.splitlines()]
@@ -429,7 +429,7 @@ def test_interrupt_leaves_what_has_ended(output):
 
 @pytest.mark.slow
 def test_reader_that_leaves_ends_the_command_quietly():
-    """As `head -1` does; the code is that of a program which SIGPIPE ended."""
+    """As with `head -1`. The exit code is that of a program that SIGPIPE ended."""
     process = start_many("jsonl")
     assert json.loads(process.stdout.readline())
     process.stdout.close()

@@ -65,7 +65,7 @@ def written(directory: Path, text: str, name: str = "serve.yaml") -> str:
         ("serve.toml", "\ufeff" + TOML.replace("\n", "\r\n")),
     ],
 )
-def test_a_file_says_what_flags_say(tmp_path: Path, name: str, text: str) -> None:
+def test_a_file_sets_what_flags_set(tmp_path: Path, name: str, text: str) -> None:
     by_file = read("--config", written(tmp_path, text, name))
     by_flags = read(
         *("some/model", "--port", "31000", "--devices", "2,", "--ports", "31001,", "--no-restart"),
@@ -113,7 +113,7 @@ def test_the_command_line_and_the_environment_go_before(
     ],
 )
 def test_what_a_file_may_not_say(tmp_path: Path, text: str, why: str) -> None:
-    """One line, exit code 2, before anything is built."""
+    """The error is one line, with exit code 2, before anything is built."""
     result = CliRunner().invoke(app, ["serve", "--config", written(tmp_path, text)])
     assert result.exit_code == 2, result.output
     assert why in result.output
@@ -130,7 +130,8 @@ def test_a_file_that_is_none(tmp_path: Path, name: str, why: str) -> None:
 
 
 def test_help_all_has_upstreams_flags_under_its_headings() -> None:
-    """Those of its HTTP server are the command's own, and what a pool refuses is not shown."""
+    """The flags of upstream's HTTP server are the command's own. Flags that a pool refuses are
+    not shown."""
     shown = CliRunner().invoke(app, ["serve", "--help-all"]).output
     assert "--drain-timeout" in shown
     upstream = shown[shown.index("Model and tokenizer:") :]

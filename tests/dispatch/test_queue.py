@@ -15,7 +15,8 @@ def queue() -> RequestQueue:
 
 
 def attach(queue: RequestQueue, *loads: int) -> list[int]:
-    """Register engines that hold so many requests; returns who was woken, as it happens."""
+    """Register engines that hold so many requests. Returns the list of engines that are woken,
+    which grows."""
     woken: list[int] = []
     for engine, load in enumerate(loads):
         queue.attach(engine, lambda load=load: load, lambda engine=engine: woken.append(engine))
@@ -43,7 +44,7 @@ def take(
 
 
 def test_oldest_first(queue: RequestQueue):
-    """And each once."""
+    """Each request is taken once."""
     attach(queue, 0)
     requests = make(3) + make(2)
     queue.put(requests)
@@ -55,7 +56,7 @@ def test_oldest_first(queue: RequestQueue):
 
 
 def test_resumed_requests_go_before_the_rest(queue: RequestQueue):
-    """What has run already holds the tokens of a caller who has waited longer."""
+    """They hold the tokens of a caller who has waited longer."""
     attach(queue, 0)
     fresh, resumed = make(2), make(2)
     queue.put(fresh)
@@ -64,7 +65,7 @@ def test_resumed_requests_go_before_the_rest(queue: RequestQueue):
 
 
 def test_pinned_requests_go_to_their_engine_only(queue: RequestQueue):
-    """And first there, also when they resume."""
+    """They go first there, also when they resume."""
     attach(queue, 0, 0)
     free, pinned = make(2), make(2, pinned_to=1)
     queue.put(free)
@@ -76,7 +77,7 @@ def test_pinned_requests_go_to_their_engine_only(queue: RequestQueue):
 
 
 def test_an_engine_that_holds_more_than_its_share_gets_nothing(queue: RequestQueue):
-    """The others' loads are asked for at the moment of the choice."""
+    """The loads of the other engines are read at the moment of the choice."""
     attach(queue, 6, 0)
     queue.put(make(4))
     assert take(queue, engine=0, load=6) == []
@@ -84,7 +85,7 @@ def test_an_engine_that_holds_more_than_its_share_gets_nothing(queue: RequestQue
 
 
 def test_an_engine_without_room_gets_nothing(queue: RequestQueue):
-    """What it might have taken stays, in its order."""
+    """The requests that it might have taken stay in their order."""
     attach(queue, 0)
     requests = make(2)
     queue.put(requests)
@@ -93,14 +94,14 @@ def test_an_engine_without_room_gets_nothing(queue: RequestQueue):
 
 
 def test_put_wakes_every_engine(queue: RequestQueue):
-    """Whoever has room takes it."""
+    """Any engine with room may take the request."""
     woken = attach(queue, 0, 0, 0)
     queue.put(make(1))
     assert woken == [0, 1, 2]
 
 
 def test_discard_wins_or_loses_against_an_engine(queue: RequestQueue):
-    """True exactly when no engine can get the request any more."""
+    """`discard` returns True exactly when no engine can get the request any more."""
     attach(queue, 0, 0)
     first, second = make(2)
     (pinned,) = make(1, pinned_to=1)
@@ -113,7 +114,7 @@ def test_discard_wins_or_loses_against_an_engine(queue: RequestQueue):
 
 
 def test_drain_takes_everything(queue: RequestQueue):
-    """Resumed, fresh and pinned."""
+    """Resumed, new and pinned requests."""
     attach(queue, 0, 0)
     fresh, resumed, pinned = make(2), make(1), make(1, pinned_to=1)
     queue.put(fresh + pinned)
@@ -123,7 +124,7 @@ def test_drain_takes_everything(queue: RequestQueue):
 
 
 def test_what_only_a_detached_engine_could_run_waits_for_it(queue: RequestQueue):
-    """And it no longer counts when work is shared out."""
+    """Such a request does not count when work is shared out."""
     attach(queue, 0, 0)
     pinned, free = make(2, pinned_to=1), make(4)
     queue.put(pinned + free)
@@ -132,7 +133,8 @@ def test_what_only_a_detached_engine_could_run_waits_for_it(queue: RequestQueue)
 
 
 def test_engine_that_comes_back_gets_a_suspect_that_failed_on_the_others(queue: RequestQueue):
-    """Also when another one has begun to empty itself for it, for want of a better."""
+    """Even if another engine has begun to empty itself for the suspect, as the best engine there
+    was."""
     attach(queue, 1, 1)
     (suspect,) = make(1)
     suspect.faults.runs_alone = True
@@ -145,8 +147,8 @@ def test_engine_that_comes_back_gets_a_suspect_that_failed_on_the_others(queue: 
 
 
 def test_a_suspect_that_starts_alone(queue: RequestQueue):
-    """It comes by itself, first, as soon as the engine computes no other prompt; what runs there
-    does not keep it waiting."""
+    """It comes without others, and first, as soon as the engine computes no other prompt.
+    Requests that run there do not delay it."""
     attach(queue, 3)
     (suspect,), others = make(1), make(2)
     suspect.faults.starts_alone = True
@@ -159,7 +161,7 @@ def test_a_suspect_that_starts_alone(queue: RequestQueue):
 
 
 def test_request_passed_over_too_often_goes_first(queue: RequestQueue):
-    """However many with cached prefixes come after it."""
+    """It goes before any number of later requests with cached prefixes."""
     attach(queue, 0)
     (lone,) = make(1, prompt=[9] * (MIN_SHARED_PREFIX + 1))
     queue.put([lone])
@@ -175,7 +177,7 @@ def test_request_passed_over_too_often_goes_first(queue: RequestQueue):
 
 
 def test_prefix_is_what_the_first_tokens_are(queue: RequestQueue):
-    """Two prompts share one if they begin alike and have the same extra key."""
+    """Two prompts share a prefix if they have the same first tokens and the same extra key."""
     start = list(range(MIN_SHARED_PREFIX))
     call = Call()
     one = Request(call, [*start, 1], None).candidate.prefix

@@ -1,4 +1,4 @@
-"""How many requests may wait, and what becomes of calls beyond that."""
+"""How many requests may wait, and what happens to calls beyond that."""
 
 import pytest
 
@@ -28,8 +28,8 @@ def take(queue: RequestQueue, room: int) -> list[Request]:
 
 
 def test_calls_wait_their_turn() -> None:
-    """A call enters when all of it fits, in the order in which calls came: a small one does not
-    pass a large one that waits."""
+    """A call enters when all of its requests fit. Calls enter in the order in which they came: a
+    small one does not overtake a large one."""
     queue, gate = limited(4)
     first, large, small = make_call(3), make_call(4), make_call(1)
     for call in (first, large, small):
@@ -51,7 +51,7 @@ def test_a_call_beyond_the_limit_enters_an_empty_queue() -> None:
 
 
 def test_refusal() -> None:
-    """It names the numbers and the remedy, and leaves the queue as it was."""
+    """The error names the numbers and the remedy. The queue stays as it was."""
     queue, gate = limited(4, "raise")
     gate.enter(make_call(3))
     with pytest.raises(
@@ -76,7 +76,7 @@ def test_a_call_that_ended_outside_does_not_enter() -> None:
 
 
 def test_in_a_pool(make_pool: MakePool) -> None:
-    """Calls that wait count as waiting, time out where they are, and are answered in the end."""
+    """Waiting calls count as waiting, time out, and are answered in the end."""
     pool = make_pool("qwen3", 1, max_queued=2)
     params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
     with callers(3) as executor:

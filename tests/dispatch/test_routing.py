@@ -1,4 +1,5 @@
-"""Who gets what: the pure function, in properties and in a simulation with a clock of ticks."""
+"""Which engine gets which request: the pure function, tested by properties and in a simulation
+whose clock counts ticks."""
 
 import random
 from collections import deque
@@ -31,8 +32,8 @@ candidates = st.lists(
 def test_choice_is_sound(
     window: list[Candidate], more: int, room: int, others: list[int], data: st.DataObject
 ):
-    """Never more than there is room for, no request twice, the pinned ones first, and something
-    whenever the engine is idle and there is something to have."""
+    """An engine gets no more requests than it has room for, and none twice. Pinned requests come
+    first. An idle engine gets something if there is something for it."""
     load = data.draw(st.integers(0, 8))
     lengths = data.draw(st.lists(st.integers(0, 200), min_size=40, max_size=40))
     chosen = choose(
@@ -54,14 +55,15 @@ def test_choice_is_sound(
 
 @given(candidates, st.integers(1, 16))
 def test_overdue_requests_go_first(window: list[Candidate], room: int):
-    """What was passed over often enough is taken before any cached prefix, oldest first."""
+    """Requests that were passed over often enough come before any cached prefix, the oldest
+    first."""
     for candidate in window:
         candidate.pinned = False
     chosen = choose(
         window, waiting=len(window), load=0, loads=[0], room=room, cached=lambda i: 10**6
     )
     overdue = [i for i, one in enumerate(window) if one.passed_over >= MAX_PASSED_OVER]
-    # Of several with one prefix that is not looked up, only the first starts.
+    # Of several requests with the same prefix, which is not cached, only the first starts.
     seen: set[object] = set()
     due = [
         i
@@ -72,7 +74,7 @@ def test_overdue_requests_go_first(window: list[Candidate], room: int):
 
 
 def test_cached_prefixes_are_preferred():
-    """An engine takes what it has computed already, then the oldest of the rest."""
+    """An engine takes requests whose prefix it has cached, then the oldest of the others."""
     window = [Candidate(prefix) for prefix in ("a", "b", None, "b", "c")]
     cached = {0: 0, 1: MIN_SHARED_PREFIX, 3: 100, 4: MIN_SHARED_PREFIX - 1}.__getitem__
     chosen = choose(window, waiting=5, load=0, loads=[0], room=3, cached=cached)
@@ -81,7 +83,7 @@ def test_cached_prefixes_are_preferred():
 
 @pytest.mark.parametrize("tokens", [0, MIN_SHARED_PREFIX])
 def test_a_prefix_is_looked_up_once(tokens: int):
-    """However many requests have it: the samples of a prompt are many."""
+    """Once for all requests that have it: a prompt may have many samples."""
     window = [Candidate("a"), Candidate("b"), *[Candidate("a")] * 60, Candidate(None)]
     asked: list[int] = []
 
@@ -94,7 +96,7 @@ def test_a_prefix_is_looked_up_once(tokens: int):
 
 
 def test_prefix_that_nobody_has_is_computed_once():
-    """Of three requests that share one, an engine starts one and leaves the others."""
+    """Of three requests that share a prefix, an engine starts one and leaves the others waiting."""
     window = [Candidate("a"), Candidate("a"), Candidate("b"), Candidate("a"), Candidate(None)]
     chosen = choose(window, waiting=5, load=0, loads=[0], room=8, cached=lambda i: 0)
     assert chosen == [0, 2, 4]
@@ -130,7 +132,8 @@ class Simulated:
 def simulate(
     lengths: Sequence[int], prefixes: Sequence[object] | None = None
 ) -> tuple[list[Simulated], list[int]]:
-    """Run requests through `choose`; returns the engines, and requests in order of their start."""
+    """Run requests through `choose`. Returns the engines, and the requests in the order of their
+    start."""
     prefixes = prefixes or [None] * len(lengths)
     waiting = {i: Candidate(prefixes[i]) for i in range(len(lengths))}
     engines = [Simulated() for _ in range(ENGINES)]
@@ -138,7 +141,7 @@ def simulate(
     clock = 0
     while waiting or any(engine.left for engine in engines):
         clock += 1
-        for engine in random.Random(clock).sample(engines, ENGINES):  # they are not in step
+        for engine in random.Random(clock).sample(engines, ENGINES):  # not in step
             engine.step(clock)
             window = list(waiting)[: max(64, 2 * ROOM)]
             chosen = choose(
@@ -161,7 +164,7 @@ def simulate(
 
 
 def simulate_round_robin(lengths: Sequence[int]) -> list[Simulated]:
-    """The same engines, each with a queue of its own that is dealt out in the beginning."""
+    """The same engines, each with its own queue, which gets its requests at the start in turn."""
     engines = [Simulated() for _ in range(ENGINES)]
     queues = [deque(range(i, len(lengths), ENGINES)) for i in range(ENGINES)]
     clock = 0
@@ -185,7 +188,7 @@ LENGTHS = [random.Random(seed).choices(range(1, 201), k=1000) for seed in range(
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_engines_finish_together(lengths: list[int]):
-    """With outputs of 1 to 200 tokens the last engine ends within one longest output of the
+    """With outputs of 1 to 200 tokens the last engine ends at most one longest output after the
     first."""
     engines, _ = simulate(lengths)
     assert sum(engine.served for engine in engines) == len(lengths)
@@ -193,12 +196,12 @@ def test_engines_finish_together(lengths: list[int]):
 
 
 def test_round_robin_does_not():
-    """What the promise above is worth: dealing requests out in turn breaks it."""
+    """Round robin breaks the promise above."""
     assert max(spread(simulate_round_robin(lengths)) for lengths in LENGTHS) > 200
 
 
 def test_samples_of_one_prompt_occupy_all_engines():
-    """64 requests that share a prefix: every engine computes it once and takes its share."""
+    """64 requests share a prefix. Every engine computes it once and takes its share."""
     engines, _ = simulate([50] * 64, ["prompt"] * 64)
     assert [engine.served for engine in engines] == [16] * 4
     assert spread(engines) <= 50
@@ -206,7 +209,8 @@ def test_samples_of_one_prompt_occupy_all_engines():
 
 @pytest.mark.parametrize("groups", [2, 3, 7])
 def test_nobody_starves(groups: int):
-    """A request whose prefix no engine has starts, however many with cached prefixes there are."""
+    """A request whose prefix no engine has starts, however many requests with cached prefixes
+    there are."""
     lengths = [5] * 800
     prefixes: list[object] = [f"shared {i % groups}" for i in range(800)]
     prefixes[100] = "alone"
@@ -226,7 +230,7 @@ def test_samples_of_one_prompt_run_on_all_engines(pool: EnginePool):
 
 
 def test_shared_prefix_is_cached_nearly_as_often_as_on_one_engine(make_pool: MakePool):
-    """Prompts that begin with the same 100 tokens: four engines compute them four times."""
+    """Prompts begin with the same 100 tokens. Four engines compute these four times."""
     shared = random_ids(100, 77)
     prompts = [shared + random_ids(8, i) for i in range(96)]
     cached = []

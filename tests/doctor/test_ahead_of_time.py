@@ -1,4 +1,4 @@
-"""Compiling for a TPU without one. What needs libtpu runs where `make test-tpu` runs it."""
+"""Programs are compiled for a TPU without one. Tests that need libtpu run with `make test-tpu`."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ONE = jnp.ones((8, 128), jnp.float32)
 
 
 def compiled(function, **options):
-    """One program as a record has it, of an engine whose KV cache is the argument."""
+    """A recorded program of an engine whose KV cache is the argument."""
     record = Record(None)
     record.kv_bytes = ONE.nbytes
     record.add("decode", "", jax.jit(function, **options).lower(ONE))
@@ -32,7 +32,7 @@ def compiled(function, **options):
 
 
 def test_a_kv_cache_that_is_donated_is_written_in_place():
-    """A result in the argument's memory is what was asked for."""
+    """A result in the argument's memory is right."""
     program = compiled(lambda array: array + 1, donate_argnums=0)
     assert program.donated == ONE.nbytes <= program.aliased
     assert program.problem is None
@@ -41,7 +41,7 @@ def test_a_kv_cache_that_is_donated_is_written_in_place():
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 @pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["kept", "of another shape"])
 def test_a_kv_cache_that_is_there_twice_is_a_problem(options):
-    """Nobody donated it, or nothing can take its memory over."""
+    """Either nobody donated it, or no result can use its memory."""
     program = compiled(lambda array: array.astype(jnp.bfloat16), **options)
     assert program.problem == f"{ONE.nbytes:,} bytes of KV cache are not written in place"
 
@@ -78,14 +78,14 @@ ENTRY %main (a: bf16[2,4,8], b: bf16[2,8,4]) -> f32[3] {
 
 
 def test_what_a_program_reads_in_any_case():
-    """A copy that begins before the branch counts, once. What the branch reads does not."""
+    """A copy that begins before the branch counts once. The branch's own reads do not count."""
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 4, 8), (2, 8, 4)))
     assert read_in_any_case(PREFETCHED, [a, b]) == 128
     assert read_in_any_case(PREFETCHED, [b]) == 0
 
 
 def steady(step, **options):
-    """A steady step as a record has it, with a KV cache, a state and a batch of one array each."""
+    """A recorded steady step with a KV cache, a state and a batch of one array each."""
     record = Record(None)
     record.kv_bytes = ONE.nbytes
     record.add("steady", "", jax.jit(step, **options).lower(ONE, ONE, ONE, ONE, ONE))
@@ -94,7 +94,7 @@ def steady(step, **options):
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_a_steady_step_takes_kv_cache_and_state_over():
-    """And nothing else: weights and tables are there for the next step."""
+    """It takes over nothing else: weights and tables are needed for the next step."""
 
     def step(weights, sampler, kv, state, batch):
         return kv + weights, state + sampler + batch
@@ -120,8 +120,8 @@ def test_a_steady_step_takes_kv_cache_and_state_over():
     ],
 )
 def test_more_memory_than_documented_is_a_problem(kind, results, most):
-    """The pool's own programs need next to nothing beside what they read and write; two need that
-    once more, and what makes int8 a part of it. Upstream's need what they need."""
+    """The pool's own programs need hardly more memory than they read and write. Two need that
+    twice, and those that make int8 need a part more. Upstream's programs have no limit."""
     sizes = {"arguments": 10**9, "results": results}
     assert Compiled(kind, "", **sizes, temporaries=most + 2**20).problem is None
     wrong = Compiled(kind, "", **sizes, temporaries=most + 2**20 + 1).problem
@@ -130,7 +130,7 @@ def test_more_memory_than_documented_is_a_problem(kind, results, most):
 
 
 def test_each_program_is_compiled_once():
-    """Two programs of one bucket are two; one that comes again is not."""
+    """Two programs of one bucket are both compiled. The same program is compiled once."""
     told = []
     record = Record({"decode"}, told.append)
     for function in (lambda array: array + 1, lambda array: array + 2, lambda array: array + 1):
@@ -141,7 +141,7 @@ def test_each_program_is_compiled_once():
 
 
 def test_nothing_runs_and_everything_is_put_back():
-    """A program made among the stand-ins is compiled, and gives arrays without numbers."""
+    """A program that is made among the stand-ins is compiled. Its arrays have no numbers."""
     names = [name for name in vars(jax) if not name.startswith("__")]
     before = {name: getattr(jax, name) for name in names}
     record = Record(None)
@@ -169,14 +169,15 @@ def test_nothing_runs_and_everything_is_put_back():
 
 
 def test_what_is_imported_meanwhile_is_let_alone():
-    """A function of a module stays with the module, and so must run when this is over."""
+    """A module keeps its functions, so they must run normally afterwards."""
     with upstream_without_device(jax.devices()[:1], 2**30, Record(None)):
         assert not isinstance(jax.jit(table), stand_ins._Program)
         assert isinstance(jax.jit(lambda array: array), stand_ins._Program)
 
 
 def test_weights_are_one_line_a_kind_in_the_table():
-    """There is one of them for each shape of leaf; a wrong one gets its own line."""
+    """Each shape of leaf has a program, and all share a line. A program with a problem gets its
+    own line."""
     programs = [
         Compiled("decode", "batch 8", arguments=2 * 10**9, donated=1, aliased=1),
         Compiled("cast", "a 10x10", seconds=1.0, arguments=400),
@@ -192,7 +193,7 @@ def test_weights_are_one_line_a_kind_in_the_table():
 
 
 def test_several_reports_are_one_line_each():
-    """The largest program of each kind, and whether all is well."""
+    """The line has the largest program of each kind, and whether all passed."""
     good = [
         Compiled("prefill", "", cpu_seconds=2.0, temporaries=5),
         Compiled("prefill", "", cpu_seconds=3.0, temporaries=4000, donated=1, aliased=1),
@@ -208,7 +209,7 @@ def test_several_reports_are_one_line_each():
 
 
 def test_a_model_is_named_or_a_folder(tmp_path):
-    """Its layers can be cut; what is neither is said, with what was meant."""
+    """Its layers can be cut. For anything else the error says what can be given."""
     whole = model_config("Qwen3-4B", None)
     assert (whole["num_hidden_layers"], whole["hidden_size"]) == (36, 2560)
     assert model_config("Qwen3-4B", 2) == {**whole, "num_hidden_layers": 2}
@@ -222,7 +223,7 @@ def test_a_model_is_named_or_a_folder(tmp_path):
 
 @pytest.mark.skipif(LIBTPU, reason="libtpu is here")
 def test_without_libtpu_it_says_how_to_get_it():
-    """And the environment is as it was."""
+    """The environment is left as it was."""
     before = dict(os.environ)
     config = model_config("Qwen3-4B", None)
     with pytest.raises(InvalidConfig, match=r"enginepool\[tpu\]"):
@@ -233,7 +234,7 @@ def test_without_libtpu_it_says_how_to_get_it():
 @needs_libtpu
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_the_memory_of_a_chip_is_what_the_compiler_says(name):
-    """It is told when a program has more."""
+    """The compiler's error for a program that needs more names it."""
     host = TOPOLOGIES[name]
     hbm_bytes = host.chip.hbm_bytes
     with libtpu_environment():
@@ -248,7 +249,7 @@ def test_the_memory_of_a_chip_is_what_the_compiler_says(name):
 
 @needs_libtpu
 def test_v4_is_refused_without_its_patch():
-    """Upstream has no block sizes for it: not even the first program can be lowered."""
+    """Upstream has no block sizes for v4: not even the first program can be lowered."""
     code, report, _ = check("--topology", "v4-8", "--without", "v4_block_sizes")
     assert code == 1
     assert [program["kind"] for program in report["programs"]] == ["prefill"]
@@ -257,7 +258,7 @@ def test_v4_is_refused_without_its_patch():
 
 @needs_libtpu
 def test_v4_compiles_with_its_patch():
-    """The program of a steady step, whose KV cache and state are donated, and taken over."""
+    """A steady step takes over its KV cache and state, which are donated."""
     code, report, said = check("--topology", "v4-8", "--kind", "steady")
     (steady,) = report["programs"]
     assert (code, steady["problem"]) == (0, None), said
@@ -267,7 +268,7 @@ def test_v4_compiles_with_its_patch():
 
 @needs_libtpu
 def test_what_upstream_refuses_is_an_error_of_the_caller():
-    """One line, and the exit code for input that must be changed."""
+    """The error is one line, with the exit code for input that must be changed."""
     code, _, said = check("--page-size", "96")
     assert code == 2
     assert "divisible by page_size" in said.splitlines()[-1]

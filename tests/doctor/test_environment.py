@@ -1,4 +1,4 @@
-"""The doctor's parts, without a TPU, and one look at this machine."""
+"""The doctor's checks without a TPU, and one run on this machine."""
 
 import json
 import sys
@@ -103,7 +103,7 @@ def test_environment_that_cannot_hold_in_a_pool_is_a_problem():
 
 
 def live(chip, used=0, count=4):
-    """What JAX says of a host of these chips."""
+    """What JAX reports on a host with these chips."""
     memory = {"bytes_limit": chip.hbm_bytes, "bytes_in_use": used}
     devices = [
         {"id": i, "platform": "tpu", "kind": chip.kind, "memory": memory} for i in range(count)
@@ -121,14 +121,14 @@ def test_settings_that_a_tpu_takes_need_no_warning():
     assert warnings(live(V6E), None) == []
 
 
-def test_settings_are_no_matter_without_a_tpu():
+def test_settings_do_not_matter_without_a_tpu():
     jax = {"backend": "cpu", "devices": [{"kind": "cpu", "memory": None}]}
     assert warned(jax, "4B", page_size=1) == []
     assert warned({"error": "JAX did not start within 60 s"}, "4B", page_size=1) == []
 
 
 def test_settings_that_a_tpu_refuses_are_warned_of():
-    """The page size, the cap on running requests, room for a second weight set."""
+    """The page size, the limit on running requests, and room for a second weight set."""
     asked = {"context_length": 4096, "page_size": 1, "max_running_requests": 64}
     page, cap = warned(live(V6E), "0.6B", **asked)
     assert "page_size=1" in page
@@ -141,7 +141,7 @@ def test_settings_that_a_tpu_refuses_are_warned_of():
 
 
 def test_memory_that_others_hold_counts():
-    """A trainer on the chip takes the room of a second set."""
+    """A trainer on the chip takes up the memory of a second set."""
     assert warned(live(V6E), "4B", context_length=4096) == []
     (second,) = warned(live(V6E, used=14 * 2**30), "4B", context_length=4096)
     assert "second weight set does not fit" in second
@@ -154,13 +154,13 @@ def test_a_chip_that_does_not_count_is_sized_by_its_kind():
     assert "in 16.91" in warned(jax, "8B", context_length=4096)[0]
 
 
-def test_a_chip_that_was_never_run_on_is_said():
+def test_a_chip_that_enginepool_never_ran_on_is_reported():
     (note,) = warned(live(V4), "0.6B", context_length=4096)
     assert "has never been run" in note
 
 
 def test_what_cannot_be_sized_is_still_looked_at(tmp_path):
-    """An unknown chip or model: the page size needs neither."""
+    """The page size is checked for an unknown chip and for an unknown model."""
     jax = live(V6E)
     found = warnings(jax, PoolConfig(str(tmp_path / "none"), server_args={"page_size": 1}))
     assert ["page_size=1" in entry["problem"] for entry in found] == [True, False]
@@ -172,7 +172,7 @@ def test_what_cannot_be_sized_is_still_looked_at(tmp_path):
 
 
 def test_a_pools_options_are_taken_without_a_profile():
-    """An option that no pool takes is a mistake here too."""
+    """An option that pools do not have is refused here too."""
     result = CliRunner().invoke(app, ["doctor", "--server-arg", "page_sise=1"])
     assert result.exit_code == 2
     assert "did you mean page_size" in result.output

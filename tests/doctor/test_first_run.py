@@ -1,4 +1,4 @@
-"""`enginepool doctor --first-run`: the report of this machine, and what becomes of faults."""
+"""`enginepool doctor --first-run`: the report of this machine, and how faults appear in it."""
 
 import getpass
 import json
@@ -35,13 +35,13 @@ Outcomes = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def pool() -> Iterator[EnginePool]:
-    """As the first run builds it, on two devices."""
+    """A pool of two devices, as the first run builds it."""
     with EnginePool(devices=2, restart=False, **pools.SERVER_ARGS) as pool:
         yield pool
 
 
 def looked(check: Callable[[Checklist], None], seconds: float = 1000.0) -> Outcomes:
-    """The outcomes by name; JSON, as they are sent in."""
+    """The outcomes by name, in JSON as they are sent."""
     outcomes: list[dict[str, Any]] = []
     check(Checklist(seconds, outcomes.append))
     return {outcome["check"]: outcome for outcome in json.loads(json.dumps(outcomes))}
@@ -57,8 +57,8 @@ def one(pool: EnginePool, check: Callable[[EnginePool, Finding], None]) -> dict[
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_command(tmp_path: Path) -> None:
-    """The whole of it on two virtual devices: every check is ok and has its figures, and nothing
-    says whose host it was."""
+    """The whole run on two virtual devices. Every check passes and has its figures, and nothing
+    in the report identifies the host."""
     file = tmp_path / "report.json"
     command = ["doctor", "--first-run", "--devices", "2", "--output", str(file)]
     done = CliRunner().invoke(app, [*command, "--budget", "800"])
@@ -106,7 +106,7 @@ def test_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_broken_engine(pool: EnginePool) -> None:
-    """An engine whose step fails is named by the checks that need all; the others go on."""
+    """Checks that need all engines name the engine whose step fails. The other checks pass."""
     faults.raise_in_step(pool, 1)
     found = looked(lambda checklist: pools.check_open_pool(pool, checklist))
     assert list(found) == list(pools.NAMES[1:])
@@ -128,7 +128,7 @@ def test_broken_engine(pool: EnginePool) -> None:
 
 @pytest.mark.slow
 def test_a_swap_that_fails(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What raises is an error with its calls, and the rest goes on."""
+    """An exception is reported as an error with its traceback, and the other checks run."""
     faults.raise_in_commit(pool, 0)
     for name in ("goldens_together", "long_output", "wall_over_slowest", "step", "idle"):
         monkeypatch.delitem(pools.CHECKS, name)
@@ -145,7 +145,7 @@ def test_a_swap_that_fails(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_wrong_answers_are_seen(pool: EnginePool) -> None:
-    """Of engines that subtract."""
+    """The engines subtract instead of adding."""
     pool.update_weights(toy.checkpoint("subtract"))
     alone = one(pool, goldens.alone)
     assert alone["status"] == "failed"
@@ -160,7 +160,7 @@ def test_wrong_answers_are_seen(pool: EnginePool) -> None:
 
 @pytest.mark.slow
 def test_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, and the others are built without it."""
+    """The report names it, and the other devices' engines are built."""
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
     initialize = ModelRunner.initialize
@@ -188,7 +188,7 @@ def test_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(NATIVE_PAGES, reason="this upstream's native attention knows pages")
 def test_page_size_that_is_refused() -> None:
-    """Is no failure: the pool says so before anything is built."""
+    """It is no failure: the pool refuses it before anything is built."""
     options = {"page_size": 16}
     refused = looked(lambda checklist: pools.check_variant("it", options, checklist, print))["it"]
     assert (refused["status"], refused["seen"]["taken"]) == ("ok", False)
@@ -196,7 +196,7 @@ def test_page_size_that_is_refused() -> None:
 
 
 def test_a_refusal_of_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only an option that is refused counts as not taken; here it is the environment."""
+    """Only a refused option counts as not accepted. Here the environment is refused."""
     name = next(iter(REFUSED_ENVIRONMENT))
     monkeypatch.setenv(name, "1")
     options = {"dtype": "bfloat16"}
@@ -206,7 +206,7 @@ def test_a_refusal_of_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_raises_is_recorded() -> None:
-    """With what it had seen, the cause's text and calls; the next check runs."""
+    """With the findings so far, the text of the cause and the traceback. The next check runs."""
 
     def breaks(found: Finding) -> None:
         found.seen["before"] = 1
@@ -228,7 +228,7 @@ def test_what_raises_is_recorded() -> None:
 
 
 def test_names_of_checks_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where the environment has the same word."""
+    """Even if the environment has the same word."""
     monkeypatch.setenv("DTYPE", "bfloat16")
     folder = tmp_path / "bfloat16"
     folder.mkdir()
@@ -251,7 +251,7 @@ def test_a_check_that_does_not_fit_is_skipped() -> None:
 
 
 def test_no_time_at_all() -> None:
-    """Everything is listed, with the reason; nothing has failed."""
+    """Every check is listed with the reason. None has failed."""
     said: list[str] = []
     report = first_run(1, budget=1.0, say=said.append)
     assert report["skipped"] == ["pool", *VARIANTS, "persistent_cache"]
@@ -272,7 +272,7 @@ def test_what_was_done_before_an_interruption_is_kept() -> None:
 
 
 def test_a_process_that_fails() -> None:
-    """Is an outcome, with the end of what it wrote."""
+    """It gives an outcome with the end of its output."""
     outcomes: list[dict[str, Any]] = []
     job = {"stage": "cache", "devices": [0, 99], "folder": "none", "seconds": 60.0}
     process.run_stage(job, outcomes.append, print)
@@ -284,7 +284,7 @@ def test_a_process_that_fails() -> None:
 
 
 def test_a_process_that_takes_too_long() -> None:
-    """Is ended; what it was to do is listed."""
+    """It is ended, and its checks are listed."""
     outcomes: list[dict[str, Any]] = []
     job = {"stage": "pool", "devices": 1, "seconds": 0.1 - process.GRACE}
     process.run_stage(job, outcomes.append, print)
@@ -295,7 +295,8 @@ def test_a_process_that_takes_too_long() -> None:
 def test_lock_file_of_a_killed_process_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that appeared meanwhile and that nobody holds; one that was there before stays."""
+    """A file that appeared during the run and that nobody holds is removed. One that existed
+    before stays."""
     lock = tmp_path / "lock"
     monkeypatch.setattr(process, "LOCK_FILE", lock)
     monkeypatch.setattr(process, "device_holders", lambda: ([], 0))
@@ -328,7 +329,8 @@ def outcome(device: int, hits: int, status: str = "ok") -> dict[str, Any]:
 def test_what_the_cache_answered(
     read: list[dict[str, Any]], above: bool | None, problem: str | None
 ) -> None:
-    """A crash on a device above the first is an answer; the first device must be served."""
+    """A crash on a later device is a valid answer. The first device must be served from the
+    cache."""
     found = Finding()
     cache.conclude([outcome(0, 0), outcome(1, 0)], read, found)
     assert found.seen["taken_by_devices_above_the_first"] is above
@@ -353,7 +355,8 @@ def test_nothing_personal_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["add", "subtract"])
 def test_no_arithmetic_is_an_excuse(name: str) -> None:
-    """The answers are the best by far, by plain JAX, at every token of every sum."""
+    """By plain JAX the right answers are by far the most probable at every token, so rounding is
+    no excuse."""
     config, weights = read_checkpoint(toy.checkpoint(name))
     rows = [
         (list(prompt.encode()), answer)
@@ -374,7 +377,7 @@ def test_no_arithmetic_is_an_excuse(name: str) -> None:
     [["--model", "x"], ["--profile"], ["--tp-size", "2"], ["--server-arg", "page_size=1"]],
 )
 def test_options_of_other_kinds_are_refused(option: list[str]) -> None:
-    """Reports are to compare."""
+    """Reports must be comparable."""
     done = CliRunner().invoke(app, ["doctor", "--first-run", *option])
     assert done.exit_code == 2
     assert f"{option[0]} does not go with --first-run" in done.output

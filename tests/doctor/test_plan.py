@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_memory_follows_from_the_printed_inputs() -> None:
-    """Each figure is its formula over others of the report, as docs/plan.md has it."""
+    """Each figure is a formula of other figures in the report, as docs/plan.md has it."""
     plan = make(CONFIGS["4B"], "v4-8", context=4096)
     page, fraction = plan["page_size"], plan["mem_fraction_static"]
     assert plan["weight_bytes"] == 2 * plan["parameters"]
@@ -45,8 +45,8 @@ def test_memory_follows_from_the_printed_inputs() -> None:
 
 
 def test_a_pool_of_small_batches_is_slower_than_tensor_parallelism() -> None:
-    """The figures of a roofline that was made by hand: Qwen3-4B on v5e-8, 64 requests of 1,024
-    tokens: 11.3 ms in 8 engines, 2.7 ms and 73 all-reduces in one."""
+    """The expected figures are of a roofline by hand. Qwen3-4B on v5e-8 with 64 requests of
+    1,024 tokens takes 11.3 ms in 8 engines, and 2.7 ms and 73 all-reduces in one."""
     plan = make(CONFIGS["4B"], "v5e-8", context=1024, batch=64)
     weights, kv = 4_022_468_096 * 2, 8 * 1024 * 147_456
     assert (plan["decode_weight_bytes"], plan["decode_kv_bytes"]) == (weights, kv)
@@ -100,7 +100,7 @@ def test_experts_are_bounded_by_those_of_one_token() -> None:
     plan = make(CONFIGS["30B-A3B"], "v6e-8", context=1024, batch=64, tp_size=4)
     layers, hidden, width, vocab = 48, 2048, 768, 151_936
     experts = 3 * 128 * hidden * width * layers * 2 // 4
-    rest = plan["weight_bytes"] - experts - vocab * hidden * 2 // 4  # no table is read whole
+    rest = plan["weight_bytes"] - experts - vocab * hidden * 2 // 4  # tables are not read whole
     assert plan["decode_weight_bytes"] == rest + experts * 8 // 128
     wanted = 128 * (1 - (1 - 8 / 128) ** plan["running_requests"])
     uniform = rest + experts * wanted / 128 + plan["decode_kv_bytes"]
@@ -114,7 +114,7 @@ def test_requests_beyond_the_room_wait() -> None:
 
 
 def test_sliding_layers_read_their_window() -> None:
-    """Half of Gemma2's layers look at the last 4,096 tokens alone."""
+    """Half of Gemma2's layers read the last 4,096 tokens only."""
     shape = shape_of(AutoConfig.for_model("gemma2"), "bfloat16")  # the 2B model's own dimensions
     assert shape.kv_tokens_read(4096) == 4096
     assert shape.kv_tokens_read(8192) == (4096 + 8192) / 2
@@ -141,7 +141,7 @@ def invoke(*arguments: str) -> Any:
 
 
 def test_command_as_json() -> None:
-    """With the options of a pool; what the user gives wins over defaults."""
+    """It takes a pool's options. The user's values replace defaults."""
     options = ("--context", "4096", "--batch", "32", "--dtype", "float32", "--json")
     fraction = ("--server-arg", "mem_fraction_static=0.5", "--server-arg", "page_size=32")
     done = invoke("--model", CONFIGS["0.6B"], "--topology", "v5e-8", *options, *fraction)
@@ -155,7 +155,8 @@ def test_command_as_json() -> None:
 
 
 def test_command_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints the inputs, the terms, the verdict and the advice; 1 where it does not fit."""
+    """It prints the inputs, the terms, the verdict and the advice. The exit code is 1 if the
+    model does not fit."""
     done = invoke("--model", CONFIGS["8B"], "--topology", "v5e-8", "--context", "4096")
     assert done.exit_code == 1
     for part in ("8,190,735,360 parameters", "does not fit", "4,096 = 524,288 // 32 pages // 4"):
@@ -176,7 +177,7 @@ def test_a_mistake_is_one_line() -> None:
 
 @pytest.mark.slow
 def test_docs_table_is_the_commands_own() -> None:
-    """The table in docs/plan.md is what scripts/plan-table prints."""
+    """The table in docs/plan.md is the output of scripts/plan-table."""
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     table = text.split("<!-- plan -->\n")[1].split("<!-- /plan -->")[0]
     made = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `enginepool doctor --profile` says of a running pool."""
+"""`enginepool doctor --profile` on a running pool."""
 
 import json
 
@@ -12,8 +12,8 @@ from tests.support.pools import MakePool
 
 
 def test_profile(make_pool: MakePool) -> None:
-    """Every step is seen with its batch, sections add up to no more than the step, and the engine
-    is afterwards as it was."""
+    """Every step appears with its batch, the sections of a step add up to at most the step, and
+    the engine is unchanged afterwards."""
     pool = make_pool("qwen3", 2)
     scheduler = pool.engines[0].scheduler_info["scheduler"]
     owners = scheduler, scheduler.tp_worker, scheduler.tp_worker.worker.model_runner

@@ -1,4 +1,4 @@
-"""What `make tpu-check` and `plan --compile` refuse, with and without compiling."""
+"""What `make tpu-check` and `plan --compile` refuse, with compiling and without."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ def refused(model: str = "Qwen3-0.6B", **sizes: Any) -> str:
 
 
 def test_pages_outside_the_rule_are_refused() -> None:
-    """The value, the limit and what to do."""
+    """The error has the value, the limit and the remedy."""
     said = refused(page_size=8)
     assert "v5e-8, not compiled: page_size=8: below 16" in said
     assert "leave page_size out (128 on a TPU), or give 16 or more" in said
@@ -45,7 +45,8 @@ def test_pages_outside_the_rule_are_refused() -> None:
 
 
 def test_fractions_outside_the_rule_are_refused() -> None:
-    """Too much leaves programs no room, too little no KV; the limits are those that fit."""
+    """Too large a fraction leaves no room for programs, too small a one none for KV. The error
+    names the limits that fit."""
     most = refused(mem_fraction_static=0.99)
     assert "mem_fraction_static=0.99 leaves too little for programs and temporaries" in most
     limit = float(most.partition("at most ")[2].partition(")")[0])
@@ -69,14 +70,14 @@ def test_a_model_that_fits_at_no_fraction_is_refused_without_one() -> None:
 @pytest.mark.parametrize("page", [16, 32, 128])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_documented_is_not_refused(model: str, page: int) -> None:
-    """Two layers of each model that ships, and no fraction, as the pool has it."""
+    """Each model in the package with two layers and without a fraction, as a pool opens it."""
     for host in TOPOLOGIES.values():
         refuse_what_fails(host, model_config(model, 2), Sizes(page_size=page))
 
 
 @pytest.mark.slow
 def test_the_command_refuses_without_compiling() -> None:
-    """Exit code 2 and one line, also without libtpu."""
+    """With exit code 2 and one line, also without libtpu."""
     code, report, said = check("--page-size", "1")
     assert (code, report) == (2, {})
     (line,) = said.splitlines()
@@ -84,7 +85,7 @@ def test_the_command_refuses_without_compiling() -> None:
 
 
 def test_plan_does_not_compile_what_fails() -> None:
-    """The rest of the plan is there; it does not fit."""
+    """If the model does not fit, the plan has everything but the compilation."""
     small = {"context": 4096, "server_args": {"page_size": 1}}
     plan = make(CONFIGS["0.6B"], "v5e-8", **small, by_compiler=True)
     assert (plan["fits"], plan["compiled"]) == (False, None)
@@ -93,8 +94,8 @@ def test_plan_does_not_compile_what_fails() -> None:
 
 
 @pytest.mark.parametrize("topology", ["v4-8", "v5e-8", "v6e-8"])
-def test_the_hosted_run_calls_make_with_arguments_that_there_are(topology: str) -> None:
-    """The workflow runs nothing else; all kinds of models come up, for each host."""
+def test_the_hosted_run_calls_make_with_arguments_that_exist(topology: str) -> None:
+    """The workflow runs nothing else. It covers all kinds of models and each host."""
     text = (ROOT / ".github" / "workflows" / "tpu-check.yml").read_text(encoding="utf-8")
     jobs = yaml.safe_load(text)["jobs"]
     assert topology in jobs["programs"]["strategy"]["matrix"]["topology"]
@@ -121,7 +122,7 @@ def test_the_hosted_run_calls_make_with_arguments_that_there_are(topology: str) 
 @pytest.mark.slow
 @pytest.mark.skipif(LIBTPU, reason="libtpu is here")
 def test_plan_without_libtpu_says_how_to_get_it() -> None:
-    """One line, before anything is built."""
+    """In one line, before anything is built."""
     arguments = ["--model", CONFIGS["0.6B"], "--topology", "v5e-8", "--compile"]
     done = python("-m", "enginepool.cli.main", "plan", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -133,8 +134,8 @@ def test_plan_without_libtpu_says_how_to_get_it() -> None:
 @pytest.mark.timeout(900)
 @needs_libtpu
 def test_plan_by_arithmetic_is_the_compilers_within_5_percent() -> None:
-    """Memory of Qwen3-0.6B at its full depth on a v5e, with one bucket each. What programs need is
-    estimated from above, and never from below."""
+    """The memory of Qwen3-0.6B with all layers on a v5e, with one bucket each. The estimate of
+    what programs need is never too low."""
     args = [
         *("max_running_requests=8", "precompile_bs_paddings=[8]", "max_prefill_tokens=256"),
         *("chunked_prefill_size=256", "precompile_token_paddings=[256]"),
@@ -162,7 +163,7 @@ def test_plan_by_arithmetic_is_the_compilers_within_5_percent() -> None:
 @needs_libtpu
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Gemma-2-2B"])
 def test_programs_by_arithmetic_are_those_of_an_engine(model: str, tmp_path: Path) -> None:
-    """Forward programs of several buckets, some of which are asked for in vain."""
+    """The forward programs of several buckets. Some buckets are asked for and cannot exist."""
     config = model_config(model, 2) | {"vocab_size": 2048}  # quick to compile
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = Sizes(batch=8, prefill=512, context=1024).server_args() | {
@@ -195,8 +196,8 @@ print(json.dumps(Counter(program.kind for program in programs)))
 @needs_libtpu
 @pytest.mark.parametrize("most", [1, 8])
 def test_steps_need_what_the_warm_up_compiles(most: int) -> None:
-    """Requests of every shape, served on a chip that is not there, with one decode step a dispatch
-    and with several."""
+    """Requests of every shape run on a chip that is not there, with one and with several decode
+    steps a dispatch."""
     code, report, said = check("--kind", "kv_zeros", "--max-decode-steps", str(most))
     assert (code, [program["kind"] for program in report["programs"]]) == (0, ["kv_zeros"]), said
     assert report["steps"] > 50
@@ -206,8 +207,8 @@ def test_steps_need_what_the_warm_up_compiles(most: int) -> None:
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e-8", "v6e-8"])
 def test_programs_with_adapters(topology: str) -> None:
-    """They compile, and what loads an adapter writes its slot in place. Steps under adapters need
-    no program that the warm-up has not compiled."""
+    """They compile, and loading an adapter writes its slot in place. Steps with adapters need no
+    program that the warm-up has not compiled."""
     kinds = ("prefill", "steady", "write_adapter")
     asked = [word for kind in kinds for word in ("--kind", kind)]
     code, report, said = check("--lora", "8", "--topology", topology, *asked)
@@ -222,8 +223,8 @@ def test_programs_with_adapters(topology: str) -> None:
 @needs_libtpu
 @pytest.mark.parametrize("kind", ["steady", "prefill"])
 def test_steps_without_adapters_read_none(kind: str) -> None:
-    """In a model of more than a few layers. XLA would copy smaller leaves into fast memory before
-    it is known whether they are needed."""
+    """The model has more than a few layers. With few, XLA copies the small leaves into fast
+    memory before it is known whether they are needed."""
     code, report, said = check("--lora", "32", "--layers", "28", "--kind", kind)
     assert code == 0, said
     (program,) = report["programs"]
@@ -232,7 +233,7 @@ def test_steps_without_adapters_read_none(kind: str) -> None:
 
 @needs_libtpu
 def test_several_steps_a_dispatch_compile() -> None:
-    """The loop on the device takes KV cache and state over, as one step does."""
+    """The loop on the device takes over KV cache and state, as a single step does."""
     code, report, said = check("--kind", "steady", "--max-decode-steps", "8")
     assert (code, len(report["programs"])) == (0, 1), said
     for program in report["programs"]:
@@ -241,8 +242,8 @@ def test_several_steps_a_dispatch_compile() -> None:
 
 @needs_libtpu
 def test_a_step_that_needs_another_program_is_a_problem() -> None:
-    """Upstream's own warm-up knows no seeds, no top-k log-probabilities and no steady steps: see
-    `engine/warmup.py`."""
+    """Upstream's own warm-up compiles no seeds, no top-k log-probabilities and no steady steps;
+    see `engine/warmup.py`."""
     done = python("-c", _UPSTREAMS_WARM_UP)
     assert done.returncode == 0, done.stderr
     late = json.loads(done.stdout)
@@ -276,8 +277,8 @@ print(json.dumps([(program.kind, program.problem) for program in record.programs
 
 @needs_libtpu
 def test_what_is_broken_is_a_problem() -> None:
-    """A KV cache that prefill is not given for good, a checksum and a comparison that make wider
-    copies: each by itself, in an engine that is otherwise as it is."""
+    """A prefill that does not take over the KV cache, and a checksum and a comparison that make
+    wider copies. Each is the only fault of its engine."""
     done = python("-c", _BROKEN)
     assert done.returncode == 0, done.stderr
     wrong = dict(json.loads(done.stdout))
@@ -326,7 +327,8 @@ print(json.dumps([(one.kind, one.problem) for one in record.programs if one.prob
 @pytest.mark.parametrize(("page", "fits"), [(1, False), (128, True)])
 def test_why_pages_of_one_token_are_refused(page: int, fits: bool) -> None:
     """The page numbers of 64 requests of 4,096 tokens fill a v5e's scalar memory. The attention
-    kernel by itself, in small blocks: upstream's own blocks of such pages take minutes to lower."""
+    kernel is lowered alone and in small blocks, because upstream's own blocks take minutes with
+    such pages."""
     attention = _attention(page, batch=64, context=4096)
     if fits:
         attention.compile()
