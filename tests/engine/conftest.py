@@ -1,4 +1,4 @@
-"""What the tests of steady decode have in common."""
+"""Fixtures that the tests of steady decode share."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ from tests.support.steady import OPTIONS, joins, several_at_once
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
 def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[EnginePool]:
-    """Two engines whose decode stays on their devices."""
+    """Two engines that decode by steady decode."""
     if "page_size" in request.param and not NATIVE_PAGES:
         pytest.skip("this upstream's native attention knows no pages")
     model = "larger qwen3" if "tp_size" in request.param else "qwen3"
@@ -32,14 +32,14 @@ def kind(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[Engine
 
 @pytest.fixture(params=[8, *slow(1)], ids=["eight at once", "one at a time"])
 def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Of pools that launch so many decode steps at once."""
+    """Options of a pool that launches this many decode steps at once."""
     with several_at_once():
         yield OPTIONS | {"max_decode_steps": request.param}
 
 
 @pytest.fixture
 def steady_pool(make_pool: MakePool, options: dict[str, Any]) -> Iterator[EnginePool]:
-    """Two engines like these, with nothing in their caches, and at rest afterwards."""
+    """Two such engines with empty caches. They must be idle after the test."""
     pool = make_pool("qwen3", 2, **options)
     pool.flush_cache()
     yield pool

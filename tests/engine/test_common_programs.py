@@ -1,4 +1,5 @@
-"""What engines have in common is traced and lowered once; what is unlike is each engine's own."""
+"""Programs that engines have in common are traced and lowered once. A program that differs is
+each engine's own."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from enginepool.engine.executable_cache import ExecutableCache
 from tests.support.pools import SMALL, open_with
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-# Upstream's own programs run only where ours do not.
+# Upstream's own programs run only without steady decode.
 UPSTREAMS = ["jitted_run_model", "jitted_sampler", "jitted_compute_logprobs", "top"]
 FUNCTIONS = ["prefill", *(["step"] if patches.optimising() else UPSTREAMS)]
 OURS = {f"jit({name})" for name in FUNCTIONS}
@@ -31,7 +32,7 @@ def mesh(device: int) -> Mesh:
 def test_engines_are_lowered_once(
     monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache
 ) -> None:
-    """Every program of an engine, also where several engines of a pool are on other devices."""
+    """This holds for every program of an engine, also for an engine of several devices."""
     seen: list[str] = []
 
     def listen(event: str, _: float, fun_name: str = "", **__: Any) -> None:
@@ -43,7 +44,7 @@ def test_engines_are_lowered_once(
     try:
         for devices in (1, 2):
             seen.clear()
-            # Nothing is traced yet; compiled, for other tests, it may be.
+            # Nothing is traced yet, although other tests may have compiled it.
             open_with(monkeypatch, ExecutableCache(one_cache.serialized))
             with EnginePool(str(toy.checkpoint()), devices=devices, **SMALL) as pool:
                 answers = pool.generate_all(["12+7=", "41+7="] * 3, {"temperature": 0})
@@ -56,7 +57,7 @@ def test_engines_are_lowered_once(
 
 
 class Rotary:
-    """As upstream's models have some: no module, and not equal to another one."""
+    """Like objects in some of upstream's models: no module, and not equal to another object."""
 
     def __init__(self, base: float, device: int = 0) -> None:
         self.frequencies = np.arange(4) / base
@@ -112,7 +113,7 @@ def test_what_is_unlike_is_made_anew() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class Cache:
-    """As upstream's memory pools are: with the mesh of their devices in their structure."""
+    """Like upstream's memory pools: the structure has the mesh of their devices."""
 
     def __init__(self, device: int) -> None:
         self.mesh, self.buffer = mesh(device), jnp.zeros(2)

@@ -44,8 +44,8 @@ def first_of(pool: EnginePool, params: list[dict[str, Any]]) -> dict[str, Any]:
 def test_reported_values(
     make_pool: MakePool, model_dir: Callable[[str], Path], law: str, company: str
 ) -> None:
-    """Of the first token and of those after it: the law of the request's own temperature, of its
-    own ids, of the most probable and of those that are named, however improbable."""
+    """The values of the first token and of later tokens follow the request's own temperature and
+    its own ids, for the most probable ids and for named ones, however improbable."""
     params = LAWS[law]
     result = first_of(make_pool("qwen3", 1), [params, *COMPANY[company]])
     ids, meta = result["output_ids"], result["meta_info"]
@@ -64,8 +64,8 @@ def test_reported_values(
 
 
 def test_ties(tmp_path: Path) -> None:
-    """Where two ids are equally probable, a greedy request takes the first, whoever is beside it;
-    logits of bfloat16 are often equal."""
+    """If two ids are equally probable, a greedy request takes the first, whatever else is in the
+    batch. Logits of bfloat16 are often equal."""
 
     def twins(tensors: Tensors) -> Tensors:
         table = tensors["model.embed_tokens.weight"]

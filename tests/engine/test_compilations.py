@@ -1,4 +1,4 @@
-"""After warm-up nothing is compiled, whatever is asked for; and engines share what was."""
+"""After warm-up nothing is compiled, whatever is asked for. Engines share their programs."""
 
 import random
 import threading
@@ -17,7 +17,7 @@ from tests.support.steady import OPTIONS
 
 
 def random_params(rng: random.Random) -> dict[str, Any]:
-    """Any combination of what a caller may ask of the sampler."""
+    """Any combination of sampling parameters."""
     options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 30)}
     if rng.random() < 0.8:
         options["temperature"] = rng.choice([0, 0.3, 1.0, 1.7])
@@ -54,7 +54,7 @@ def random_prompt(rng: random.Random) -> list[int]:
 
 
 def random_call(pool: EnginePool, rng: random.Random) -> int:
-    """Make a call of some kind; returns how many prompts it had."""
+    """Make a random kind of call. Returns how many prompts it had."""
     prompts = [random_prompt(rng) for _ in range(rng.randint(1, 24))]
     each = [random_params(rng) for _ in prompts]
     options: dict[str, Any] = {
@@ -93,9 +93,8 @@ def test_nothing_is_compiled_after_warm_up(pool: EnginePool):
 
 
 def test_new_weights_compile_no_step(make_pool: MakePool):
-    """Four engines add, then subtract, then add again: no program of a step is compiled for new
-    weights, and what an update itself compiles it compiles once. Nor is anything for KV caches
-    that were given back."""
+    """Four engines add, then subtract, then add again. New weights compile no program of a step,
+    and an update compiles its own programs once. KV caches that were released compile nothing."""
     pool = make_pool("toy", 4)
     rng = random.Random(4)
     greedy = {"temperature": 0, "max_new_tokens": 8}
@@ -118,7 +117,7 @@ def test_new_weights_compile_no_step(make_pool: MakePool):
 
 
 def answered(pool: EnginePool, params: dict[str, Any]) -> set[str]:
-    """What batches of one to four say to 12+7, the largest on every engine."""
+    """The answers of batches of one to four to 12+7, the largest batch on every engine."""
     texts = set()
     for count in (1, 6, 11, 16):
         results = pool.generate_all(["12+7="] * count, params)
@@ -128,7 +127,7 @@ def answered(pool: EnginePool, params: dict[str, Any]) -> set[str]:
 
 
 def test_the_count_sees_a_compilation():
-    """What the test above relies on."""
+    """The test above relies on this."""
     with compilations() as seen:
         jax.jit(lambda x: x * 3.5 + 17)(2.0).block_until_ready()
     assert len(seen) > 0
@@ -150,9 +149,9 @@ def test_first_call_of_a_warm_pool_compiles_nothing(make_pool: MakePool):
 
 
 def test_engines_share_what_one_has_compiled(pool: EnginePool):
-    """On CPU a program is there once and is loaded for the other three devices.
+    """On CPU a program is compiled once and is loaded for the other three devices.
 
-    Not exactly three more loads: small programs that JAX has at hand from tests before this one are
+    There are not exactly three more loads: small programs that JAX still has from earlier tests are
     neither compiled nor loaded.
     """
     counts = pool.stats()["executables"]
@@ -163,10 +162,10 @@ def test_engines_share_what_one_has_compiled(pool: EnginePool):
 def test_what_is_compiled_ahead_is_not_compiled_again(
     monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache, model_dir: Callable[[str], Path]
 ):
-    """Other threads compile the step's program of each bucket during upstream's warm-up. They call
-    none: a thread that does waits in JAX while the engine's thread compiles it, with the turn that
-    the engine's thread wants next. What the engine's own thread then compiles under a name of
-    theirs was compiled for nothing."""
+    """Other threads compile the step's program of each bucket during upstream's warm-up. They do
+    not call it: a thread that calls it waits in JAX while the engine's thread compiles it, and
+    holds the slot that the engine's thread needs next. A program that the engine's own thread
+    compiles under one of their names was compiled in vain."""
     threads: dict[str, list[str]] = {}
 
     class Recording(ExecutableCache):
@@ -187,9 +186,9 @@ def test_what_is_compiled_ahead_is_not_compiled_again(
 
 @pytest.mark.slow
 @steady_decode
-def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyPatch):
-    """Half as many again at most, whatever a batch may ask for."""
-    # What a process compiles once, for whichever pool comes first, is nobody's.
+def test_steady_decode_needs_few_programs(monkeypatch: pytest.MonkeyPatch):
+    """At most 1.5 times as many as without it, whatever a batch may ask for."""
+    # Programs that a process compiles once, for its first pool, do not count.
     with EnginePool(str(toy.checkpoint()), devices=1, **SMALL):
         pass
     place = "enginepool.engine.steady.program._ATTENTION"
@@ -207,7 +206,7 @@ def test_what_stays_on_the_device_needs_few_programs(monkeypatch: pytest.MonkeyP
 def test_without_warm_up_programs_are_compiled_while_serving(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache
 ):
-    """So a pool opens faster; the answers are the same."""
+    """A pool opens faster without warm-up, and gives the same answers."""
     open_with(monkeypatch, ExecutableCache(one_cache.serialized))  # nothing is traced yet
     with compilations() as seen:
         pool = make_pool("toy", 1, warmup="none")

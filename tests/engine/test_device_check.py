@@ -1,4 +1,4 @@
-"""Whether a device answers: what it says counts, and what it does not say in time."""
+"""A device that raises or does not answer in time is found."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def dead() -> Iterator[set[int]]:
 
 
 def test_a_device_that_raises(dead: set[int]) -> None:
-    """The others answer."""
+    """The other devices answer."""
     dead.add(jax.devices()[1].id)
     assert no_answer(jax.devices()[:1], SECONDS) is None
     said = no_answer(jax.devices()[:3], SECONDS)
@@ -29,7 +29,7 @@ def test_a_device_that_raises(dead: set[int]) -> None:
 
 
 def test_a_device_without_memory_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is made anew frees its own."""
+    """A rebuild of its engine frees memory."""
 
     def put(*_: Any, **__: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4 bytes.")
@@ -39,7 +39,7 @@ def test_a_device_without_memory_answers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_device_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller does not."""
+    """The caller does not hang."""
     let_go, begun = threading.Event(), threading.Event()
 
     def put(*_: Any, **__: Any) -> None:

@@ -20,7 +20,7 @@ PROMPTS = [[65 + i, 66, *range(9 + i, 9 + 4 * i)] for i in range(12)]
 
 @pytest.fixture(scope="module")
 def many_ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
-    """An engine on a checkpoint with more end ids than others: an output comes to one at once."""
+    """An engine on a checkpoint with many end ids. An output comes to one at once."""
     folder = make_random_model(tmp_path_factory.mktemp("ends"), "qwen3", seed=1)
     set_config(folder, {"eos_token_id": CONFIG})
     set_json(folder / "generation_config.json", {"eos_token_id": GENERATION})
@@ -29,8 +29,8 @@ def many_ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
 
 
 def test_no_output_ends_before(many_ends: EnginePool) -> None:
-    """Neither by its first token nor in steady decode, greedy or sampled; nothing else is banned,
-    and the log-probabilities are those of the law that is left. They end at such an id then."""
+    """This holds for the first token and in steady decode, greedy and sampled. No other id is
+    banned. Log-probabilities are of the remaining ids. Then outputs end at such an id."""
     ways = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}]
     both = {"max_new_tokens": LONGEST, "min_new_tokens": LEAST}
     params = [ways[i % 3] | both | {"sampling_seed": i} for i in range(len(PROMPTS))]
@@ -52,7 +52,7 @@ def test_no_output_ends_before(many_ends: EnginePool) -> None:
 
 
 def test_some_token_must_be_left(many_ends: EnginePool) -> None:
-    """Those ids count among what cannot be sampled."""
+    """These ids count among those that cannot be sampled."""
     size = many_ends.runtime.input_processor.limits.vocab_size
     rest = sorted({*range(size)} - {*CONFIG, *GENERATION, END_ID})
     params = {"max_new_tokens": 2, "min_new_tokens": 2, "stop_token_ids": rest}

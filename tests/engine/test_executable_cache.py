@@ -1,4 +1,4 @@
-"""Executables that engines share, beside the host's own persistent cache."""
+"""Engines share executables, beside the host's own persistent cache."""
 
 import threading
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from tests.support.liveness import SECONDS
 
 @pytest.fixture
 def hosts_cache(tmp_path: Path) -> Iterator[None]:
-    """A persistent cache that JAX has begun to use, and goes on using: the configuration that it
-    came from is put back, as what upstream's scheduler sets while it is built."""
+    """A persistent cache that JAX has begun to use and goes on using. Its configuration is put
+    back before the test, like that of upstream's scheduler after it was built."""
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -50,7 +50,7 @@ def test_a_program_is_compiled_once() -> None:
 
 
 def test_the_hosts_cache_gets_nothing_that_cannot_run(hosts_cache: None) -> None:
-    """Whoever reads it, the host's next process too, can run what it finds there."""
+    """Any reader of that cache, such as the host's next process, can run what it finds."""
 
     def answers() -> list[float]:
         numbers = [jax.device_put(jnp.arange(64.0), device) for device in jax.devices()[:2]]
@@ -63,8 +63,8 @@ def test_the_hosts_cache_gets_nothing_that_cannot_run(hosts_cache: None) -> None
 
 
 def test_another_thread_compiles_ahead() -> None:
-    """While this one has the slot for Python and does what may take as long, and before it goes on;
-    what it calls afterwards is compiled."""
+    """It compiles while this thread has the slot for Python and takes long, and it ends before
+    this thread goes on. Afterwards the program is compiled."""
     cache = ExecutableCache()
     x = jax.device_put(np.float32(2), jax.devices()[0])
     ahead, threads = jax.jit(lambda x: 23 * x), []
@@ -84,7 +84,8 @@ def test_another_thread_compiles_ahead() -> None:
 
 
 def test_several_threads_compile_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a host with cores for it XLA has two programs at once: each waits for the other there."""
+    """On a host with enough cores XLA compiles two programs at once. Each waits for the other
+    here."""
     monkeypatch.setattr(executable_cache, "usable_cores", lambda: 3)
     both = threading.Barrier(2, timeout=SECONDS)
 

@@ -1,4 +1,5 @@
-"""The engines' forward as a function of a trainer's parameters: its values, gradient, refusals."""
+"""The engines' forward as a function of a trainer's parameters: its values, its gradient, its
+errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from enginepool.toy.model import forward as reference
 from tests.support.pools import NATIVE_PAGES, SMALL, MakePool
 from tests.support.scores import ids
 
-# Of one shape: rows are padded with zeros.
+# All have one shape: rows are padded with zeros.
 ROWS = [ids(length, length) for length in (3, 40, 17)]
 TOKENS = np.array([row + [0] * (40 - len(row)) for row in ROWS], np.int32)
 REAL = np.array([[1.0] * (len(row) - 1) + [0.0] * (40 - len(row)) for row in ROWS])
@@ -37,7 +38,7 @@ newer = pytest.mark.skipif(not NATIVE_PAGES, reason="JAX 0.8 cannot differentiat
 
 @newer
 def test_values_and_gradient(make_pool: MakePool, model_dir: Callable[[str], Path]) -> None:
-    """Plain JAX's, in float32."""
+    """They are those of plain JAX in float32."""
     config, params = checkpoint(model_dir("llama"))
     forward = make_pool("llama", 2).forward_function()
     both = [forward, lambda params, tokens: reference(config, params, tokens)]
@@ -53,13 +54,13 @@ def test_values_and_gradient(make_pool: MakePool, model_dir: Callable[[str], Pat
 
 @newer
 def test_in_bfloat16(make_pool: MakePool, model_dir: Callable[[str], Path]) -> None:
-    """The scores of an engine that has been given the same float32 parameters. Padding is on either
+    """They equal the scores of an engine with the same float32 parameters. Padding is on either
     side."""
     pool = make_pool("qwen3", 1, dtype="bfloat16", warmup="none")
     _, params = checkpoint(model_dir("qwen3"))
     params = {name: value * 1.01 for name, value in params.items()}
     exported = pool.forward_function()
-    # In one program JAX could keep more than bfloat16's precision for what comes next.
+    # In one program JAX could keep more precision than bfloat16 between operations.
     forward = jax.jit(lambda *given: exported(*given).astype(jnp.float32))
     pool.update_weights(params)
     logits = forward(params, TOKENS)

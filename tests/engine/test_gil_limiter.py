@@ -1,4 +1,5 @@
-"""The limit on engines that run Python: in order, and nobody waits for one that hangs."""
+"""The limit on engines that run Python. Engines get slots in order, and none waits for one that
+hangs."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from tests.support.pools import MakePool
 
 
 class Taker:
-    """A thread that acquires a slot and keeps it until it is told otherwise."""
+    """A thread that acquires a slot and keeps it until `end`."""
 
     def __init__(self, those: Limiter, inside: Callable[[], Any] = lambda: None) -> None:
         self.has = threading.Event()
@@ -48,13 +49,13 @@ PATIENT = 1e6
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is that of an engine's step."""
+    """No step of an engine is overdue either."""
     monkeypatch.setattr(process_limiter(), "patience", PATIENT)
 
 
 @pytest.fixture
 def one_slot(patient: None) -> Iterator[None]:
-    """Of those that the engines share, the other is taken."""
+    """Of the two slots that engines share, another thread has one."""
     taker = Taker(process_limiter())
     assert taker.has.wait(SECONDS)
     yield
@@ -76,7 +77,7 @@ def test_so_many_at_a_time(at_once: int) -> None:
 
 
 def test_nobody_waits_for_a_thread_that_hangs() -> None:
-    """It has lost its slot; that it releases it later makes no second one."""
+    """That thread has lost its slot. When it releases the slot later, no second slot appears."""
     those = Limiter(1, 0.01)
     hanging = Taker(those)
     assert hanging.has.wait(SECONDS)
@@ -135,7 +136,8 @@ def test_a_wait_that_fails_leaves_no_slot_behind() -> None:
 
 @pytest.fixture
 def held(make_pool: MakePool) -> Iterator[tuple[Any, threading.Event, threading.Event]]:
-    """Two engines. The first one's next wait for its device says so, and lasts until told."""
+    """Two engines. The first one's next wait for its device sets an event, and lasts until
+    another is set."""
     pool = make_pool("toy", 2)
     waits, over = threading.Event(), threading.Event()
     scheduler: Any = pool.engines[0].scheduler_info["scheduler"]
@@ -181,7 +183,7 @@ def test_an_engine_steps_while_another_waits_for_its_device(held: Any) -> None:
 def test_an_engine_keeps_its_slot_until_it_waits_for_its_device(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt's chunks are prefilled one after the other, over step boundaries."""
+    """A prompt's chunks are prefilled one after the other, beyond step boundaries."""
     pool = make_pool("qwen3", 2)
     until(lambda: at_rest(pool))
     those, acquired, waits = process_limiter(), 0, 0
@@ -208,7 +210,7 @@ def test_an_engine_keeps_its_slot_until_it_waits_for_its_device(
 
 
 def test_a_failed_step_keeps_no_slot(make_pool: MakePool) -> None:
-    """Nor does an idle engine."""
+    """An idle engine keeps none either."""
     pool = make_pool("toy", 2, restart=False)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +219,7 @@ def test_a_failed_step_keeps_no_slot(make_pool: MakePool) -> None:
 
     undo = faults.every_prefill(faults.scheduler_of(pool, 0), lambda _: failing)
     params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
-    pool.engines[1].pause_generation()  # or it might do all of it
+    pool.engines[1].pause_generation()  # otherwise it might run all requests
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(pool.generate_all, ["1+1="] * 8, params, timeout=SECONDS)
         until(lambda: pool.stats()["engines"][0]["state"] == "quarantined")

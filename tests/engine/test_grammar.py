@@ -1,4 +1,4 @@
-"""What upstream is told of a request's grammar, without an engine."""
+"""What a request's grammar tells upstream, tested without an engine."""
 
 import json
 from collections.abc import Sequence
@@ -37,13 +37,14 @@ def allowed(grammar: RequestGrammar, rows: int = 3, row: int = 1) -> set[int]:
     grammar.fill_vocab_mask(mask, row)
     assert mask.shape == (rows, 9)
     assert mask.dtype == np.int32
-    assert (np.delete(mask, row, axis=0) == -1).all()  # those beside it may sample anything
+    assert (np.delete(mask, row, axis=0) == -1).all()  # the other rows may sample anything
     bits = np.unpackbits(mask[row].view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 
 
 def test_what_may_follow_is_a_function_of_the_output(vocabulary: LLTokenizer) -> None:
-    """Whether the tokens came one by one, or were there when the engine got the request."""
+    """It does not matter whether tokens came one by one, or were there when the engine got the
+    request."""
     grammar = compiled(vocabulary, "json_schema", json.dumps({"enum": [12, 13, 'a"é']}))
     output = list(b'"a\\"\xc3\xa9"')
     going = RequestGrammar(grammar, [], [])
@@ -60,8 +61,8 @@ def test_what_may_follow_is_a_function_of_the_output(vocabulary: LLTokenizer) ->
 def test_any_end_of_the_models_where_one_is_allowed(
     vocabulary: LLTokenizer, ends: Sequence[int]
 ) -> None:
-    """Models of several end tokens choose among them; in the middle none is allowed. The id that
-    llguidance takes for the end is only if it is one of the model's."""
+    """If an end is allowed, all end tokens of the model are. In the middle none is. The id that
+    llguidance uses as end is allowed only if it is one of the model's."""
     grammar = RequestGrammar(compiled(vocabulary, "regex", "[ab]{2,3}"), ends, [])
     assert allowed(grammar) == {97, 98}
     grammar.accept_token(97)
@@ -73,8 +74,8 @@ def test_any_end_of_the_models_where_one_is_allowed(
 
 
 def test_a_grammar_that_can_go_no_further(vocabulary: LLTokenizer) -> None:
-    """llguidance has limits. The end token is all that is left, so that there is a law to sample
-    from, and the request says why it ended; others of the same grammar go on."""
+    """llguidance has limits. Then only the end token is left to sample, and the request says why
+    it ended. Other requests of the same grammar continue."""
     limits = LLParserLimits(step_max_items=30)
     limited = compiled(vocabulary, "ebnf", 'root ::= root root | "a" | "b" root', limits)
     ends = [256, END_ID]
@@ -101,8 +102,8 @@ def test_a_grammar_that_can_go_no_further(vocabulary: LLTokenizer) -> None:
 
 
 def test_a_grammar_that_takes_too_long(vocabulary: LLTokenizer) -> None:
-    """Others wait for its masks: a request has so much of that, and then it ends. Another of the
-    same grammar has its own."""
+    """Other requests wait for its masks. So a request may use a limited time and then ends.
+    Another request of the same grammar has its own time."""
     slow = compiled(vocabulary, "regex", "a" * 250_000)
     grammar, other = RequestGrammar(slow, [], []), RequestGrammar(slow, [], [])
     for _ in range(1000):

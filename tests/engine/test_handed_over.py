@@ -1,4 +1,5 @@
-"""Nothing that an engine has handed to its device changes before the device has read it."""
+"""An array that an engine has handed to its device does not change before the device has read
+it."""
 
 import threading
 from typing import Any
@@ -14,7 +15,7 @@ from tests.support.steady import OPTIONS, joins, penalised, several_at_once
 
 pytestmark = steady_decode
 
-# Some are prefilled in chunks, and together they do not fit the KV cache.
+# Some prompts are prefilled in chunks. Together they do not fit the KV cache.
 PROMPTS = [[5 + i, *range(9, 9 + 23 * (i % 9))] for i in range(24)]
 
 
@@ -54,7 +55,7 @@ def load(pool: EnginePool, joined: list[int]) -> None:
 
 
 def test_it_would_be_seen() -> None:
-    """What is written to before it was read is noticed; afterwards it may be."""
+    """A write before the device has read the array is noticed. A later write is allowed."""
     import jax
     import numpy as np
 

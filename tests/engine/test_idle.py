@@ -1,4 +1,4 @@
-"""An open pool that has nothing to do costs nothing, paused or not."""
+"""An open pool without work costs nothing, paused or not."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from tests.support.programs import Program
 
 @pytest.mark.slow
 def test_idle_is_free() -> None:
-    """Four engines take less than 1 % of one core: open and at rest, and paused with
-    requests that run and requests that wait. In a process that has nothing else alive."""
+    """Four engines take less than 1 % of a core: idle, and paused with running and waiting
+    requests. Nothing else runs in the process."""
     report, printed = Program("idle", warmup="none").report()
     assert (report.pop("in_place, running"), report.pop("retract, running")) == (16, 0)
     assert report.keys() == {"at rest", "in_place", "retract"}

@@ -1,4 +1,4 @@
-"""When a request joins decode that is on its way: what waits for what."""
+"""A request joins steps in flight: which waits for which."""
 
 import threading
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.steady import GREEDY, LONG, PROMPTS
 
 pytestmark = steady_decode
 
-# What a request that comes late asks for. It is not in the others' batches.
+# The features of a late request. The other requests do not have them.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "sampled": ({"temperature": 1.0, "sampling_seed": 5}, {}),
@@ -91,9 +91,9 @@ def generate(pool: EnginePool, prompts: list[list[int]], params: Any, **options:
 def test_the_first_token_waits_for_the_prefill_alone(
     steady_pool: EnginePool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is there before any decode that was launched behind the prefill has been read. The host is
-    not asked for it: the request takes part in the launch right behind its prefill, but for one
-    with a grammar."""
+    """It is there before the host has read any decode that was launched behind the prefill. The
+    request takes part in the launch right behind its prefill, unless it has a grammar. The host
+    is not asked for the token."""
     late, (more, options) = PROMPTS[3], KINDS[kind]
     params = GREEDY | {"max_new_tokens": 30} | more
     expected = generate(steady_pool, [late], [params], **options)
@@ -118,8 +118,8 @@ def test_the_first_token_waits_for_the_prefill_alone(
 def test_two_prefills_before_a_launch(
     steady_pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a grammar no step is launched behind a prefill. A second prefill may come first; each
-    request goes on from its own first token."""
+    """Beside a grammar no step is launched behind a prefill, so a second prefill may come first.
+    Each request continues from its own first token."""
     one, other = PROMPTS[3:5]
     params = GREEDY | {"max_new_tokens": 30}
     spelled = params | {"regex": "[a-z]{100}", "ignore_eos": False, "max_new_tokens": 100}
@@ -136,7 +136,7 @@ def test_two_prefills_before_a_launch(
 
     def launching(*args: Any, **kwargs: Any) -> Any:
         order.append("prefill")
-        if order.count("prefill") == 2:  # those of the grammar had the first
+        if order.count("prefill") == 2:  # the requests with the grammar had the first
             launched.set()
             assert go_on.wait(SECONDS)
         return launch(*args, **kwargs)
@@ -164,8 +164,8 @@ def test_two_prefills_before_a_launch(
 
 @pytest.mark.parametrize("length", [1, 2, 30])
 def test_equal_prompts_that_come_together(steady_pool: EnginePool, length: int) -> None:
-    """Their KV pages are the same in the end, while steps with those of each are on their way. Some
-    requests end with their first token, some with another."""
+    """They share KV pages in the end, while steps that use each one's own pages are in flight.
+    Some end with their first token, others with a later one."""
     params = [GREEDY | {"max_new_tokens": tokens} for tokens in (length, 7)]
     prompts = [[5, 6, 7, 8, 9]] * 2
     expected = [generate(steady_pool, prompts[:1], [one])[0] for one in params]

@@ -1,4 +1,4 @@
-"""Patches that only make a step cheaper change nothing else, to the last bit."""
+"""Patches that make a step cheaper change no result, to the last bit."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ MIXED = [
 
 @pytest.fixture(params=[1, *slow(2)], ids=["tp_size=1", "tp_size=2"])
 def engine(request: pytest.FixtureRequest, make_pool: MakePool) -> Iterator[EnginePool]:
-    # With several steps a launch who is in a batch with whom depends on the clock, and with it
+    # With several steps a launch, timing decides which requests share a batch, and with it
     # the last bit.
     model, devices = [("qwen3", [1]), ("larger qwen3", [2, 3])][request.param - 1]
     pool = make_pool(model, devices, tp_size=request.param, max_decode_steps=1)
@@ -48,7 +48,7 @@ def answers(pool: EnginePool) -> list[Any]:
 
 
 def test_ids_and_logprobs_are_the_same(engine: EnginePool) -> None:
-    """Requests of every kind, in batches that change as they begin and end."""
+    """Requests of every kind, in batches that change because requests begin and end."""
     patches.apply(OPTIMISATIONS)
     assert all(patches.is_applied(patch) for patch in OPTIMISATIONS)
     fast = answers(engine)
@@ -58,7 +58,7 @@ def test_ids_and_logprobs_are_the_same(engine: EnginePool) -> None:
 
 @pytest.fixture
 def upstream() -> Iterator[Any]:
-    """A module of upstream's that sends arrays; its patches are put back afterwards."""
+    """A module of upstream's that sends arrays. Its patches are put back afterwards."""
     applied = patches.is_applied(batch_transfers.PATCH)
     patches.revert([batch_transfers.PATCH])
     yield module("sgl_jax.srt.sampling.sampling_batch_info")
@@ -67,8 +67,8 @@ def upstream() -> Iterator[Any]:
 
 
 def test_transfers(upstream: Any) -> None:
-    """What lies on the devices is what upstream puts there, the second time as the first: values,
-    type, place, and what JAX chooses a program by."""
+    """The devices get the arrays that upstream would put there, the first and the second time:
+    values, type, sharding, and what selects a program in JAX."""
     arrays: list[Any] = [
         *(np.arange(8, dtype=dtype) for dtype in (np.int32, np.int64, np.float32, np.float64)),
         *(np.array([True, False]), np.arange(8, dtype=np.int32)[::2], None),
@@ -94,7 +94,7 @@ def test_transfers(upstream: Any) -> None:
 
 @pytest.fixture
 def backend() -> Iterator[Callable[[Any], Any]]:
-    """Makes attention backends as upstream's are: with metadata that flax has seen already."""
+    """Makes attention backends like upstream's, with metadata that flax has seen already."""
     base = module("sgl_jax.srt.layers.attention.base_attn_backend").AttentionBackend
 
     class Backend(base):
@@ -111,8 +111,8 @@ def backend() -> Iterator[Callable[[Any], Any]]:
 
 
 def test_metadata(backend: Callable[[Any], Any]) -> None:
-    """What a step gives attention stands there, for flax just as if flax had looked through it;
-    something of another kind is examined, and refused as without the patch."""
+    """The metadata of a step is stored in the backend, as if flax had looked through it. An
+    object of another type is examined, and refused as without the patch."""
 
     def outcome() -> tuple[str, Any]:
         kernel, native = backend(nnx.data((np.zeros(2),))), backend(None)

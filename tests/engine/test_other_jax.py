@@ -1,4 +1,4 @@
-"""A JAX whose private parts are not where they were costs speed, not the pool."""
+"""If JAX's private parts have moved, a pool is slower and still works."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from patches import _patch, batch_transfers, compile_cache
 from tests.support.liveness import SECONDS
 from tests.support.pools import SMALL
 
-# JAX and upstream still find them: it is our code that does not.
+# JAX and upstream still find these parts. Only our code does not.
 SCRIPT = """
 import builtins, importlib, json, logging, sys
 
@@ -69,10 +69,10 @@ OPTIONS = SMALL | {"warmup": "none"}
 
 @pytest.mark.slow
 def test_a_pool_opens_and_answers() -> None:
-    """Without any of them `import enginepool` works, a pool opens, answers, and says in one line
-    each what is left out."""
+    """Without any of these parts `import enginepool` works. A pool opens and answers, and logs a
+    line for each optimisation that it leaves out."""
     command = [sys.executable, "-c", SCRIPT, str(toy.checkpoint()), json.dumps(OPTIONS)]
-    on = os.environ | {"ENGINEPOOL_OPTIMISATIONS": "1"}  # they are what reaches into JAX
+    on = os.environ | {"ENGINEPOOL_OPTIMISATIONS": "1"}  # the optimisations reach into JAX
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * SECONDS, env=on)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -88,7 +88,7 @@ def test_a_pool_opens_and_answers() -> None:
 
 @pytest.fixture
 def as_new(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """What was found of JAX is looked for again, now and afterwards."""
+    """Parts of JAX that were found before are looked for again, now and afterwards."""
     executable_cache._jax.cache_clear()
     monkeypatch.setattr(_patch, "_left_out", set())
     yield monkeypatch
@@ -109,7 +109,7 @@ def as_new(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def test_executables_are_not_shared(
     as_new: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: Any, name: str, value: Any
 ) -> None:
-    """A function that is gone, or takes something else, is left as it is; said once."""
+    """A function that is gone or has other parameters is left as it is. The log says so once."""
     if value is None:
         as_new.delattr(module, name)
     else:
@@ -140,7 +140,8 @@ def test_a_patch_of_jax_is_left_out(
     place: str,
     gone: bool,
 ) -> None:
-    """It is not needed, and the log says why, once. Upstream's parts, missing, are an error."""
+    """The pool does not need it, and the log gives the reason once. Missing parts of upstream
+    are an error."""
     if not patch.is_needed() and patch is compile_cache.PATCH:
         pytest.skip("this upstream does not need it in any case")
     as_new.setattr(_patch, "_applied", {})  # as if no pool were open
@@ -156,7 +157,7 @@ def test_a_patch_of_jax_is_left_out(
 
 
 def test_a_count_of_devices_after_jax_has_started(as_new: pytest.MonkeyPatch) -> None:
-    """JAX is asked for virtual devices by its public configuration alone, which refuses then."""
+    """JAX is asked for virtual devices by its public configuration only, which then refuses."""
     assert len(jax.devices()) == 4  # it has started
     as_new.delenv("XLA_FLAGS", raising=False)
     before = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,5 +1,5 @@
-"""An upstream whose parts are not where they were is missed by name; and every reach into it says
-what for."""
+"""If parts of upstream have moved, an error names them. Every module that reaches into upstream
+says why."""
 
 import ast
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support.pools import SMALL
 PACKAGE = Path(enginepool.__file__).parent
 HEADINGS = ("\nWhat breaks: ", "\nWhy: ", "\nRemove when: ")
 
-# What can be repaired for everybody is a patch instead of one more of these.
+# A defect that can be repaired for everybody becomes a patch, not one more of these.
 REACHES = {
     "engine/adapter_admission.py",
     "engine/adapter_slots.py",
@@ -77,7 +77,7 @@ def docstrings(path: Path) -> list[str]:
 
 
 def test_each_says_what_for() -> None:
-    """At the top of the file, under a patch's headings; and they are these files."""
+    """The reasons are at the top of the file, with a patch's headings. These are all such files."""
     said = set()
     for path in PACKAGE.rglob("*.py"):
         for doc in docstrings(path):
@@ -91,8 +91,8 @@ def test_each_says_what_for() -> None:
 
 
 def test_nobody_else_imports_from_jaxs_own() -> None:
-    """`jax._src` is named where it is used, inside of a function, and there only. (What compiles
-    without a device runs by hand, with the JAX that the constraints name.)"""
+    """`jax._src` is imported only inside functions, where it is used. (What compiles without a
+    device runs by hand, with the JAX that the constraints name.)"""
     places = {"engine/executable_cache.py", "doctor/ahead_of_time/stand_ins.py"}
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def test_nobody_else_imports_from_jaxs_own() -> None:
 
 
 def runner(**changes: Any) -> Any:
-    """What upstream's model runner looks like from the places that reach into it."""
+    """An object like upstream's model runner, as far as our code reaches into it."""
     pools = SimpleNamespace(_pools={"one": SimpleNamespace(buffers=[jnp.zeros(2)])})
     parts = {"memory_pools": pools, "token_to_kv_pool": None, "mesh": None}
     return SimpleNamespace(**(parts | changes))
@@ -162,7 +162,7 @@ def test_opening(
     options: dict[str, Any],
     message: str,
 ) -> None:
-    """An engine does not start, and says what it misses."""
+    """An engine does not start, and the error names what it misses."""
     where, name, method = place.rsplit(".", 2)
     monkeypatch.delattr(getattr(module(f"sgl_jax.srt.{where}"), name), method)
     options = SMALL | {"warmup": "none"} | options
@@ -172,7 +172,7 @@ def test_opening(
 
 
 def test_weights_that_a_backend_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream's own programs run then: ours would compute with other weights."""
+    """Then upstream's own programs run, because ours would compute with other weights."""
     from enginepool.engine.steady.program import supported
     from enginepool.engine.upstream_prefill import UpstreamPrefill
 
@@ -193,8 +193,8 @@ def test_weights_that_a_backend_prepares(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_weights_are_read_where_they_cannot_be_copied(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another loader of upstream's costs time: the second engine reads the checkpoint too. Neither
-    is checked, and the log says both."""
+    """With another loader of upstream's the second engine reads the checkpoint, too, which takes
+    time. Neither engine's weights are checked. The log says both."""
     loader = module("sgl_jax.srt.model_loader.loader").JAXModelLoader
     initialize = loader._initialize_model
     monkeypatch.setattr(loader, "_initialize_model", lambda self, config: initialize(self, config))

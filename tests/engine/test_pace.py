@@ -1,4 +1,4 @@
-"""How many decode steps a launch has: one, unless the device waits for the host."""
+"""A launch has one decode step, unless the device waits for the host."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from enginepool.engine.steady.pace import Pace
 
 
 def launch(pace: Pace, times: int, *, idle: bool) -> list[int]:
-    """Returns how many steps each would have."""
+    """Returns how many steps each launch has."""
     steps = []
     for _ in range(times):
         pace.launched(idle=idle)
@@ -14,11 +14,11 @@ def launch(pace: Pace, times: int, *, idle: bool) -> list[int]:
     return steps
 
 
-def test_one_by_one_while_the_device_has_work() -> None:
+def test_one_step_a_launch_while_the_device_has_work() -> None:
     assert set(launch(Pace(8), 1000, idle=False)) == {1}
 
 
-def test_several_where_it_waits_and_one_is_tried_again() -> None:
+def test_several_steps_where_the_device_waits_and_one_is_tried_again() -> None:
     pace = Pace(8)
     assert launch(pace, 2, idle=True) == [1, 8]
     assert launch(pace, 128, idle=False) == [8] * 127 + [1]
@@ -37,7 +37,8 @@ def test_never_more_than_is_allowed(idle: bool) -> None:
 
 
 def test_few_where_outputs_are_short() -> None:
-    """A launch has at most a sixteenth of an output: a row that ends stays empty to its end."""
+    """A launch has at most a sixteenth of an output's steps, because a row that has ended stays
+    empty until the launch ends."""
     pace = Pace(8)
     launch(pace, 2, idle=True)
     for tokens, most in ((40, 2), (10, 1), (1, 1), (200, 8)):
@@ -49,8 +50,8 @@ def test_few_where_outputs_are_short() -> None:
 @pytest.mark.parametrize(
     ("milliseconds", "most"), [(2, 8), (5.3, 8), (10.5, 4), (20.5, 2), (30, 1), (50, 1)]
 )
-def test_as_many_as_nobody_feels_where_nobody_waits(milliseconds: float, most: int) -> None:
-    """About 40 ms, as long as nobody streams or waits to join."""
+def test_about_40_ms_of_steps_where_nobody_waits(milliseconds: float, most: int) -> None:
+    """Only while no request streams and none waits to join."""
     pace = Pace(8)
     assert pace.steps(calm=True) == 1  # nothing is known yet
     for _ in range(100):

@@ -18,7 +18,7 @@ from tests.support.steady import steps
 
 PROMPTS = [[65, 66, 67], [90] * 20, [70, 71], list(range(40, 60))]
 LENGTH = 24
-STOPS = list(range(20, 200))  # so many that the ban of stop ids decides
+STOPS = list(range(20, 200))  # so many that banning stop ids changes the result
 
 LAWS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -44,7 +44,8 @@ def params(law: str, way: str) -> dict[str, Any]:
 
 
 def penalised(logits: np.ndarray, output: Sequence[int], given: dict[str, Any], eos: int) -> Any:
-    """The logits of each output token less what the tokens before it cost, stop ids banned."""
+    """The logits of each output token with the penalties for the tokens before it, and with stop
+    ids banned."""
     rows = logits.astype(np.float64)
     for position, row in enumerate(rows):
         counts = np.bincount(output[:position], minlength=len(row))
@@ -62,7 +63,7 @@ def check(
     given: Sequence[dict[str, Any]],
     results: Sequence[dict[str, Any]],
 ) -> None:
-    """One law a result; greedy ids are that law's best."""
+    """Each result follows its law. Greedy ids are the most probable."""
     eos = pool.engines[0].tokenizer_manager.tokenizer.eos_token_id
     outputs = [result["output_ids"] for result in results]
     logits = output_logits(model, prompts, outputs)
@@ -89,7 +90,7 @@ def model(model_dir: Callable[[str], Path]) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("law", LAWS)
 def test_alone(pool: EnginePool, model: Path, law: str, way: str) -> None:
-    """One request in its engine, with the most probable ids beside."""
+    """A request alone in its engine, with the most probable ids."""
     given = params(law, way)
     result = pool.generate_all(
         input_ids=PROMPTS[:1], sampling_params=given, return_logprob=True, top_logprobs_num=3
@@ -98,7 +99,7 @@ def test_alone(pool: EnginePool, model: Path, law: str, way: str) -> None:
 
 
 def test_differs(pool: EnginePool, model: Path) -> None:
-    """The penalised law is another: a check against plain logits would see it."""
+    """The penalised law differs from the plain one, so a check against plain logits would fail."""
     given = params("frequency", "greedy")
     result = pool.generate(input_ids=PROMPTS[0], sampling_params=given, return_logprob=True)
     plain = logprobs(output_logits(model, PROMPTS[:1], [result["output_ids"]])[0])
@@ -108,7 +109,7 @@ def test_differs(pool: EnginePool, model: Path) -> None:
 
 @steady_decode
 def test_mixed(make_pool: MakePool, model: Path) -> None:
-    """Every law and every way in the same batches of one engine."""
+    """Every law and every way of sampling in the same batches of one engine."""
     pool = make_pool("qwen3", 1)
     given = [params(law, way) for law in LAWS for way in WAYS]
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(given))]
@@ -123,7 +124,7 @@ def test_mixed(make_pool: MakePool, model: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_after_a_retract(make_pool: MakePool, model: Path, mode: Any) -> None:
-    """Requests that were taken back with the tokens they had count those as well."""
+    """Retracted requests also count the tokens that they had before."""
     pool = make_pool("qwen3", 1)
     laws = ["frequency", "presence", "both", "min_new_tokens"]
     given = [params(law, way) | {"max_new_tokens": 100} for law in laws for way in WAYS]

@@ -1,4 +1,4 @@
-"""An engine's matrix products have one precision, whatever the host's is then and later."""
+"""An engine's matrix products have one precision, whatever the host sets now and later."""
 
 import re
 import threading
@@ -16,7 +16,7 @@ from tests.support import faults
 from tests.support.layouts import tensors
 from tests.support.pools import SMALL
 
-# Shapes that no other test has: what is compiled already is not lowered again.
+# Shapes that no other test has, because compiled programs are not lowered again.
 SIZES = SMALL | {"max_total_tokens": 1088}
 NAME = "jax_default_matmul_precision"
 Lowered = Callable[[], set[str]]
@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 
 @pytest.fixture
 def lowered(tmp_path: Path) -> Iterator[Lowered]:
-    """The precisions of all matrix products in what JAX has compiled so far."""
+    """The precisions of all matrix products that JAX has compiled so far."""
     jax.config.update("jax_dump_ir_to", str(tmp_path))
     yield lambda: {
         precision
@@ -52,7 +52,7 @@ def set_by_the_host(value: str) -> Iterator[None]:
 
 
 def use_everything(pool: EnginePool, model: Path) -> None:
-    """Prefill, steady decode, scores, a swap."""
+    """Prefill, steady decode, scores and a swap."""
     pool.generate_all(["a", "b" * 20], GREEDY, return_logprob=True)
     pool.generate_all(["c"], GREEDY | {"temperature": 1.0}, return_prompt_logprob=True)
     pool.update_weights(tensors(model))
@@ -60,7 +60,7 @@ def use_everything(pool: EnginePool, model: Path) -> None:
 
 
 def a_gpus_choice(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
-    """Upstream asks for a precision, as it does on a GPU; another thread looks meanwhile."""
+    """Upstream sets a precision, as on a GPU. Another thread reads its own meanwhile."""
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
     initialize = ModelRunner.initialize

@@ -1,4 +1,4 @@
-"""What a prefill takes of the host, and what the prefix cache keeps."""
+"""What a prefill costs the host, and what the prefix cache evicts."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def generate(pool: EnginePool, prompts: list[list[int]], tokens: int) -> list[di
 
 @steady_decode
 def test_a_prefill_is_one_transfer_and_one_launch(steady_pool: EnginePool) -> None:
-    """However many prompts it has, of whatever length."""
+    """However many prompts it has, and however long they are."""
     scheduler = faults.scheduler_of(steady_pool, 0)
     step = scheduler.prefill_program
     for prompts in ([[5]], [[1 + i, *range(i)] for i in range(4)]):
@@ -27,7 +27,7 @@ def test_a_prefill_is_one_transfer_and_one_launch(steady_pool: EnginePool) -> No
 
 
 def test_the_prefix_cache_evicts_more_than_it_is_asked_for(steady_pool: EnginePool) -> None:
-    """So it is asked less often: each time it looks at all that it has."""
+    """So it evicts less often: each eviction walks over all of its entries."""
     scheduler = faults.scheduler_of(steady_pool, 0)
     total = scheduler.max_total_num_tokens
     generate(steady_pool, [[1 + i, 2, 3] for i in range(total // 64)], 5)

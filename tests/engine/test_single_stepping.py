@@ -43,7 +43,7 @@ def steppings(pool: EnginePool) -> list[SingleStepping]:
 
 
 def test_an_engine_in_flight_is_waited_for() -> None:
-    """Until a step at most is on its way, and the block with it."""
+    """The block begins when at most one step is in flight."""
     one, other = SingleStepping(), SingleStepping()
     inside = threading.Event()
 
@@ -92,7 +92,7 @@ def test_it_ends_with_the_block() -> None:
 
 @steady_decode
 def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And several again afterwards."""
+    """Afterwards launches have several steps again."""
     pool, seen = eight_at_once, list[tuple[bool, int, int]]()
     launch = SteadyDecode._launch
 
@@ -135,7 +135,7 @@ def test_engines_that_swap_wait_for_a_step_and_not_for_many(
     monkeypatch: pytest.MonkeyPatch,
     mode: Any,
 ) -> None:
-    """A step at most is on its way when an engine hears of the swap."""
+    """At most one step is in flight when an engine learns of the swap."""
     pool, landings, stood = eight_at_once, dict[int, int](), list[int]()
     look, pause = SteadyDecode._admit_waiting, EngineCondition.pause
 

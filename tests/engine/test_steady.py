@@ -1,4 +1,4 @@
-"""Decode that stays on its device gives what upstream's own steps give, and lets anything in."""
+"""Steady decode gives what upstream's own steps give, and everything else can run beside it."""
 
 import subprocess
 import sys
@@ -35,15 +35,15 @@ from tests.support.steady import (
 
 pytestmark = steady_decode
 
-# Quicker to open; for pools that one test needs. The second compiles what is used, when it is.
+# Pools for one test, which open faster. The second compiles programs when they are used.
 ONE_BUCKET: dict[str, Any] = {"precompile_bs_paddings": [8]}
 COLD: dict[str, Any] = ONE_BUCKET | {"warmup": "none"}
 
 
 @pytest.mark.parametrize("seed", [1, *slow(3)])
 def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
-    """Ids, log-probabilities and reasons of mixed batches, in which rows end by length, by their
-    stop ids, by more of these than the device looks for, and by strings."""
+    """Ids, log-probabilities and finish reasons of mixed batches. Rows end by length, by stop
+    ids, by more stop ids than the device looks for, and by stop strings."""
     params = of_any_kind(len(PROMPTS), seed=seed)
     with upstreams_own(kind):
         expected = ask(kind, params)
@@ -59,7 +59,7 @@ def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
 
 
 def test_as_the_reference(kind: EnginePool) -> None:
-    """Greedy, alone and beside others that begin and end earlier and later."""
+    """Greedy requests, alone and beside others that begin and end earlier and later."""
     params = [GREEDY | {"max_new_tokens": 20 + 9 * (i % 6)} for i in range(len(PROMPTS))]
     results = ask(kind, params)
     results += ask(kind, params[:1], PROMPTS[:1])
@@ -72,7 +72,7 @@ def test_as_the_reference(kind: EnginePool) -> None:
 def test_in_bfloat16(
     make_pool: MakePool, kinds: Callable[..., list[dict[str, Any]]], options: dict[str, Any]
 ) -> None:
-    """One program rounds where three do, for batches of the same requests all the time: others
+    """One program rounds as three do, for batches whose requests stay the same. Other batches
     may differ in bfloat16 anyway."""
     pool = make_pool("qwen3", 1, **options | COLD | {"dtype": "bfloat16"})
     prompts = [[5 + i, 9 + i] for i in range(8)]
@@ -86,7 +86,7 @@ def test_in_bfloat16(
 
 
 def test_streams_get_every_token(kind: EnginePool) -> None:
-    """One by one, in order, and as much as is not streamed."""
+    """One by one and in order, as many as without a stream."""
     params = of_any_kind(8, seed=4)
     expected = ask(kind, params, PROMPTS[:8])
     kind.flush_cache()
@@ -103,7 +103,7 @@ def test_streams_get_every_token(kind: EnginePool) -> None:
 def test_streams_by_interval(
     make_pool: MakePool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who wants every third token is offered it with those that it came with."""
+    """A caller who wants every third token also gets the tokens that came with it."""
     pool = make_pool("qwen3", 1, **options | COLD | {"stream_interval": 3})
     held, offered = faults.scheduler_of(pool, 0).running, list[int]()
     publish = held.publish
@@ -119,11 +119,11 @@ def test_streams_by_interval(
     assert all(b - a <= 3 - 1 + at_once for a, b in pairwise([0, *offered, 200]))
 
 
-def test_one_by_one_where_somebody_would_feel_it(
+def test_one_step_a_launch_where_somebody_would_notice(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several steps a launch, on a device that never waits, are for who neither streams nor keeps
-    others waiting."""
+    """On a device that never waits, launches have several steps only while no request streams
+    and none waits."""
     monkeypatch.setattr("enginepool.engine.steady.pace._IDLE", sys.maxsize)
     pool = make_pool("qwen3", 1, warmup="none")
 
@@ -139,19 +139,19 @@ def test_one_by_one_where_somebody_would_feel_it(
     assert steps_a_launch(lambda: ask(pool, LONG, PROMPTS[:4])) > 2
     stream = pool.stream(input_ids=PROMPTS[0], sampling_params=LONG)
     assert steps_a_launch(lambda: list(stream)) == 1
-    # The first half of the steps has somebody who waits for a row.
+    # During the first half of the steps a request waits for a row.
     assert steps_a_launch(lambda: ask(pool, LONG, PROMPTS[:8])) < 2
 
 
 def test_what_the_script_says(scripted: EnginePool) -> None:
-    """A model of which every answer is known, to its end token."""
+    """Every answer of this model is known, up to its end token."""
     text = scripted.generate("ab", {"temperature": 0.0, "max_new_tokens": 40})["text"]
     assert text == LINE[2:]
 
 
 def test_requests_join(kind: EnginePool, joined: list[int]) -> None:
-    """More than an engine runs at a time: who comes later is prefilled behind a step that is on its
-    way, and takes the row of one who has ended."""
+    """There are more requests than an engine runs at a time. A later one is prefilled behind a
+    step in flight and takes the row of one that has ended."""
     prompts = [[7 + i, *range(3, 3 + 11 * (i % 4))] for i in range(48)]
     params = of_any_kind(len(prompts), seed=5)
     with upstreams_own(kind):
@@ -170,7 +170,7 @@ def steps_of_all(pool: EnginePool) -> int:
 def test_long_prompts_do_not_join_and_penalties_do(
     steady_pool: EnginePool, joined: list[int]
 ) -> None:
-    """A prompt that is prefilled in chunks needs a step boundary; requests that come one by one."""
+    """A prompt that is prefilled in chunks needs a step boundary. Requests come one by one."""
     prompts = [*PROMPTS[:4], [9] * 150, [8] * 70, *PROMPTS[4:8]]
     # The first three run long enough for the fourth to come to them, whose bucket has a row free.
     lengths = [240, 220, 200, *(30 + 7 * i for i in range(3, len(prompts)))]
@@ -181,7 +181,7 @@ def test_long_prompts_do_not_join_and_penalties_do(
         expected = [
             ask(steady_pool, one, [prompt])[0] for prompt, one in zip(prompts, params, strict=True)
         ]
-    # On a busy machine the caller may come too late: all have ended when the next one comes.
+    # On a busy machine the caller may be too late, when all others have ended.
     rounds = 0
     while not joined and (rounds := rounds + 1) <= 10:
         steady_pool.flush_cache()
@@ -197,7 +197,7 @@ def test_long_prompts_do_not_join_and_penalties_do(
 
 
 def test_a_request_joins(steady_pool: EnginePool) -> None:
-    """One that comes while others decode starts at once, and changes nothing for them."""
+    """A request that comes while others decode starts at once, and changes nothing for them."""
     expected = ask(steady_pool, LONGER, PROMPTS[:3])
     steady_pool.flush_cache()
     with callers() as executor:
@@ -214,8 +214,8 @@ def test_a_request_joins(steady_pool: EnginePool) -> None:
 @pytest.mark.parametrize("size", [16, 128])
 @pytest.mark.slow
 def test_page_sizes(make_pool: MakePool, options: dict[str, Any], size: int) -> None:
-    """Of which requests have one page, or several and a part; who comes later takes pages that
-    others have given back."""
+    """Some requests have one page, others several and a part. Later requests take pages that
+    others have freed."""
     if not NATIVE_PAGES:
         pytest.skip("this upstream's native attention knows no pages")
     options |= {"page_size": size, "max_total_tokens": 4096, "chunked_prefill_size": size}
@@ -235,7 +235,7 @@ def test_page_sizes(make_pool: MakePool, options: dict[str, Any], size: int) -> 
 
 
 def test_an_abort_in_flight(steady_pool: EnginePool) -> None:
-    """Ends its own request, with what it has, and nobody else's."""
+    """It ends its own request, which keeps its tokens. Others continue."""
     expected = ask(steady_pool, LONG, PROMPTS[:4])
     steady_pool.flush_cache()
     with callers() as executor:
@@ -258,7 +258,7 @@ def test_an_abort_in_flight(steady_pool: EnginePool) -> None:
 def test_what_is_taken_ahead_is_given_up(
     make_pool: MakePool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request starts at once where it fits only without the pages that were allocated ahead."""
+    """A request starts at once if it fits only without pages that were allocated ahead."""
     pool = make_pool("qwen3", 1, **options | COLD | {"max_total_tokens": 192})
     prompts = [[5, 6]], [[*range(9, 9 + 60)]]
     params = [LONG | {"max_new_tokens": tokens} for tokens in (90, 30)]
@@ -287,8 +287,8 @@ def test_what_is_taken_ahead_is_given_up(
     assert sum(steps(pool)) - sum(before) < 89 + 29  # not one after the other
 
 
-def test_a_flushing_and_a_pause_land(steady_pool: EnginePool) -> None:
-    """Nothing is in flight at a step boundary: what upstream keeps of a request is all there is."""
+def test_a_flush_and_a_pause_in_flight(steady_pool: EnginePool) -> None:
+    """No step is in flight at a step boundary, so upstream's view of a request is complete."""
     expected = ask(steady_pool, LONGER, PROMPTS[:4])
     steady_pool.flush_cache()
     found: dict[str, int] = {}
@@ -305,7 +305,8 @@ def test_a_flushing_and_a_pause_land(steady_pool: EnginePool) -> None:
 
 
 def of_batch(batch: Any) -> Iterator[tuple[Any, int]]:
-    """Upstream's requests in a batch, and their lengths by its account, of which all agree."""
+    """Upstream's requests in a batch, and their lengths. All of upstream's records of a length
+    must agree."""
     info = batch.reqs_info[0]
     if not info.reqs:
         return
@@ -319,11 +320,11 @@ def of_batch(batch: Any) -> Iterator[tuple[Any, int]]:
 def test_spans_are_exact(
     make_pool: MakePool, model_dir: Callable[[str], Path], options: dict[str, Any], mode: Any
 ) -> None:
-    """A swap while steps are in flight: every token is counted for the weights that sampled it."""
+    """In a swap while steps are in flight, every token counts for the weights that sampled it."""
     pool = make_pool("qwen3", 2, **options)
     pool.flush_cache()
     old = faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves
-    # Before any step: all may be over when something was compiled.
+    # Before any step, because all may have ended by the time something is compiled.
     staged = pool.stage_weights([jax.numpy.flip(leaf) for leaf in old], weight_version=1)
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:4])
@@ -365,7 +366,7 @@ def test_a_failed_step_loses_nothing(
 def test_a_step_that_hangs_keeps_what_was_fetched(
     steady_pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever takes its requests away finds every token that its device has given."""
+    """When its requests are taken away, they have every token that the host has read."""
     expected = ask(steady_pool, LONG, PROMPTS[:4])
     steady_pool.flush_cache()
     outputs: dict[int, int] = {}
@@ -398,7 +399,8 @@ def test_a_step_that_hangs_keeps_what_was_fetched(
 def test_numbers_that_are_not_finite(
     steady_pool: EnginePool, model_dir: Callable[[str], Path]
 ) -> None:
-    """Are seen in flight: the engine is reset or rebuilt, and no such token is given to anybody."""
+    """They are noticed in flight. The engine is reset or rebuilt, and no caller gets such a
+    token."""
     pool, before = steady_pool, len(steady_pool.events())
     expected = ask(pool, LONGER, PROMPTS[:4])
     pool.flush_cache()
@@ -410,15 +412,15 @@ def test_numbers_that_are_not_finite(
     until(lambda: any(entry["event"] == "engine_recovered" for entry in pool.events()[before:]))
     assert "NotFinite" in str(pool.events()[before])
     until(lambda: {engine["state"] for engine in pool.stats()["engines"]} == {"serving"})
-    pool.update_weights(model_dir("qwen3"), weight_version=0)  # a reset keeps what was spoilt
+    pool.update_weights(model_dir("qwen3"), weight_version=0)  # a reset keeps the spoilt weights
 
 
 @pytest.mark.parametrize("fault", [faults.delete_leaf, *slow(faults.delete_kv_cache)])
 def test_arrays_that_are_gone(
     make_pool: MakePool, options: dict[str, Any], fault: Callable[..., None]
 ) -> None:
-    """In flight, where the next step cannot be launched: its requests go on elsewhere with every
-    token that was fetched."""
+    """They disappear in flight, and the next step cannot be launched. The requests continue on
+    another engine with every token that was read."""
     pool = make_pool("qwen3", 2, **options)
     expected = ask(pool, LONGER, PROMPTS[:4])
     before = len(pool.events())
@@ -446,7 +448,7 @@ def test_arrays_that_are_gone(
 
 
 def cut(result: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """A greedy result that ended by length, had it been asked for so many tokens."""
+    """A greedy result that ended by length, cut to this many tokens."""
     about = result["meta_info"]
     logprobs = about["output_token_logprobs"][:tokens]
     reason = {"type": "length", "length": tokens}
@@ -458,10 +460,10 @@ def cut(result: dict[str, Any], tokens: int) -> dict[str, Any]:
 def test_kv_cache_runs_out_in_the_middle(
     make_pool: MakePool, options: dict[str, Any], retracted: list[int]
 ) -> None:
-    """Upstream takes requests back, with what they have given, and goes on with them later."""
+    """Upstream retracts requests with their tokens, and continues them later."""
     options |= ONE_BUCKET | {"max_total_tokens": 512, "schedule_conservativeness": 0.3}
     pool = make_pool("qwen3", 1, **options)
-    # They may end early: for others upstream reserves all that they will need.
+    # They may end early. For requests that may not, upstream reserves their whole length.
     params = {"temperature": 0.0, "max_new_tokens": 100, "frequency_penalty": 0.2}
     prompts = PROMPTS[:8]
     with upstreams_own(pool):
@@ -475,10 +477,10 @@ def test_kv_cache_runs_out_in_the_middle(
     assert at_rest(pool)
 
 
-def test_an_upstream_that_is_otherwise(
+def test_an_upstream_with_other_parts(
     monkeypatch: pytest.MonkeyPatch, model_dir: Callable[[str], Path]
 ) -> None:
-    """Its steps are its own, and its answers right."""
+    """It runs its own steps, and its answers are right."""
     monkeypatch.setattr("enginepool.engine.steady.program._ATTENTION", ())
     options = SMALL | {"warmup": "none"}
     with EnginePool(str(model_dir("toy")), devices=1, **options) as pool:
@@ -512,8 +514,8 @@ def test_switched_off() -> None:
 
 
 def test_positions_of_slots() -> None:
-    """The slots of a batch are those that upstream lists: each row's pages, one after the other,
-    rows that are empty taking none."""
+    """The slots of a batch are those that upstream lists: the pages of each row in turn. Empty
+    rows have none."""
     import jax.numpy as jnp
 
     from enginepool.engine.steady.forward import slots_of

@@ -1,4 +1,4 @@
-"""Grammars and named ids in decode that stays on its device; and no step of upstream's own."""
+"""Grammars and named ids in steady decode, which needs no step of upstream's own for them."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ REGEXES = ["([a-f]{3}-){5}", "(ab|cd|e[0-9])+", "[a-z]{1,20}x?"]
 
 
 def with_grammars(params: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of which every other one has a grammar, beside whatever else it has."""
+    """Every other request has a grammar besides its other parameters."""
     free = {"stop": [], "stop_token_ids": [], "ignore_eos": False, "max_new_tokens": 50}
     free["min_new_tokens"] = 0
     return [
@@ -37,7 +37,7 @@ def with_grammars(params: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def named_values(results: list[dict[str, Any]]) -> list[list[float]]:
-    """Of the ids that each request names: the log-probabilities, place by place."""
+    """The log-probabilities of the ids that each request names, by position."""
     return [
         [entry[0] for place in result["meta_info"]["output_token_ids_logprobs"] for entry in place]
         for result in results
@@ -46,7 +46,7 @@ def named_values(results: list[dict[str, Any]]) -> list[list[float]]:
 
 @pytest.mark.parametrize("seed", [4, *slow(9, 14)])
 def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
-    """With and without grammars, penalties, named ids and the most probable ones, in one batch."""
+    """A batch with and without grammars, penalties, named ids and the most probable ids."""
     params = with_grammars(penalised(len(PROMPTS), seed=seed))
     options = {"top_logprobs_num": 5, "token_ids_logprob": [97, 98, 45, 7, 97]}
     with upstreams_own(kind):
@@ -67,8 +67,8 @@ def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
 
 
 def test_they_come_and_go(kind: EnginePool, joined: list[int]) -> None:
-    """Requests with a grammar, and with named ids, join a batch that has several steps on their
-    way, and leave it; the others are as without them."""
+    """Requests with a grammar or named ids join a batch that has several steps in flight, and
+    leave it. The other requests are as without them."""
     prompts = [[7 + i, *range(3, 3 + 11 * (i % 4))] for i in range(48)]
     params = with_grammars(of_any_kind(len(prompts), seed=2))
     alone = [
@@ -96,8 +96,8 @@ def test_they_come_and_go(kind: EnginePool, joined: list[int]) -> None:
 def test_whatever_goes_on_beside(
     make_pool: MakePool, options: dict[str, Any], retracted: list[int]
 ) -> None:
-    """More outputs than fit the KV cache, long prompts prefilled and scored in pieces, a request
-    that is aborted: no step is upstream's own, whose programs the warm-up does not compile."""
+    """More outputs than fit the KV cache, long prompts that are prefilled and scored in pieces,
+    an aborted request. No step is upstream's own, because the warm-up does not compile those."""
     daring = {"schedule_conservativeness": 0.3}
     pool = make_pool("qwen3", 1, **options | {"precompile_bs_paddings": [8]} | daring)
     params = {"temperature": 0.0, "max_new_tokens": 200, "frequency_penalty": 0.2}
@@ -111,7 +111,7 @@ def test_whatever_goes_on_beside(
     assert not retracted
     with compilations() as compiled, callers(2) as executor:
         outputs = executor.submit(ask_without_flush, pool, params, PROMPTS[:8])
-        until(lambda: sum(retracted) > 0)  # the others would leave less room for these
+        until(lambda: sum(retracted) > 0)  # later, because the other requests would leave less room
         scored = executor.submit(pool.generate_all, **pieces)
         for number, chunk in enumerate(pool.stream(None, params, input_ids=PROMPTS[15])):
             if number == 1:

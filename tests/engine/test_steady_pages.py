@@ -1,4 +1,5 @@
-"""Prompts that upstream cuts, because it counts whole pages, beside others that decode."""
+"""Prompts that upstream splits into chunks, because it counts whole pages, beside requests that
+decode."""
 
 import inspect
 import threading
@@ -27,7 +28,7 @@ from tests.support.steady import (
 
 pytestmark = steady_decode
 
-# In tokens they fit one prefill, and in pages of 16 or 128 they do not: the last is cut.
+# Their tokens fit one prefill. Their pages of 16 or 128 do not, so the last is cut.
 CHUNK = 256
 LENGTHS = [100, 150]
 FIRST = [[5 + i, 6, 7] for i in range(3)]
@@ -58,7 +59,7 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 
 def held_in_flight(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Events: some steps were launched. The engine waits for the second event to go on."""
+    """Two events: steps were launched; the engine may go on, for which it waits."""
     program, launched = faults.scheduler_of(pool, 0).steady.program, 0
     launched_some, may_go_on, step = threading.Event(), threading.Event(), program.step
 
@@ -77,8 +78,8 @@ def held_in_flight(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> tuple[A
 def ask_late(
     pool: EnginePool, late: list[list[int]], monkeypatch: pytest.MonkeyPatch, given: int = 0
 ) -> list[str]:
-    """These come together while three others decode, with so many tokens of their outputs. All get
-    what they get alone; returns what engines failed with meanwhile."""
+    """These requests come together while three others decode, with this many tokens of their
+    outputs. All must get what they get alone. Returns the engines that failed meanwhile."""
     early, params = [LONG] * len(FIRST), [LONG | {"max_new_tokens": 60}] * len(late)
     alone = [
         ask(pool, one, [prompt])[0]
@@ -101,7 +102,7 @@ def ask_late(
 
 
 def cut(result: dict[str, Any], length: int) -> dict[str, Any]:
-    """As much of a result as there was after so many tokens."""
+    """A result as it was after this many tokens."""
     logprobs = result["meta_info"]["output_token_logprobs"][:length]
     return {
         "output_ids": result["output_ids"][:length],
@@ -110,23 +111,25 @@ def cut(result: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("given", [0, 5])
-def test_whoever_is_prefilled_in_part_does_not_join(
+def test_a_request_that_is_prefilled_in_part_does_not_join(
     paged: EnginePool, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither as it is, nor where it goes on from tokens that it was given."""
+    """Neither a new request nor one that resumes with outputs."""
     late = prompts_of([length - given for length in LENGTHS])
     assert ask_late(paged, late, monkeypatch, given) == []
 
 
 def test_upstream_has_the_last_word(paged: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whom it cuts for reasons of its own does not join."""
+    """A request that upstream splits for its own reasons does not join."""
     monkeypatch.setattr(faults.scheduler_of(paged, 0).steady.admission, "_may_join", lambda _: True)
     assert ask_late(paged, prompts_of([100, 200]), monkeypatch) == []
 
 
-def test_who_comes_between_two_chunks(paged: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream may be told to decode between them (SGL_DECODE_FIRST_INTERLEAVE); it prefills the
-    next one with whoever comes, and that one does not join."""
+def test_a_request_that_comes_between_two_chunks(
+    paged: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream can be told to decode between them (SGL_DECODE_FIRST_INTERLEAVE). It prefills the
+    next chunk with new requests, and the chunked request does not join."""
     scheduler = faults.scheduler_of(paged, 0)
     if "_decode_first_n" not in inspect.getsource(Scheduler):
         pytest.skip("this upstream never decodes between two chunks")
@@ -166,7 +169,7 @@ def test_who_comes_between_two_chunks(paged: EnginePool, monkeypatch: pytest.Mon
 def test_a_request_that_is_prefilled_in_part_is_refused(
     paged: EnginePool, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Should one come there after all, the engine is reset, and the answers are right."""
+    """If one joined all the same, the engine is reset, and the answers are right."""
     admission = faults.scheduler_of(paged, 0).steady.admission
     monkeypatch.setattr(admission, "_may_join", lambda _: True)
     monkeypatch.setattr(admission, "_in_chunks", dict)
@@ -175,10 +178,10 @@ def test_a_request_that_is_prefilled_in_part_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["swap", "fault"])
-def test_who_resumes_beside_others(
+def test_requests_that_resume_beside_others(
     make_pool: MakePool, size: int, model_dir: Callable[[str], Path], kind: str
 ) -> None:
-    """After a retract under a swap, of the same weights; or on the sibling of an engine that has
+    """After a swap to the same weights that retracts, or on another engine after theirs has
     failed."""
     pool = make_pool("qwen3", 2, **PAGES | {"page_size": size})
     pool.flush_cache()

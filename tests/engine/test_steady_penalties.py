@@ -1,4 +1,4 @@
-"""Penalties, `min_new_tokens` and the most probable ids of decode that stays on its device."""
+"""Penalties, `min_new_tokens` and the most probable ids in steady decode."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,8 +30,8 @@ pytestmark = steady_decode
 
 @pytest.mark.parametrize(("seed", "top"), [(6, 20), *slow((6, 0), (7, 0), (7, 20))])
 def test_penalties_as_upstreams_own_steps(kind: EnginePool, seed: int, top: int) -> None:
-    """Beside others that have none; with and without the most probable ids. (`test_penalised_
-    logprobs.py` compares with the law.)"""
+    """Beside requests without penalties, with and without the most probable ids.
+    (`test_penalised_logprobs.py` compares with the law.)"""
     params = penalised(len(PROMPTS), seed=seed)
     with upstreams_own(kind):
         expected = ask(kind, params, top_logprobs_num=top)
@@ -49,7 +49,7 @@ def test_penalties_as_upstreams_own_steps(kind: EnginePool, seed: int, top: int)
 
 
 def test_some_want_the_most_probable_ids(kind: EnginePool) -> None:
-    """And others beside them do not, and get none."""
+    """The other requests of the batch get none."""
     half = len(PROMPTS) // 2
     prompts = PROMPTS[:half], PROMPTS[half:]
     params = [penalised(half, seed=seed) for seed in (8, 13)]
@@ -67,7 +67,7 @@ def test_some_want_the_most_probable_ids(kind: EnginePool) -> None:
 
 
 def test_penalised_requests_join(kind: EnginePool, joined: list[int]) -> None:
-    """Into rows of others, whose outputs do not count for them."""
+    """They get rows of earlier requests, whose outputs do not count for them."""
     prompts = [[7 + i, *range(3, 3 + 11 * (i % 4))] for i in range(48)]
     params = penalised(len(prompts), seed=10)
     with upstreams_own(kind):
@@ -83,7 +83,7 @@ def test_penalised_requests_join(kind: EnginePool, joined: list[int]) -> None:
 
 
 def test_upstream_goes_on_where_steady_decode_has_stopped(steady_pool: EnginePool) -> None:
-    """Its penalties are up to date then, and steady decode goes on where upstream has stopped."""
+    """Upstream's penalties are up to date then. Steady decode continues where upstream stopped."""
     always = {"max_new_tokens": 200, "ignore_eos": True, "stop": [], "stop_token_ids": []}
     params = [one | always for one in penalised(8, seed=11)]
     params[0] |= {"min_new_tokens": 190, "ignore_eos": False, "stop_token_ids": [*range(20, 90)]}
@@ -108,7 +108,7 @@ def test_upstream_goes_on_where_steady_decode_has_stopped(steady_pool: EnginePoo
 def test_nobody_falls_back_for_penalties(
     steady_pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device looks at penalties only for as long as a request runs that has some."""
+    """The device computes penalties only while a request with penalties runs."""
     most = steady_pool.config.max_decode_steps
     program, looked_at = faults.scheduler_of(steady_pool, 0).steady.program, list[bool]()
     step = program.step
@@ -126,7 +126,7 @@ def test_nobody_falls_back_for_penalties(
         None, params, input_ids=PROMPTS[:2], return_logprob=True, top_logprobs_num=2
     )
     assert steps(steady_pool)[1] == before[1]
-    # Until the host has seen the end of it, of what is launched ahead.
+    # Steps that were launched ahead still have them, until the host has read the request's end.
     assert 7 <= sum(looked_at) <= 7 + 3 * most
     assert len(looked_at) >= 39
 
@@ -141,8 +141,8 @@ def test_nobody_falls_back_for_penalties(
 def test_a_failed_step_loses_no_count(
     make_pool: MakePool, options: dict[str, Any], fault: Callable[..., None], at: int
 ) -> None:
-    """Whoever goes on elsewhere counts what was fetched before, and has the most probable ids of
-    every token once."""
+    """A request that continues on another engine counts the tokens that were read before, and
+    has the most probable ids of every token once."""
     pool = make_pool("qwen3", 2, **options)
     always = {"max_new_tokens": 90, "ignore_eos": True, "stop": [], "stop_token_ids": []}
     params = [one | always for one in penalised(8, seed=14)]

@@ -1,4 +1,4 @@
-"""What is sent to a device stays as it was sent."""
+"""An array that was sent to a device stays as it was sent."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ ROWS, VOCABULARY = 4, 272
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """The same where JAX takes over the very memory, on CPU."""
+    """The same array at an address where JAX reads it in place on CPU."""
     memory = np.zeros(array.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     there = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -23,7 +23,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 def test_a_batch_may_be_changed_once_it_is_sent() -> None:
-    """The host ends rows and takes pages while steps that read the batch are on their way."""
+    """The host ends rows and allocates pages while steps that read the batch are in flight."""
     mesh = Mesh(
         np.array(jax.devices()[:1]).reshape(1, 1),
         ("data", "tensor"),

@@ -18,7 +18,7 @@ SPECIAL, ITS_ID = "<|im_start|>", 257
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
-    """An engine that spells: letters up to z, digits and 你是谁🙂 for ever, byte by byte."""
+    """An engine that spells, byte by byte: letters up to z, digits, and 你是谁🙂 for ever."""
     folder = write_scripted_model(tmp_path_factory.mktemp("spelling"))
     give_merges(folder, ["efg", "谁🙂"], first_id=259)
     with several_at_once(), EnginePool(str(folder), devices=1, **SMALL) as pool:
@@ -28,7 +28,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
 def spell(
     pool: EnginePool, prompt: str, stop: Any, given: Sequence[int] = (), **params: Any
 ) -> dict[str, Any]:
-    """What comes of a prompt, behind what is given of its output."""
+    """The result of a prompt whose output begins with `given`."""
     values = [(-1.0, token, None) for token in given]
     part = {"output_ids": list(given), "meta_info": {"output_token_logprobs": values}}
     [result] = pool.generate_all(
@@ -42,7 +42,7 @@ def spell(
 
 
 STOPS: dict[str, tuple[str, Any, str, str]] = {
-    # the prompt's last letter, what stops, the text, what was sampled
+    # the prompt's last letter, the stop string, the text, the sampled ids
     "one token of the tokenizer's": ("a", "efg", "bcd", "bcdefg"),
     "by the first token": ("a", "b", "", "b"),
     "the first of several that is complete": ("a", ["zzz", "defgh", "efg", "hi"], "bcd", "bcdefg"),
@@ -55,7 +55,8 @@ STOPS: dict[str, tuple[str, Any, str, str]] = {
 
 @pytest.mark.parametrize("case", STOPS)
 def test_text_and_ids_end_there(pool: EnginePool, case: str) -> None:
-    """Trimmed or not; alone, beside others, and in a stream, which shows no part of it."""
+    """Trimmed or not, alone, beside others, and in a stream, which shows no part of the stop
+    string."""
     prompt, stop, text, sampled = STOPS[case]
     ids = list(sampled.encode())
     longest = len(ids) if "allowed" in case else 60
@@ -77,14 +78,14 @@ def test_text_and_ids_end_there(pool: EnginePool, case: str) -> None:
 
 @pytest.mark.parametrize(("given", "text"), [("b", "bcd"), ("bcde", "bcd"), ("bcdef", "bcd")])
 def test_outputs_that_go_on(pool: EnginePool, given: str, text: str) -> None:
-    """A string may begin in what was given."""
+    """A stop string may begin in the given part."""
     result = spell(pool, "a", "efg", list(given.encode()))
     assert (result["text"], result["output_ids"]) == (text, list(b"bcdefg"))
 
 
 def test_given_outputs_stay(pool: EnginePool) -> None:
-    """One that was complete in them before their last token ends nothing, and nothing is cut there;
-    one that this completes ends at once."""
+    """A stop string that the given part has before its last token ends nothing and cuts nothing.
+    One that the given part's last token completes ends the output at once."""
     result = spell(pool, "a", ["cd", "hi"], list(b"bcde"))
     assert (result["text"], result["output_ids"]) == ("bcdefg", list(b"bcdefghi"))
     result = spell(pool, "a", "de", list(b"bcdefgde"))
@@ -92,7 +93,7 @@ def test_given_outputs_stay(pool: EnginePool) -> None:
 
 
 def test_special_tokens(pool: EnginePool) -> None:
-    """They are a part of what is looked at, and what is shown without them is looked at, too."""
+    """Stop strings are looked for in the text with special tokens and in the text without."""
     given = [*b"bc", ITS_ID, ord("d")]
     result = spell(pool, "a", f"c{SPECIAL}def", given)
     assert (result["text"], result["output_ids"]) == ("b", [*given, *b"ef"])
@@ -103,7 +104,7 @@ def test_special_tokens(pool: EnginePool) -> None:
 
 
 def test_bytes_of_no_character(pool: EnginePool) -> None:
-    """Any number of them before it."""
+    """Any number of such bytes may come before the stop string."""
     given = [0x80] * 40 + [ord("d")]
     result = spell(pool, "a", "efg", given)
     assert result["output_ids"] == [*given, *b"efg"]
@@ -111,7 +112,7 @@ def test_bytes_of_no_character(pool: EnginePool) -> None:
 
 
 def test_taken_back(pool: EnginePool) -> None:
-    """A request that goes on with what it had when it was taken out knows its text."""
+    """A request that resumes after a retract knows its text."""
     text = "1234567890" * 30
     with callers(1) as executor:
         call = executor.submit(spell, pool, "0", [text, "z"], max_new_tokens=400)
