@@ -42,8 +42,7 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
 
 
 def test_experts_that_are_replayed(tmp_path):
-    """A trainer in bfloat16 routes some tokens to other experts. Replay brings its log-
-    probabilities nearer to the engine's."""
+    """A trainer in bfloat16 routes some tokens to other experts. Replay reduces the difference."""
     file = tmp_path / "figures.json"
     printed = run("benchmarks.expert_replay", "--prompts", 12, "--rounds", 1, "--json", file)
     assert "its own experts" in printed
@@ -55,8 +54,7 @@ def test_experts_that_are_replayed(tmp_path):
 
 
 def test_scores_beside_samples(tmp_path):
-    """In bfloat16 nearly all log-probabilities are equal to the last bit. All are where both
-    were scored."""
+    """In bfloat16 nearly all are equal to the last bit. All are where both were scored."""
     file = tmp_path / "figures.json"
     printed = run("benchmarks.score_gap", "--dtype", "bfloat16", "--prompts", 4, "--json", file)
     assert "scored together, sampled together" in printed
@@ -117,8 +115,7 @@ def run(*arguments: Any) -> str:
 
 
 def test_startup_benchmark_opens_the_pools_that_it_says(tmp_path):
-    """Each pool has the number of engines asked for. The seconds are those of all engines, and
-    of the first token."""
+    """It opens the numbers of engines asked for, and measures all engines and the first token."""
     file = tmp_path / "figures.json"
     options = ["--engines", 1, 2, "--rounds", 1, "--layers", 1, "--batch", 2, "--json", file]
     printed = run("benchmarks.startup", *options)
@@ -146,8 +143,7 @@ def test_startup_benchmark_opens_a_checkpoint_of_a_size(tmp_path):
 
 
 def test_weight_update_benchmark_counts_the_hosts_time(tmp_path):
-    """With many tiny leaves there is a row for each source, with plain JAX beside it where
-    anything moves."""
+    """Many tiny leaves: a row for each source, with plain JAX beside it where anything moves."""
     file = tmp_path / "figures.json"
     options = ["--leaves", 30, "--engines", 2, "--rounds", 1, "--json", file]
     printed = run("benchmarks.weight_update", *options)

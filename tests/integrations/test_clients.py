@@ -1,7 +1,8 @@
-"""Clients of OpenAI's routes as their users call them: answers, streams, tools, forms, errors.
+"""Clients of OpenAI's routes as their users call them: answers, streams, tools, structured output,
+errors.
 
-Skipped where they are not installed. tests/serve has the newest `openai`; here it is the one that
-the others work with.
+Skipped where they are not installed. tests/serve has the newest `openai`. Here it is the version
+that the other clients work with.
 """
 
 import os
@@ -16,7 +17,7 @@ from pydantic import BaseModel, Field
 from tests.support.pools import MakePool
 from tests.support.servers import Running, serving
 
-# It would ask a host for prices when it is imported.
+# Otherwise it asks a host for prices when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 os.environ["LANGSMITH_TRACING"] = "false"
 
@@ -30,7 +31,7 @@ TOO_LONG: Any = [{"role": "user", "content": "9" * 3000}]
 
 
 class Answer(BaseModel, extra="forbid"):
-    """A sum. The toy would invent properties without end."""
+    """A sum. With additional properties allowed, the toy would invent them without end."""
 
     total: int = Field(ge=0, le=99)
     sign: Literal["plus", "minus"]
@@ -57,7 +58,7 @@ def running(make_pool: MakePool) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[Runner]:
-    """One for all: clients keep their connections."""
+    """One event loop for all clients, because they keep their connections."""
     with Runner() as runner:
         yield runner
 
@@ -121,7 +122,8 @@ def chat(running: Running) -> Any:
 
 
 def test_langchain(chat: Any, loop: Runner) -> None:
-    """Answers one by one, many, in pieces and from a coroutine, with usage and probabilities."""
+    """Single answers, several at once, in chunks and from a coroutine, with usage and
+    probabilities."""
     from langchain_core.messages import HumanMessage, SystemMessage
 
     said = chat.invoke("12+7=")
@@ -170,7 +172,7 @@ def test_langchain_structured(chat: Any, loop: Runner, method: str, strict: bool
 
 
 def test_langchain_tools(chat: Any) -> None:
-    """A forced call, its result sent back, and a call that the model need not make."""
+    """A forced call, its result sent back, and a call that the model may leave out."""
     from langchain_core.messages import HumanMessage, ToolMessage
 
     free = chat.model_copy(update={"temperature": 1.0, "seed": 3, "max_tokens": 400})
@@ -204,7 +206,7 @@ def test_instructor(running: Running, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 def test_instructor_streams(running: Running, mode: str) -> None:
-    """An object that fills up."""
+    """An object whose fields come one after the other."""
     client = instructor.from_openai(running.openai(), mode=instructor.Mode[mode])
     options: dict[str, Any] = {"model": "toy", "messages": SUM, "temperature": 1.0, "seed": 2}
     partial = list(client.create_partial(response_model=Answer, max_tokens=300, **options))
@@ -218,7 +220,7 @@ def test_instructor_says_what_is_wrong(running: Running) -> None:
         client.create(model="toy", messages=TOO_LONG, response_model=Answer, max_retries=0)
 
 
-# LiteLLM. With tools it imports mcp, which it does not depend on.
+# LiteLLM. For tools it imports mcp, which is not among its dependencies.
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
@@ -245,7 +247,7 @@ def test_litellm(running: Running, loop: Runner, provider: str) -> None:
 def test_litellm_tools(running: Running) -> None:
     """Calls that must be made, whole and in a stream, and their results sent back.
 
-    (As `hosted_vllm/…` it takes `additionalProperties` out of a tool, and the toy would invent
+    (As `hosted_vllm/…` it removes `additionalProperties` from a tool, and the toy would invent
     properties without end.)
     """
     where = {"api_base": f"{running.url()}/v1", "api_key": "none", "max_retries": 0}

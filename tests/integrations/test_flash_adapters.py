@@ -13,7 +13,7 @@ TOKENS = 8
 
 
 def test_mixed_batch_and_a_hot_update(open_flash: OpenFlash, tmp_path: Path) -> None:
-    """Every row is of its own weights, without a compilation."""
+    """Every row uses its own adapter's weights, and nothing is compiled."""
     model = make_random_model(tmp_path / "model", "qwen3", 1, num_layers=1, num_heads=4)
     arrays = [random_adapter(model, seed) for seed in range(3)]
     weights = [merged(tmp_path / str(n), model, one, 2.0) for n, one in enumerate(arrays)]

@@ -1,5 +1,5 @@
-"""The TPU's attention kernel under one engine, on pages of 16 and of 128 tokens: every id is the
-plain reference's, with its log-probability, whatever the batches were."""
+"""The TPU's attention kernel under one engine, with pages of 16 and of 128 tokens. Every id and
+its log-probability are those of the plain reference, whatever the batches were."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +17,11 @@ from tests.support.pools import SMALL, compilations, same
 from tests.support.reference import make_random_model
 from tests.support.steady import joins, steps
 
-# A step takes one page at least, and a prompt past it takes several steps.
+# A prefill step computes at least a page. A longer prompt takes several steps.
 CHUNKS = {16: 64, 128: 128}
 
 
-# What draws or changes an output, each by a patch or a program of the pool's own.
+# Parameters that sample or change an output, each by a patch or a program of the pool's own.
 DRAWN: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 3, "n": 2},
@@ -34,7 +34,7 @@ DRAWN: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two queries share a key, as in the models that people run."""
+    """Two queries share a key, as in common models."""
     directory = tmp_path_factory.mktemp("flash")
     return make_random_model(directory, "qwen3", seed=1, num_layers=2, num_heads=4)
 
@@ -59,14 +59,14 @@ def pool(open_flash: OpenFlash, model: Path, page: int, chunk: int) -> Iterator[
 
 @pytest.fixture(scope="module")
 def native(model: Path) -> Iterator[EnginePool]:
-    """The same on the attention that CPU has."""
+    """The same model on the CPU's native attention."""
     with EnginePool(str(model), devices=1, warmup="none", **SMALL) as one:
         yield one
 
 
 @pytest.fixture(autouse=True)
 def starts_empty(pool: EnginePool) -> Iterator[None]:
-    """No test finds what another left in the prefix cache, or leaves something running."""
+    """The prefix cache is empty before each test, and nothing runs after it."""
     pool.flush_cache()
     yield
     until(lambda: at_rest(pool))
@@ -81,8 +81,8 @@ def ask(pool: EnginePool, prompts: list[list[int]], *lengths: int) -> list[dict[
 
 
 def test_prompts_around_a_page(pool: EnginePool, model: Path, page: int):
-    """Prompts that end before, at and after the end of a page, more of them than fit a batch, and
-    outputs that go over one. Warm-up has compiled all programs."""
+    """Prompts end before, at and after the end of a page, there are more than fit a batch, and
+    outputs cross a page. Warm-up has compiled all programs."""
     prompts = [ids(n) for n in (1, 2, page - 1, page, page + 1, 3, page - 2, 2 * page)]
     steady, fallback = steps(pool)
     with compilations() as compiled:
@@ -94,8 +94,8 @@ def test_prompts_around_a_page(pool: EnginePool, model: Path, page: int):
 
 
 def test_requests_join_and_leave(pool: EnginePool, model: Path, page: int):
-    """Rows of a batch that stays on its device end one by one, in the middle of it, and others are
-    prefilled and take them."""
+    """Rows of a batch that stays on its device end one by one. Other requests are prefilled and
+    take these rows."""
     lengths = [9, 4, 14, 6, 8, 3, 11, 5]
     prompts = [ids(n, 2) for n in (page - 3, 5, page + 1, 2, page - 1, 7, page, 1)]
     with joins() as joined:
@@ -105,7 +105,7 @@ def test_requests_join_and_leave(pool: EnginePool, model: Path, page: int):
 
 
 def test_stop_ids_end_a_row(pool: EnginePool, model: Path):
-    """On the device, while the others go on."""
+    """A row ends on the device, and the others continue."""
     prompts = [ids(n, 3) for n in (6, 12, 3, 20)]
     whole = ask(pool, prompts, 12)
     pool.flush_cache()
@@ -122,8 +122,8 @@ def test_stop_ids_end_a_row(pool: EnginePool, model: Path):
 
 
 def test_prefill_beside_decode(pool: EnginePool, model: Path):
-    """Prompts that come while another is being answered are prefilled between its tokens, and
-    answered in its batch."""
+    """Prompts that come while another request decodes are prefilled between its tokens and join
+    its batch."""
     prompts = [ids(9), ids(40), ids(5), ids(17)]
     with callers(2) as executor:
         first = executor.submit(ask, pool, prompts[:1], 30)
@@ -139,7 +139,7 @@ def test_prefill_beside_decode(pool: EnginePool, model: Path):
 
 
 def test_a_prompt_of_several_chunks(pool: EnginePool, model: Path, page: int, chunk: int):
-    """It is prefilled step by step, and others go with it."""
+    """It is prefilled step by step, together with others."""
     steps = pool.runtime.workers[0].channel.steps
     prompts = [ids(2 * chunk + 7), ids(2 * chunk, 1), ids(6)]
     results = ask(pool, prompts, 3)
@@ -148,7 +148,7 @@ def test_a_prompt_of_several_chunks(pool: EnginePool, model: Path, page: int, ch
 
 
 def test_prefixes_are_found_again(pool: EnginePool, model: Path, page: int):
-    """Whole pages of an earlier prompt are not prefilled again, and what follows is right."""
+    """Whole pages of an earlier prompt are not prefilled again, and the output is right."""
     shared = ids(page + 5)
     prompts = [shared, [*shared, *ids(9)], [*shared[:page], *ids(3)], shared[: page - 1]]
     results = [ask(pool, [prompt], 4)[0] for prompt in prompts]
@@ -158,7 +158,7 @@ def test_prefixes_are_found_again(pool: EnginePool, model: Path, page: int):
 
 
 def test_what_steady_steps_wrote_is_found_again(pool: EnginePool, model: Path, page: int):
-    """A page of KV cache that begins with a prompt and ends with its outputs."""
+    """Such a page of KV cache begins with a prompt's tokens and ends with output tokens."""
     (first,) = ask(pool, [ids(page - 4, 4)], 8)
     prompts = [ids(page - 4, 4), [*ids(page - 4, 4), *first["output_ids"], *ids(3)]]
     (second,) = ask(pool, prompts[1:], 5)
@@ -167,8 +167,8 @@ def test_what_steady_steps_wrote_is_found_again(pool: EnginePool, model: Path, p
 
 
 def test_samples_are_those_of_native_attention(pool: EnginePool, native: EnginePool, model: Path):
-    """Seeded, with every filter and with penalties: the ids and their log-probabilities, which
-    other tests hold against the law."""
+    """With seeds, every filter and penalties: the ids and their log-probabilities. Other tests
+    compare those with the law."""
     prompts = [ids(5 + 6 * i) for i in range(len(DRAWN))]
     each = [{"sampling_seed": 7, "max_new_tokens": 8, "ignore_eos": True} | own for own in DRAWN]
     results, expected = (
@@ -179,7 +179,8 @@ def test_samples_are_those_of_native_attention(pool: EnginePool, native: EngineP
 
 
 def test_top_logprobs(pool: EnginePool, model: Path):
-    """Each step's most probable ids are the reference's, and asking for them compiles nothing."""
+    """Each step's most probable ids are those of the reference, and asking for them compiles
+    nothing."""
     prompts = [ids(11), ids(70)]
     params = GREEDY | {"max_new_tokens": 5}
     with compilations() as compiled:
@@ -196,7 +197,7 @@ def test_top_logprobs(pool: EnginePool, model: Path):
 
 
 def test_retracted_requests_resume(pool: EnginePool, model: Path, page: int):
-    """They go on where they were, with the penalties of what they have."""
+    """They continue with their tokens, which count for penalties."""
     prompts = [ids(page - 3), ids(30), ids(4)]
     params = [
         GREEDY | {"max_new_tokens": 14, "frequency_penalty": penalty} for penalty in (0, 0, 1.5)
@@ -211,7 +212,7 @@ def test_retracted_requests_resume(pool: EnginePool, model: Path, page: int):
 
 
 def test_kv_cache_is_released_and_made_again(pool: EnginePool, model: Path, page: int):
-    """Requests that were being answered go on in the new one, and nothing is compiled."""
+    """Running requests continue in the new cache, and nothing is compiled."""
     prompts = [ids(page + 4), ids(21)]
     with under_way(pool, prompts, GREEDY | {"max_new_tokens": 14}) as results:
         released = pool.release_memory_occupation()

@@ -1,6 +1,6 @@
-"""Two engines on the TPU's attention kernel, which get new weights and lose their KV caches.
+"""Two engines on the TPU's attention kernel get new weights and lose their KV caches.
 
-Their steps take turns: see `_one_step_at_a_time` in tests/support/interpreter.py.
+Only one of them runs a step at a time: see `_one_step_at_a_time` in tests/support/interpreter.py.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def opened(open_flash: OpenFlash, versions: list[Path]) -> Iterator[EnginePool]:
 
 @pytest.fixture
 def pool(opened: EnginePool, versions: list[Path]) -> Iterator[EnginePool]:
-    """On version 0, with nothing in the prefix caches."""
+    """The pool with version 0 and empty prefix caches."""
     opened.update_weights(versions[0], weight_version=0)
     opened.flush_cache()
     yield opened
@@ -61,8 +61,8 @@ def test_both_answer(pool: EnginePool, versions: list[Path]):
 
 
 def test_a_swap_while_they_answer(pool: EnginePool, versions: list[Path]):
-    """Requests go back to the queue and on under the new weights: every token is of the weights
-    that its span names, nothing of the old ones is found again, no step is compiled again."""
+    """Requests go back to the queue and continue under the new weights. Every token is of the
+    weights that its span names, no old prefix is found again, and no step is compiled again."""
     with under_way(pool, PROMPTS, PARAMS) as results:
         pool.update_weights(versions[1], mode="retract", weight_version=1)
     assert_spans(results)
@@ -76,7 +76,7 @@ def test_a_swap_while_they_answer(pool: EnginePool, versions: list[Path]):
 
 
 def test_a_swap_leaf_by_leaf_without_kv_caches(pool: EnginePool, versions: list[Path]):
-    """As where a chip cannot hold a second weight set."""
+    """As on a chip that cannot hold a second weight set."""
     ask(pool)
     pool.update_weights(versions[1], staging="stream", free_kv=True, weight_version=1)
     results = ask(pool)
@@ -85,8 +85,8 @@ def test_a_swap_leaf_by_leaf_without_kv_caches(pool: EnginePool, versions: list[
 
 
 def test_kv_caches_lost_with_a_step(pool: EnginePool, versions: list[Path]):
-    """A step that fails takes its engine's buffers along: the engine gets new ones, and all
-    prompts are answered as if nothing had been."""
+    """A step that fails takes its engine's KV buffers with it. The engine gets new ones, and all
+    prompts are answered."""
     before = len(pool.events())
     faults.raise_after_step(pool, 0, at=4)
     faults.delete_kv_cache(pool, 1)
@@ -98,7 +98,7 @@ def test_kv_caches_lost_with_a_step(pool: EnginePool, versions: list[Path]):
 
 
 def test_a_kernel_that_fails_midway(pool: EnginePool, versions: list[Path]):
-    """Its step has taken the KV cache along and written half of it."""
+    """Its step has taken the KV cache and written half of it."""
     before = len(pool.events())
 
     def wrong(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Numbers that are not finite on the TPU's attention kernel, which keeps rows apart."""
+"""Numbers that are not finite, on the TPU's attention kernel, which keeps rows apart."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ BAD = {*BAD_TOKENS, SPOKEN}
 
 @pytest.mark.slow
 def test_one_bad_row_among_good_ones(open_flash: OpenFlash, tmp_path: Path) -> None:
-    """Nobody else's numbers in the batch are other than they ought to be. So it alone is tried
-    again, and ends."""
+    """The numbers of the other requests in the batch are right. So the bad request is tried
+    again alone, and ends."""
     model = write_spoiled(tmp_path, num_layers=1, num_heads=4)
     prompts = [[token for token in ids(n) if token not in BAD] for n in (20, 3, 30, 14)]
     with open_flash(model) as pool:

@@ -10,7 +10,7 @@ from tests.support.pools import compilations, same
 from tests.support.reference import make_random_model
 from tests.support.scores import assert_scores
 
-# Of pages of 16 tokens and pieces of 64: within a page, at edges, in two and in three pieces.
+# With pages of 16 tokens and pieces of 64: inside a page, at edges, in two and in three pieces.
 LENGTHS = [(1, 1), (15, 2), (16, 16), (60, 6), (3, 127)]
 
 
@@ -32,7 +32,7 @@ def test_scores(open_flash: OpenFlash, model: Path) -> None:
 
 
 def test_beside_outputs(open_flash: OpenFlash, model: Path) -> None:
-    """Neither disturbs the other's KV cache."""
+    """Neither writes into the other's KV cache."""
     prompts, continuations = [ids(100), ids(40)], [ids(40, 1), ids(5, 1)]
     asked = {"input_ids": [ids(20), ids(66)], "return_logprob": True}
     params = GREEDY | {"max_new_tokens": 8}

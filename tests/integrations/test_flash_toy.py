@@ -18,9 +18,9 @@ PARAMS: dict[str, Any] = {"temperature": 0, "max_new_tokens": 5}
 @pytest.mark.timeout(900)  # XLA compiles what the interpreter makes of a kernel, for every shape
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_sums(open_flash: OpenFlash, dtype: str):
-    """A prompt alone and in batches, in both dtypes: the ids are the reference's, which leads by 2
-    at every step. In bfloat16 the kernel keeps two rows in an element, and rounds as an engine
-    on native attention does."""
+    """A prompt alone and in batches, in both dtypes. The ids are those of the reference, whose
+    best logit leads by 2 at every step. In bfloat16 the kernel keeps two rows in an element, and
+    rounds as an engine on native attention does."""
     with open_flash(toy.checkpoint(), dtype=dtype) as pool:
         alone = pool.generate("12+7=", PARAMS)
         results = pool.generate_all(list(SUMS), PARAMS, return_logprob=True)

@@ -1,4 +1,4 @@
-"""examples/grpo.py as its users run it, a few steps long."""
+"""examples/grpo.py as its users run it, for a few steps."""
 
 import importlib
 import json
@@ -44,8 +44,8 @@ def test_on_policy(two_steps: list[dict[str, Any]]) -> None:
 
 
 def test_resumed_on_other_engines(two_steps: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Samples do not depend on the engines, and a run that goes on from its checkpoint does what an
-    uninterrupted one does."""
+    """Samples do not depend on the engines. A run that resumes from its checkpoint gives what an
+    uninterrupted run gives."""
     first, _ = run(tmp_path, "--steps", "1", "--devices", "1")
     assert first["samples"] == two_steps[0]["samples"]
     assert first["reward"] == two_steps[0]["reward"]
@@ -56,7 +56,7 @@ def test_resumed_on_other_engines(two_steps: list[dict[str, Any]], tmp_path: Pat
 
 
 def test_one_step_off_policy(tmp_path: Path) -> None:
-    """Tokens are of the newest weights or of those before, and say so."""
+    """Tokens are of the newest weights or of those before, and their spans say which."""
     *rows, _ = run(tmp_path, "--steps", "3", "--devices", "2", "--async")
     for row in rows:
         assert set(row["versions"]) <= {row["step"] - 1, row["step"]}
@@ -88,8 +88,8 @@ def test_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_trainers_of_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has an adapter and a reward of its own. Both rewards rise, and every token of a trainer
-    is of its own adapter's newest version, in batches of both."""
+    """Each trainer has its own adapter and its own reward. Both rewards rise, and every token is
+    of its trainer's newest adapter, in batches of both."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
     grpo, trained = importlib.import_module("grpo"), importlib.import_module("grpo_policy")
     options = grpo.arguments(["--steps", "40", "--evaluate-every", "100"])
@@ -129,7 +129,7 @@ def test_two_trainers_of_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_int8(tmp_path: Path) -> None:
-    """The engines' probabilities are near the trainer's, and not equal to them."""
+    """The engines' probabilities are close to the trainer's, but not equal."""
     *rows, _ = run(
         tmp_path, "--steps", "2", "--devices", "2", "--int8", "--correction", "truncated"
     )

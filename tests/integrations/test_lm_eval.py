@@ -1,4 +1,4 @@
-"""The harness scores through a pool what a plain JAX forward pass scores.
+"""Through a pool the harness gets the scores of a plain JAX forward pass.
 
 Skipped where lm_eval is not installed.
 """
@@ -78,7 +78,8 @@ MULTIPLE_CHOICE: dict[str, Any] = {
 
 
 def test_multiple_choice(lm: Any, model: Path, tmp_path: Path) -> None:
-    """Every choice's log-probability, whether it is greedy, and so the accuracy."""
+    """Each choice's log-probability, whether the choice is greedy, and the accuracy that
+    follows."""
     assert_choices(lm, model, evaluate(lm, tmp_path, DOCUMENTS, **MULTIPLE_CHOICE))
 
 
@@ -86,7 +87,7 @@ def test_multiple_choice(lm: Any, model: Path, tmp_path: Path) -> None:
 def test_multiple_choice_over_http(
     lm: Any, pool: EnginePool, model: Path, tmp_path: Path, batch_size: int
 ) -> None:
-    """The same by `local-completions`: echo with logprobs, from a server of this process."""
+    """The same by `local-completions`: echo with logprobs, from a server in this process."""
     pytest.importorskip("tenacity")
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
@@ -99,7 +100,7 @@ def test_multiple_choice_over_http(
 
 
 def assert_choices(lm: Any, model: Path, results: Any) -> None:
-    """As plain JAX has them."""
+    """The results are those of plain JAX."""
     right = 0
     samples = sorted(results["samples"]["sums"], key=lambda sample: sample["doc_id"])
     assert len(samples) == len(DOCUMENTS)
@@ -118,7 +119,7 @@ def assert_choices(lm: Any, model: Path, results: Any) -> None:
 
 
 def test_perplexity(lm: Any, model: Path, tmp_path: Path) -> None:
-    """Also of a text that is longer than the context, in windows: each token once."""
+    """Also for a text that is longer than the context. It is scored in windows, each token once."""
     documents = [{"text": "1+1=2. "}, {"text": "The quick brown fox. " * 40}]
     results = evaluate(
         lm,

@@ -1,6 +1,6 @@
 """Python blocks of README.md and docs/ that need a package which few environments have.
 
-What they name and a test does not have is exchanged: models of a hub, accelerators, tasks.
+Names that a test does not have are replaced: models of a hub, accelerators, tasks.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.support.pools import SMALL
 
 
 def run_needing(package: str, names: dict[str, Any], instead: dict[str, str]) -> None:
-    """Run all blocks that need it; there is one at least."""
+    """Run all blocks that need the package. There must be at least one."""
     pytest.importorskip(package)
     found = [(page, block) for page in PAGES for block in blocks(page, "python")]
     needing = [(page, block) for page, block in found if block.needs == package]

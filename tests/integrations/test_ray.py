@@ -55,14 +55,14 @@ def hosts(cluster: None) -> Iterator[RayEnginePool]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[EnginePool]:
-    """One pool in this process, to hold the hosts against."""
+    """A pool in this process. The hosts' results are compared with it."""
     with EnginePool(devices=1, warmup="none", **SMALL) as pool:
         yield pool
 
 
 @pytest.fixture
 def fresh(hosts: RayEnginePool) -> Iterator[RayEnginePool]:
-    """Both hosts, put back to the toy's own weights afterwards."""
+    """Both hosts, which get the toy's own weights back afterwards."""
     until(lambda: states(hosts) == ["serving"] * 2)
     yield hosts
     until(lambda: states(hosts) == ["serving"] * 2)
@@ -162,7 +162,7 @@ def test_a_time_limit(hosts: RayEnginePool) -> None:
 
 @pytest.mark.parametrize("kind", ["path", "arrays", "iterator", "bfloat16"])
 def test_new_weights(fresh: RayEnginePool, alone: EnginePool, kind: str) -> None:
-    """On both hosts, from a path or through the object store."""
+    """Both hosts get them, from a path or through the object store."""
     import ml_dtypes
 
     new = toy.checkpoint("subtract")
@@ -194,8 +194,8 @@ def test_one_source_that_does_not_fit(fresh: RayEnginePool) -> None:
 
 
 def test_a_host_is_killed(fresh: RayEnginePool, alone: EnginePool) -> None:
-    """Its prompts move with their tokens; it comes back with the current weights, from arrays that
-    are in the object store, and never answers with older ones."""
+    """Its prompts move with their tokens. It comes back with the current weights, from arrays in
+    the object store, and never answers with older ones."""
     new = toy.checkpoint("subtract")
     fresh.update_weights(read_checkpoint(new)[1], weight_version="new")
     alone.update_weights(new)
@@ -222,7 +222,7 @@ def test_a_host_is_killed(fresh: RayEnginePool, alone: EnginePool) -> None:
 def test_a_host_dies_between_stage_and_commit(
     fresh: RayEnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one commits; the one that died is barred until it has caught up."""
+    """The other host commits. The dead one takes no prompts until it has the update."""
     from enginepool.ray import update as updating
 
     commit = updating._commit
@@ -248,7 +248,7 @@ def test_a_host_dies_between_stage_and_commit(
 def adapted(
     fresh: RayEnginePool, alone: EnginePool, tmp_path: Path
 ) -> Iterator[tuple[RayEnginePool, list[Arrays], list[list[dict[str, Any]]]]]:
-    """Hosts without adapters, two adapters, and what the weights that they make say."""
+    """Hosts without adapters, two adapters, and the outputs of the weights that they make."""
     arrays = [random_adapter(toy.checkpoint(), seed) for seed in range(2)]
     expected = []
     for index, one in enumerate(arrays):
@@ -262,8 +262,8 @@ def adapted(
 
 
 def test_adapters(adapted: Any, alone: EnginePool, tmp_path: Path) -> None:
-    """On both hosts, from a folder that each reads or through the object store, beside the base;
-    a new version; and unloaded while calls need it."""
+    """Both hosts get them, from a folder that each reads or through the object store. They run
+    beside the base, get a new version, and are unloaded while calls need them."""
     hosts, arrays, expected = adapted
     folder = write_adapter(tmp_path / "adapter", arrays[0], config(4))
     report = hosts.load_lora_adapter("x", folder, weight_version="one")
@@ -291,7 +291,7 @@ def test_adapters(adapted: Any, alone: EnginePool, tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_does_not_fit(adapted: Any) -> None:
-    """No host has it; the version before goes on."""
+    """No host loads it. The earlier version stays."""
     hosts, arrays, expected = adapted
     wide = random_adapter(toy.checkpoint(), 5, rank=5)
     hosts.load_lora_adapter("x", arrays[0], config_dict=config(4), weight_version=1)
@@ -308,8 +308,8 @@ def test_an_adapter_that_does_not_fit(adapted: Any) -> None:
 
 
 def test_a_host_that_comes_back_has_the_adapters(adapted: Any) -> None:
-    """Its outputs move with their adapters, and it loads those of now before it serves: the newest
-    version of each, and none that was unloaded."""
+    """Its outputs move with their adapters. Before it serves, it loads the newest version of
+    each adapter, and none that was unloaded."""
     hosts, arrays, expected = adapted
     fields = {"config_dict": config(4)}
     for version, index in ((1, 1), (2, 0)):
@@ -343,7 +343,8 @@ def test_pause(hosts: RayEnginePool) -> None:
 
 
 def test_closing(cluster: None, hosts: RayEnginePool) -> None:
-    """Whoever waits hears of it; no actor is left. The last test: it closes the hosts."""
+    """Waiting callers get an error, and no actor is left. This test is the last one, because it
+    closes the hosts."""
     actors = [host.actor for host in hosts.fleet.hosts]
     hosts.pause_generation()
     with callers(1) as executor:

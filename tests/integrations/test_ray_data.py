@@ -1,4 +1,4 @@
-"""`examples/ray_data.py` as its users run it: killed on the way, and started again."""
+"""`examples/ray_data.py` as its users run it: killed in the middle, and started again."""
 
 import json
 import os

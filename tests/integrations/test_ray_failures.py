@@ -1,4 +1,4 @@
-"""Hosts that hang, that one prompt takes down, that do not come back; a driver that dies."""
+"""Hosts that hang, that a prompt kills, that do not come back; a driver that dies."""
 
 import json
 import os
@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"devices_per_host": 1, "warmup": "none", **SMALL}
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of two nodes that have room for two pools at a time."""
+    """The address of two nodes that have room for two pools at a time."""
     with two_nodes(cpus=2) as where:
         yield where
 
@@ -81,10 +81,10 @@ def test_a_host_hangs(hosts: RayEnginePool, expected: list[dict[str, Any]]) -> N
 def test_a_prompt_takes_two_hosts_down(
     hosts: RayEnginePool, expected: list[dict[str, Any]]
 ) -> None:
-    """It is the only one that was on both without a token, and the only one that ends."""
+    """Only this prompt was on both hosts without getting a token. Only this prompt ends."""
     before = pids(hosts)
     links = hosts.fleet.hosts
-    count = 5  # what one host may have outstanding: each has room for what the other loses
+    count = 5  # as many as one host may have outstanding, so each has room for the other's
     expected = expected[:count]
     hosts.pause_generation()
     with callers(1) as executor:
@@ -106,7 +106,7 @@ def test_a_prompt_takes_two_hosts_down(
 
 
 def test_no_host_is_left(address: str, expected: list[dict[str, Any]]) -> None:
-    """Whoever waits has what there was, and so does whoever comes later."""
+    """Waiting callers get an error that has the tokens so far. Later callers get an error, too."""
     with RayEnginePool(hosts=2, max_restarts=0, **OPTIONS) as pool, callers(1) as executor:
         call = executor.submit(run, pool)
         links = pool.fleet.hosts

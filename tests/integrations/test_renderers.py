@@ -58,7 +58,7 @@ def test_turns(running: Running) -> None:
                 )
 
             first = await turn(None)
-            # What verifiers adds to a turn that goes on with the ids of the one before.
+            # The fields that verifiers adds to a turn that continues the ids of the one before.
             added = {"routed_experts_prompt_start": 1}
             ids = [*first["prompt_ids"], *first["completion_ids"], 10]
             return [first, await turn(ids, **added)]

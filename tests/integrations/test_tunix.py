@@ -1,4 +1,4 @@
-"""Tunix trains on a pool: its own learners, models, mappings and forward pass.
+"""Tunix trains on a pool, with its own learners, models, mappings and forward pass.
 
 Skipped where Tunix is not installed; `make test-integrations` has an environment for it.
 """
@@ -66,7 +66,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def pool_of(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., EnginePool]]:
-    """Two engines on other weights than a test's actor has."""
+    """Two engines with weights other than the actor's."""
     pools: dict[tuple[str, bool], EnginePool] = {}
 
     def open_pool(family: str = "qwen3", *, lora: bool = False) -> EnginePool:
@@ -97,7 +97,7 @@ def make(checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]) ->
 
 
 def assert_synced(pool: EnginePool, actor: nnx.Module) -> None:
-    """Every engine has these very weights."""
+    """Every engine has exactly these weights."""
     assert pool.checksum()  # an error if the engines differ
     tensors = hugging_face(actor)
     assert len(tensors) > 20
@@ -111,7 +111,7 @@ def prompts_of(steps: int, batch: int = 4) -> list[dict[str, np.ndarray]]:
 
 
 def with_lora(model: nnx.Module, seed: int = 0, **options: Any) -> nnx.Module:
-    """Adapters that change what the model says: qwix begins with ones that do not."""
+    """Adapters that change outputs. Those that qwix makes do not."""
     provider = qwix.LoraProvider(module_path=".*(_proj)", rank=4, alpha=8.0, **options)
     adapted = qwix.apply_lora_to_model(
         model, provider, **model.get_model_input(), rngs=nnx.Rngs(seed)
@@ -126,8 +126,8 @@ def with_lora(model: nnx.Module, seed: int = 0, **options: Any) -> nnx.Module:
 
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_grpo(checkpoint: Callable[..., Path], num_iterations: int) -> None:
-    """Steps of Tunix's own learner, on a pool that its cluster makes: whatever is sampled or
-    scored is of the weights that the trainer had when it asked, and Tunix says the same of it."""
+    """Steps of Tunix's own learner on a pool that its cluster makes. Every sample and score is
+    of the weights that the trainer had when it asked, and Tunix's own figures agree."""
     mesh = mesh_of(2)
     actor, reference = (load(checkpoint(), "qwen3", mesh) for _ in range(2))
     engine = partial(Watched, pool_args={"model": str(checkpoint(seed=2)), **SMALL})
@@ -159,7 +159,7 @@ def test_grpo(checkpoint: Callable[..., Path], num_iterations: int) -> None:
 
 def test_agents(checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]) -> None:
     """The agentic learner: each sample is a call of its own, eight at once. With a seed, the
-    samples of a group differ all the same."""
+    samples of a group still differ."""
     mesh = mesh_of(2)
     tokenizer = tokenizer_of(checkpoint())
     cluster = make_cluster(
@@ -200,7 +200,7 @@ def test_agents(checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePo
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_sync(make: Callable[..., Any], family: str) -> None:
-    """A sharded actor's parameters reach the engines, and never the host."""
+    """A sharded actor's parameters reach the engines and never the host."""
     rollout, actor = make(family, mesh_of(2, 2))
     params = nnx.state(actor, nnx.Param)
     with (
@@ -224,7 +224,7 @@ def test_sync(make: Callable[..., Any], family: str) -> None:
 
 
 def test_lora(make: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
-    """Tunix syncs the adapters alone; engines get what they and the base make together."""
+    """Tunix syncs the adapters only. Engines get the weights that adapters and base make."""
     mesh = mesh_of(2)
     base = load(checkpoint(), "qwen3", mesh)
     adapted = with_lora(base)
@@ -258,8 +258,8 @@ def test_lora(make: Callable[..., Any], checkpoint: Callable[..., Path]) -> None
 def test_lora_as_an_adapter(
     family: str, checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]
 ) -> None:
-    """The base is synced once, and the adapter at each of Tunix's syncs: what is sampled and scored
-    is of both."""
+    """The base is synced once, and the adapter at each of Tunix's syncs. Samples and scores are
+    of both."""
     mesh, pool = mesh_of(2), pool_of(family, lora=True)
     base = load(checkpoint(family), family, mesh)
     config = RolloutConfig(
@@ -301,7 +301,8 @@ def test_lora_as_an_adapter(
     ],
 )
 def test_lora_whose_mapping_reorders(more: dict[str, Any], taken: bool) -> None:
-    """A layer's inputs, or its outputs: the adapter's are not in the engine's order then."""
+    """It reorders a layer's inputs or outputs. The adapter then does not have the engine's
+    order."""
     names = {"layers.*.q.w": ("model.layers.*.self_attn.q_proj.weight", ())}
     mapping = ParameterMapping(mapping_config(nnx.Module(), {"to_hf_mappings": names, **more}), {})
     a, b = jnp.arange(4.0).reshape(4, 1), jnp.arange(6.0).reshape(1, 2, 3)
@@ -332,7 +333,7 @@ def test_lora_on_a_quantised_base(
 
 
 def test_lora_in_another_order() -> None:
-    """Heads before the input, as Gemma has them: nothing is guessed."""
+    """Heads come before the input, as in Gemma. The pool does not guess and refuses."""
     shapes = {"q.w": (2, 8, 4), "q.w_lora_a": (8, 1), "q.w_lora_b": (1, 2, 4)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     with pytest.raises(InvalidWeights, match="only adapters of input by rank"):
@@ -340,8 +341,8 @@ def test_lora_in_another_order() -> None:
 
 
 def test_outputs(make: Callable[..., Any]) -> None:
-    """The end token is an output's last, with its log-probability, and not in the text; prompts
-    have a constant width unless one is longer."""
+    """The end token is an output's last, with its log-probability, and it is not in the text.
+    Prompts have a constant width unless one is longer."""
     rollout, _ = make()
     rollout.generate(PROMPTS, RolloutConfig(max_tokens_to_generate=8, temperature=0))
     greedy = rollout.outputs.pop()[1]
@@ -373,7 +374,7 @@ def test_outputs(make: Callable[..., Any]) -> None:
 def test_sampling_masks(
     checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]
 ) -> None:
-    """What each token was sampled from, if the rollout is told to say so."""
+    """With the option, the rollout returns the ids that each token was sampled from."""
     mesh = mesh_of(2)
     rollout = EnginePoolRollout(
         load(checkpoint(), "qwen3", mesh), tokenizer_of(checkpoint()), mesh, CONFIG,
@@ -393,7 +394,7 @@ def test_sampling_masks(
 def test_routed_experts(
     checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]
 ) -> None:
-    """They are asked of the pool, which must keep them."""
+    """The rollout gets them from the pool, which must record them."""
     mesh = mesh_of(2)
     rollout = EnginePoolRollout(
         load(checkpoint(), "qwen3", mesh), tokenizer_of(checkpoint()), mesh, CONFIG,
@@ -404,8 +405,8 @@ def test_routed_experts(
 
 
 def test_seeds(make: Callable[..., Any]) -> None:
-    """Calls of a run differ, with one seed, also those that come at the same time; a run is what
-    it was the last time."""
+    """With one seed, calls of a run differ, also simultaneous ones. The same run gives the same
+    samples again."""
 
     def config(seed: Any) -> RolloutConfig:
         return RolloutConfig(max_tokens_to_generate=8, temperature=1.0, seed=seed)
@@ -427,7 +428,7 @@ def test_seeds(make: Callable[..., Any]) -> None:
 def test_weights_that_were_restored(
     make: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
-    """What Tunix puts into the actor after the rollout was made counts."""
+    """Weights that Tunix puts into the actor after it made the rollout are used."""
     rollout, actor = make()
     restored = load(checkpoint(seed=3), "qwen3", mesh_of(2))
     nnx.update(actor, nnx.state(restored))
@@ -436,7 +437,7 @@ def test_weights_that_were_restored(
 
 
 def test_names_of_hugging_face(make: Callable[..., Any]) -> None:
-    """A mapping of the caller's, in Tunix's terms, to Hugging Face's names and shapes."""
+    """The caller's mapping, in Tunix's form, gives Hugging Face's names and shapes."""
     names = {
         "embedder.input_embedding": "model.embed_tokens.weight",
         "last.w": "model.norm.weight",
@@ -481,7 +482,7 @@ def test_refusals(checkpoint: Callable[..., Path], make: Callable[..., Any]) -> 
     tokenizer = tokenizer_of(checkpoint())
     with pytest.raises(InvalidConfig, match="Unknown to sglang-jax"):
         EnginePoolRollout(Unknown(), tokenizer, mesh_of(2), CONFIG, pool_args=pool_args)
-    assert threading.enumerate() == threads  # a pool that is refused to its user is never opened
+    assert threading.enumerate() == threads  # a refused configuration opens no pool
     for given in ({}, {"pool": make()[0].pool, "pool_args": {}}):
         with pytest.raises(InvalidConfig, match="either"):
             EnginePoolRollout(Unknown(), tokenizer, mesh_of(2), CONFIG, **given)

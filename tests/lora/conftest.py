@@ -1,4 +1,4 @@
-"""A pool of two engines with two slots each, and what its adapters make of its model."""
+"""A pool of two engines with two slots each, and its model merged with its adapters."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ TOKENS = 12
 
 
 class World(NamedTuple):
-    """A model, random adapters of it, and the weights that they make."""
+    """A model, random adapters, and the weights that they make."""
 
     model: Path
     arrays: dict[str, Arrays]
@@ -63,7 +63,7 @@ def opened(world: World) -> Iterator[EnginePool]:
 
 @pytest.fixture
 def adapted(opened: EnginePool) -> Iterator[EnginePool]:
-    """The pool, without adapters before and after."""
+    """The pool, without adapters before and after a test."""
     yield opened
     for name in opened.runtime.adapters.names():
         opened.unload_lora_adapter(name)

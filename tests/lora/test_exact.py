@@ -1,4 +1,4 @@
-"""An output under an adapter is that of the weights with the adapter in them."""
+"""An output with an adapter is that of the merged weights."""
 
 import re
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_families(family: str, model_dir: Callable[[str], Path], tmp_path: Path)
 
 @steady_decode
 def test_a_prefill_is_one_transfer_and_one_launch(adapted: EnginePool, world: World) -> None:
-    """Whatever adapters its prompts have."""
+    """Whichever adapters its prompts have."""
     load(adapted, world, "a", "b")
     scheduler = faults.scheduler_of(adapted, 0)
     engine: Any = adapted.engines[0]
@@ -145,7 +145,7 @@ def test_scale(fields: Any, scale: Any, adapted: EnginePool, world: World, tmp_p
 
 
 def test_only_some_layers(adapted: EnginePool, world: World, tmp_path: Path) -> None:
-    """A slot that held a whole adapter holds nothing of it afterwards."""
+    """A slot keeps nothing of an earlier adapter that changed all layers."""
     load(adapted, world, "a", "b")
     adapted.generate_all(input_ids=PROMPTS[:2], sampling_params=GREEDY, lora_path=["a", "b"])
     arrays = random_adapter(world.model, 9, rank=2, targets=["v_proj"], std=0.4)
@@ -182,7 +182,7 @@ def test_new_base_keeps_adapters(
 
 @pytest.mark.parametrize("rebuilt", [False, True])
 def test_fault(rebuilt: bool, adapted: EnginePool, world: World) -> None:
-    """The engine's requests go on under their adapters, elsewhere and here."""
+    """The engine's requests continue with their adapters, on the other engine and on this one."""
     load(adapted, world, "a", "b")
     error = RuntimeError("RESOURCE_EXHAUSTED: gone") if rebuilt else None
     faults.raise_in_step(adapted, 0, at=5, error=error)
@@ -191,7 +191,7 @@ def test_fault(rebuilt: bool, adapted: EnginePool, world: World) -> None:
     )
     check(world, PROMPTS, NAMES, results)
     until(lambda: all(e["state"] == "serving" for e in adapted.stats()["engines"]))
-    prompts, names = PROMPTS * 4, NAMES * 4  # enough that a busy machine's engines both get some
+    prompts, names = PROMPTS * 4, NAMES * 4  # enough that both engines get some on a busy machine
     results = adapted.generate_all(
         input_ids=prompts, sampling_params=GREEDY, lora_path=names, return_logprob=True
     )
@@ -212,7 +212,7 @@ def test_names_that_are_not_loaded(adapted: EnginePool, world: World) -> None:
 
 
 def test_a_record_is_replayed(adapted: EnginePool, world: World) -> None:
-    """Under the adapters that its results name."""
+    """With the adapters that its results name."""
     load(adapted, world, "a", "b")
     params = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
     results = adapted.generate_all(

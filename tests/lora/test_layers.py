@@ -17,7 +17,7 @@ LAYERS, SLOTS, RANK, IN, OUT, TOKENS = 3, 3, 4, 8, 16, 5
 
 
 def made(devices: int, axes: tuple[Any, Any]) -> tuple[Any, Any, list[jax.Array]]:
-    """A layer, what runs it on rows, and its leaves: A, B, the weight. It is the last of three."""
+    """A layer, a function that runs it on rows, and its leaves: A, B, and last the weight."""
     from enginepool.lora.layers import on_batch, with_slots
 
     rng, linear = np.random.default_rng(0), module("sgl_jax.srt.layers.linear").LinearBase
@@ -85,7 +85,7 @@ def test_an_adapter_that_overflows_hurts_no_other_row() -> None:
 
 @pytest.mark.usefixtures("opened")
 def test_a_batch_without_adapters_reads_none(opened: EnginePool) -> None:
-    """In the compiled program A and B go to a branch and nowhere else."""
+    """In the compiled program only a branch uses A and B."""
     with mesh(1):
         _, run, leaves = made(1, (None, None))
         text = run.lower(leaves, *rows((None, None))).compile().as_text()

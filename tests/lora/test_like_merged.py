@@ -1,4 +1,4 @@
-"""Everything else that a request may ask for, beside the weights with the adapter in them."""
+"""Every kind of request gives with an adapter what the merged weights give."""
 
 import re
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def ask(pool: EnginePool, kind: str, **options: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(opened: EnginePool, world: World) -> dict[str | None, dict[str, list[Any]]]:
-    """By adapter: the results of every call on the weights with the adapter in them."""
+    """By adapter: the results of every call on the merged weights."""
     found: dict[str | None, dict[str, list[Any]]] = {}
     for name in ("a", "b", None):
         opened.update_weights(world.merged[name], weight_version=0)  # the base comes last
@@ -50,7 +50,7 @@ def alone(opened: EnginePool, world: World) -> dict[str | None, dict[str, list[A
 def test_like_merged(
     kind: str, adapted: EnginePool, world: World, alone: dict[str | None, dict[str, list[Any]]]
 ) -> None:
-    """In a batch of two adapters and the base: what a pool of each one's merged weights gives."""
+    """A batch of two adapters and the base gives what a pool of each one's merged weights gives."""
     load(adapted, world, "a", "b")
     mixed = ask(adapted, kind, lora_path=NAMES)
     names = [name for name in NAMES for _ in range(len(mixed) // len(PROMPTS))]
@@ -77,7 +77,7 @@ def test_prefix_cache_is_separated_by_version(adapted: EnginePool, world: World)
     prompt = ids_of(4, [60])[0]
 
     def cached(folder: str | None) -> int:
-        """Of the prompt's tokens, once the output has been checked."""
+        """How many of the prompt's tokens were cached, after checking the output."""
         name = folder and "x"
         (result,) = adapted.generate_all(
             input_ids=[prompt], sampling_params=GREEDY, lora_path=name, return_logprob=True
@@ -89,7 +89,7 @@ def test_prefix_cache_is_separated_by_version(adapted: EnginePool, world: World)
     for folder in "ab":
         adapted.load_lora_adapter("x", world.folders[folder])
         assert cached(folder) == 0
-        until(lambda folder=folder: cached(folder) > 0)  # if the same engine takes it
+        until(lambda folder=folder: cached(folder) > 0)  # as soon as the same engine takes it
     assert cached(None) == 0
 
 
@@ -98,7 +98,7 @@ def raise_fault(*_: Any) -> None:
 
 
 def test_four_engines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More adapters than slots; then one is replaced and another one is gone."""
+    """There are more adapters than slots. Then one is replaced and another one is unloaded."""
     names = [*"abcd", None] * 5
     prompts = ids_of(6, [4 + 5 * i % 60 for i in range(len(names))])
     call: dict[str, Any] = {"sampling_params": GREEDY, "return_logprob": True}
@@ -109,7 +109,7 @@ def test_four_engines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {r["meta_info"]["engine_index"] for r in results} == {0, 1, 2, 3}
         slots: Any = pool.runtime.workers[2].scheduler.adapters
         with monkeypatch.context() as patch:
-            patch.setattr(slots, "_written", raise_fault)  # of one: no engine has it then
+            patch.setattr(slots, "_written", raise_fault)  # of one engine, so none gets it
             with pytest.raises(WeightUpdateFailed, match="engine 2"):
                 pool.load_lora_adapter("a", world.folders["b"], mode="in_place")
         results = pool.generate_all(input_ids=prompts, lora_path=names, **call)
@@ -132,7 +132,7 @@ PAGES: dict[str, Any] = SMALL | {
 
 @pytest.mark.slow
 def test_two_devices_an_engine(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """And pages of 128 tokens: prefixes, chunks, scores."""
+    """With pages of 128 tokens: prefixes, chunks, scores."""
     world = make_world(model_dir("larger qwen3"), tmp_path)
     prompts = [*PROMPTS, *ids_of(7, [200, 140])]
     names = [*NAMES, "b", None]
@@ -156,7 +156,7 @@ def test_two_devices_an_engine(model_dir: Callable[[str], Path], tmp_path: Path)
 
 @pytest.mark.slow
 def test_bfloat16(world: World) -> None:
-    """Each output is nearly the best one by its merged weights, and not by the base's."""
+    """Each output is nearly the best one for its merged weights, and not for the base's."""
     options: Any = LORA | SMALL | {"dtype": "bfloat16"}
     with EnginePool(str(world.model), devices=1, **options) as pool:
         load(pool, world, "a", "b")

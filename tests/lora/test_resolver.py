@@ -1,4 +1,4 @@
-"""Adapters that a request names and that a folder has."""
+"""A request names an adapter that is not loaded, and a folder has it."""
 
 import shutil
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def server(opened: EnginePool, root: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def folder(root: Path, world: World, adapted: EnginePool) -> Iterator[Path]:
-    """The resolver's, with adapters "a" to "d"."""
+    """The resolver's folder, with adapters "a" to "d"."""
     for name in "abcd":
         shutil.copytree(world.folders[name], root / name)
     yield root
@@ -83,7 +83,7 @@ def test_what_skyrl_sends(
     )  # fmt: skip
     entries = expected["meta_info"]["input_token_logprobs"][1:]
     assert values == pytest.approx([entry[0] for entry in entries], abs=1e-4)
-    # Its newer client loads first, and takes "already" for success.
+    # Its newer client loads the adapter first, and treats "already" as success.
     body = {"lora_name": name, "lora_path": str(folder / name)}
     error = post(client, "/v1/load_lora_adapter", 400, **body)["error"]
     assert "already" in error["message"]
@@ -128,7 +128,7 @@ def test_broken_until_repaired(client: httpx.Client, folder: Path, world: World)
 
 
 def test_one_load_a_name(client: httpx.Client, adapted: EnginePool, world: World) -> None:
-    """Many ask at once, and one of them leaves meanwhile."""
+    """Many clients ask at once, and one of them leaves meanwhile."""
     before = adapted.runtime.adapters.next_number()
     with callers(6) as threads:
         with adapted.runtime.steering.turn("a test"):
@@ -147,7 +147,7 @@ def test_one_load_a_name(client: httpx.Client, adapted: EnginePool, world: World
 def test_a_client_that_leaves_alone(
     client: httpx.Client, adapted: EnginePool, world: World
 ) -> None:
-    """The adapter is there for the next one."""
+    """The adapter is loaded for the next client."""
     with adapted.runtime.steering.turn("a test"), pytest.raises(httpx.TimeoutException):
         client.post("/v1/completions", json=COMPLETION | {"model": "a"}, timeout=0.3)
     until(lambda: loaded(adapted) == ["a"])
@@ -173,7 +173,8 @@ def test_checkpoints_that_were_deleted(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trainer keeps its latest ones. Adapters of other names or labels are not dropped."""
+    """A trainer keeps its latest checkpoints only. Adapters with other names or labels are not
+    dropped."""
     monkeypatch.setattr(adapted.runtime.adapters, "most", 1)
     check_completion(world, "a", post(client, "/v1/completions", model="a", **COMPLETION))
     shutil.rmtree(folder / "a")
@@ -192,7 +193,8 @@ def test_checkpoints_that_were_deleted(
 def test_none_to_drop(
     client: httpx.Client, adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is in use, one came from elsewhere: 503 until there is one."""
+    """One adapter is in use and one came from elsewhere. The reply is 503 until one can be
+    dropped."""
     monkeypatch.setattr(adapted.runtime.adapters, "most", 2)
     adapted.load_lora_adapter("mine", world.folders["d"])
     with callers() as threads:

@@ -1,4 +1,4 @@
-"""Outputs under an adapter that go on from what they have, also under another version."""
+"""Outputs with an adapter resume from their tokens, also under another version."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_as_if_in_one_go(adapted: EnginePool, world: World) -> None:
 
 @pytest.mark.parametrize("unloaded", [False, True])
 def test_under_another_version(unloaded: bool, adapted: EnginePool, world: World) -> None:
-    """What they have stays the old version's. The KV cache of all of it is the new one's."""
+    """Earlier tokens keep the old version. The KV cache of all tokens is the new version's."""
     adapted.load_lora_adapter("x", world.folders["a"], weight_version=1)
     parts = go_on(adapted, 7)
     if unloaded:
@@ -64,7 +64,7 @@ def test_under_another_version(unloaded: bool, adapted: EnginePool, world: World
 
 
 def test_under_other_adapters_and_the_base(adapted: EnginePool, world: World) -> None:
-    """The spans say which tokens an adapter made, and say nothing of the base's."""
+    """Spans say which tokens an adapter made. Tokens of the base have none."""
     for version, name in enumerate("ab", 1):
         adapted.load_lora_adapter(name, world.folders[name], weight_version=version)
     parts = go_on(adapted, 4, lora_path="a")
@@ -80,7 +80,7 @@ def test_under_other_adapters_and_the_base(adapted: EnginePool, world: World) ->
 
 @pytest.mark.parametrize("between", ["drain", "in_place", "unload"])
 def test_retracted_ones(between: Any, adapted: EnginePool, world: World) -> None:
-    """They wait, with tokens of the version before, while it is replaced or unloaded."""
+    """They wait with tokens of the earlier version while it is replaced or unloaded."""
     adapted.load_lora_adapter("x", world.folders["a"], weight_version=1)
     with callers() as threads:
         with hanging_in_steps(adapted, at=8) as hangs:

@@ -109,7 +109,7 @@ def test_other_routes(client: httpx.Client, adapted: EnginePool, world: World) -
 
 
 def test_generate(client: httpx.Client, adapted: EnginePool, world: World) -> None:
-    """One name for all prompts, one a prompt, and in a stream."""
+    """One name for all prompts, one for each prompt, and a stream."""
     load(adapted, world, "a", "b")
     body: Any = {"sampling_params": GREEDY, "return_logprob": True}
     results = post(client, "/generate", input_ids=PROMPTS, lora_path=NAMES, **body)
@@ -137,7 +137,7 @@ def test_generate(client: httpx.Client, adapted: EnginePool, world: World) -> No
 def test_models_that_are_not_served(
     client: httpx.Client, adapted: EnginePool, world: World, pool: EnginePool
 ) -> None:
-    """404 beside adapters. A pool without adapters takes any name."""
+    """The reply is 404 if adapters are loaded. A pool without adapters takes any name."""
     load(adapted, world, "a")
     cards = client.get("/v1/models").json()["data"]
     base = str(world.model)
@@ -167,7 +167,7 @@ def test_models_that_are_not_served(
 
 
 def test_sglangs_loads(client: httpx.Client, adapted: EnginePool, world: World) -> None:
-    """A second one is a new version."""
+    """A second load of a name is a new version."""
     for name, folder in (("x", "a"), ("y", "c"), ("x", "b")):
         path = str(world.folders[folder])
         made = post(client, "/load_lora_adapter", lora_name=name, lora_path=path)
@@ -204,7 +204,7 @@ def test_vllms_loads(client: httpx.Client, world: World) -> None:
 
 
 def test_who_may_load(adapted: EnginePool, world: World) -> None:
-    """As for weights: administrators, below --model-root."""
+    """As for weights: administrators, from below --model-root."""
     routes = ["/load_lora_adapter", "/unload_lora_adapter"]
     routes += [f"/v1{route}" for route in routes]
     body: Any = {"lora_name": "x", "lora_path": str(world.folders["a"])}
@@ -228,7 +228,7 @@ def test_who_may_load(adapted: EnginePool, world: World) -> None:
 
 @pytest.fixture
 def broken(world: World) -> Iterator[Callable[[str], str]]:
-    """Folders of adapters that are not right, by what is wrong."""
+    """Folders of broken adapters, by what is wrong."""
     root = world.folders["a"].parent / "broken"
     arrays = world.arrays["a"]
     some = next(iter(arrays))
@@ -260,7 +260,7 @@ def broken(world: World) -> Iterator[Callable[[str], str]]:
 def test_broken_folders(
     name: str, said: str, client: httpx.Client, broken: Callable[[str], str], world: World
 ) -> None:
-    """The version before stays."""
+    """The earlier version stays."""
     post(client, "/load_lora_adapter", lora_name="x", lora_path="a")
     made = post(client, "/load_lora_adapter", 400, lora_name="x", lora_path=broken(name))
     assert said in made["error_message"]
@@ -289,7 +289,7 @@ def test_bad_loads(body: dict[str, Any], said: str, client: httpx.Client) -> Non
 
 
 def test_a_name_with_a_slash(client: httpx.Client, world: World) -> None:
-    """Is a name like any other; the model's own is not free."""
+    """It is a valid name. The model's own name is taken."""
     post(client, "/load_lora_adapter", lora_name="team/run-1", lora_path="a")
     assert client.get("/v1/models/team/run-1").json()["id"] == "team/run-1"
     made = post(
@@ -317,7 +317,8 @@ def test_unload_while_streaming(client: httpx.Client, adapted: EnginePool, world
 
 
 def test_two_loads_of_one_name(client: httpx.Client, world: World) -> None:
-    """vLLM's: one of them is told that it is there. sglang's: both are versions."""
+    """With vLLM's route one client gets the error that it is loaded. With sglang's both loads
+    make a version."""
     bodies = [{"lora_name": "x", "lora_path": path} for path in "ab"]
     with callers() as threads:
         replies = list(
@@ -345,7 +346,8 @@ def test_two_loads_of_one_name(client: httpx.Client, world: World) -> None:
 def test_loads_while_nothing_is_generated(
     stop: str, go_on: str, client: httpx.Client, world: World
 ) -> None:
-    """Paused, without KV cache, without weights: the adapter is there afterwards."""
+    """The engines are paused, without KV cache or without weights. The adapter is there
+    afterwards."""
     post(client, "/load_lora_adapter", lora_name="x", lora_path="a")
     assert client.post(stop).status_code == 200
     try:

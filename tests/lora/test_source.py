@@ -1,4 +1,4 @@
-"""What is an adapter, and what is refused by name."""
+"""What is accepted as an adapter, and what is refused by name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_arrays_need_a_scale(adapted: EnginePool, world: World) -> None:
     with pytest.raises(InvalidWeights, match="config_dict"):
         adapted.load_lora_adapter("x", world.arrays["a"])
     adapted.load_lora_adapter("x", world.arrays["a"], config_dict=config(4))
-    adapted.load_lora_adapter("x", world.arrays["a"])  # as before
+    adapted.load_lora_adapter("x", world.arrays["a"])  # the scale is known from the load before
 
 
 def test_broken_folder(adapted: EnginePool, world: World, tmp_path: Path) -> None:

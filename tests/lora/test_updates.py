@@ -22,7 +22,7 @@ NAMES: list[str | None] = ["x", None, "x", "x", None, "x"]
 
 
 def check_spans(world: World, of: dict[int, str], prompts: Any, results: Any) -> None:
-    """Every token is the best one, given all before it, by the version that its span names."""
+    """Every token is the best one after those before it, by the version that its span names."""
     outputs = [result["output_ids"] for result in results]
     logits = {
         name: output_logits(world.merged[name], prompts, outputs) for name in (None, *of.values())
@@ -50,7 +50,7 @@ def ask(pool: EnginePool, threads: Any, names: Any = NAMES) -> Future[list[dict[
 
 @pytest.mark.parametrize("mode", MODES)
 def test_hot_updates(mode: Any, adapted: EnginePool, world: World) -> None:
-    """Twenty versions, from two sets of arrays in turn, while outputs run."""
+    """Twenty versions, alternately from two sets of arrays, while outputs run."""
     of = {0: "a"}
     adapted.load_lora_adapter("x", world.folders["a"], weight_version=0)
     results, calls = [], []
@@ -70,7 +70,7 @@ def test_hot_updates(mode: Any, adapted: EnginePool, world: World) -> None:
         meta = result["meta_info"]
         assert (mode == "abort" and name) or meta["finish_reason"]["type"] == "length"
         assert mode not in ("drain", "abort") or len(meta.get("lora_versions", [])) < 2
-    if mode != "in_place":  # there the KV cache is of both
+    if mode != "in_place":  # in place, the KV cache is of both versions
         some = [i for i, result in enumerate(results) if result["output_ids"]]
         check_spans(world, of, [prompts[i] for i in some], [results[i] for i in some])
     until(lambda: at_rest(adapted))
@@ -126,7 +126,7 @@ def test_a_device_that_fails_changes_nothing(
 def test_staged(
     mode: Any, adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it shows before the commit. One that fails can be tried again."""
+    """No effect is visible before the commit. A commit that fails can be tried again."""
     adapted.load_lora_adapter("x", world.folders["a"], weight_version=1)
     staged = adapted.stage_lora_adapter("x", world.folders["b"], weight_version=2)
     assert (staged.lora_name, staged.weight_version) == ("x", 2)
@@ -157,7 +157,7 @@ def test_staged(
 
 
 def test_unload_while_it_is_in_use(adapted: EnginePool, world: World) -> None:
-    """What was asked for before is finished with it, also what waits."""
+    """Earlier requests finish with it, also waiting ones."""
     load(adapted, world, "a")
     with callers() as threads:
         with paused(adapted):
@@ -182,8 +182,8 @@ def test_more_adapters_than_slots(adapted: EnginePool, world: World) -> None:
     assert all(len(each) == 2 for each in held)
 
 
-def test_who_waits_for_a_slot_gets_one(adapted: EnginePool, world: World) -> None:
-    """Other adapters' requests never end, and one for a third adapter comes through."""
+def test_a_request_that_waits_for_a_slot_gets_one(adapted: EnginePool, world: World) -> None:
+    """Requests of other adapters never end, and one for a third adapter still runs."""
     load(adapted, world, "a", "b", "c")
     stop = threading.Event()
 

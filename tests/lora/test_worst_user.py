@@ -1,4 +1,4 @@
-"""Adapters in the hands of a user who does everything at once."""
+"""Adapters under a user who does everything at once."""
 
 import threading
 from collections.abc import Callable, ItemsView
@@ -22,7 +22,7 @@ MANY_PROMPTS = ids_of(8, [4 + 3 * i % 40 for i in range(len(MANY))])
 
 
 class Slow(dict[str, np.ndarray]):
-    """Arrays that are not there before `go` is set."""
+    """Arrays that cannot be read before `go` is set."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         super().__init__(arrays)
@@ -45,7 +45,7 @@ def serving(pool: EnginePool) -> bool:
 
 
 def test_one_name_from_many_threads(adapted: EnginePool, world: World) -> None:
-    """Every load succeeds, and all engines have what the last one brought."""
+    """Every load succeeds, and all engines have the last version."""
     with callers() as threads:
         loads = [
             threads.submit(
@@ -62,7 +62,7 @@ def test_one_name_from_many_threads(adapted: EnginePool, world: World) -> None:
 
 
 def test_unloaded_while_a_new_version_is_read(adapted: EnginePool, world: World) -> None:
-    """Outputs go on under the old version. Then one follows the other."""
+    """Outputs continue under the old version. Load and unload run one after the other."""
     load(adapted, world, "a")
     slow = Slow(world.arrays["b"])
     with callers() as threads:
@@ -82,7 +82,7 @@ def test_unloaded_while_a_new_version_is_read(adapted: EnginePool, world: World)
 def test_another_one_of_the_name_of_an_unloaded_one(
     mode: Any, adapted: EnginePool, world: World
 ) -> None:
-    """What was asked for under the unloaded one is finished with it, whatever is loaded next."""
+    """Requests for the unloaded adapter finish with it, whatever is loaded under its name next."""
     adapted.load_lora_adapter("x", world.folders["a"])
     staged = adapted.stage_lora_adapter("x", world.folders["b"])
     with callers() as threads:
@@ -143,7 +143,7 @@ def test_a_fault_under_more_adapters_than_slots(
 def test_updates_while_adapters_wait_for_a_slot(
     mode: Any, adapted: EnginePool, world: World
 ) -> None:
-    """An adapter's update, then one of the base, both in this mode. Nothing is lost."""
+    """An update of an adapter, then one of the base, both in this mode. Nothing is lost."""
     load(adapted, world, *"abcd")
     with callers() as threads:
         call = threads.submit(greedy, adapted, MANY_PROMPTS, MANY, LONG)
@@ -163,7 +163,7 @@ def test_updates_while_adapters_wait_for_a_slot(
 
 
 def test_paused_without_kv_cache(adapted: EnginePool, world: World) -> None:
-    """Adapters that wait for slots, are replaced and are unloaded meanwhile."""
+    """Adapters wait for slots, are replaced and are unloaded meanwhile."""
     load(adapted, world, *"abcd")
     with callers() as threads, paused(adapted):
         call = threads.submit(greedy, adapted, MANY_PROMPTS, MANY)
@@ -178,7 +178,8 @@ def test_paused_without_kv_cache(adapted: EnginePool, world: World) -> None:
 
 
 def test_an_adapter_that_overflows(adapted: EnginePool, world: World) -> None:
-    """Its own outputs end, and say why. Those beside it are right, and so is its next version."""
+    """Its own outputs end and give the reason. Other outputs of the batch are right, and so is
+    its next version."""
     load(adapted, world, "a")
     huge = {
         name: value * np.float32(1e25) if ".lora_B." in name else value
