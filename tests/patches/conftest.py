@@ -14,8 +14,8 @@ from tests.support.upstream import Upstream, write_checkpoint
 
 @pytest.fixture(autouse=True)
 def no_patches_left(monkeypatch):
-    """Every test starts and ends with upstream as it was installed, and `apply()` leaves no patch
-    out, whatever the environment says.
+    """Every test starts and ends with upstream as it was installed. `apply()` leaves no patch out,
+    whatever the environment says.
 
     Pools that other tests keep open for the session get their patches back.
     """
@@ -37,8 +37,8 @@ def checkpoint(tmp_path_factory):
 def upstream(checkpoint):
     """One real scheduler on the first CPU device.
 
-    Its programs are compiled with the patches of the sampler, and keep them: what a test applies
-    or reverts afterwards is what runs on the host.
+    Its programs are compiled with the sampler's patches and keep them. Patches that a test applies
+    or reverts later only change the host's code.
     """
     sampling = [top_p_order.PATCH, min_p.PATCH, seeded_sampler.PATCH, request_seed.PATCH]
     applied = patches.apply(sampling)

@@ -1,4 +1,4 @@
-"""Upstream's real sampler, in a batch that is greedy as a whole and in one that is not."""
+"""Upstream's real sampler, in a batch whose rows are all greedy and in one whose rows are not."""
 
 import numpy as np
 
@@ -60,21 +60,21 @@ def law(logits):
 
 
 def error(logprobs, logits):
-    """Relative to the value: of temperature .01 they go down to some -3,000."""
+    """The error relative to the value: at temperature .01 log-probabilities reach -3,000."""
     return (np.abs(logprobs - law(logits)) / (1 + np.abs(law(logits)))).max()
 
 
-def test_upstream_looks_at_all_of_them():
-    """Its greedy way has no temperature, and the other one loses what is improbable."""
+def test_upstream_looks_at_the_whole_batch():
+    """Its greedy path ignores the temperature. Its other path loses improbable ids."""
     patches.apply([seeded_sampler.PATCH, top_p_order.PATCH])
     for all_greedy in (True, False):
         _, logprobs, logits = sample(all_greedy)
         assert error(logprobs, logits) > 0.1
 
 
-def test_a_row_is_a_row():
-    """The same ids and values either way, also with bfloat16 logits: the law's, and the first of
-    the best."""
+def test_a_row_does_not_depend_on_the_batch():
+    """Ids and values are the same in both batches, also with bfloat16 logits. They follow the
+    law, and ties go to the first id."""
     patches.apply([seeded_sampler.PATCH, top_p_order.PATCH, batch_dependence.PATCH])
     import ml_dtypes
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A host that keeps its compiled programs in a folder, as the environment says too."""
+    """A host that keeps its compiled programs in a folder, also by its environment."""
     found = {name: getattr(jax.config, name) for name in SETTINGS}
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     for name, value in {**SETTINGS, "jax_compilation_cache_dir": str(tmp_path)}.items():
@@ -74,7 +74,7 @@ def test_the_configuration_stays(cache, device_index):
 
 
 def test_an_affected_platform_is_protected(cache, monkeypatch):
-    """There, programs for devices without the first are not cached; others are."""
+    """On it, programs for devices other than the first are not cached. Others are."""
     monkeypatch.setattr(compile_cache, "AFFECTED_PLATFORMS", {"cpu"})
     patches.apply([compile_cache.PATCH])
     compile_on(1, 3.25)
@@ -84,14 +84,14 @@ def test_an_affected_platform_is_protected(cache, monkeypatch):
 
 
 def test_other_platforms_cache_for_every_device(cache):
-    """Off TPU there is no crash, so nothing is held back."""
+    """Only TPUs crash, so other platforms cache every program."""
     patches.apply([compile_cache.PATCH])
     compile_on(1, 4.75)
     assert any(cache.iterdir())
 
 
 def test_what_is_compiled_without_a_device_is_let_alone():
-    """A backend that only compiles, for chips that are elsewhere, has no first device."""
+    """A backend that only compiles, for chips elsewhere, has no first device."""
     elsewhere = SimpleNamespace(platform="tpu", local_devices=list)
     chips = np.array([SimpleNamespace(id=3)])
     cache_key = compile_cache._replace_cache_key(lambda *_: "a key")

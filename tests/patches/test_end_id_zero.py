@@ -1,4 +1,4 @@
-"""Id 0 is an end as any other is, whichever file names it."""
+"""Id 0 ends an output like any other id, whichever file names it."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ PATCH = end_id_zero.PATCH
 @pytest.mark.skipif(not PATCH.is_needed(), reason="upstream takes 0 for an end id itself")
 @pytest.mark.parametrize("files", [(0, None), (None, 0), ([], None)])
 def test_upstream_loses_it(tmp_path: Path, files: FILES) -> None:
-    """It comes to nothing, or to something that is no set."""
+    """It gives no ids, or something that is no set."""
     ends = model_ends(tmp_path, files)
     assert not isinstance(ends, set) or 0 not in ends
 
@@ -29,7 +29,7 @@ def test_upstream_builds_no_engine(tmp_path: Path, files: FILES) -> None:
 @pytest.mark.parametrize("config", [None, 0, 1, [], [0], [0, 1], [1, 2]])
 @pytest.mark.parametrize("generation", [None, 0, 3, [], [0], [0, 3], [3, 4]])
 def test_every_combination(tmp_path: Path, config: object, generation: object) -> None:
-    """What either names, patched."""
+    """With the patch, the ids of both files count."""
     patches.apply([PATCH])
     ends = model_ends(tmp_path, (config, generation))
     assert ends == {

@@ -1,4 +1,4 @@
-"""min_new_tokens beside end ids of the model, on a real scheduler."""
+"""min_new_tokens with the model's own end ids, on a real scheduler."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_upstream_samples_them(run):
 
 
 def test_they_are_banned(run):
-    """As long as the request has too few tokens, and no longer."""
+    """While the request has too few tokens, and no longer."""
     patches.apply([end_ids_not_banned.PATCH])
     outputs = run()
     assert not any(ENDS & set(ids[:5]) for ids in outputs)

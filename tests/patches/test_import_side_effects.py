@@ -1,4 +1,4 @@
-"""What importing upstream's Engine leaves behind, in fresh processes."""
+"""The side effects of importing upstream's Engine, in fresh processes."""
 
 import asyncio.events
 import json
@@ -39,7 +39,8 @@ WITH = "import patches; assert patches.apply(patches.ALL[:1]) == [patches.ALL[0]
 
 @cache
 def script(action: str) -> tuple[dict[str, Any], str, str]:
-    """What the process is like after the import, who heard the signal, and standard error."""
+    """The state of the process after the import, the handlers that got the signal, and standard
+    error."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(action=action)],
         capture_output=True,
@@ -52,7 +53,8 @@ def script(action: str) -> tuple[dict[str, Any], str, str]:
 
 @pytest.mark.slow
 def test_upstream_changes_the_process() -> None:
-    """Without the patch, the policy is uvloop's, the exit hook is gone, the root logger set up."""
+    """Without the patch, the event loop policy is uvloop's, the exit hook is gone, and the root
+    logger is configured."""
     state, *_ = script(WITHOUT)
     assert state == {
         "policy": "uvloop",
@@ -63,7 +65,7 @@ def test_upstream_changes_the_process() -> None:
 
 
 def test_the_process_stays_as_found() -> None:
-    """With the patch, importing changes neither policy, exit hook, root logger nor environment."""
+    """With the patch, the import changes no policy, exit hook, root logger or environment."""
     state, *_ = script(WITH)
     assert state == {
         "policy": None,
@@ -77,15 +79,15 @@ def test_the_process_stays_as_found() -> None:
     ("action", "native"), [(WITH, False), *slow((WITHOUT, True))], ids=["with", "without"]
 )
 def test_the_hosts_signal_handlers(action: str, native: bool) -> None:
-    """JAX's test utilities put a native handler in front of the host's, which aborts the process
-    three seconds later; with the patch only the host's runs."""
+    """JAX's test utilities install a native handler before the host's, which aborts the process
+    after three seconds. With the patch only the host's handler runs."""
     _, caught, errors = script(action)
     assert caught == "by the host"
     assert ("*** SIGTERM received" in errors) == native
 
 
 def test_the_host_keeps_its_own_policy(monkeypatch):
-    """What the host had set before is put back, the identical objects."""
+    """The identical objects that the host had set are put back."""
     policy, handler = object(), logging.NullHandler()
     monkeypatch.setattr(asyncio.events, "_event_loop_policy", policy)
     monkeypatch.setattr(threading, "_register_atexit", register := lambda *args: None)

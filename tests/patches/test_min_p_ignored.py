@@ -4,13 +4,13 @@ import patches
 from patches import min_p, min_p_ignored
 
 PROMPTS = [[2, 3, 4], [5, 6]]
-# Leaves the likeliest token alone: what greedy decoding takes.
+# Only the most probable token is left, as in greedy decoding.
 ONLY_THE_BEST = {"temperature": 1.0, "min_p": 1.0, "max_new_tokens": 12}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 
 
 def test_upstream_ignores_min_p(upstream):
-    """Without the patch, min_p 1.0 samples as if it were not there."""
+    """Without the patch, min_p 1.0 changes nothing."""
     assert upstream.run(PROMPTS, ONLY_THE_BEST) != upstream.run(PROMPTS, GREEDY)
 
 

@@ -1,4 +1,4 @@
-"""What upstream's scheduler starts and opens, whether it uses it or not."""
+"""A thread and a zmq context that upstream's scheduler makes and does not use."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def contexts(monkeypatch):
-    """The zmq contexts that are made meanwhile; closed at the end."""
+    """The zmq contexts that are made during the test. They are closed at its end."""
     made = []
 
     class Context(zmq.Context):
@@ -34,7 +34,8 @@ def worker(engine):
 
 
 def test_upstream_keeps_a_thread_and_a_context(checkpoint, contexts):
-    """Without the patches: the thread waits for what nobody reads, the context was never used."""
+    """Without the patches, the thread waits for what nobody reads, and the context is never
+    used."""
     engine = Upstream(checkpoint)
     thread = worker(engine).worker.sync_expert_ids_d2h_thread
     thread.join(0.2)
@@ -43,7 +44,8 @@ def test_upstream_keeps_a_thread_and_a_context(checkpoint, contexts):
 
 
 def test_neither_is_there(checkpoint, contexts):
-    """With them, the thread has ended, no context was made, and the engine steps as ever."""
+    """With the patches, the thread has ended, no context was made, and the engine steps as
+    usual."""
     patches.apply([expert_statistics.PATCH, unused_sockets.PATCH])
     engine = Upstream(checkpoint)
     thread = worker(engine).worker.sync_expert_ids_d2h_thread
@@ -55,7 +57,7 @@ def test_neither_is_there(checkpoint, contexts):
 
 
 def test_experts_that_are_read_have_their_thread():
-    """With one of the options on, upstream's function runs as it is."""
+    """With one of the options on, upstream's function runs unchanged."""
     patches.apply([expert_statistics.PATCH])
     ran = []
     stand_in = SimpleNamespace(
@@ -68,7 +70,7 @@ def test_experts_that_are_read_have_their_thread():
 
 
 def test_sockets_that_are_opened_have_their_context(contexts):
-    """With the patch, the first use makes the one context, with what it was asked for."""
+    """With the patch, the first use makes the only context, with the arguments that were given."""
     patches.apply([unused_sockets.PATCH])
     scheduler = module("sgl_jax.srt.managers.scheduler")
     assert scheduler.zmq.PULL is zmq.PULL

@@ -19,12 +19,12 @@ HEADINGS = ("What breaks:", "Why:", "What we change:", "Remove when:")
 
 
 def bound(patch):
-    """Return what stands at the targets of the patch, as it is stored."""
+    """Return what is stored at the targets of the patch."""
     return [vars(target.holder()).get(target.name) for target in patch.replaced]
 
 
 def needed(patch):
-    """Return the patch if this upstream needs it; its own tests say why if not."""
+    """Return the patch if this upstream needs it. The patch's own tests show why it does not."""
     if not patch.is_needed():
         pytest.skip(f"the installed upstream does not need {patch.name}")
     return patch
@@ -39,7 +39,7 @@ def test_importing_changes_nothing():
 
 @pytest.mark.slow
 def test_applying_starts_no_backend():
-    """Neither probing nor applying initialises JAX: the host may still choose its devices."""
+    """Neither probing nor applying initialises JAX, so the host may still choose its devices."""
     script = (
         "import patches; patches.apply(); "
         "from jax._src import xla_bridge; "
@@ -51,7 +51,7 @@ def test_applying_starts_no_backend():
 
 @EACH
 def test_apply_and_revert(patch):
-    """Both can be repeated; a revert restores the identical objects."""
+    """Both can be repeated. A revert restores the identical objects."""
     needed(patch)
     before = bound(patch)
     assert patches.apply([patch]) == [patch]
@@ -68,7 +68,7 @@ def test_apply_and_revert(patch):
 
 @EACH
 def test_the_signature_stays(patch):
-    """What replaces a function has its name, its signature and its docstring."""
+    """A replaced function keeps its name, its signature and its docstring."""
     before = [inspect.unwrap(getattr(b, "__func__", b)) for b in bound(needed(patch))]
     patches.apply([patch])
     for original, now in zip(before, bound(patch), strict=True):
@@ -95,7 +95,7 @@ def test_the_module_says_what_and_why(patch):
 
 
 def test_apply_returns_what_it_applied():
-    """All that are needed, and nothing the second time; revert undoes all."""
+    """All patches that are needed, and none the second time. A revert undoes all."""
     assert patches.apply() == patches.needed()
     assert patches.apply() == []
     patches.revert()
@@ -103,20 +103,20 @@ def test_apply_returns_what_it_applied():
 
 
 def test_what_is_not_needed_is_left_alone():
-    """A patch that the installed upstream does not need touches nothing, even when named."""
+    """A patch that the installed upstream does not need changes nothing, even if it is named."""
     before = bound(zero_penalty_cache.PATCH)
     assert patches.apply([zero_penalty_cache.PATCH]) == []
     assert bound(zero_penalty_cache.PATCH) == before
 
 
 def test_no_two_patches_replace_the_same():
-    """Each target belongs to one patch, so that any of them can be reverted alone."""
+    """Each target belongs to one patch, so each patch can be reverted alone."""
     targets = [target.path for patch in patches.ALL for target in patch.replaced]
     assert len(targets) == len(set(targets))
 
 
 def test_threads_apply_once():
-    """Of many threads that apply at once, each patch is applied by exactly one."""
+    """If many threads apply at once, each patch is applied by exactly one."""
     with ThreadPoolExecutor(8) as executor:
         results = [executor.submit(patches.apply) for _ in range(8)]
         applied = [patch for result in results for patch in result.result()]
@@ -124,7 +124,7 @@ def test_threads_apply_once():
 
 
 def test_revert_refuses_when_patched_again(monkeypatch):
-    """What somebody else put on top is not thrown away."""
+    """Code that somebody else put over the patch is not thrown away."""
     patch = seeded_sampler.PATCH
     [target] = patch.replaced
     patches.apply([patch])
@@ -146,7 +146,7 @@ def test_revert_refuses_when_patched_again(monkeypatch):
     ],
 )
 def test_an_unknown_upstream_is_refused(changes, message):
-    """A target that is missing or looks different is named, and nothing stays applied."""
+    """A target that is missing or has changed is named, and nothing stays applied."""
     [target] = seeded_sampler.PATCH.replaced
     unknown = replace(seeded_sampler.PATCH, replaced=(replace(target, **changes),))
     with pytest.raises(patches.PatchError, match=message):
@@ -164,8 +164,8 @@ def test_an_unknown_upstream_is_refused(changes, message):
     ],
 )
 def test_a_part_of_upstream_that_is_gone(patch, target, monkeypatch, caplog):
-    """It is named: in an error, or in the log where nothing but speed is lost. A patch whose target
-    other versions do not have either is not needed."""
+    """It is named in an error, or in the log if only speed is lost. A patch whose target other
+    versions do not have is not needed."""
     monkeypatch.setattr(_patch, "_left_out", set())
     with pytest.MonkeyPatch.context() as gone:
         gone.delattr(target.holder(), target.name, raising=not target.optional)
@@ -182,7 +182,7 @@ def test_a_part_of_upstream_that_is_gone(patch, target, monkeypatch, caplog):
 
 
 def test_an_optimisation_whose_probe_trips_is_left_out(monkeypatch, caplog):
-    """Upstream sends a batch another way: nothing is wrong with that."""
+    """Upstream sends a batch in another way, which is no error."""
     monkeypatch.setattr(_patch, "_left_out", set())
     other = replace(batch_transfers.PATCH, probe=lambda *originals: originals[0].gone)
     assert not other.is_needed()
@@ -192,14 +192,14 @@ def test_an_optimisation_whose_probe_trips_is_left_out(monkeypatch, caplog):
 
 
 def test_a_probe_that_trips_is_an_error():
-    """When upstream's code no longer runs under the probe, nobody guesses."""
+    """If upstream's code fails under the probe, the patch does not guess."""
     broken = replace(seeded_sampler.PATCH, probe=lambda original: original(None))
     with pytest.raises(patches.PatchError, match="seeded_sampler: cannot tell"):
         broken.is_needed()
 
 
 def test_the_table():
-    """One row per patch, with targets, issue and, if asked, whether it is needed here."""
+    """One row per patch, with targets, issue and, on request, whether it is needed here."""
     lines = patches.table(markdown=True, probe=False).splitlines()
     assert lines[0] == "| patch | target | upstream issue |"
     assert len(lines) == 2 + len(patches.ALL)
@@ -228,14 +228,14 @@ def unknown_upstream() -> patches.Patch:
 
 @pytest.fixture
 def no_pool_open(monkeypatch):
-    """As in a process that has just started, whatever other tests keep open."""
+    """As in a process that has just started, although other tests keep pools open."""
     monkeypatch.setattr(startup, "_open_pools", 0)
     monkeypatch.setattr(startup, "_applied", [])
 
 
 def test_after_a_pool_that_could_not_open_the_next_gets_its_patches(no_pool_open, monkeypatch):
-    """An opening that fails for a patch counts for nothing: the next one applies all, and reverts
-    them when it closes. What it raises is enginepool's own, with the place."""
+    """A pool that could not open because of a patch does not count. The next one applies all
+    patches, and reverts them when it closes. The error is enginepool's own and names the place."""
     with monkeypatch.context() as context:
         context.setattr(patches, "ALL", (*patches.ALL, unknown_upstream()))
         with pytest.raises(EnginePoolError, match="has no gone") as caught, startup.patched():
@@ -248,8 +248,8 @@ def test_after_a_pool_that_could_not_open_the_next_gets_its_patches(no_pool_open
 
 
 def test_what_a_pool_could_not_revert_the_next_one_does(no_pool_open, monkeypatch):
-    """Somebody patched over a patch; when they have gone, the next pool that closes puts upstream
-    back."""
+    """Somebody patched over a patch. When they have undone it, the next pool that closes
+    restores upstream."""
     [target] = seeded_sampler.PATCH.replaced
     with (
         monkeypatch.context() as context,

@@ -10,7 +10,7 @@ LENGTH, RESUMED_AT = 12, 5
 PENALTIES = {
     "frequency_penalty": {"frequency_penalty": 1.0},
     "presence_penalty": {"presence_penalty": 1.5},
-    # All but one token end the request, so that the ban decides every token.
+    # All but one id end the request, so that the ban determines every token.
     "min_new_tokens": {"min_new_tokens": 7, "stop_token_ids": list(range(2, 63))},
 }
 
@@ -22,14 +22,14 @@ def run(upstream, penalty, outputs=None):
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_upstream_forgets_the_outputs(upstream, penalty):
-    """Without the patch, a request that resumes takes another course."""
+    """Without the patch, a resumed request gets other ids."""
     whole = run(upstream, penalty)
     assert run(upstream, penalty, [ids[:RESUMED_AT] for ids in whole]) != whole
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_a_resumed_request_continues(upstream, penalty):
-    """With the patch, it gives the ids of the request that ran in one go."""
+    """With the patch, it gets the ids of the uninterrupted request."""
     patches.apply([penalties_after_retract.PATCH])
     whole = run(upstream, penalty)
     assert run(upstream, penalty, [ids[:RESUMED_AT] for ids in whole]) == whole

@@ -1,4 +1,4 @@
-"""Quantized matrices: inputs of any sharding, and integers that are nearest."""
+"""Quantized matrices: inputs of any sharding, and the nearest integers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,7 @@ def test_input_of_any_sharding(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("activations", [None, jnp.int8], ids=["weights", "activations too"])
 def test_nearest(mesh: Mesh, activations: Any) -> None:
-    """Without the patch a product of positive numbers is too small, always."""
+    """Without the patch, a product of positive numbers is always too small."""
     rng = np.random.default_rng(0)
     x = rng.uniform(0.5, 1, (4, 512)).astype(np.float32)
     weight = rng.uniform(0.5, 1, (512, 8)).astype(np.float32)

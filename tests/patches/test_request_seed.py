@@ -28,7 +28,7 @@ def test_the_same_seed_gives_the_same_ids(upstream):
 
 
 def test_the_seed_survives_merge_filter_and_padding(upstream):
-    """Six requests over four places, ending at different steps, give what each gives alone."""
+    """Six requests in four rows end at different steps. Each gives what it gives alone."""
     patches.apply([request_seed.PATCH])
     each = [params(index - 3, length) for index, length in enumerate(LENGTHS)]
     together = upstream.run(PROMPTS, each)
@@ -38,7 +38,8 @@ def test_the_seed_survives_merge_filter_and_padding(upstream):
 
 
 def test_a_request_without_a_seed_among_others_finishes(upstream):
-    """Seeded and unseeded requests can be merged: the batch is then drawn as upstream does."""
+    """Seeded and unseeded requests can be merged. The batch is then sampled by upstream's own
+    code."""
     patches.apply([request_seed.PATCH])
     each = [params(None if index == 4 else index, length) for index, length in enumerate(LENGTHS)]
     assert [len(ids) for ids in upstream.run(PROMPTS, each)] == LENGTHS
@@ -46,7 +47,7 @@ def test_a_request_without_a_seed_among_others_finishes(upstream):
 
 @pytest.mark.parametrize("seed", [-1, -(2**31), 2**31 - 1, 2**31, 2**63, np.int64(5)])
 def test_any_integer_is_a_seed(upstream, seed):
-    """Seeds outside int32 are taken modulo 2**32; they must not end the engine's loop."""
+    """Seeds outside int32 are taken modulo 2**32. They must not end the engine's loop."""
     patches.apply([request_seed.PATCH])
     wrapped = (int(seed) + 2**31) % 2**32 - 2**31
     assert upstream.run([[2, 3]], params(seed, 4)) == upstream.run([[2, 3]], params(wrapped, 4))

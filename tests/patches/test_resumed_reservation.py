@@ -1,4 +1,4 @@
-"""A request that comes back with outputs, and a KV cache that is just large enough."""
+"""A request resumes with outputs, in a KV cache that is just large enough."""
 
 import pytest
 
@@ -13,18 +13,19 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 100}
 
 @pytest.fixture(scope="module")
 def small(checkpoint):
-    """Room for the prompt and all of its outputs (110 tokens), not for 90 of them twice."""
+    """Room for the prompt and all of its outputs (110 tokens), but not for 90 of them twice."""
     return Upstream(checkpoint, max_total_tokens=150)
 
 
 def test_upstream_never_admits_it(small):
-    """Without the patch, it waits however often the loop goes round."""
+    """Without the patch, it waits for ever."""
     [output_ids] = small.run([PROMPT], GREEDY, [OUTPUTS], iterations=30)
     assert output_ids == OUTPUTS
 
 
 def test_it_is_admitted(small):
-    """With the patch, it goes on where it was and ends at its limit, as upstream does with room."""
+    """With the patch, it continues where it was and ends at its limit, as upstream does with
+    enough room."""
     patches.apply([resumed_reservation.PATCH])
     [output_ids] = small.run([PROMPT], GREEDY, [OUTPUTS], iterations=30)
     assert output_ids[:90] == OUTPUTS
@@ -32,7 +33,7 @@ def test_it_is_admitted(small):
 
 
 def test_the_limit_is_as_before(small):
-    """The request's own parameters are what they were; without outputs nothing changes."""
+    """The request's own parameters stay. Without outputs nothing changes."""
     [expected] = small.run([PROMPT], GREEDY)
     patches.apply([resumed_reservation.PATCH])
     assert small.run([PROMPT], GREEDY) == [expected]

@@ -1,5 +1,5 @@
-"""The rotary embeddings' patches, on upstream's own attentions; nothing is computed but frequencies
-and one vector that they turn."""
+"""The patches of rotary embeddings, on upstream's own attention layers. Only frequencies are
+computed, and one vector is rotated."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ ATTENTIONS = {
 }
 
 
-def turned(embedding: Any) -> tuple[np.ndarray, float]:
-    """The frequencies that the forward uses, and its scale: of what becomes of (1, 0)."""
+def rotated_frequencies(embedding: Any) -> tuple[np.ndarray, float]:
+    """The frequencies that the forward uses, and its scale, read from the rotated vector (1, 0)."""
     half = embedding.head_size // 2
     head = np.zeros((2, embedding.head_size), np.float32)
     head[:, :half] = 1
@@ -85,16 +85,17 @@ def patched() -> Any:
 
 def test_llama3_is_not_applied() -> None:
     assert llama3_rotary.PATCH.is_needed()
-    assert not same(turned(embedding_of("llama", LLAMA3)), LLAMA3)
+    assert not same(rotated_frequencies(embedding_of("llama", LLAMA3)), LLAMA3)
 
 
 def test_scaling_is_dropped() -> None:
-    """Whether Qwen2 drops it depends on upstream's version; the two Qwen3 do in both."""
+    """Whether Qwen2 drops it depends on upstream's version. Both Qwen3 models drop it in both
+    versions."""
     assert rotary_scaling.PATCH.is_needed()
     for family in ("qwen3", "qwen3_moe"):
-        assert not same(turned(embedding_of(family, YARN)), YARN)
+        assert not same(rotated_frequencies(embedding_of(family, YARN)), YARN)
     with_factor = YARN | {"attention_factor": 0.5}
-    assert not same(turned(embedding_of("qwen2", with_factor)), with_factor)
+    assert not same(rotated_frequencies(embedding_of("qwen2", with_factor)), with_factor)
 
 
 @pytest.mark.parametrize("family", ATTENTIONS)
@@ -112,25 +113,26 @@ def test_scaling_is_dropped() -> None:
 )
 @pytest.mark.usefixtures("patched")
 def test_scaling_is_computed(family: str, scaling: dict[str, Any]) -> None:
-    assert same(turned(embedding_of(family, dict(scaling))), scaling)
+    assert same(rotated_frequencies(embedding_of(family, dict(scaling))), scaling)
 
 
 @pytest.mark.usefixtures("patched")
 def test_upstreams_cache_keeps_its_own() -> None:
-    """What was made before the patches is not used, and what is made with them does not stay."""
+    """Embeddings that were made before the patches are not used, and those made with the patches
+    do not stay."""
     patches.revert()
     embedding_of("llama", LLAMA3)
     cached = dict(module("sgl_jax.srt.layers.embeddings")._ROPE_DICT)
     patches.apply()
-    assert same(turned(embedding_of("llama", LLAMA3)), LLAMA3)
+    assert same(rotated_frequencies(embedding_of("llama", LLAMA3)), LLAMA3)
     after = module("sgl_jax.srt.layers.embeddings")._ROPE_DICT
     scaled = [key for key in after if key not in cached and "llama3" in repr(key)]
     assert scaled == []
 
 
 def test_frequencies_in_bfloat16() -> None:
-    """At a far position an angle is right to bfloat16's rounding of its cosine; without the patch,
-    where upstream needs it, it is anything."""
+    """At a far position the angle is right up to bfloat16's rounding of its cosine. Without the
+    patch, where upstream needs it, the angle is arbitrary."""
     rotary = module("sgl_jax.srt.layers.embeddings").RotaryEmbedding
 
     def error() -> float:

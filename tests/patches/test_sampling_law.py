@@ -1,4 +1,4 @@
-"""Draws of upstream's real sampler against the law in NumPy, by chi-square."""
+"""Draws of upstream's real sampler are compared with the law in NumPy, by chi-square."""
 
 import functools
 
@@ -29,7 +29,7 @@ CASES = {
 def law(temperature=1.0, top_k=1 << 30, top_p=1.0, min_p=0.0):
     """Return the probabilities of temperature, top-k, top-p, min-p, in this order."""
     p = PROBABILITIES ** (1 / temperature)
-    p = np.where(np.arange(len(p)) < top_k, p / p.sum(), 0)  # They are in descending order.
+    p = np.where(np.arange(len(p)) < top_k, p / p.sum(), 0)  # in descending order
     p /= p.sum()
     p = np.where(np.cumsum(p) - p < top_p, p, 0)
     p = np.where(p >= min_p * p.max(), p, 0)
@@ -73,7 +73,7 @@ def sampler(patched, seeded, sort=False, tensor=1):
             top_ps=rows(top_p, np.float32),
             top_ks=rows(top_k, np.int32),
             min_ps=rows(min_p, np.float32),
-            # Half of them negative; positions repeat, so that both must tell rows apart.
+            # Half of them are negative. Positions repeat, so that seed and position both matter.
             sampling_seeds=put(numbers // 20 - 500, "data") if seeded else None,
             positions=put(numbers % 20, "data"),
             need_min_p_sampling=min_p > 0,
@@ -87,7 +87,7 @@ def sampler(patched, seeded, sort=False, tensor=1):
         patches.apply(PATCHES)
     else:
         patches.revert(PATCHES)
-    draw(PROBABILITIES)  # Compiled now, with the patches as they are.
+    draw(PROBABILITIES)  # compiles now, with these patches
     return draw
 
 
@@ -134,7 +134,7 @@ def test_upstream_unseeded_draws_are_rejected(case):
 
 @pytest.mark.parametrize("case", ["plain", "temperature", "top_k", "temperature-top_k", "top_p"])
 def test_upstream_unseeded_draws_are_otherwise_right(case):
-    """Without the patches, the rest of the unseeded path is right: no patch touches its law."""
+    """Without the patches, the rest of the unseeded path is right, and no patch changes its law."""
     ids = sampler(False, False)(PROBABILITIES, **CASES[case])
     assert p_value(ids, law(**CASES[case])) > 1e-4
 
@@ -147,7 +147,8 @@ def test_seeded_draws_with_two_devices_an_engine(case):
 
 
 def test_a_seeded_draw_is_categorical_of_its_own_key():
-    """Row by row: categorical(fold_in(key(seed), position), logits), whatever the neighbours."""
+    """Each row is categorical(fold_in(key(seed), position), logits), whatever the other rows
+    are."""
     import jax
 
     ids = sampler(True, True)(PROBABILITIES)
@@ -158,7 +159,7 @@ def test_a_seeded_draw_is_categorical_of_its_own_key():
 
 
 def test_seeded_draws_do_not_depend_on_the_generator_of_the_process():
-    """A host that chose another generator for itself gets the same ids."""
+    """A host that chose another random generator gets the same ids."""
     import jax
 
     from patches._lookup import module

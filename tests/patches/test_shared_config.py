@@ -1,4 +1,4 @@
-"""A quantized model does not quantize others of the same files."""
+"""A quantized model does not quantize other models of the same files."""
 
 import shutil
 from collections.abc import Callable
@@ -15,7 +15,7 @@ PATCH = shared_config.PATCH
 
 
 def after_a_quantized_one(model_dir: Callable[[str], Path], folder: Path) -> Any:
-    """What the second configuration of a model quantizes."""
+    """The quantization of the second configuration of a model."""
     model = str(shutil.copytree(model_dir("qwen3"), folder / "model"))  # upstream caches by path
     make = module("sgl_jax.srt.configs.model_config").ModelConfig
     assert make(model, quantization_config_path="int8.yaml").quantization_config is not None

@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGCHLD, signal.SIGQUIT)
 
 @pytest.fixture(autouse=True)
 def process_state():
-    """Put back what upstream changes in this process."""
+    """Restores what upstream changes in this process."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     # pytest itself may have started no tracker yet.
     resource_tracker.ensure_running()
@@ -45,7 +45,7 @@ def test_upstream_fails_off_the_main_thread():
 
 
 def test_nothing_is_installed_off_the_main_thread():
-    """With the patch it can, and takes neither signals nor multiprocessing from the host."""
+    """With the patch it can, and it changes neither the host's signals nor its multiprocessing."""
     before = [signal.getsignal(number) for number in SIGNALS]
     patches.apply([signal_handlers.PATCH])
     configure_off_the_main_thread()
@@ -56,7 +56,7 @@ def test_nothing_is_installed_off_the_main_thread():
 
 
 def test_the_main_thread_keeps_upstream_behaviour():
-    """On the main thread the handlers are upstream's, patched or not."""
+    """On the main thread the handlers are upstream's, with the patch and without."""
     patches.apply([signal_handlers.PATCH])
     configure()
     assert all(
@@ -67,7 +67,7 @@ def test_the_main_thread_keeps_upstream_behaviour():
 
 
 def test_the_signal_module_itself_is_untouched():
-    """Other modules see Python's signal module, and upstream's sees all but one name of it."""
+    """Other modules see Python's signal module. Upstream's module sees one name of it replaced."""
     original = signal.signal
     patches.apply([signal_handlers.PATCH])
     engine = module("sgl_jax.srt.entrypoints.engine")

@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes token by token, on upstream's own request."""
+"""Stop strings in a text that comes token by token, in upstream's own request."""
 
 import random
 import types
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 
 
 def ended(tokenizer, ids, stops, max_new_tokens=1000, **params):
-    """After how many of these ids a request ends by a stop string, looked at after each."""
+    """After how many of these ids a request ends by a stop string, if it is checked after each."""
     from patches._lookup import module
 
     sampling = module("sgl_jax.srt.sampling.sampling_params").SamplingParams(
@@ -58,7 +58,7 @@ def ended(tokenizer, ids, stops, max_new_tokens=1000, **params):
 
 
 def expected(tokenizer, ids, stops, skip_special_tokens):
-    """The same by decoding the whole text after each."""
+    """The same, by decoding the whole text after each id."""
     for count in range(1, len(ids) + 1):
         for skip in {False, skip_special_tokens}:
             text = tokenizer.decode(ids[:count], skip_special_tokens=skip).rstrip("\ufffd")
@@ -74,7 +74,7 @@ def test_upstream_misses_some(tokenizer):
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_none_is_missed(tokenizer, skip):
-    """In 2,000 texts of letters, broken characters, special and merged tokens."""
+    """2,000 texts of letters, broken characters, special tokens and merged tokens."""
     patches.apply([stop_strings.PATCH])
     draw, found = random.Random(int(skip)), 0
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""Tokenizers that transformers 5 saved have the ids of their tokenizer.json."""
+"""Tokenizers that transformers 5 saved give the ids of their tokenizer.json."""
 
 import json
 import shutil
@@ -17,7 +17,8 @@ TEXT, IDS = "<|im_start|>1", [257, 49]
 
 
 def saved(folder: Path, **fields: Any) -> Path:
-    """The toy's, as of a Llama, with these fields in tokenizer_config.json; None leaves one out."""
+    """The toy's tokenizer as Llama's would be, with these fields in tokenizer_config.json. None
+    removes a field."""
     shutil.copy(toy.checkpoint() / "tokenizer.json", folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
     own = json.loads((toy.checkpoint() / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -42,7 +43,7 @@ def load(folder: Path | str) -> Any:
 
 @pytest.mark.skipif(not PATCH.is_needed(), reason="upstream loads it right")
 def test_upstream_makes_another_of_it(tmp_path: Path) -> None:
-    """Or does not load it at all."""
+    """Upstream loads a different tokenizer, or none."""
     folder = saved(tmp_path, **NEW)
     try:
         assert load(folder)(TEXT)["input_ids"] != IDS

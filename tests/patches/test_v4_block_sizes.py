@@ -1,4 +1,4 @@
-"""Block sizes of attention, asked for as on a TPU of each version. No TPU, and no kernel run."""
+"""Block sizes of attention for each TPU version, without a TPU. No kernel runs."""
 
 import jax.numpy as jnp
 import pytest
@@ -16,7 +16,7 @@ SHAPES = [
     (8, 4, 64, 1024, 8),
     (14, 2, 128, 512, 16),
 ]
-V4_MEMORY = 16 * 2**20 // 2  # half of a v4 core's, which is what the kernel allows itself
+V4_MEMORY = 16 * 2**20 // 2  # half of a v4 core's, the kernel's own limit
 
 
 def sizes(monkeypatch, version, shape, **options):
@@ -51,7 +51,7 @@ def test_upstream_has_none_for_v4(monkeypatch):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_v4_gets_whole_pages(monkeypatch, shape, kind):
-    """With the patch it has sizes that the kernel accepts: whole pages, in equal steps."""
+    """With the patch the kernel accepts its sizes: whole pages, in equal steps."""
     patches.apply([v4_block_sizes.PATCH])
     got = sizes(monkeypatch, 4, shape, case=kind)
     assert got["bkv_sz"] % shape[2] == got["bkv_sz"] % got["bkv_csz"] == 0
@@ -69,7 +69,7 @@ def test_other_versions_keep_theirs(monkeypatch, version, kind):
 
 
 def test_an_unknown_version_is_still_refused(monkeypatch):
-    """Off TPU the kernel sees version -1: nothing is made up for it."""
+    """Without a TPU the kernel sees version -1, and no sizes are made up for it."""
     patches.apply([v4_block_sizes.PATCH])
     with pytest.raises(NotImplementedError, match="tpu_version=-1"):
         sizes(monkeypatch, -1, SHAPES[0])

@@ -13,7 +13,8 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 4}
 
 
 def _keyed_by_shape(shape, sharding):
-    """What upstream had, run in upstream's namespace: one array per shape, wherever it lies."""
+    """Upstream's former function, run in upstream's namespace: one array per shape, on whatever
+    device."""
     if shape not in _zero_linear_penalty_cache:  # noqa: F821
         zeros = np.zeros(shape, dtype=np.float32)  # noqa: F821
         _zero_linear_penalty_cache[shape] = device_array(zeros, sharding=sharding)  # noqa: F821
@@ -36,7 +37,7 @@ def test_the_installed_upstream_is_right():
 
 
 def test_two_engines_on_two_devices(keyed_by_shape, checkpoint):
-    """With the defect two real engines clash; with the patch they give the same ids."""
+    """With the defect two real engines fail. With the patch they give the same ids."""
     assert patches.apply([zero_penalty_cache.PATCH]) == [zero_penalty_cache.PATCH]
     engines = [Upstream(checkpoint, device_index=index) for index in range(2)]
     first, second = (engine.run([[2, 3, 4]], GREEDY) for engine in engines)

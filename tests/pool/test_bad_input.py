@@ -1,4 +1,4 @@
-"""Bad input: a clear error before anything of the call starts, and the next call is right."""
+"""Bad input gets a clear error before the call starts anything, and the next call is right."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
 
 
 def traces(pool: EnginePool) -> tuple[Any, ...]:
-    """Everything by which a call that has started could be noticed."""
+    """Everything that shows that a call has started."""
     until(lambda: idle(pool))
     stats = pool.stats()
     counts = [stats[name] for name in ("finished", "aborted", "prompt_tokens", "waiting")]
@@ -25,7 +25,8 @@ def traces(pool: EnginePool) -> tuple[Any, ...]:
 
 
 def refused(pool: EnginePool, call: Callable[[], Any], *words: str, prompt: int | None) -> None:
-    """The call raises InvalidRequest that names the prompt and all `words`; nothing started."""
+    """The call raises InvalidRequest, which names the prompt and all `words`. Nothing has
+    started."""
     before = traces(pool)
     with pytest.raises(InvalidRequest) as caught:
         call()
@@ -41,7 +42,7 @@ def refused(pool: EnginePool, call: Callable[[], Any], *words: str, prompt: int 
 
 @pytest.fixture(scope="module")
 def right(pool: EnginePool) -> Callable[[], None]:
-    """Checks that the pool still answers as it did at first."""
+    """Checks that the pool still gives its first answers."""
     expected = pool.generate(input_ids=IDS, sampling_params=GREEDY)["output_ids"]
     assert len(expected) == 4
 
@@ -77,7 +78,8 @@ def right(pool: EnginePool) -> Callable[[], None]:
     ],
 )
 def test_prompt(pool: EnginePool, prompts: dict[str, Any], words: list[str]) -> None:
-    """A bad prompt is refused with its index and its value; the good one beside it never runs."""
+    """A bad prompt is refused with its index and its value. The good prompt beside it never
+    runs."""
     refused(pool, lambda: pool.generate_all(**prompts), *words, prompt=1)
 
 
@@ -109,7 +111,7 @@ def test_prompt(pool: EnginePool, prompts: dict[str, Any], words: list[str]) -> 
     ],
 )
 def test_call(pool: EnginePool, arguments: dict[str, Any], words: list[str]) -> None:
-    """An argument of the whole call that is wrong is refused by its name and value."""
+    """A wrong argument of the whole call is refused with its name and value."""
     if not arguments.keys() & {"prompts", "input_ids"} and arguments:
         arguments = {"input_ids": [IDS], **arguments}
     refused(pool, lambda: pool.generate_all(**arguments), *words, prompt=None)
@@ -167,8 +169,8 @@ BAD_PARAMETERS: list[tuple[dict[Any, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("params", "words"), BAD_PARAMETERS)
 def test_sampling_parameter(pool: EnginePool, params: dict[str, Any], words: list[str]) -> None:
-    """A sampling parameter that is unknown, out of range, of a wrong type, or that upstream would
-    ignore is refused; in a list of parameters with the index of its prompt."""
+    """A sampling parameter is refused if it is unknown, out of range or of a wrong type, or if
+    upstream would ignore it. In a list of parameters the error has the index of the prompt."""
     whole = None if "max_new_tokens" not in params or params["max_new_tokens"] != 4000 else 0
     refused(pool, lambda: pool.generate_all(input_ids=[IDS], sampling_params=params), *words,
             prompt=whole)  # fmt: skip
@@ -182,7 +184,8 @@ def test_sampling_parameter(pool: EnginePool, params: dict[str, Any], words: lis
 
 
 def test_not_a_dict(pool: EnginePool) -> None:
-    """A list of parameters with something else than a dict in it names that prompt."""
+    """In a list of parameters, an element that is no dict is refused with the index of its
+    prompt."""
     refused(
         pool,
         lambda: pool.generate_all(input_ids=[IDS, IDS], sampling_params=[GREEDY, 5]),
@@ -209,13 +212,13 @@ def test_not_a_dict(pool: EnginePool) -> None:
 def test_chat_messages(
     pool: EnginePool, messages: Any, words: list[str], prompt: int | None
 ) -> None:
-    """What is no conversation is refused with the index of the conversation."""
+    """A value that is no conversation is refused with its index."""
     refused(pool, lambda: pool.chat(messages), *words, prompt=prompt)
 
 
 def test_every_verb_refuses(pool: EnginePool) -> None:
-    """All verbs and their async twins check before they start; the lazy ones of the sync side as
-    soon as they are called."""
+    """All calls and their async twins check before they start. The sync iterators check as soon
+    as they are called."""
     bad: dict[str, Any] = {"input_ids": [IDS, [-1]]}
     for verb in (pool.generate, pool.generate_all, pool.stream, pool.as_completed):
         refused(pool, lambda verb=verb: verb(**bad), "-1", prompt=1)
@@ -242,7 +245,7 @@ def test_every_verb_refuses(pool: EnginePool) -> None:
 
 
 def test_engine_refuses(pool: EnginePool) -> None:
-    """An engine's own generate goes through the same checks."""
+    """`generate` of one engine has the same checks."""
     engine = pool.engines[0]
     refused(pool, lambda: engine.generate(input_ids=[65, -1], sampling_params={}), "-1", prompt=0)
     refused(
@@ -255,7 +258,7 @@ def test_engine_refuses(pool: EnginePool) -> None:
 
 @pytest.mark.parametrize("arguments", [{"mode": "soon"}, {"mode": None}])
 def test_pause_mode(pool: EnginePool, arguments: dict[str, Any]) -> None:
-    """An unknown way to pause is refused with the known ones, and nothing is paused."""
+    """An unknown mode is refused with the known ones, and nothing is paused."""
     refused(pool, lambda: pool.pause_generation(**arguments), "retract, in_place, abort",
             prompt=None)  # fmt: skip
     assert {engine["state"] for engine in pool.stats()["engines"]} == {"serving"}
@@ -268,7 +271,7 @@ def test_abort_arguments(pool: EnginePool) -> None:
 
 
 def test_next_call_is_right(pool: EnginePool, right: Callable[[], None]) -> None:
-    """After a refused call the same pool gives the answer that it gave before."""
+    """After a refused call the same pool gives its earlier answer."""
     for bad in ({"input_ids": [[-1]]}, {"input_ids": [IDS], "sampling_params": {"n": 0}}):
         with pytest.raises(InvalidRequest):
             pool.generate_all(**bad)
@@ -276,8 +279,8 @@ def test_next_call_is_right(pool: EnginePool, right: Callable[[], None]) -> None
 
 
 def test_accepted(pool: EnginePool) -> None:
-    """What is not bad is accepted: arrays of ids, one or many; no prompts at all; tuples; the
-    parameters that upstream ignores at the values that mean nothing."""
+    """Arrays of one or many prompts' ids, no prompts at all, tuples, and parameters that
+    upstream ignores, with their neutral values."""
     one = pool.generate_all(input_ids=[IDS], sampling_params=GREEDY)[0]["output_ids"]
     for ids in (np.array(IDS), np.array([IDS]), tuple(IDS), [np.array(IDS, np.int32)]):
         results = pool.generate_all(input_ids=ids, sampling_params=GREEDY)
@@ -289,15 +292,15 @@ def test_accepted(pool: EnginePool) -> None:
 
 
 def room_of(pool: EnginePool, prompt: list[int]) -> int:
-    """The room that the message about a too long output gives."""
+    """The room that the error about a too long output names."""
     with pytest.raises(InvalidRequest, match=r"ask for at most \d+") as caught:
         pool.generate(input_ids=prompt, sampling_params={"max_new_tokens": 100_000})
     return int(str(caught.value).split("ask for at most ")[1].split()[0])
 
 
 def test_room_is_exact(make_pool: MakePool, pool: EnginePool) -> None:
-    """The room that an error message gives is there to the last token, both where the context is
-    the limit and where one engine's KV cache is; one token more is refused."""
+    """The room that an error names is right to the last token, whether the limit is the context
+    or an engine's KV cache. One token more is refused."""
     tight = make_pool("qwen3", 1, max_total_tokens=128, warmup="none")
     for tried, ids in ((pool, [65] * 400), (tight, [65] * 90)):
         room = room_of(tried, ids)

@@ -1,4 +1,5 @@
-"""Timeouts, aborts, cancelled tasks, closed iterators and pauses end or keep exactly their own."""
+"""Timeouts, aborts, cancelled tasks, closed iterators and pauses affect exactly their own
+requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,8 +33,8 @@ SIXTY = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
 
 @pytest.fixture(autouse=True)
 def no_leak(pool: EnginePool) -> Any:
-    """After each test all engines serve and hold no request, slot or KV page: upstream checks its
-    books whenever an engine comes to rest, and one that leaked would be quarantined."""
+    """After each test all engines serve and hold no request, slot or KV page. Upstream checks
+    this whenever an engine becomes idle, and an engine that leaked would be quarantined."""
     yield
     until(lambda: at_rest(pool))
     pool.generate_all(input_ids=PROMPTS, sampling_params={"max_new_tokens": 1})
@@ -44,7 +45,7 @@ def no_leak(pool: EnginePool) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(pool: EnginePool) -> list[dict[str, Any]]:
-    """What the prompts give when nothing disturbs them."""
+    """The results of the prompts when nothing disturbs them."""
     return pool.generate_all(input_ids=PROMPTS, sampling_params=SIXTY, return_logprob=True)
 
 
@@ -58,8 +59,8 @@ def ended_by(result: dict[str, Any], err_type: str) -> bool:
 
 
 def test_timeout(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """A timeout ends what is not finished; it keeps its place and what it has, what is finished
-    stays finished, and another call that runs meanwhile is untouched."""
+    """A timeout ends unfinished outputs. They keep their places and their tokens. Finished
+    outputs and another call stay as they are."""
     short = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
     params = [LONG if i % 2 else short for i in range(8)]
     with callers(2) as executor:
@@ -70,7 +71,7 @@ def test_timeout(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
             pool.generate_all, input_ids=PROMPTS, sampling_params=params, timeout=2.0
         )
         same(other.result(SECONDS), expected)
-        with paused(pool):  # or what is long might end in time
+        with paused(pool):  # otherwise the long output might end in time
             results = call.result(SECONDS)
     for i, (result, full) in enumerate(zip(results, expected, strict=True)):
         assert result["meta_info"]["prompt_index"] == i
@@ -86,8 +87,8 @@ def test_timeout(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
 
 
 def test_timeout_while_waiting(pool: EnginePool) -> None:
-    """A request that no engine has taken yet ends in time too, and so does one on an engine that
-    is paused; an async call likewise."""
+    """A timeout also ends a request that no engine has taken yet, and one on a paused engine, in
+    sync and async calls."""
     with paused(pool):
         assert ended_by(pool.generate(input_ids=[65], timeout=0.05), "timeout")
 
@@ -104,7 +105,7 @@ def test_timeout_while_waiting(pool: EnginePool) -> None:
 
 
 def test_raise_on_error(pool: EnginePool) -> None:
-    """With `raise_on_error` the early ends are raised as a group, and the results are in it."""
+    """With `raise_on_error` early ends are raised as a group, which has the results."""
     short = {"temperature": 0.0, "max_new_tokens": 1}
     finished = pool.stats()["finished"]
     with callers(1) as executor:
@@ -131,7 +132,7 @@ def test_raise_on_error(pool: EnginePool) -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_cancel_scope(pool: EnginePool, backend: str) -> None:
-    """Cancelling a scope around an async call ends its requests, running and queued, and no
+    """Cancelling a scope around an async call ends its running and queued requests, and no
     others."""
 
     async def main() -> None:
@@ -162,11 +163,11 @@ def test_cancel_scope(pool: EnginePool, backend: str) -> None:
 
 
 def test_cancel_task(pool: EnginePool) -> None:
-    """The same for `task.cancel()` on plain asyncio, in a stream that has a time limit."""
+    """`task.cancel()` on plain asyncio does the same for a stream with a time limit."""
 
     async def consume() -> None:
         async for _ in pool.async_stream(input_ids=[65] * 5, sampling_params=LONG):
-            await pool.async_pause_generation("in_place")  # or it might end in time
+            await pool.async_pause_generation("in_place")  # otherwise it might end in time
 
     async def main() -> None:
         task = asyncio.create_task(pool.async_generate(input_ids=[65] * 5, sampling_params=LONG))
@@ -186,7 +187,7 @@ def test_cancel_task(pool: EnginePool) -> None:
 
 
 def test_close_iterator(pool: EnginePool) -> None:
-    """Closing an iterator early, by `close`, `break` or dropping it, ends its requests."""
+    """Closing an iterator early ends its requests: by `close`, by `break` or by dropping it."""
     aborted = pool.stats()["aborted"]
     stream = pool.stream(input_ids=PROMPTS[:3], sampling_params=LONG)
     next(stream)
@@ -208,7 +209,7 @@ def test_close_iterator(pool: EnginePool) -> None:
 
 
 def test_iterator_never_started(pool: EnginePool) -> None:
-    """An iterator that nobody asked for its first chunk has started nothing."""
+    """An iterator whose first chunk nobody asked for has started nothing."""
     until(lambda: idle(pool))
     before = pool.stats()
     iterators = [pool.stream(input_ids=[65]), pool.as_completed(input_ids=[65])]
@@ -221,7 +222,7 @@ def test_iterator_never_started(pool: EnginePool) -> None:
 
 
 def test_abort_by_id(pool: EnginePool) -> None:
-    """An id is exact: upstream would end every request whose id begins with it."""
+    """The id must be equal. Upstream would end every request whose id begins with it."""
     from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
     manager = pool.engines[0].tokenizer_manager
@@ -250,7 +251,7 @@ def test_abort_by_id(pool: EnginePool) -> None:
 
 
 def test_abort_all(pool: EnginePool) -> None:
-    """`abort_all` ends what runs and what is queued; all keep what they have."""
+    """`abort_all` ends running and queued requests, which keep their tokens."""
     with callers(1) as executor:
         call = executor.submit(pool.generate_all, input_ids=PROMPTS * 4, sampling_params=LONG)
         until(lambda: running(pool) == 16 and waiting(pool) == 16)
@@ -283,8 +284,8 @@ def test_abort_in_a_chunked_prefill(pool: EnginePool) -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
 def test_pause(pool: EnginePool, expected: list[dict[str, Any]], mode: str, moment: str) -> None:
-    """A pause loses nothing: ids and log-probabilities are as without it, paused six times, right
-    after the prefill or while tokens come. Meanwhile no step is made."""
+    """A pause loses nothing. After six pauses, right after the prefill or later, ids and log-
+    probabilities are as without. While paused, no step runs."""
     first = 1 if moment == "prefill" else 4
     with callers(2) as executor, hanging_in_steps(pool, first) as hangs:
         finished = pool.stats()["finished"]
@@ -317,7 +318,7 @@ def test_pause(pool: EnginePool, expected: list[dict[str, Any]], mode: str, mome
 
 
 def until_steps(pool: EnginePool, count: int, done: Callable[[], bool]) -> None:
-    """Wait until some engine has made so many steps more."""
+    """Wait until an engine has taken this many more steps."""
 
     def steps() -> int:
         return max(engine["steps"] for engine in pool.stats()["engines"])
@@ -328,7 +329,7 @@ def until_steps(pool: EnginePool, count: int, done: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_pause_in_a_chunked_prefill(pool: EnginePool, mode: str) -> None:
-    """Pausing between two chunks of long prompts changes no output either."""
+    """A pause between two chunks of long prompts changes no output."""
     prompts = [[60 + i, *range(33, 120)] * 4 for i in range(6)]
     params = {**SIXTY, "max_new_tokens": 8}
     expected = pool.generate_all(input_ids=prompts, sampling_params=params, return_logprob=True)
@@ -345,7 +346,7 @@ def test_pause_in_a_chunked_prefill(pool: EnginePool, mode: str) -> None:
 
 
 def test_pause_abort(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """The pause that aborts ends what runs and what waits, with what they have."""
+    """This pause ends running and waiting requests, which keep their tokens."""
     stream = pool.stream(input_ids=PROMPTS[0], sampling_params=LONG)
     next(stream)
     with callers(1) as executor:
@@ -360,7 +361,7 @@ def test_pause_abort(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
 
 
 def test_pause_drain(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """The pause that drains lets what runs finish; what waits, goes on waiting."""
+    """This pause lets running requests finish. Waiting ones go on waiting."""
     with callers(2) as executor, hanging_in_steps(pool, 2) as hangs:
         call = executor.submit(
             pool.generate_all, input_ids=PROMPTS * 4, sampling_params=SIXTY, return_logprob=True
@@ -380,8 +381,8 @@ def test_pause_drain(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
 
 
 def test_requests_during_a_pause(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """What arrives during a pause waits and is served afterwards; pausing and continuing twice is
-    as doing it once."""
+    """Requests that arrive during a pause wait and are served afterwards. A second pause or
+    continue has no effect."""
     with callers(1) as executor:
         for mode in ("retract", "in_place", "abort"):
             pool.pause_generation(mode)
@@ -412,9 +413,8 @@ def test_flush_cache_while_running(pool: EnginePool, expected: list[dict[str, An
 
 
 def test_retracted_request_that_fills_the_cache(make_pool: MakePool) -> None:
-    """A request that needs all of an engine's KV cache goes on after a pause with `retract`;
-    upstream would reserve room for its whole output beside the part that it has, and never start
-    it again."""
+    """A request that needs all of an engine's KV cache resumes after a pause with `retract`.
+    Upstream would reserve its whole output besides its tokens so far, and never start it again."""
     pool = make_pool("qwen3", 1, max_total_tokens=128, warmup="none")
     params = {"temperature": 0.0, "max_new_tokens": 100, "ignore_eos": True}
     prompt = list(range(40, 60))
@@ -432,7 +432,7 @@ def test_retracted_request_that_fills_the_cache(make_pool: MakePool) -> None:
 
 
 def test_timeout_with_a_slow_reader(pool: EnginePool) -> None:
-    """A stream's timeout holds for a reader that never has to wait for a chunk."""
+    """A stream's timeout also holds for a reader that never waits for a chunk."""
 
     def steps() -> int:
         return sum(engine["steps"] for engine in pool.stats()["engines"])
@@ -446,7 +446,7 @@ def test_timeout_with_a_slow_reader(pool: EnginePool) -> None:
 
 
 def test_abort_of_no_id_ends_nobody(pool: EnginePool) -> None:
-    """An empty id is no request's, also where the caller named none."""
+    """An empty id matches no request, not even one without an id."""
     chunks = pool.stream(input_ids=PROMPTS[0], sampling_params=SIXTY)
     next(chunks)
     assert pool.abort_request("") == 0

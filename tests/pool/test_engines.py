@@ -1,4 +1,4 @@
-"""`pool.engines[i]`: upstream's Engine, with a stand-in for its front end that runs on engine i."""
+"""`pool.engines[i]` is upstream's Engine. Its front end is a stand-in that runs on engine i."""
 
 import ast
 import inspect
@@ -22,7 +22,7 @@ def places(results: list[dict[str, Any]]) -> set[int]:
 
 
 def test_engine_is_upstreams(scripted: EnginePool):
-    """The class itself, so that `isinstance` and every method of it hold."""
+    """It has upstream's class, so that `isinstance` and all methods work."""
     from sgl_jax.srt.entrypoints.engine import Engine
 
     assert len(scripted.engines) == 2
@@ -30,7 +30,7 @@ def test_engine_is_upstreams(scripted: EnginePool):
 
 
 def test_engine_has_every_attribute_that_upstream_sets(scripted: EnginePool):
-    """Whatever `Engine.__init__` assigns to `self` is there."""
+    """It has every attribute that `Engine.__init__` assigns to `self`."""
     from sgl_jax.srt.entrypoints.engine import Engine
 
     tree = ast.parse(textwrap.dedent(inspect.getsource(Engine.__init__)))
@@ -48,7 +48,7 @@ def test_engine_has_every_attribute_that_upstream_sets(scripted: EnginePool):
 
 
 def test_engine_leads_to_its_model_on_its_device(scripted: EnginePool, index: int):
-    """The path that other tools take to the model runner; its weights lie on engine i's device."""
+    """Other tools reach the model runner by this path. Its weights are on engine i's device."""
     scheduler = scripted.engines[index].scheduler_info["scheduler"]
     runner = scheduler.tp_worker.worker.model_runner
     devices = {d for leaf in runner.model_state_leaves for d in leaf.devices()}
@@ -87,12 +87,12 @@ def test_stream_that_is_left_ends_inside_the_engine(scripted: EnginePool):
     next(stream)
     stream.close()
     del stream
-    scripted.engines[1].generate("0", params(450)[0])  # by now the other would have ended
+    scripted.engines[1].generate("0", params(450)[0])  # the other would have ended by now
     assert scripted.stats()["aborted"] == aborted + 1
 
 
 def test_defaults_are_the_checkpoints(scripted: EnginePool, index: int):
-    """Without sampling parameters, as upstream means to: greedy, 16 tokens."""
+    """Without sampling parameters: greedy, 16 tokens, as upstream intends."""
     result = scripted.engines[index].generate("0")
     assert result["text"] == scripted.generate("0")["text"] == "1234567890123456"
 
@@ -109,7 +109,8 @@ async def test_async_generate(scripted: EnginePool, index: int):
 
 
 def test_generate_under_a_running_loop(scripted: EnginePool):
-    """Upstream's own would raise: it drives a loop of its own on the caller's thread."""
+    """Upstream's own method would raise, because it runs its own event loop on the caller's
+    thread."""
 
     async def main() -> str:
         return scripted.engines[0].generate("0", params(3)[0])["text"]
@@ -133,7 +134,8 @@ def test_flush_cache_is_its_engines_alone(scripted: EnginePool):
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_pause_holds_its_engine_alone(scripted: EnginePool, mode: str):
-    """The pool goes on with the others; what was pinned waits, and is right afterwards."""
+    """The pool continues with the other engines. Requests pinned to the paused engine wait, and
+    are right afterwards."""
     engine = scripted.engines[0]
     engine.pause_generation(mode)
     try:
@@ -152,7 +154,7 @@ def test_pause_holds_its_engine_alone(scripted: EnginePool, mode: str):
 
 
 def test_one_engine_goes_on_in_a_paused_pool(scripted: EnginePool):
-    """It serves what is asked of the pool, the others stand."""
+    """It serves the pool's requests while the others are paused."""
     scripted.pause_generation()
     try:
         scripted.engines[1].continue_generation()
@@ -207,6 +209,6 @@ def test_shutdown_names_close(scripted: EnginePool, index: int):
 def test_what_a_pool_cannot_do_is_refused(
     scripted: EnginePool, arguments: dict[str, Any], message: str
 ):
-    """By name, and nothing has started."""
+    """The error has the name, and nothing has started."""
     with pytest.raises(InvalidRequest, match=message):
         scripted.engines[0].generate("0", **({"sampling_params": params(2)[0]} | arguments))

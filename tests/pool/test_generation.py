@@ -1,4 +1,4 @@
-"""What the engines of a pool answer, against the reference and in its place."""
+"""Results of a pool are the reference's and come in the order of the prompts."""
 
 import json
 import random
@@ -38,8 +38,8 @@ def params(*max_new_tokens: int, **others: Any) -> list[dict[str, Any]]:
 def test_mixed_batch_on_four_engines_equals_reference(
     make_pool: MakePool, model_dir: Callable[[str], Path], family: str
 ):
-    """Greedy ids and log-probabilities are the reference's for prompts of 1 to 200 tokens, with
-    outputs past 100, whose KV does not fit an engine four at a time."""
+    """Greedy ids and log-probabilities for prompts of 1 to 200 tokens and outputs of over 100.
+    The KV cache of four of these does not fit an engine."""
     prompts = prompts_of_all_lengths()
     lengths = [120 if i % 3 == 0 else 55 + i for i in range(len(prompts))]
     results = make_pool(family, 4).generate_all(
@@ -55,7 +55,7 @@ def test_mixed_batch_on_four_engines_equals_reference(
 def test_one_and_two_engines_equal_reference(
     make_pool: MakePool, model_dir: Callable[[str], Path], family: str, engines: int
 ):
-    """Neither the number of engines nor a pool that compiles while it serves changes an id."""
+    """Ids do not depend on the number of engines, or on whether a pool compiles while it serves."""
     prompts = prompts_of_all_lengths()[::-3]
     results = make_pool(family, engines, warmup="none").generate_all(
         input_ids=prompts, sampling_params=params(*[53] * len(prompts)), return_logprob=True
@@ -67,7 +67,7 @@ def test_one_and_two_engines_equal_reference(
 def test_a_prompt_alone_equals_reference(
     make_pool: MakePool, model_dir: Callable[[str], Path], engines: int
 ):
-    """A prompt alone, text of many bytes a character included, gets the reference's ids."""
+    """A prompt alone gets the reference's ids, also a text whose characters have several bytes."""
     pool = make_pool("qwen3", engines, **({} if engines == 4 else {"warmup": "none"}))
     for text in TEXTS:
         result = pool.generate(text, params(60)[0], return_logprob=True)
@@ -78,7 +78,8 @@ def test_a_prompt_alone_equals_reference(
 
 
 def test_top_logprobs_equal_reference(pool: EnginePool, model_dir: Callable[[str], Path]):
-    """Each step's most probable ids, in order, beside requests that ask for none or for others."""
+    """Each step's most probable ids, in order, beside requests that want none or other numbers
+    of them."""
     prompts = [random_ids(length, length + 1) for length in (3, 90, 40, 7, 70, 11)]
     with anyio.from_thread.start_blocking_portal() as portal:
         others = portal.start_task_soon(
@@ -165,8 +166,8 @@ def penalised(**params: int) -> list[dict[str, Any]]:
 def assert_penalised(
     model_dir: Path, prompts: list[list[int]], each: list[dict[str, Any]], results: list[Any]
 ) -> int:
-    """Ids, log-probabilities and the three best are those of the reference's logits with the
-    penalties applied; returns how many ids differ from the greedy ones."""
+    """Ids, log-probabilities and the three best ids are those of the reference's logits with
+    penalties. Returns how many ids differ from the greedy ones."""
     changed = 0
     logits = output_logits(model_dir, prompts, [result["output_ids"] for result in results])
     for sampling, result, rows in zip(each, results, logits, strict=True):
@@ -190,8 +191,8 @@ def assert_penalised(
 
 
 def test_penalties_equal_reference(pool: EnginePool, model_dir: Callable[[str], Path]):
-    """Each id already in the output costs its frequency and presence penalty; in a batch whose
-    other requests have other penalties, or none."""
+    """Each id that the output has costs its frequency and presence penalty. Other requests of
+    the batch have other penalties, or none."""
     prompts = [random_ids(10 + i, i) for i in range(len(PENALTIES))]
     each = penalised(max_new_tokens=55, min_new_tokens=50)
     results = pool.generate_all(input_ids=prompts, sampling_params=each, top_logprobs_num=3)
@@ -202,8 +203,8 @@ def test_penalties_equal_reference(pool: EnginePool, model_dir: Callable[[str], 
 def test_requests_that_ran_out_of_kv_go_on_as_if_nothing_had_happened(
     make_pool: MakePool, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """An engine that admitted more than its KV cache holds takes some requests back: the ids,
-    log-probabilities, top-k and penalties of all of them stay right."""
+    """An engine that admitted more than its KV cache holds retracts some requests. The ids, log-
+    probabilities, top-k and penalties of all stay right."""
     pool = make_pool("qwen3", 1, warmup="none", schedule_conservativeness=0.01)
     from sgl_jax.srt.managers.schedule_batch import Req
 
@@ -224,7 +225,7 @@ def test_requests_that_ran_out_of_kv_go_on_as_if_nothing_had_happened(
 def test_interrupted_requests_go_on_as_if_nothing_had_happened(
     pool: EnginePool, model_dir: Callable[[str], Path], disturb: str
 ):
-    """A pause in either mode, or a flush, in the middle of prefills and outputs changes nothing."""
+    """A pause in either mode, or a flush, during prefills and outputs changes nothing."""
     prompts = [random_ids(200 - 20 * i, i) for i in range(8)]
     each = (penalised(max_new_tokens=60, min_new_tokens=60) * 2)[: len(prompts)]
     ends: dict[int, Any] = {}
@@ -244,8 +245,8 @@ def test_interrupted_requests_go_on_as_if_nothing_had_happened(
 
 
 def test_min_new_tokens_holds_back_the_end(scripted: EnginePool, model_dir: Callable[[str], Path]):
-    """Neither the end token nor a stop token comes before `min_new_tokens`; the ids are the best
-    of what remains, and the token that stops is among them."""
+    """Neither the end token nor a stop token comes before `min_new_tokens`. The ids are the best
+    of the others, and the output includes the token that stops it."""
     prompt = list(b"wx")  # the model says y, z and its end token
     stops = [END_ID, ord("y")]
     base = {"temperature": 0, "max_new_tokens": 12}
@@ -272,7 +273,7 @@ def test_min_new_tokens_holds_back_the_end(scripted: EnginePool, model_dir: Call
 def test_thousand_prompts_come_back_in_their_places(
     pool: EnginePool, model_dir: Callable[[str], Path]
 ):
-    """1,000 prompts of mixed length over four engines: every result is that of its prompt."""
+    """1,000 prompts of mixed length over four engines. Every result belongs to its prompt."""
     lengths = random.Random(3)
     prompts = [random_ids(lengths.randint(1, 30), i) for i in range(1000)]
     number = [lengths.randint(1, 3) for _ in prompts]
@@ -289,7 +290,8 @@ def test_thousand_prompts_come_back_in_their_places(
 
 
 def test_samples_of_a_prompt_are_grouped(pool: EnginePool):
-    """With n > 1 the list is flat, grouped by prompt, and each sample knows its numbers."""
+    """With n > 1 the list is flat and grouped by prompt. Each sample has its prompt's and its
+    own index."""
     each = [{"max_new_tokens": 2, "n": n} for n in (2, 1, 3)]
     results = pool.generate_all(["a", "bc", "def"], each)
     places = [(r["meta_info"]["prompt_index"], r["meta_info"]["sample_index"]) for r in results]
@@ -298,7 +300,7 @@ def test_samples_of_a_prompt_are_grouped(pool: EnginePool):
 
 
 def test_shape_of_what_generate_returns(pool: EnginePool):
-    """A dict for a lone prompt; a list for n > 1, for a list of prompts, and for none."""
+    """A dict for a lone prompt. A list for n > 1, for a list of prompts and for no prompts."""
     one = {"max_new_tokens": 1}
     assert isinstance(pool.generate("a", one), dict)
     assert isinstance(pool.generate(None, one, input_ids=[5]), dict)
@@ -310,7 +312,7 @@ def test_shape_of_what_generate_returns(pool: EnginePool):
 
 
 def test_numpy_ids_are_ids(pool: EnginePool):
-    """Arrays of token ids mean what their lists mean."""
+    """Arrays of token ids are the same as lists of them."""
     sampling = params(3)[0]
     expected = pool.generate_all(input_ids=[[5, 6], [7, 8]], sampling_params=sampling)
     given = pool.generate_all(input_ids=np.array([[5, 6], [7, 8]]), sampling_params=sampling)
@@ -320,7 +322,7 @@ def test_numpy_ids_are_ids(pool: EnginePool):
 
 
 def test_as_completed_yields_each_result_once(pool: EnginePool):
-    """In the order in which they end; a short one does not wait for a long one."""
+    """In the order in which outputs end. A short one does not wait for a long one."""
     each = params(200, *[1] * 7)
     seen = list(pool.as_completed(["a"] * 8, each))
     indexes = [result["meta_info"]["prompt_index"] for result in seen]
@@ -353,7 +355,7 @@ async def test_async_twins_equal_the_sync_calls(pool: EnginePool):
 
 
 def test_chat_generates_from_the_templates_ids(scripted: EnginePool):
-    """One conversation or a list of them; the template is applied with the assistant's turn."""
+    """One conversation or a list. The template adds the beginning of the assistant's turn."""
     messages = [{"role": "user", "content": "12+7="}]
     template = "<|im_start|>user\n12+7=<|im_end|>\n<|im_start|>assistant\n"
     sampling = params(8)[0]
@@ -384,8 +386,8 @@ def test_chat_without_messages_is_refused(scripted: EnginePool):
 
 
 def test_generation_config_is_the_default(scripted: EnginePool, model_dir: Callable[[str], Path]):
-    """Without sampling parameters the checkpoint's generation_config.json applies: here greedy,
-    and 16 tokens; a None among a list of parameters means the same."""
+    """Without sampling parameters the checkpoint's generation_config.json applies, here greedy
+    and 16 tokens. None in a list of parameters means the same."""
     stated = json.loads((model_dir("scripted") / "generation_config.json").read_text())
     assert (stated["top_k"], stated["max_new_tokens"]) == (1, 16)
     results = scripted.generate_all(["0", "a", "8"])
@@ -403,8 +405,8 @@ def test_generation_config_is_the_default(scripted: EnginePool, model_dir: Calla
 def test_the_extremes_of_what_is_allowed_give_finite_numbers(
     pool: EnginePool, temperature: float
 ) -> None:
-    """No sampling parameters that a call takes make an engine fail, or give a log-probability that
-    is no finite number: with a larger temperature masked logits become NaN."""
+    """No accepted sampling parameters make an engine fail or give a log-probability that is not
+    finite. With a larger temperature masked logits become NaN."""
     params = [
         {
             "temperature": temperature,

@@ -1,4 +1,4 @@
-"""Structured output: what is asked for comes, and nobody beside it notices."""
+"""Structured output: outputs follow their grammars, and other requests do not change."""
 
 import json
 import random
@@ -36,8 +36,8 @@ def reason(result: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schemas", [50, *slow(1000)])
 def test_random_schemas(pool: EnginePool, schemas: int) -> None:
-    """Every answer of a model of random weights parses and validates; requests without a grammar,
-    in the same batches, get the tokens that they get alone, and nothing is compiled."""
+    """Every answer of a model with random weights parses and validates. Requests without a
+    grammar in the same batches get the tokens that they get alone, and nothing is compiled."""
     rng = random.Random(schemas)
     free = seeded(5, max_new_tokens=30, ignore_eos=True)
     documents = 0
@@ -68,8 +68,8 @@ def test_random_schemas(pool: EnginePool, schemas: int) -> None:
 def test_the_law_is_the_models_among_what_is_allowed(
     pool: EnginePool, model_dir: Callable[[str], Path]
 ) -> None:
-    """Greedy ids and all log-probabilities against a plain forward pass, of which only what the
-    grammar allows is left. Where nothing but the end is allowed, it has all probability."""
+    """Greedy ids and all log-probabilities are those of a plain forward pass, restricted to what
+    the grammar allows. If only the end is allowed, it has all probability."""
     prompts = [[65 + index, 3 * index] for index in range(8)]
     params = [{"temperature": t, "regex": "[0-9]{5}"} for t in (0, 1.0, 0.5, 1.7) for _ in range(2)]
     results = pool.generate_all(
@@ -90,12 +90,12 @@ def test_the_law_is_the_models_among_what_is_allowed(
             if param["temperature"] == 0:
                 assert law[DIGITS.index(token_id)] > law.max() - 1e-3
             top = meta["output_top_logprobs"][place]
-            assert {entry[1] for entry in top} == set(DIGITS)  # and nothing that is not allowed
+            assert {entry[1] for entry in top} == set(DIGITS)  # and no forbidden id
         assert len(meta["output_top_logprobs"][-1]) == 1
 
 
 def test_each_request_has_a_state_of_its_own(pool: EnginePool) -> None:
-    """One grammar for the samples of a prompt and for many calls at once, streamed or not."""
+    """Several samples of a prompt and many calls at once use one grammar, streamed or not."""
     params = seeded(1, **WORD, n=6)
     expected = [r["output_ids"] for r in pool.generate_all([" a", "b"], params)]
     assert len(set(map(tuple, expected))) > len(expected) / 2
@@ -120,7 +120,7 @@ def test_each_request_has_a_state_of_its_own(pool: EnginePool) -> None:
 
 
 def test_what_was_compiled_is_kept_within_bounds(pool: EnginePool) -> None:
-    """The same grammar is compiled once; of very many the oldest is forgotten."""
+    """The same grammar is compiled once. If there are very many, the oldest is dropped."""
     compiler = pool.runtime.input_processor.grammars
     pool.generate("a", {"regex": "[0-9]kept", "max_new_tokens": 8})
     kept = list(compiler.kept)[-1]
@@ -177,7 +177,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("params", "words"), BAD)
 def test_bad_grammar(pool: EnginePool, params: dict[str, Any], words: list[str]) -> None:
-    """It is refused by its text and with the reason, before anything starts, and engines live."""
+    """The error has the grammar's text and the reason, before anything starts, and engines keep
+    serving."""
     before = len(pool.events())
     with pytest.raises(InvalidRequest) as caught:
         pool.generate_all(["a", "b"], {"max_new_tokens": 5, **params})
@@ -196,8 +197,8 @@ def test_bad_grammar(pool: EnginePool, params: dict[str, Any], words: list[str])
 def test_states_are_replayed_where_requests_resume(
     four: EnginePool, model_dir: Callable[[str], Path]
 ) -> None:
-    """Pauses and swaps that take requests out of their engines in the middle of an output change
-    no token: seeded outputs are those of a quiet pool."""
+    """Pauses and swaps that retract requests in the middle of an output change no token: seeded
+    outputs are those of an undisturbed pool."""
     prompts = [[70 + index, 9] for index in range(8)]
     schema = {
         "type": "array",
@@ -225,7 +226,7 @@ def test_states_are_replayed_where_requests_resume(
 
 @pytest.mark.slow
 def test_more_work_than_kv_cache(pool: EnginePool, retracted: list[int]) -> None:
-    """Upstream takes requests back in the middle of their outputs; they are as without that."""
+    """Upstream retracts requests in the middle of their outputs, which stay the same."""
     prompts = [[70 + index, 9] for index in range(24)]
     params = seeded(3, regex="([a-f]{3}-){70}", max_new_tokens=300)
     expected = pool.generate_all(input_ids=prompts[:1], sampling_params=params)

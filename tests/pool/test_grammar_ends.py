@@ -17,7 +17,7 @@ WORD = {"regex": "[a-h]{2,5}", "max_new_tokens": 40, "temperature": 1.0}
 
 
 def without_end(source: Path, folder: Path, **config: Any) -> str:
-    """A checkpoint whose tokenizer knows nothing of an end, nor names a token as one would be."""
+    """A checkpoint whose tokenizer names no end token, and has no token with the name of one."""
     shutil.copytree(source, folder)
     set_json(folder / "tokenizer_config.json", {"additional_special_tokens": []}, ("eos_token",))
     file = folder / "tokenizer.json"
@@ -32,7 +32,7 @@ def without_end(source: Path, folder: Path, **config: Any) -> str:
 
 
 def test_the_models_end_token_ends_it(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """The one that config.json names comes behind a complete output, and no other id."""
+    """The end token that config.json names ends a complete output. No other id does."""
     model = without_end(model_dir("qwen3"), tmp_path / "model", eos_token_id=END_ID)
     with EnginePool(model, devices=1, **SMALL) as pool:
         for result in pool.generate_all(["a"] * 8, WORD):
@@ -43,7 +43,8 @@ def test_the_models_end_token_ends_it(model_dir: Callable[[str], Path], tmp_path
 
 
 def test_none_could_end(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """Nobody names one: what would fill its output up is refused, and nothing else is."""
+    """No file names an end token. A grammar that would fill the output up is refused, and
+    nothing else is."""
     model = without_end(model_dir("qwen3"), tmp_path / "model", eos_token_id=None)
     with EnginePool(model, devices=1, **SMALL) as pool:
         with pytest.raises(InvalidGrammar, match="needs an end token"):

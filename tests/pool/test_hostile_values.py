@@ -1,5 +1,5 @@
-"""Whatever a caller gives for whatever parameter: the call is answered, or InvalidRequest says why
-not and nothing of it has started."""
+"""Any value for any parameter: the call is answered, or InvalidRequest says why not and nothing
+has started."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "12+7="}]
 
 
 def hostile() -> Iterator[Any]:
-    """Values of every kind, few of which fit."""
+    """Values of every kind. Few of them are valid."""
     yield from (None, math.nan, math.inf, -math.inf, True, False, "yes", "", "\ud800", b"no", 1j)
     yield from (10**400, -(10**5000), -1, 0, 1.5, 5e-324, 1e300, Decimal(1), object(), int, len)
     yield from ([], [[]], [None], [True], [[[1]]], (), {}, {"a": 1}, {5: 1}, {1}, range(0))
@@ -41,14 +41,14 @@ class Asked:
     """Calls whose values may be refused.
 
     Attributes:
-        outputs: Of those that were answered.
+        outputs: How many outputs answered calls had.
     """
 
     def __init__(self) -> None:
         self.outputs = 0
 
     def __call__(self, call: Callable[[], Any]) -> bool:
-        """Whether it was answered; if not, then with an InvalidRequest of a readable length."""
+        """Whether it was answered. If not, it must raise an InvalidRequest of readable length."""
         message = ""
         try:
             results = call()
@@ -62,7 +62,7 @@ class Asked:
 
 @pytest.fixture
 def ask(pool: EnginePool) -> Iterator[Asked]:
-    """Afterwards: what was refused has left nothing in the pool, in its counts or its engines."""
+    """Afterwards, refused calls have left nothing in the pool, its counts or its engines."""
 
     def ended() -> int:
         stats = pool.stats()
@@ -76,7 +76,7 @@ def ask(pool: EnginePool) -> Iterator[Asked]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_parameters(pool: EnginePool, ask: Asked, name: str) -> None:
-    """None leaves a parameter out; of the rest, what does not fit is refused."""
+    """None leaves a parameter out. Other values that are not valid are refused."""
     for value in hostile():
         params = {**GREEDY, name: value}
         answered = ask(lambda params=params: pool.generate(input_ids=IDS, sampling_params=params))
@@ -130,8 +130,8 @@ def test_chat(pool: EnginePool, ask: Asked, name: str) -> None:
 
 
 def test_steering(pool: EnginePool) -> None:
-    """Aborting and pausing: what is no id and no mode is refused, and closing with what is no time
-    does not close."""
+    """Aborts and pauses refuse values that are no id or mode. `close` refuses values that are no
+    time, and does not close."""
     for value in hostile():
         if not (isinstance(value, (str, np.ndarray)) or value is None):
             refused(pool, lambda v=value: pool.abort_request(v), "rid=", prompt=None)
@@ -159,7 +159,7 @@ def test_engines_own_generate(pool: EnginePool, ask: Asked) -> None:
 
 @pytest.mark.parametrize("value", list(hostile()), ids=lambda value: type(value).__name__)
 def test_constructor(value: Any) -> None:
-    """The pool's own options: refused by name, before anything starts."""
+    """The pool's own options are refused by name, before anything starts."""
     for name in ("tp_size", "max_restarts", "max_queued", "step_timeout", "restart", "tune_host",
                  "progress", "warmup", "when_full", "max_decode_steps"):  # fmt: skip
         message = name
@@ -191,8 +191,8 @@ SLIPS: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("slip", "words"), SLIPS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_slips(pool: EnginePool, verb: str, slip: dict[str, Any], words: list[str]) -> None:
-    """A name that is none of a call's says where it belongs, or the nearest, in every call and its
-    async twin; what the pool gives itself cannot be given."""
+    """For an unknown name the error says where it belongs, or names the nearest, in every call
+    and its async twin. Values that the pool sets itself are refused."""
     given: Any = MESSAGES if verb == "chat" else "12+7="
 
     async def asynchronously() -> None:
@@ -210,7 +210,7 @@ def test_slips(pool: EnginePool, verb: str, slip: dict[str, Any], words: list[st
 
 
 def test_slips_of_one_call(pool: EnginePool) -> None:
-    """What another call takes is refused by one that does not."""
+    """A call refuses arguments of other calls."""
     for verb, given, word in (
         ("generate", {"prompts": "12+7="}, "did you mean prompt=?"),
         ("generate_all", {"prompt": "12+7="}, "did you mean prompts=?"),
@@ -222,7 +222,7 @@ def test_slips_of_one_call(pool: EnginePool) -> None:
 
 
 def test_slip_does_not_open() -> None:
-    """It is refused before the pool opens."""
+    """The name is refused before the pool opens."""
     pool = EnginePool(devices=1)
     with pytest.raises(InvalidRequest, match="sampling_params="):
         pool.generate("12+7=", temperature=0)  # type: ignore[call-arg]
@@ -233,8 +233,8 @@ def test_slip_does_not_open() -> None:
 
 
 def test_empty(pool: EnginePool) -> None:
-    """An empty list is a list of no prompts, by text and by ids, in every call; an empty prompt is
-    an error."""
+    """An empty list is a list of no prompts, by text and by ids, in every call. An empty prompt
+    is an error."""
     for given in ({}, {"prompts": None}, {"input_ids": None}):
         refused(pool, lambda g=given: pool.generate_all(**g), "prompts or input_ids", prompt=None)
     for empty in ([], (), np.array([]), np.zeros((0, 3), np.int32), jnp.zeros((0,), jnp.int32)):

@@ -1,4 +1,4 @@
-"""Scripts that forget to close, and processes that fork while a pool is open."""
+"""Scripts that do not close their pool, and processes that fork while a pool is open."""
 
 import json
 import subprocess
@@ -18,10 +18,10 @@ SCRIPT = Path(__file__).parents[1] / "support" / "exit_script.py"
 
 
 def run(name: str, model: Path, *options: str) -> tuple[str, str]:
-    """What a program of exit_script.py prints; it ends with 0 by itself."""
+    """The output of a program of exit_script.py. It must end with 0 by itself."""
     made_with = json.dumps(SMALL | {"warmup": "none"})
     process = subprocess.run(
-        # -P: or the folder tests/support would stand before every package.
+        # -P: otherwise the folder tests/support comes before every package.
         [sys.executable, "-P", *options, SCRIPT, name, model, made_with],
         capture_output=True,
         text=True,
@@ -34,8 +34,8 @@ def run(name: str, model: Path, *options: str) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["function", "module", "cycle", "traceback", "daemons"])
 def test_forgotten(model_dir: Callable[[str], Path], name: str) -> None:
-    """Nothing is printed when Python ends, wherever the pool is kept and whatever runs; where
-    Python is asked for such warnings, one ResourceWarning."""
+    """Python ends without output, wherever the pool is stored and whatever runs. If such
+    warnings are enabled, there is one ResourceWarning."""
     model = model_dir("qwen3")
     assert run(name, model) == ("", "")
     out, err = run(name, model, "-W", "always::ResourceWarning:__main__", "-W",
@@ -49,8 +49,9 @@ def test_forgotten(model_dir: Callable[[str], Path], name: str) -> None:
 
 @pytest.mark.slow
 def test_forked_child(model_dir: Callable[[str], Path]) -> None:
-    """Every call of the parent's pool says in which process it was opened and what to do instead,
-    at once; closing it does nothing; the child ends by itself, and the parent notices nothing."""
+    """Every call to the parent's pool raises at once. The error says in which process the pool
+    was opened, and what to do. Closing it does nothing, the child ends by itself, and the parent
+    is not affected."""
     out, err = run("forked", model_dir("qwen3"))
     assert err == ""
     report = json.loads(out)
@@ -68,8 +69,8 @@ def test_forked_child(model_dir: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("verb", ["generate_all", "stream", "as_completed"])
 def test_results_of_a_closed_pool(model_dir: Callable[[str], Path], verb: str) -> None:
-    """A call that waits when the pool closes raises PoolClosed with what it has: every sample at
-    its place, the finished one whole."""
+    """A call that waits when the pool closes raises PoolClosed with the results so far: every
+    sample in its place, and the finished one complete."""
     pool = EnginePool(str(model_dir("qwen3")), devices=1, **SMALL | {"warmup": "none"}).open()
     params = [
         {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": length} for length in (1, 400)

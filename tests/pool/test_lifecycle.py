@@ -1,4 +1,4 @@
-"""A pool's life: open, close, drop, start failures, and processes that end with a pool open."""
+"""A pool is opened, closed and dropped, fails to start, and is open when its process ends."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ MakeUnopened = Callable[..., EnginePool]
 
 @pytest.fixture
 def unopened(model_dir: Callable[[str], Path]) -> Any:
-    """Makes pools that nothing has opened yet, without warm-up; closes them at the end."""
+    """Makes pools without warm-up, which are not open yet. They are closed at the end."""
     pools = []
 
     def make(devices: int = 1, model: Path | None = None, **options: Any) -> EnginePool:
@@ -49,12 +49,12 @@ def unopened(model_dir: Callable[[str], Path]) -> Any:
 
 
 def engine_threads(pool: EnginePool) -> list[str]:
-    """One for each engine, and the one that looks for steps which do not return."""
+    """The thread of each engine, and the watchdog's."""
     return [t.name for t in threading.enumerate() if t.name.startswith(pool.name)]
 
 
 def test_open_is_idempotent(unopened: MakeUnopened) -> None:
-    """The constructor starts no thread; opening twice, by `open`, by `with` and by a first call,
+    """The constructor starts no thread. Opening twice, by `open`, by `with` and by a first call,
     makes one set of engines."""
     pool = unopened(2)
     assert engine_threads(pool) == []
@@ -67,7 +67,7 @@ def test_open_is_idempotent(unopened: MakeUnopened) -> None:
 
 
 def test_first_call_opens(unopened: MakeUnopened) -> None:
-    """No `open` is needed; threads that call first at the same time get the same engines."""
+    """`open` is not needed. Threads that call first at the same time get the same engines."""
     pool = unopened()
     with callers(4) as executor:
         engines = [f.result() for f in [executor.submit(lambda: pool.engines) for _ in range(4)]]
@@ -76,8 +76,8 @@ def test_first_call_opens(unopened: MakeUnopened) -> None:
 
 
 def test_close_is_final(unopened: MakeUnopened) -> None:
-    """After `close` every verb says that the pool is closed, and so does opening it again; closing
-    again does nothing."""
+    """After `close` every call raises PoolClosed, and so does opening. Closing again does
+    nothing."""
     pool = unopened().open()
     engine = pool.engines[0]
     pool.close()
@@ -117,7 +117,7 @@ def test_close_is_final(unopened: MakeUnopened) -> None:
 
 
 def test_close_before_open(unopened: MakeUnopened) -> None:
-    """A pool that was never opened can be closed, and is final then too."""
+    """A pool that was never opened can be closed, and stays closed."""
     pool = unopened()
     pool.close()
     with pytest.raises(PoolClosed):
@@ -125,7 +125,7 @@ def test_close_before_open(unopened: MakeUnopened) -> None:
 
 
 def test_close_from_several_threads(unopened: MakeUnopened) -> None:
-    """Whoever closes, all is given back when `close` returns, to the second caller too."""
+    """When `close` returns to any caller, everything has been freed."""
     pool = unopened(2).open()
     barrier = threading.Barrier(4)
 
@@ -139,8 +139,8 @@ def test_close_from_several_threads(unopened: MakeUnopened) -> None:
 
 
 def test_close_while_calls_wait(unopened: MakeUnopened) -> None:
-    """Callers that wait, for requests that run or are queued, in threads, on a loop or between two
-    chunks, get PoolClosed at once."""
+    """Waiting callers get PoolClosed at once: with running or queued requests, in threads, on an
+    event loop or between two chunks."""
     pool = unopened().open()
     started = pool.stream(input_ids=[65] * 8, sampling_params=LONG)
     next(started)
@@ -166,7 +166,7 @@ def test_close_while_calls_wait(unopened: MakeUnopened) -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_async_with(unopened: MakeUnopened, backend: str) -> None:
-    """`async with` opens and closes on asyncio and on trio; meanwhile the loop goes on."""
+    """`async with` opens and closes on asyncio and trio. The event loop runs on meanwhile."""
     pool = unopened()
 
     async def main() -> str:
@@ -181,7 +181,7 @@ def test_async_with(unopened: MakeUnopened, backend: str) -> None:
 
 
 def test_under_a_running_loop(pool: EnginePool) -> None:
-    """The sync calls work where an event loop runs, the pool's and an engine's own."""
+    """The sync calls of the pool and of an engine work while an event loop runs."""
     params = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
 
     async def main() -> None:
@@ -193,7 +193,7 @@ def test_under_a_running_loop(pool: EnginePool) -> None:
 
 
 def test_dropped_pool_closes_itself(unopened: MakeUnopened, model_dir: Any) -> None:
-    """A pool that nobody refers to any more says so with a ResourceWarning and ends its threads."""
+    """A pool without references gives a ResourceWarning and ends its threads."""
     pool = EnginePool(str(model_dir("qwen3")), devices=1, warmup="none", **SMALL).open()
     name = pool.name
     with warnings.catch_warnings(record=True) as caught:
@@ -218,7 +218,7 @@ def test_closed_pool_drops_silently(model_dir: Any) -> None:
 
 
 def test_repr(unopened: MakeUnopened) -> None:
-    """The repr says where the pool is in its life."""
+    """The repr has the state of the pool."""
     pool = unopened(2)
     assert repr(pool) == f"<EnginePool {pool.name!r} [not open yet]>"
     pool.open()
@@ -235,11 +235,12 @@ def test_repr(unopened: MakeUnopened) -> None:
 def test_close_gives_device_memory_back(
     unopened: MakeUnopened, model_dir: Callable[[str], Path], model: str, warmup: str
 ) -> None:
-    """When `close` has returned no array of the engines is left, not even until the next garbage
-    collection; nor of one that was warmed up and never used.
+    """When `close` has returned, no array of the engines is left, even before a garbage collection.
+    This holds for a pool that was warmed up and never used.
 
-    But for a key of 8 bytes: JAX keeps it with its trace of upstream's sampler, of which it is a
-    constant."""
+    The exception is a key of 8 bytes: JAX keeps it as a constant of its trace of upstream's
+    sampler.
+    """
     before = jax.live_arrays()  # held, so that no new array can have the id of one of these
     pool = unopened(3, model_dir(model), warmup=warmup)
     pool.generate("12+7=", {"max_new_tokens": 4}, return_logprob=True, top_logprobs_num=2)
@@ -261,8 +262,8 @@ def live_bytes() -> int:
 def test_start_failure_of_a_later_engine(
     unopened: MakeUnopened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When engine 1 does not start, engine 0 is closed again and its memory given back; the error
-    names the device and the cause, and the same pool opens when the cause is gone."""
+    """If engine 1 does not start, engine 0 is closed and its memory freed. The error names the
+    device and the cause. The same pool opens once the cause is gone."""
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
     initialize = ModelRunner.initialize
@@ -291,7 +292,7 @@ def test_start_failure_of_a_later_engine(
 
 
 def test_start_failure_in_warm_up(unopened: MakeUnopened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same when a built engine fails in its warm-up, with all engines starting at once."""
+    """The same holds if a built engine fails in its warm-up, with all engines starting at once."""
     from sgl_jax.srt.managers.tp_worker import ModelWorker
 
     def fail(self: Any, *_: Any) -> None:
@@ -306,7 +307,7 @@ def test_start_failure_in_warm_up(unopened: MakeUnopened, monkeypatch: pytest.Mo
 
 
 def test_incomplete_model(unopened: MakeUnopened, tmp_path: Path, model_dir: Any) -> None:
-    """A model directory without weights, and one that does not exist, say so."""
+    """A model directory without weights, and one that does not exist, give a clear error."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((model_dir("qwen3") / name).read_text())
     for model, error in ((tmp_path, InvalidWeights), (tmp_path / "nowhere", InvalidConfig)):
@@ -317,7 +318,7 @@ def test_incomplete_model(unopened: MakeUnopened, tmp_path: Path, model_dir: Any
 
 
 def test_on_engine_reports(unopened: MakeUnopened) -> None:
-    """`open` tells of every engine that serves, in the form that `stats` has."""
+    """`open` reports every engine that serves, in the form of `stats`."""
     seen: list[dict[str, Any]] = []
     pool = unopened(2).open(on_engine=seen.append)
     assert [engine["engine_index"] for engine in seen] == [0, 1]
@@ -328,8 +329,8 @@ def test_on_engine_reports(unopened: MakeUnopened) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_processes_that_never_close(model_dir: Callable[[str], Path]) -> None:
-    """A script that forgets to close ends by itself: at its end with code 0, by an exception with
-    code 1 while another thread's call is in flight, by sys.exit with its own code."""
+    """A script that does not close its pool ends by itself: with code 0 at its end, with code 1
+    by an exception while another thread's call is in flight, with its own code by sys.exit."""
     endings = {"end": 0, "exception": 1, "exit": 3}
     options = json.dumps(SMALL | {"warmup": "none"})
     processes = {

@@ -1,4 +1,4 @@
-"""Log-probabilities of ids that a call names: the reference's, of outputs and of prompts."""
+"""Log-probabilities of ids that a call names are the reference's, for outputs and prompts."""
 
 import math
 import random
@@ -23,7 +23,7 @@ from tests.support.steady import steps
 ModelDir = Callable[[str], Path]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 20}
 PROMPTS = [ids(length, length) for length in (3, 90, 40, 7, 70, 11)]
-# As many as there may be; one twice, and not in order.
+# As many as are allowed, not in order, one of them twice.
 NAMED: list[list[int]] = [[5], [200, 7, 7, 0, 271], random.Random(1).choices(range(272), k=64)]
 
 
@@ -39,7 +39,7 @@ def assert_outputs(
     results: Sequence[dict[str, Any]],
     temperatures: Sequence[float] | None = None,
 ) -> None:
-    """Every place of every output."""
+    """Checks every position of every output."""
     outputs = [result["output_ids"] for result in results]
     assert all(outputs)
     logits = output_logits(model, prompts, outputs)
@@ -50,7 +50,7 @@ def assert_outputs(
 
 
 def of_prompt(model: Path, prompt: list[int], start: int, named: Sequence[int], meta: Any) -> None:
-    """Every place of a prompt from a token on."""
+    """Checks every position of a prompt from `start` on."""
     assert_prompt_logprobs(model, prompt, meta)
     entries = meta["input_token_ids_logprobs"]
     assert len(entries) == len(prompt) - start
@@ -62,8 +62,8 @@ def of_prompt(model: Path, prompt: list[int], start: int, named: Sequence[int], 
 
 
 def test_beside_others(pool: EnginePool, model: Path) -> None:
-    """In one batch with requests that ask for none, or for the most probable ones, and these for
-    ids of their own; whose outputs and values are as without. Nothing is compiled."""
+    """In one batch with requests that want none, the most probable ids, or other ids. Their
+    outputs and values stay the same. Nothing is compiled."""
     temperatures = [0.0, 0.7, 1.0, 0.0, 1.5, 1.0]
     each = [
         {"max_new_tokens": 15 + n, "temperature": t, "sampling_seed": n, "ignore_eos": True}
@@ -93,7 +93,7 @@ def test_beside_others(pool: EnginePool, model: Path) -> None:
 
 
 def test_of_a_prompt_that_is_cached(make_pool: MakePool, model: Path) -> None:
-    """What the prefix cache has is not computed again; the values are the same."""
+    """The values of cached prefixes are computed all the same."""
     pool = make_pool("qwen3", 1)
     prompt = ids(120, 5)
     first, again = (
@@ -106,7 +106,7 @@ def test_of_a_prompt_that_is_cached(make_pool: MakePool, model: Path) -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 80])
 def test_of_prompts(pool: EnginePool, model: Path, start: int) -> None:
-    """From a token on, in pieces; beside prompts that ask for none."""
+    """From a token on, in pieces, beside prompts that want none."""
     prompts = [ids(length, length) for length in (90, 300, 81)]
     options: Any = {
         "input_ids": prompts, "sampling_params": GREEDY | {"n": 2},
@@ -130,7 +130,7 @@ def test_of_prompts(pool: EnginePool, model: Path, start: int) -> None:
 
 
 def test_of_prompts_alone(pool: EnginePool, model: Path) -> None:
-    """With `max_new_tokens` of 0; of one token, which follows nothing, too."""
+    """With `max_new_tokens` of 0, also for a prompt of one token, which follows nothing."""
     prompts = [ids(30), ids(1)]
     results = pool.generate_all(
         input_ids=prompts, sampling_params={"max_new_tokens": 0}, return_prompt_logprob=True,
@@ -143,7 +143,7 @@ def test_of_prompts_alone(pool: EnginePool, model: Path) -> None:
 
 @pytest.mark.parametrize("top", [0, 2])
 def test_score(pool: EnginePool, model: Path, top: int) -> None:
-    """More prompts than fit a run, each with ids of its own."""
+    """More prompts than fit a run, each with its own ids."""
     prompts, continuations = [ids(20, n) for n in range(24)], [ids(9, n) for n in range(24)]
     named = [NAMED[n % 3] for n in range(24)]
     with compilations() as seen:
@@ -172,7 +172,7 @@ def test_async_score(pool: EnginePool, model: Path) -> None:
 
 @pytest.mark.slow
 def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> None:
-    """The vocabulary is on both."""
+    """The vocabulary is sharded over both."""
     pool = make_pool("llama", 1, tp_size=2)
     prompts = [ids(90), ids(3)]
     with compilations() as seen:
@@ -191,7 +191,8 @@ def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> 
 
 @steady_decode
 def test_a_request_that_joins_others(make_pool: MakePool, model: Path) -> None:
-    """It goes on, also when nobody asks any more; nobody loses a token."""
+    """Requests with named ids join others that decode. The others continue in steady decode and
+    lose no token."""
     pool = make_pool("qwen3", 1)
     prompts, few = [[5, 9, n] for n in range(2)], [ids(3), ids(7)]
     params = GREEDY | {"max_new_tokens": 300}
@@ -214,7 +215,7 @@ def test_a_request_that_joins_others(make_pool: MakePool, model: Path) -> None:
 
 @pytest.fixture
 def one(make_pool: MakePool, model_dir: ModelDir) -> Iterator[EnginePool]:
-    """One engine, put back to its own weights afterwards."""
+    """One engine, which gets its own weights back afterwards."""
     pool = make_pool("qwen3", 1)
     yield pool
     pool.update_weights(model_dir("qwen3"), weight_version=0)
@@ -224,7 +225,8 @@ def one(make_pool: MakePool, model_dir: ModelDir) -> Iterator[EnginePool]:
 def test_over_a_swap(
     one: EnginePool, model_dir: ModelDir, target: Callable[[str], Path], mode: Any
 ) -> None:
-    """Every value is of the weights that made its token; after a retract of nothing else."""
+    """Every value is of the weights that made its token, and after a retract of no other
+    weights."""
     prompts, params = PROMPTS[:3], GREEDY | {"max_new_tokens": 60}
     channel = one.runtime.workers[0].channel
     let_go = faults.hang_in_step(one, 0, at=10)
@@ -256,10 +258,13 @@ def test_over_a_swap(
 
 
 def test_outputs_that_are_retracted(make_pool: MakePool, model: Path, retracted: list[int]) -> None:
-    """For want of KV cache, and go on later."""
+    """For lack of KV cache. They resume later."""
     pool = make_pool("qwen3", 1)
     prompts = [[100 + n, 9] for n in range(6)]
-    params = {"temperature": 0, "max_new_tokens": 300}  # with `ignore_eos` room is kept for all
+    params = {
+        "temperature": 0,
+        "max_new_tokens": 300,
+    }  # `ignore_eos` would reserve all
     results = pool.generate_all(
         input_ids=prompts, sampling_params=params, token_ids_logprob=NAMED[1]
     )
@@ -268,7 +273,7 @@ def test_outputs_that_are_retracted(make_pool: MakePool, model: Path, retracted:
 
 
 def test_stream(pool: EnginePool) -> None:
-    """A chunk has those of the ids that it has."""
+    """Each chunk has the values of its ids."""
     expected = pool.generate_all(
         input_ids=PROMPTS, sampling_params=GREEDY, token_ids_logprob=NAMED[1]
     )
@@ -284,7 +289,7 @@ def test_stream(pool: EnginePool) -> None:
 
 
 def test_an_output_that_goes_on(pool: EnginePool, model: Path) -> None:
-    """From what it has; which must have them, of the same ids."""
+    """It resumes from a part, which must have values of the same ids."""
     options: Any = {
         "input_ids": PROMPTS[:2], "sampling_params": GREEDY, "token_ids_logprob": NAMED[1],
     }  # fmt: skip
@@ -310,7 +315,8 @@ def test_an_output_that_goes_on(pool: EnginePool, model: Path) -> None:
 
 
 def test_an_id_that_cannot_come(pool: EnginePool, model: Path) -> None:
-    """Of a grammar, or before `min_new_tokens`: minus infinity; the others' law is without it."""
+    """Forbidden by a grammar or before `min_new_tokens`: its value is minus infinity, and the
+    others' law excludes it."""
     end = pool.engines[0].tokenizer_manager.tokenizer.eos_token_id
     each = [
         {"temperature": 0, "max_new_tokens": 5, "regex": "[ab]{9}"},
@@ -335,7 +341,7 @@ def test_an_id_that_cannot_come(pool: EnginePool, model: Path) -> None:
 
 
 def test_of_one_engines_own_call(pool: EnginePool, model: Path) -> None:
-    """Upstream's names, as its Engine has them."""
+    """With the names that upstream's Engine has."""
     result: Any = pool.engines[2].generate(
         input_ids=ids(30), sampling_params=GREEDY, return_logprob=True, logprob_start_len=4,
         token_ids_logprob=NAMED[1],

@@ -1,4 +1,4 @@
-"""NumPy's and JAX's scalars and arrays are taken wherever Python's are, and never come back."""
+"""NumPy's and JAX's scalars and arrays are accepted like Python's values, and results have none."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def expected(pool: EnginePool) -> list[int]:
 
 @pytest.mark.parametrize("array", [np.array, jnp.array], ids=["numpy", "jax"])
 def test_ids(pool: EnginePool, expected: list[int], array: Any) -> None:
-    """One dimension is a prompt and gives a dict, two are a list of prompts; so are lists of
-    scalars and of arrays."""
+    """An array of one dimension is a prompt and gives a dict. Two dimensions are a list of
+    prompts, and so are lists of scalars and of arrays."""
     for one in (array(IDS), [array(token) for token in IDS], [array(IDS[0]), *IDS[1:]]):
         result = pool.generate(input_ids=one, sampling_params=GREEDY)
         assert result["output_ids"] == expected
@@ -56,7 +56,7 @@ def test_no_ids(pool: EnginePool, array: Any, value: Any, words: str) -> None:
 
 
 def test_lone_iterator(pool: EnginePool, expected: list[int]) -> None:
-    """Ids from an iterator, which can be read once, are one prompt too."""
+    """An iterator of ids, which can be read only once, is one prompt."""
     result = pool.generate(input_ids=iter(IDS), sampling_params=GREEDY)
     assert result["output_ids"] == expected
 
@@ -71,7 +71,7 @@ def test_texts(pool: EnginePool) -> None:
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 def test_parameters(pool: EnginePool, array: Any) -> None:
-    """Every sampling parameter and every option, as an array of no dimension or a scalar."""
+    """Every sampling parameter and every option, as an array without dimensions or a scalar."""
     given: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.5, "min_p": 0.25, "top_k": 4, "frequency_penalty": 0.5,
         "presence_penalty": -0.5, "max_new_tokens": 6, "min_new_tokens": 2, "n": 2,
@@ -97,7 +97,7 @@ def test_parameters(pool: EnginePool, array: Any) -> None:
 
 
 def test_upstreams_object(pool: EnginePool, expected: list[int]) -> None:
-    """Upstream's SamplingParams, alone or in a list, with NumPy's values in it."""
+    """Upstream's SamplingParams with NumPy's values, alone or in a list."""
     from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
     params = SamplingParams(
@@ -111,7 +111,7 @@ def test_upstreams_object(pool: EnginePool, expected: list[int]) -> None:
 
 
 def test_steering(make_pool: MakePool, model_dir: Any) -> None:
-    """An id of a request, a flag, a version of weights."""
+    """A request's id, a flag, a version of weights."""
     pool = make_pool("qwen3", 1, warmup="none")
     report = pool.update_weights(model_dir("qwen3"), weight_version=np.int64(7))  # type: ignore
     assert type(report.weight_version) is int
@@ -124,7 +124,7 @@ def test_steering(make_pool: MakePool, model_dir: Any) -> None:
 
 @pytest.mark.slow
 def test_constructor(expected: list[int], model_dir: Any) -> None:
-    """Counts, ids of devices and upstream's options; an id that is none is refused."""
+    """Counts, device ids and upstream's options. An invalid id is refused."""
     model = str(model_dir("qwen3"))
     options = {**SMALL, "context_length": np.int64(512), "warmup": "none"}
     for devices in (np.int64(1), np.array([1]), [np.int64(2)], np.array(jax.local_devices()[:1])):

@@ -1,4 +1,5 @@
-"""A part of a larger batch, and outputs that go on from what they have: as if run in one go."""
+"""A part of a larger batch, and outputs that resume from a part, give what an uninterrupted run
+gives."""
 
 import random
 from typing import Any
@@ -10,7 +11,7 @@ from tests.support.liveness import idle, until
 from tests.support.pools import same
 
 PROMPTS = [[3 + i, 40 + i, 7] * (1 + i % 3) for i in range(8)]
-# What an output depends on beyond its prompt, each in its own way.
+# Parameters that an output depends on besides its prompt.
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 1.0, "sampling_seed": 7},
@@ -25,7 +26,7 @@ def whole(pool: EnginePool, params: dict[str, Any], **options: Any) -> list[dict
 
 
 def cut(result: dict[str, Any], length: int) -> dict[str, Any]:
-    """As much of a result as there was after so many tokens."""
+    """A result as it was after this many tokens."""
     meta = result["meta_info"]
     return {
         "output_ids": result["output_ids"][:length],

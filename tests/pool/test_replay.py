@@ -1,4 +1,5 @@
-"""Results say all that it takes to sample them again, on another pool with the same weights."""
+"""Results have everything that is needed to sample them again, on another pool with the same
+weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ def ask(pool: EnginePool, prompts: Any, params: Any) -> list[dict[str, Any]]:
 
 
 def test_on_another_pool(pool: EnginePool, make_pool: MakePool) -> None:
-    """Of four engines on one; seeded or not, with every kind of parameter."""
+    """Results of four engines are replayed on one, seeded or not, with every kind of parameter."""
     prompts = [PROMPTS[index % 6] for index in range(24)]
     params = [one | {"n": 1 + index % 2} for index, one in enumerate(mixed(24, seed=1))]
     results = ask(pool, prompts, params)
@@ -41,7 +42,7 @@ def test_on_another_pool(pool: EnginePool, make_pool: MakePool) -> None:
 def test_of_two_versions(
     llama: EnginePool, make_pool: MakePool, target: Callable[[str], Path]
 ) -> None:
-    """Each version's tokens, on a pool that has it."""
+    """Each version's tokens are replayed on a pool that has that version."""
     params = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 150, "ignore_eos": True}
     channel = llama.runtime.workers[0].channel
     let_go = faults.hang_in_step(llama, 0, at=10)
@@ -65,7 +66,7 @@ def test_of_two_versions(
 
 
 def test_what_differs_is_told(pool: EnginePool) -> None:
-    """Other ids, another mask, another number; and what was made without log-probabilities."""
+    """Other ids, another mask, another number. Also for results without log-probabilities."""
     params = {"temperature": 1.0, "top_k": 5, "max_new_tokens": 12, "ignore_eos": True}
     results = ask(pool, PROMPTS[:4], params)
     results[0]["output_ids"][5] ^= 1
@@ -84,7 +85,8 @@ def test_what_differs_is_told(pool: EnginePool) -> None:
 
 
 def test_what_is_missing(pool: EnginePool) -> None:
-    """It is named. A call without parameters had those of the checkpoint, and not upstream's."""
+    """The error names it. A call without parameters had the checkpoint's defaults, not
+    upstream's."""
     params = {"temperature": 1.0, "max_new_tokens": 3}
     results = ask(pool, PROMPTS[:2], params)
     for prompts, given, words in (

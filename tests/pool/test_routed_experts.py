@@ -1,4 +1,4 @@
-"""Which experts routed each token: those of a plain JAX Qwen3-MoE along the same tokens."""
+"""The experts of each token are those of a plain JAX Qwen3-MoE along the same tokens."""
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
@@ -63,8 +63,8 @@ def ask(pool: EnginePool, prompts: Sequence[list[int]], params: Any, **options: 
 
 
 def test_prompts_and_outputs(pool: EnginePool, models: list[Path]) -> None:
-    """On several engines, in chunks, in launches of several steps. Others do not ask. Nothing is
-    compiled."""
+    """On several engines, in chunks, in launches of several steps, beside requests that do not
+    want experts. Nothing is compiled."""
     others: Any = {"input_ids": PROMPTS[:3], "sampling_params": SAMPLED}
     with compilations() as seen, callers(1) as executor, several_at_once():
         plain = executor.submit(pool.generate_all, **others, return_logprob=True)
@@ -85,7 +85,7 @@ def test_upstreams_own_steps(one: EnginePool, models: list[Path]) -> None:
 
 
 def test_prefixes_that_are_cached(one: EnginePool, models: list[Path]) -> None:
-    """Of a prompt, and of an output of somebody who did not ask."""
+    """From a prompt, and from the output of a request that wanted no experts."""
     first = ids(100, 3)
     (plain,) = one.generate_all(input_ids=[first], sampling_params=SAMPLED)
     longer = [*first, *plain["output_ids"], 5, 6]
@@ -99,7 +99,7 @@ def test_prefixes_that_are_cached(one: EnginePool, models: list[Path]) -> None:
 def test_a_request_that_joins(
     one: EnginePool, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that are in flight. It asks for nothing else."""
+    """It joins steps in flight and wants nothing else."""
     late = ids(30, 8)
     order = Order(one, late, monkeypatch)
     with callers(2) as executor:
@@ -111,7 +111,7 @@ def test_a_request_that_joins(
         results = [*first.result(SECONDS), *second.result(SECONDS)]
     for prompt, result in zip([*PROMPTS[:2], late], results, strict=True):
         assert_rows(models[0], prompt, result)
-    longer = [*late, *results[-1]["output_ids"], 5]  # of which the KV cache is there
+    longer = [*late, *results[-1]["output_ids"], 5]  # whose KV cache exists
     (again,) = ask(one, [longer], SAMPLED)
     assert again["meta_info"]["cached_tokens"] > 50
     assert_rows(models[0], longer, again)
@@ -138,7 +138,7 @@ def test_over_a_pause(one: EnginePool, models: list[Path], mode: Any) -> None:
 def over_a_swap(
     one: EnginePool, models: list[Path], mode: Any, params: Any, **options: Any
 ) -> list[Any]:
-    """Outputs of three prompts, the first tokens by the first weights."""
+    """Outputs of three prompts. Their first tokens are of the first weights."""
     one.flush_cache()
     channel = one.runtime.workers[0].channel
     let_go = faults.hang_in_step(one, 0, at=6)  # four of them prefill
@@ -154,7 +154,7 @@ def over_a_swap(
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_over_a_swap(one: EnginePool, models: list[Path], own_weights: None, mode: Any) -> None:
-    """A row is of the weights that sampled the token behind it, also if it is computed again."""
+    """Each row is of the weights that sampled the next token, also if it is computed again."""
     results = over_a_swap(one, models, mode, SAMPLED)
     for prompt, result in zip(PROMPTS[:3], results, strict=True):
         (_, end, _), _ = result["meta_info"]["weight_versions"]
@@ -167,7 +167,7 @@ def test_over_a_swap(one: EnginePool, models: list[Path], own_weights: None, mod
 def test_outputs_that_are_retracted(
     one: EnginePool, models: list[Path], retracted: list[int]
 ) -> None:
-    """For want of KV cache, and go on later."""
+    """For lack of KV cache. They resume later."""
     prompts = [[100 + n, 9] for n in range(6)]
     params = {"temperature": 1.0, "max_new_tokens": 300, "min_new_tokens": 300}
     results = ask(one, prompts, params)
@@ -177,7 +177,7 @@ def test_outputs_that_are_retracted(
 
 
 def test_over_a_fault(pool: EnginePool, models: list[Path]) -> None:
-    """The outputs of the engine go on, on it or on others."""
+    """The engine's outputs continue, on this engine or on others."""
     before = len(pool.events())
     faults.raise_in_step(pool, 1, at=4)
     results = ask(pool, PROMPTS * 3, SAMPLED | {"sampling_seed": 4})
@@ -193,7 +193,7 @@ def test_over_a_fault(pool: EnginePool, models: list[Path]) -> None:
 
 
 def test_an_output_that_goes_on(pool: EnginePool, models: list[Path]) -> None:
-    """Its given tokens are prefilled, and have experts too."""
+    """The tokens of its part are prefilled and have experts, too."""
     (whole,) = ask(pool, PROMPTS[:1], SAMPLED, return_logprob=True)
     part = {
         "output_ids": whole["output_ids"][:9],
@@ -208,7 +208,7 @@ def test_an_output_that_goes_on(pool: EnginePool, models: list[Path]) -> None:
 
 
 def test_a_part_of_other_weights(one: EnginePool, models: list[Path], own_weights: None) -> None:
-    """It keeps its experts. A part that has none gets the current weights'."""
+    """The part keeps its experts. A part without experts gets those of the current weights."""
     prompt = PROMPTS[2]
     (whole,) = ask(one, [prompt], SAMPLED)
     last = len(prompt) + 9 - 1
@@ -237,8 +237,8 @@ SHORT: list[dict[str, Any]] = [
 
 
 def test_with_masks_of_any_output(one: EnginePool, models: list[Path]) -> None:
-    """Of several samples: one token, what a stop string cuts, a grammar, penalties. In a stream,
-    and when an output goes on, they are the same."""
+    """For several samples, one token, an output cut by a stop string, a grammar, and penalties.
+    They are the same in a stream and after resuming."""
     params = [{"temperature": 1.0, "max_new_tokens": 9, "sampling_seed": 4} | own for own in SHORT]
     asked: Any = {"return_sampling_mask": True, "return_routed_experts": True}
     results = one.generate_all(None, [own | {"n": 2} for own in params], input_ids=PROMPTS, **asked)
@@ -289,7 +289,7 @@ def test_they_are_replayed(pool: EnginePool, one: EnginePool) -> None:
 def test_all_is_replayed(
     pool: EnginePool, one: EnginePool, models: list[Path], own_weights: None
 ) -> None:
-    """Over a swap, with and without a seed: ids, masks, experts and log-probabilities of both
+    """After a swap, with and without a seed: ids, masks, experts and log-probabilities of both
     weights, by other pools that have them."""
     common = {"temperature": 0.8, "max_new_tokens": 30}
     params: list[dict[str, Any]] = [

@@ -1,4 +1,5 @@
-"""The ids that output tokens were sampled from: NumPy's law on the plain JAX reference's logits."""
+"""The ids that output tokens were sampled from follow NumPy's law on the plain JAX reference's
+logits."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ def model(model_dir: Callable[[str], Path]) -> Path:
 
 
 def mixed(count: int, *, seed: int) -> list[dict[str, Any]]:
-    """Seeded or not, with penalties or not, greedy or not."""
+    """Parameters with and without seed and penalties, greedy and sampled."""
     draw = random.Random(seed)
     made = []
     for _ in range(count):
@@ -55,7 +56,7 @@ def mixed(count: int, *, seed: int) -> list[dict[str, Any]]:
 
 
 def ends(pool: EnginePool) -> Callable[..., Sequence[int]]:
-    """What may not come before `min_new_tokens`."""
+    """The ids that may not come before `min_new_tokens`."""
     end = pool.engines[0].tokenizer_manager.tokenizer.eos_token_id
 
     def banned(output: Any, given: dict[str, Any], place: int) -> Sequence[int]:
@@ -66,13 +67,13 @@ def ends(pool: EnginePool) -> Callable[..., Sequence[int]]:
 
 
 def with_laws(one: dict[str, Any]) -> dict[str, Any]:
-    """At temperature 0 and with `top_k` of 1 the likeliest id is left."""
+    """At temperature 0 and with `top_k` of 1 only the most probable id is left."""
     return one | {"temperature": 0.0} if one.get("top_k") == 1 and one["temperature"] == 1 else one
 
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_of_mixed_parameters(make_pool: MakePool, model: Path, devices: int) -> None:
-    """A thousand positions. Others ask for none, in the same batches. Nothing is compiled."""
+    """A thousand positions. Other requests in the same batches want none. Nothing is compiled."""
     pool = make_pool("qwen3", devices)
     given = [with_laws(one) for one in mixed(60, seed=devices)]
     prompts = [PROMPTS[index % 6] for index in range(60)]
@@ -89,7 +90,7 @@ def test_of_mixed_parameters(make_pool: MakePool, model: Path, devices: int) -> 
 
 
 def test_the_same_tokens(pool: EnginePool) -> None:
-    """Whether masks are asked for or not."""
+    """Outputs are the same with and without masks."""
     options: Any = {"input_ids": PROMPTS, "sampling_params": NARROW, "return_logprob": True}
     same(pool.generate_all(**options, return_sampling_mask=True), pool.generate_all(**options))
 
@@ -108,7 +109,7 @@ def test_of_upstreams_own_steps(make_pool: MakePool, model: Path) -> None:
 
 
 def test_under_a_grammar(pool: EnginePool, model: Path) -> None:
-    """Of six letters, beside every other parameter; alone it leaves the six."""
+    """A grammar of six letters beside every other parameter. Alone it leaves the six letters."""
     six = {"max_new_tokens": 20, "min_new_tokens": 0, "ignore_eos": False, "regex": "[a-f]{20,}"}
     given = [with_laws(one) | six for one in mixed(24, seed=7)] + [{"temperature": 1.0} | six]
     prompts = [PROMPTS[index % 6] for index in range(25)]
@@ -129,7 +130,7 @@ ONE_LEFT: list[dict[str, Any]] = [
 
 
 def test_one_id_is_left(pool: EnginePool) -> None:
-    """It is certain, and the likeliest that the grammar allows."""
+    """Its probability is 1. It is the most probable id that the grammar allows."""
     common = {"temperature": 1.0, "max_new_tokens": 30}
     given = [common | one | {"n": 2} for one in ONE_LEFT]
     results = pool.generate_all(input_ids=PROMPTS, sampling_params=given, return_sampling_mask=True)
@@ -147,7 +148,7 @@ def test_one_id_is_left(pool: EnginePool) -> None:
 
 
 def test_in_bfloat16(make_pool: MakePool) -> None:
-    """Many logits are equal. Ids that tie with the last one are left, too."""
+    """Many logits are equal. Ids that tie with the last kept one are kept, too."""
     pool = make_pool("qwen3", 1, dtype="bfloat16", warmup="none")
     given = NARROW | {"top_k": 8, "top_p": 1.0, "min_p": 0.0}
     results = pool.generate_all(
@@ -169,7 +170,7 @@ def test_in_bfloat16(make_pool: MakePool) -> None:
 
 
 def test_whole_vocabulary(pool: EnginePool) -> None:
-    """Without a filter there is nothing to list, and the values are the token's own."""
+    """Without a filter there is no list, and the values are the token's own."""
     result = pool.generate(
         input_ids=PROMPTS[0], sampling_params={"temperature": 1.0, "max_new_tokens": 5},
         return_logprob=True, return_sampling_mask=True,
@@ -182,10 +183,11 @@ def test_whole_vocabulary(pool: EnginePool) -> None:
 
 
 def test_too_many(make_pool: MakePool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit is said, with how many they are. The values are of all of them."""
+    """If the ids do not fit, the mask has only their number. The values are still computed with
+    all of them."""
     for module in ("steady.sample", "top_logprobs"):
         monkeypatch.setattr(f"enginepool.engine.{module}.MAX_KEPT_IDS", 8)
-    pool = make_pool("qwen3", 1, random_seed=77)  # of its own
+    pool = make_pool("qwen3", 1, random_seed=77)  # a pool of its own
     params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 6}
     given = [params | {"top_k": top_k} for top_k in (8, 9, 30, -1)]
     results = pool.generate_all(
@@ -226,7 +228,7 @@ def test_over_a_retract(make_pool: MakePool, model: Path) -> None:
 
 
 def test_outputs_that_are_retracted(make_pool: MakePool, model: Path, retracted: list[int]) -> None:
-    """For want of KV cache, and go on later."""
+    """For lack of KV cache. They resume later."""
     pool = make_pool("qwen3", 1)
     prompts = [[100 + n, 9] for n in range(6)]
     params = {"temperature": 1.0, "top_k": 4, "max_new_tokens": 300, "min_new_tokens": 300}
@@ -238,7 +240,7 @@ def test_outputs_that_are_retracted(make_pool: MakePool, model: Path, retracted:
 
 
 def test_an_output_that_goes_on(pool: EnginePool) -> None:
-    """From what it has, which must have them."""
+    """It resumes from a part, which must have masks."""
     options: Any = {
         "input_ids": PROMPTS[:2], "sampling_params": NARROW, "return_sampling_mask": True,
     }  # fmt: skip
@@ -265,7 +267,7 @@ def test_an_output_that_goes_on(pool: EnginePool) -> None:
 
 
 def test_stream(pool: EnginePool) -> None:
-    """A chunk has those of the ids that it has."""
+    """Each chunk has the masks of its ids."""
 
     async def ask() -> list[dict[str, Any]]:
         stream = pool.async_stream(
@@ -284,7 +286,7 @@ def test_stream(pool: EnginePool) -> None:
 
 @pytest.mark.slow
 def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: Callable[[str], Path]) -> None:
-    """The vocabulary is on both."""
+    """The vocabulary is sharded over both."""
     pool = make_pool("llama", 1, tp_size=2)
     given = [with_laws(one) for one in mixed(8, seed=3)]
     prompts = [PROMPTS[index % 6] for index in range(8)]

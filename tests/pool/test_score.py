@@ -1,4 +1,5 @@
-"""Log-probabilities of given tokens: the reference's, for every family, length and form of call."""
+"""Log-probabilities of given tokens are the reference's, for every family, length and form of
+call."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.support.scores import assert_prompt_logprobs, assert_scores, chosen, 
 
 ModelDir = Callable[[str], Path]
 CONTEXT = 512
-# Prompt and continuation: at the edges of chunks (64 tokens), and up to the context's length.
+# Of prompt and continuation: at the edges of chunks (64 tokens), up to the context's length.
 LENGTHS = [(1, 1), (1, 63), (1, 64), (2, 63), (63, 1), (64, 1), (65, 2), (30, 98), (128, 1)]
 LENGTHS += [(1, 200), (200, 1), (1, CONTEXT - 1), (CONTEXT - 1, 1), (300, CONTEXT - 300)]
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -31,8 +32,8 @@ GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 def test_families(tmp_path: Path, family: str) -> None:
     """Within 1e-4 of the plain forward pass, together and alone, and nothing is compiled.
 
-    (Weights of which a reference in float32 differs from one in float64 by 3e-5 at most, after 500
-    tokens; of the other tests' it is half of the tolerance.)
+    (With these weights a reference in float32 differs from one in float64 by at most 3e-5 after 500
+    tokens. With the weights of other tests it differs by half of the tolerance.)
     """
     model = make_random_model(tmp_path, family, seed=1, std=0.1)
     prompts, continuations = ([ids(pair[i], seed=i) for pair in LENGTHS] for i in (0, 1))
@@ -56,7 +57,7 @@ def test_every_engine_has_a_part(pool: EnginePool, model_dir: ModelDir) -> None:
 
 @pytest.mark.slow
 def test_one_engine_on_two_devices(make_pool: MakePool, model_dir: ModelDir) -> None:
-    """The vocabulary is on both; the most probable tokens are of the whole of it."""
+    """The vocabulary is sharded over both. The most probable tokens are of all of it."""
     pool = make_pool("llama", 1, tp_size=2)
     prompts, continuations = [ids(90), ids(3)], [ids(20, 1), ids(70, 1)]
     with compilations() as seen:
@@ -113,8 +114,8 @@ def test_most_probable_tokens(pool: EnginePool, model_dir: ModelDir, k: int) -> 
 def test_logits_are_made_a_slice_at_a_time(
     monkeypatch: pytest.MonkeyPatch, model_dir: ModelDir
 ) -> None:
-    """Never more than the bound; the values do not depend on it. Slices that nobody asked for are
-    passed over."""
+    """Never more than the limit, on which the values do not depend. Slices that nobody wants are
+    skipped."""
     rows, vocabulary = 16, 272
     monkeypatch.setattr(score_head, "LOGITS_BYTES", 4 * rows * vocabulary)
     lowered: list[str] = []
@@ -155,7 +156,7 @@ def test_logits_are_made_a_slice_at_a_time(
 
 
 def test_texts(make_pool: MakePool) -> None:
-    """A continuation is tokenized by itself and joined; a lone prompt may have several."""
+    """A continuation is tokenized by itself and appended. A single prompt may have several."""
     pool = make_pool("toy", 2)
     tokenizer = pool.runtime.input_processor.tokenizer
     lone = pool.score("12+7=", "19")
@@ -235,7 +236,7 @@ def test_bad_input(
 
 
 def test_a_small_kv_cache_is_the_limit(make_pool: MakePool, model_dir: ModelDir) -> None:
-    """All of it can be used, and nothing follows the last token."""
+    """All of it can be used, because nothing follows the last token."""
     pool = make_pool("qwen3", 1, max_total_tokens=128, warmup="none")
     results = [pool.score(input_ids=ids(100), continuation_ids=ids(29, 1))]
     assert_scores(model_dir("qwen3"), [ids(100)], [ids(29, 1)], results)
@@ -258,7 +259,7 @@ def test_prompt_of_an_output(pool: EnginePool, model_dir: ModelDir, length: int)
 
 
 def test_prompt_of_every_sample(pool: EnginePool, model_dir: ModelDir) -> None:
-    """Each has the values; top ones too; from a token of its own on."""
+    """Each sample has the values, with the most probable ids, from its own start on."""
     prompts = [ids(30), ids(90)]
     results = pool.generate_all(
         input_ids=prompts,
@@ -280,8 +281,8 @@ def test_prompt_of_every_sample(pool: EnginePool, model_dir: ModelDir) -> None:
 
 
 def test_prompts_of_no_output(pool: EnginePool, model_dir: ModelDir) -> None:
-    """`max_new_tokens` of 0: the values alone, of more samples than an engine holds at a time, and
-    of a prompt that fills the context."""
+    """`max_new_tokens` of 0 gives the values only, for more samples than an engine holds at a
+    time, and for a prompt that fills the context."""
     prompts = [ids(30), ids(CONTEXT), ids(1)]
     results = pool.generate_all(
         input_ids=prompts,
@@ -300,7 +301,7 @@ def test_prompts_of_no_output(pool: EnginePool, model_dir: ModelDir) -> None:
 
 
 def test_prompt_of_one_engines_own_call(pool: EnginePool, model_dir: ModelDir) -> None:
-    """Upstream's names, as its Engine has them."""
+    """With the names that upstream's Engine has."""
     result: Any = pool.engines[1].generate(
         input_ids=ids(30), sampling_params=GREEDY, return_logprob=True, logprob_start_len=4
     )
@@ -343,15 +344,15 @@ def test_bad_options(
 
 
 def test_reference_is_independent(model_dir: ModelDir) -> None:
-    """The values of a prompt's tokens are not those of its neighbours."""
+    """The values of a prompt's tokens differ from those of its neighbours."""
     rows = reference(model_dir("qwen3"), [ids(10)], [ids(5, 1)])[0]
     shifted = chosen(np.roll(rows, 1, axis=0), ids(5, 1))
     assert np.abs(chosen(rows, ids(5, 1)) - shifted).max() > 100 * LOGPROB_TOLERANCE
 
 
 def test_of_what_was_sampled_in_bfloat16() -> None:
-    """Logits are rounded as a decode step rounds them: nearly all values are the sampled token's
-    own, to the last bit. (Batches of other shapes round differently inside the model.)"""
+    """Logits are rounded as in a decode step, so nearly all values are equal to the sampled
+    token's, to the last bit. (Batches of other shapes round differently inside the model.)"""
     prompts = [list(f"{a}+{b}=".encode()) for a in (1, 12, 77) for b in (3, 40, 55, 8)]
     params = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True, "sampling_seed": 1}
     with EnginePool(devices=1, warmup="none", **SMALL | {"dtype": "bfloat16"}) as pool:

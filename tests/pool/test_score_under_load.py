@@ -1,4 +1,4 @@
-"""Scoring beside everything else: sampling, swaps, pauses, faults, callers that leave."""
+"""Scores beside sampling, swaps, pauses, faults and callers that leave."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from tests.support.scores import (
     reference,
 )
 
-# Eight pieces of 64 tokens, and seven.
+# Prompts of eight and of seven pieces of 64 tokens.
 LONG = [ids(300), ids(400)], [ids(200, 1), ids(40, 1)]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 40}
 
@@ -44,7 +44,7 @@ def pool_of(devices: int, versions: list[Path]) -> Iterator[EnginePool]:
 
 @contextmanager
 def left_as_it_was(pool: EnginePool, versions: list[Path]) -> Iterator[EnginePool]:
-    """On version 0; nothing stays behind."""
+    """The pool has version 0 before the test, and nothing runs after it."""
     pool.update_weights(versions[0], weight_version=0)
     yield pool
     until(lambda: {engine["state"] for engine in pool.stats()["engines"]} == {"serving"})
@@ -85,7 +85,8 @@ def scorer(pool: EnginePool) -> Any:
 def under_way(
     pool: EnginePool, call: Callable[[], Any], pieces: int = 3
 ) -> Iterator[tuple[Any, faults.Hang]]:
-    """The block runs while the first engine is in the so-manieth piece of what `call` scores."""
+    """The block runs while the first engine computes piece number `pieces` of what `call`
+    scores."""
     let_go = faults.hang_in_score(pool, 0, at=pieces)
     with callers(1) as executor:
         try:
@@ -106,7 +107,8 @@ def jobs(pool: EnginePool) -> bool:
 
 @pytest.mark.slow
 def test_beside_sampling(two: EnginePool, versions: list[Path]) -> None:
-    """Outputs are as without, scores are right, nothing is compiled, and both get on."""
+    """Outputs are as without scores, scores are right, nothing is compiled, and both make
+    progress."""
     rng = random.Random(3)
     prompts = [ids(rng.choice([3, 60, 150]), n) for n in range(16)]
     pairs = [(ids(rng.randint(1, 250), n), ids(rng.randint(1, 250), n + 50)) for n in range(24)]
@@ -129,7 +131,7 @@ def test_beside_sampling(two: EnginePool, versions: list[Path]) -> None:
 
 
 def test_beside_a_long_output(one: EnginePool, versions: list[Path]) -> None:
-    """A prompt does not wait for the end of an output, in whose steps nothing changes."""
+    """A prompt does not wait for the end of an output. The output's steps do not change."""
     params = GREEDY | {"max_new_tokens": 500}
     with callers(1) as executor:
         answer = executor.submit(one.generate, None, params, input_ids=[5])
@@ -141,8 +143,8 @@ def test_beside_a_long_output(one: EnginePool, versions: list[Path]) -> None:
 
 
 def test_outputs_that_fill_the_kv_cache(one: EnginePool, versions: list[Path]) -> None:
-    """Prompts wait for room that running outputs hold, or give back what they hold; everything
-    ends, and is right."""
+    """Prompts wait for KV cache of running outputs, or free what they hold. All of them end and
+    are right."""
     prompts = [ids(200, n) for n in range(5)]
     params = GREEDY
     options: Any = {"input_ids": prompts, "return_logprob": True}
@@ -166,7 +168,7 @@ def assert_with_named(model: Path, which: tuple[Any, Any], results: Any) -> None
 
 
 def test_a_prompt_makes_way(one: EnginePool, versions: list[Path]) -> None:
-    """It gives back its KV cache in the middle, and begins anew."""
+    """It frees its KV cache in the middle, and starts over."""
     call = lambda: score(one, token_ids_logprob=NAMED)  # noqa: E731
     with under_way(one, call, pieces=7) as (answer, let_go):
         held = scorer(one).holds_kv
@@ -180,8 +182,8 @@ def test_a_prompt_makes_way(one: EnginePool, versions: list[Path]) -> None:
 def test_a_prompt_that_never_fits(
     one: EnginePool, versions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the KV cache of a sliding window is smaller: it ends, and the next ones do not wait
-    for it."""
+    """As where the KV cache of a sliding window is smaller. It ends, and later prompts do not
+    wait for it."""
     allocator = faults.scheduler_of(one, 0).token_to_kv_pool_allocator
     alloc = allocator.alloc
 
@@ -199,8 +201,8 @@ def test_a_prompt_that_never_fits(
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place"])
 def test_a_swap_in_the_middle_of_a_prompt(one: EnginePool, versions: list[Path], mode: Any) -> None:
-    """All values of a result are of the weights that it names: what has begun ends first when an
-    update drains, and begins anew otherwise."""
+    """All values of a result are of the weights that it names. A prompt that has begun ends
+    first if the update drains, and otherwise starts over."""
     call = lambda: score(one, token_ids_logprob=NAMED)  # noqa: E731
     with under_way(one, call, pieces=7) as (answer, let_go), callers(1) as executor:
         swap = executor.submit(one.update_weights, versions[1], mode=mode, weight_version=1)
@@ -228,7 +230,7 @@ def test_a_swap_that_aborts(one: EnginePool, versions: list[Path]) -> None:
 
 
 def test_swaps_do_not_starve_a_prompt(one: EnginePool, versions: list[Path]) -> None:
-    """What one of them sends back to the queue ends before the next."""
+    """A prompt that one swap sends back to the queue ends before the next swap."""
     with under_way(one, lambda: score(one)) as (answer, let_go), callers(2) as executor:
 
         def swap(version: int) -> Any:
@@ -275,7 +277,7 @@ def test_an_output_over_a_swap(one: EnginePool, versions: list[Path]) -> None:
 
 
 def test_a_failed_piece(two: EnginePool, versions: list[Path]) -> None:
-    """Its prompts are scored elsewhere, and the engine comes back."""
+    """Its prompts are scored on another engine, and the engine comes back."""
     prompts, continuations = [ids(100, n) for n in range(12)], [ids(60, n) for n in range(12)]
     before = len(two.events())
     faults.raise_in_score(two, 0, at=2)
@@ -285,7 +287,7 @@ def test_a_failed_piece(two: EnginePool, versions: list[Path]) -> None:
 
 
 def test_weights_of_one_engine_that_are_not_finite(two: EnginePool, versions: list[Path]) -> None:
-    """No result has a value that is not finite; the engine gets its sibling's weights."""
+    """No result has a value that is not finite. The engine gets its sibling's weights."""
     engine = two.engines[0]
     faults.spoil_leaf(two, 0)
     while two.engines[0] is engine:
@@ -312,7 +314,7 @@ def test_a_piece_that_does_not_return(two: EnginePool, versions: list[Path]) -> 
 
 
 def test_timeout(one: EnginePool) -> None:
-    """Results keep their places, without values; what is finished has them."""
+    """Results keep their places. Unfinished ones have no values."""
     held = one.runtime.workers[0].channel.running.held
     call = lambda: score(one, timeout=2.0)  # noqa: E731
     with under_way(one, call) as (answer, let_go):
@@ -353,7 +355,7 @@ def test_cancel(one: EnginePool, backend: str) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_pause(one: EnginePool, versions: list[Path], mode: Any) -> None:
-    """No piece is computed while the pool is paused; afterwards it goes on."""
+    """While the pool is paused no piece is computed. Afterwards the prompt continues."""
     with under_way(one, lambda: score(one)) as (answer, let_go), callers(1) as executor:
         pause = executor.submit(one.pause_generation, mode)
         until(lambda: jobs(one))
@@ -367,7 +369,7 @@ def test_pause(one: EnginePool, versions: list[Path], mode: Any) -> None:
 
 
 def test_flush_in_the_middle(one: EnginePool, versions: list[Path]) -> None:
-    """Flushing the prefix cache takes nothing from a prompt that is being scored."""
+    """A flush of the prefix cache takes nothing from a prompt that is being scored."""
     with under_way(one, lambda: score(one)) as (answer, let_go), callers(1) as executor:
         flush = executor.submit(one.flush_cache)
         until(lambda: jobs(one))
@@ -387,7 +389,7 @@ def test_memory_given_back_in_the_middle(one: EnginePool, versions: list[Path]) 
 
 
 def test_inside_an_update(two: EnginePool, versions: list[Path]) -> None:
-    """Where no engine takes a step, the call would wait for ever."""
+    """The call is refused: no engine takes a step, so it would wait for ever."""
 
     def tensors() -> Iterator[Any]:
         with pytest.raises(InvalidRequest, match="would wait for ever"):
@@ -414,7 +416,7 @@ def test_close(versions: list[Path]) -> None:
 
 @pytest.mark.slow
 def test_many_random_calls(make_pool: MakePool, model_dir: Callable[[str], Path]) -> None:
-    """Zero compilations in a mixture of everything, four engines, and all scores right."""
+    """A mixture of all calls on four engines compiles nothing, and all scores are right."""
     pool = make_pool("toy", 4)
     rng = random.Random(8)
 

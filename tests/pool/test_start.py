@@ -1,4 +1,4 @@
-"""What a pool says of its start: a line on a terminal, events, and figures."""
+"""What a pool reports while it starts: a line on a terminal, events, and figures."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ ENGINE_STAGES = {"import", "build", "read_weights", "check", "warm_up"}
 
 
 class Terminal:
-    """A terminal in place of standard error. What it was given is read as it comes."""
+    """A terminal in place of standard error. Its input is read as it comes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._master, slave = os.openpty()
@@ -35,13 +35,13 @@ class Terminal:
         try:
             while read := os.read(self._master, 4096):
                 self.text += read.decode()
-        except OSError:  # nobody writes any more
+        except OSError:  # the writer has closed it
             os.close(self._master)
 
 
 @pytest.fixture
 def slow_warm_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
-    """A warm-up that has begun waits until something is so."""
+    """A warm-up that has begun waits for a condition."""
 
     def wait_for(condition: Callable[[], bool]) -> None:
         run = ModelWorker.run_precompile
@@ -55,7 +55,7 @@ def slow_warm_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool
     return wait_for
 
 
-# pytest sets standard error anew after the fixtures, so the tests make the terminal.
+# pytest sets standard error again after the fixtures, so the tests make the terminal.
 
 
 def test_terminal_line(
@@ -63,7 +63,7 @@ def test_terminal_line(
     slow_warm_up: Callable[..., None],
     model_dir: Callable[[str], Path],
 ) -> None:
-    """On a terminal one line says which engine does what. It is gone when the pool serves."""
+    """On a terminal one line says which engine does what. It disappears when the pool serves."""
     terminal = Terminal(monkeypatch)
     slow_warm_up(lambda: "engine 1 of 1 warms up" in terminal.text)
     with EnginePool(str(model_dir("qwen3")), devices=1, **SMALL), terminal.file:
@@ -71,7 +71,7 @@ def test_terminal_line(
 
 
 def test_no_line(monkeypatch: pytest.MonkeyPatch, model_dir: Callable[[str], Path]) -> None:
-    """With `progress=False` even a terminal sees nothing."""
+    """With `progress=False` there is no line on a terminal either."""
     terminal = Terminal(monkeypatch)
     options = SMALL | {"warmup": "none", "progress": False}
     with EnginePool(str(model_dir("qwen3")), devices=1, **options), terminal.file:
@@ -82,7 +82,7 @@ def test_no_line(monkeypatch: pytest.MonkeyPatch, model_dir: Callable[[str], Pat
 def test_figures(
     monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache, model_dir: Callable[[str], Path]
 ) -> None:
-    """`stats()` has where a start's seconds went, by stage, and what JAX took of them."""
+    """`stats()` has the seconds of a start by stage, and how many of them JAX took."""
     open_with(monkeypatch, ExecutableCache(one_cache.serialized))  # nothing is traced yet
     with EnginePool(str(model_dir("qwen3")), devices=2, **SMALL) as pool:
         stats = pool.stats()
@@ -102,8 +102,8 @@ def test_figures(
 
 
 def test_events(model_dir: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    """Each stage of an engine is an event when it begins; that it serves has the figures. JAX's
-    events are nobody's afterwards."""
+    """Each stage of an engine is an event when it begins. The event that an engine serves has
+    the figures. Afterwards nobody listens to JAX's events."""
     listeners = list(monitoring.get_event_duration_listeners())
     caplog.set_level(logging.INFO, logger="enginepool")
     with EnginePool(str(model_dir("qwen3")), devices=1, **SMALL) as pool:

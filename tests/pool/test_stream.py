@@ -1,4 +1,4 @@
-"""Chunks: cumulative text, ids so far, and a last one that equals the result."""
+"""Chunks have the text and the ids so far. The last one equals the result."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -15,7 +15,7 @@ Chunk = dict[str, Any]
 
 
 def by_output(chunks: Iterable[Chunk]) -> dict[int, list[Chunk]]:
-    """Chunks of each `index`, checked for what holds in every stream."""
+    """The chunks of each `index`, checked for what holds in every stream."""
     outputs: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         outputs.setdefault(chunk["index"], []).append(chunk)
@@ -30,8 +30,8 @@ def by_output(chunks: Iterable[Chunk]) -> dict[int, list[Chunk]]:
 
 
 def test_last_chunk_equals_the_result(pool: EnginePool):
-    """Text, ids and log-probabilities; random bytes as text included. Earlier chunks hold the
-    beginnings, and a caller who changes one changes nothing else."""
+    """Text, ids and log-probabilities, also for a text of random bytes. Earlier chunks have
+    their beginnings. A caller who changes a chunk changes nothing else."""
     prompts, each = ["a", "你是谁", "🙂🙂"], params(40, 60, 25)
     results = pool.generate_all(prompts, each, return_logprob=True, top_logprobs_num=2)
     chunks = []
@@ -68,7 +68,7 @@ def test_chunks_come_while_the_engine_runs(scripted: EnginePool):
 
 
 def test_characters_of_several_bytes_come_whole(scripted: EnginePool):
-    """No chunk shows a part of a character, and none is lost."""
+    """No chunk has a part of a character, and no character is lost."""
     text = ""
     for chunk in scripted.stream("你", params(130)[0]):
         assert "\ufffd" not in chunk["text"]
@@ -76,8 +76,8 @@ def test_characters_of_several_bytes_come_whole(scripted: EnginePool):
     assert text == "是谁🙂你" * 10  # 13 bytes a round
 
 
-def test_an_output_that_ends_inside_a_character_says_so(scripted: EnginePool):
-    """What is final is shown as it is: the last text equals `generate`'s."""
+def test_an_output_that_ends_inside_a_character_shows_it(scripted: EnginePool):
+    """The last text equals that of `generate`, with the incomplete character."""
     last = list(scripted.stream("你", params(4)[0]))[-1]
     assert last["text"] == scripted.generate("你", params(4)[0])["text"] == "是\ufffd"
 
@@ -93,7 +93,7 @@ def test_an_output_that_ends_inside_a_character_says_so(scripted: EnginePool):
 def test_stop_strings_are_cut_unless_asked_for(
     scripted: EnginePool, stop: Any, trimmed: str, whole: str
 ):
-    """No chunk shows a beginning of a stop string that is cut in the end; ids keep it."""
+    """No chunk shows a beginning of a stop string that is cut in the end. The ids keep it."""
     sampling = {"temperature": 0, "max_new_tokens": 30, "stop": stop}
     for no_stop_trim, expected in ((False, trimmed), (True, whole)):
         (chunks,) = by_output(
@@ -107,7 +107,7 @@ def test_stop_strings_are_cut_unless_asked_for(
 
 
 def test_stop_string_of_several_bytes(scripted: EnginePool):
-    """It stops where its last byte comes, and its first bytes are not shown."""
+    """The output stops at its last byte, and its first bytes are not shown."""
     sampling = {"temperature": 0, "max_new_tokens": 30, "stop": "🙂"}
     (chunks,) = by_output(scripted.stream("你", sampling)).values()
     assert chunks[-1]["text"] == "是谁"
@@ -115,14 +115,14 @@ def test_stop_string_of_several_bytes(scripted: EnginePool):
 
 
 def test_what_might_have_become_a_stop_string_is_shown_in_the_end(scripted: EnginePool):
-    """A tail held back while the request ran belongs to the text if nothing stopped it."""
+    """A tail that was held back while the request ran belongs to the text if nothing stopped it."""
     sampling = {"temperature": 0, "max_new_tokens": 4, "stop": "56x"}
     (chunks,) = by_output(scripted.stream("2", sampling)).values()
     assert chunks[-1]["text"] == "3456"
 
 
 def test_stop_token_is_in_the_ids_and_not_in_the_text(scripted: EnginePool):
-    """The model's end token, and a stop token of the caller's."""
+    """For the model's end token and for the caller's stop token."""
     (chunks,) = by_output(scripted.stream("w", {"temperature": 0})).values()
     assert chunks[-1]["text"] == "xyz"
     assert chunks[-1]["output_ids"] == [*b"xyz", END_ID]
@@ -139,7 +139,8 @@ def test_stop_token_is_in_the_ids_and_not_in_the_text(scripted: EnginePool):
 
 
 def test_special_tokens_are_shown_on_request(scripted: EnginePool):
-    """`skip_special_tokens=False` shows the ones inside; the stop token is still cut."""
+    """`skip_special_tokens=False` shows special tokens inside the text. The stop token is still
+    cut."""
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 2}
     assert scripted.generate("y", sampling)["text"] == "z"
     shown = scripted.generate("y", sampling | {"skip_special_tokens": False})
@@ -149,7 +150,7 @@ def test_special_tokens_are_shown_on_request(scripted: EnginePool):
 
 
 def test_index_tells_samples_apart(pool: EnginePool):
-    """With n > 1 `index` is the place of the output in the list that `generate_all` returns."""
+    """With n > 1 `index` is the position of the output in the list that `generate_all` returns."""
     sampling = {"n": 3, "max_new_tokens": 12, "sampling_seed": 7, "ignore_eos": True}
     outputs = by_output(pool.stream(["a", "b"], sampling))
     assert sorted(outputs) == list(range(6))
@@ -161,8 +162,8 @@ def test_index_tells_samples_apart(pool: EnginePool):
 
 
 def test_stream_interval(scripted: EnginePool):
-    """A chunk comes when another multiple of the interval is reached (tokens come several at a time
-    where a launch has several steps), and at the end."""
+    """A chunk comes whenever a multiple of the interval is reached, and at the end. With several
+    steps a launch, several tokens come at a time."""
     chunks = list(scripted.stream("0", params(23)[0] | {"stream_interval": 5}))
     lengths = [len(chunk["output_ids"]) for chunk in chunks]
     assert lengths[-1] == 23
@@ -184,7 +185,7 @@ async def test_async_stream(scripted: EnginePool):
 
 
 def test_closing_a_stream_ends_its_requests(scripted: EnginePool):
-    """Inside the engines too: nothing of the call runs on."""
+    """Also inside the engines: no request of the call runs on."""
     aborted = scripted.stats()["aborted"]
     stream = scripted.stream(["0", "你"], params(400, 400))
     next(stream)
@@ -194,6 +195,6 @@ def test_closing_a_stream_ends_its_requests(scripted: EnginePool):
 
 
 def test_bad_input_is_raised_by_the_call_itself(scripted: EnginePool):
-    """Not at the first chunk, when somebody else may hold the iterator."""
+    """Not at the first chunk, when other code may have the iterator."""
     with pytest.raises(InvalidRequest, match="max_new_tokens=0"):
         scripted.stream("a", {"max_new_tokens": 0})

@@ -1,5 +1,5 @@
-"""Faults of the process around the engines: the tokenizer, threads, signals, `device_put`. The host
-program does not notice, and the pool serves on."""
+"""Faults of the process around the engines: the tokenizer, threads, signals, `device_put`. The
+host program does not notice them, and the pool serves on."""
 
 import json
 import signal
@@ -28,14 +28,14 @@ SCRIPT = Path(__file__).parents[1] / "support" / "host_script.py"
 
 @pytest.fixture(scope="module")
 def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
-    """Three engines that come back as often as it takes."""
+    """Three engines with unlimited restarts."""
     with EnginePool(str(model_dir("qwen3")), devices=3, max_restarts=1000, **SMALL) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def expected(pool: EnginePool) -> list[dict[str, Any]]:
-    """What the prompts give without any fault."""
+    """The results of the prompts without a fault."""
     return ask(pool)
 
 
@@ -52,7 +52,7 @@ def serves_on(pool: EnginePool, expected: list[dict[str, Any]]) -> Iterator[None
 
 
 def threads() -> set[str]:
-    """Without those that anyio and trio keep for a while."""
+    """The threads, without those that anyio and trio keep for a while."""
     kept = ("AnyIO worker", "Trio thread")
     return {t.name for t in threading.enumerate() if not t.name.startswith(kept)}
 
@@ -66,7 +66,7 @@ def states(pool: EnginePool) -> list[str]:
 
 
 def recoveries(pool: EnginePool, before: int) -> list[tuple[int, str]]:
-    """Which engine came back since there were `before` events, and by what."""
+    """The engines that came back after the first `before` events, and by what action."""
     return [
         (entry["engine"], entry["by"])
         for entry in pool.events()[before:]
@@ -78,7 +78,8 @@ def recoveries(pool: EnginePool, before: int) -> list[tuple[int, str]]:
 
 
 def test_text_that_the_tokenizer_does_not_take(pool: EnginePool) -> None:
-    """Half a surrogate pair is no text: the call names the prompt, and nothing of it starts."""
+    """Half a surrogate pair is no text. The error names the prompt, and nothing of the call
+    starts."""
     until(lambda: idle(pool))
     before = pool.stats()
     with pytest.raises(InvalidRequest, match=r"tokenizer does not take .*ud800") as caught:
@@ -88,7 +89,7 @@ def test_text_that_the_tokenizer_does_not_take(pool: EnginePool) -> None:
 
 
 def test_tokenizer_that_does_not_encode(pool: EnginePool) -> None:
-    """The call says so, nothing of it starts, and a call at the same time is answered."""
+    """The call raises, nothing of it starts, and a call at the same time is answered."""
     before = len(pool.events())
     with callers(1) as executor:
         other = executor.submit(ask, pool)
@@ -101,7 +102,7 @@ def test_tokenizer_that_does_not_encode(pool: EnginePool) -> None:
 
 
 def test_tokenizer_that_does_not_decode(pool: EnginePool) -> None:
-    """That one output says so and has its ids, the others are as ever; no engine is touched."""
+    """That output has the error and its ids. The others are as usual, and no engine is affected."""
     expected, before = ask(pool), len(pool.events())
     faults.raise_in_decode(pool)
     first, *others = ask(pool)
@@ -119,7 +120,7 @@ def test_tokenizer_that_does_not_decode(pool: EnginePool) -> None:
 
 @pytest.mark.parametrize("backend", ["sync", "asyncio", "trio"])
 def test_tokenizer_that_raises_in_a_stream(pool: EnginePool, backend: str) -> None:
-    """The stream raises, and what still runs of it ends."""
+    """The stream raises, and its running requests end."""
     params = {**GREEDY, "max_new_tokens": 400}
     aborted = pool.stats()["aborted"]
 
@@ -144,14 +145,14 @@ def test_tokenizer_that_raises_in_a_stream(pool: EnginePool, backend: str) -> No
 
 @contextmanager
 def broken_encoder(pool: EnginePool) -> Iterator[None]:
-    """The tokenizer's Rust half raises."""
+    """The Rust part of the tokenizer raises."""
     tokenizer = pool.engines[0].tokenizer_manager.tokenizer
 
     def encode_batch(*_: Any, **__: Any) -> Any:
         raise faults.Fault("the tokenizer is broken")
 
     class Broken:
-        """In front of the Rust half."""
+        """Wraps the Rust part."""
 
         def __init__(self, whole: Any) -> None:
             self._whole = whole
@@ -172,8 +173,8 @@ def broken_encoder(pool: EnginePool) -> Iterator[None]:
 def test_killed_thread(
     pool: EnginePool, expected: list[dict[str, Any]], error: BaseException
 ) -> None:
-    """What ends other threads does not end an engine's: the engine is reset and serves again, on
-    the same thread, and no prompt is lost."""
+    """Exceptions that end other threads do not end an engine's. The engine is reset and serves
+    again on the same thread, and no prompt is lost."""
     before = len(pool.events())
     faults.raise_in_step(pool, 1, at=3, error=error)
     same(ask(pool), expected)
@@ -187,7 +188,7 @@ def test_killed_thread(
 
 @contextmanager
 def full_while(state: str, pool: EnginePool, engine: int, times: int) -> Iterator[list[str]]:
-    """So often, placements on an engine's device fail while it is in this state."""
+    """While an engine is in this state, placing arrays on its device fails `times` times."""
     device_put, refused = jax.device_put, []
 
     def put(array: Any, where: Any = None, *args: Any, **options: Any) -> Any:
@@ -206,7 +207,7 @@ def full_while(state: str, pool: EnginePool, engine: int, times: int) -> Iterato
 
 
 def test_device_put_in_a_rebuild(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """A rebuild for which there is no room is tried again, after a pause; the siblings serve
+    """A rebuild without enough memory is tried again after a pause. The other engines serve
     meanwhile."""
     before, engine = len(pool.events()), pool.engines[0]
     with full_while("rebuilding", pool, 0, times=2) as refused:
@@ -224,8 +225,8 @@ def test_device_put_in_a_rebuild(pool: EnginePool, expected: list[dict[str, Any]
 def test_device_put_in_an_update_under_load(
     pool: EnginePool, expected: list[dict[str, Any]], target: Callable[[str], Path]
 ) -> None:
-    """A device without room for new weights, while all engines run and another one fails: every
-    output is the old weights' and complete."""
+    """A device has no memory for new weights, while all engines run and another one fails. Every
+    output is complete and of the old weights."""
     before = len(pool.events())
     with callers(1) as executor, full(2, FOR_EVER):
         call = executor.submit(ask, pool, PROMPTS * 4)
@@ -245,7 +246,7 @@ def test_device_put_in_an_update_under_load(
 
 
 class Program:
-    """A program of host_script.py that has been started."""
+    """A program of host_script.py that was started."""
 
     def __init__(self, name: str, model: Path, **options: Any) -> None:
         arguments = [name, model, json.dumps(SMALL | {"warmup": "none"} | options)]
@@ -263,7 +264,7 @@ class Program:
         return self.process.stdout.readline().strip()
 
     def report(self) -> dict[str, Any]:
-        """What it says at the end, which it reaches by itself and without a traceback."""
+        """Its last output. It must end by itself, without a traceback."""
         try:
             out, err = self.process.communicate(timeout=2 * SECONDS)
         finally:
@@ -275,8 +276,8 @@ class Program:
 
 @pytest.mark.slow
 def test_host_program(model_dir: Callable[[str], Path]) -> None:
-    """A fault and a rebuild leave the host's child processes, signal handlers and threads, its
-    random state, environment, files and exit hooks as they were; no signal is sent."""
+    """A fault and a rebuild change none of the host's child processes, signal handlers, threads,
+    random state, environment, files and exit hooks. No signal is sent."""
     report = Program("host", model_dir("qwen3")).report()
     assert report["recovered"] == ["reset", "rebuild"] * 2
     assert report["differences"] == {}
@@ -286,8 +287,8 @@ def test_host_program(model_dir: Callable[[str], Path]) -> None:
 
 @pytest.mark.slow
 def test_control_c(model_dir: Callable[[str], Path]) -> None:
-    """Control-C in `generate_all` on the main thread raises KeyboardInterrupt there; nothing runs
-    any more, the pool serves, and after closing the process ends by itself with no thread left."""
+    """Control-C in `generate_all` on the main thread raises KeyboardInterrupt there. No request
+    runs on, the pool serves, and after closing the process ends by itself without a thread left."""
     program = Program("interrupted", model_dir("qwen3"))
     assert program.line() == "generating"
     program.process.send_signal(signal.SIGINT)

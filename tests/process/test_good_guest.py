@@ -1,5 +1,5 @@
-"""A pool leaves its process as it found it; upstream's own start-up, the same way looked at, does
-not. Each program runs in a process of its own (guest_script.py)."""
+"""A pool leaves its process as it found it. Upstream's own start-up, checked in the same way,
+does not. Each program runs in its own process (guest_script.py)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,23 +11,23 @@ from tests.support.programs import Program
 
 
 def new_values(difference: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Names of the JAX configuration whose value is another than before."""
+    """Names in the JAX configuration whose values have changed."""
     before, after = difference.get("jax config", [{}, {}])
     return [name for name in before if before[name] != after.get(name)]
 
 
 def at_exit(difference: dict[str, Any]) -> set[str]:
-    """The packages that have registered something to run at exit."""
+    """The packages that have registered exit callbacks."""
     return {module.split(".")[0] for module in difference.get("atexit", [[], []])[1]}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_good_guest() -> None:
-    """After a pool's life the process is as before, in everything that a library could disturb,
-    and so it is while the pool is open but for its threads, the process that tries grammars, its
-    memory and its loop; nothing is printed. Upstream's Engine, started as its users do, disturbs
-    most of the same list."""
+    """After a pool's life the process is as before, in everything that a library could change.
+    While the pool is open, the exceptions are its threads, the process that tries grammars, its
+    memory and its event loop. Nothing is printed. Upstream's Engine, started as its users do,
+    changes most of the list."""
     ours, theirs = Program("guest", warmup="none"), Program("upstream")
     report, printed = ours.report()
     assert printed == ""
@@ -38,7 +38,7 @@ def test_good_guest() -> None:
     # start thread pools of their own that never end; a second life finds them there.
     once = {"native threads", "atexit", "jax config"}
     assert report["constructor"].keys() <= {"atexit"}
-    # JAX keeps a number of its own from the first step with a mask.
+    # JAX keeps a number from the first step with a mask.
     assert report["closed"].pop("device memory", [0, 0])[1] <= 8
     assert report["closed"].keys() <= once
     assert report["second life"] == {}
@@ -69,9 +69,9 @@ def test_good_guest() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_card_lines() -> None:
-    """Ten pools one after the other, each dropped without a word: memory, threads and files after
-    the tenth are as after the first; the process grows by less than a tenth."""
+def test_ten_pools_in_a_row() -> None:
+    """Each pool is dropped without closing. Memory, threads and files after the tenth are as
+    after the first, and the process grows by less than a tenth."""
     report, printed = Program("cards").report()
     left = report["left"]
     assert len(left) == 10
@@ -83,8 +83,8 @@ def test_ten_card_lines() -> None:
 
 
 def test_constructor_starts_nothing(model_dir: Callable[[str], Path]) -> None:
-    """Importing enginepool and making a pool starts no thread, native ones included, and no JAX
-    backend; it imports no engine, and touches neither signals nor event loops nor exit hooks."""
+    """Importing enginepool and making a pool starts no thread, not even a native one, and no JAX
+    backend. It imports no engine, and changes no signals, event loops or exit hooks."""
     report, printed = Program("start").report()
     name = report.pop("repr")
     assert "not open yet" in name

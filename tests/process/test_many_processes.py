@@ -1,4 +1,4 @@
-"""A JAX program of several processes: a pool in each, on its own devices."""
+"""A JAX program of several processes has a pool in each, on the process's own devices."""
 
 import contextlib
 import json
@@ -33,8 +33,8 @@ def models(model_dir: Callable[[str], Path], target: Callable[[str], Path]) -> d
 
 
 def free_port() -> int:
-    """Below those that Linux gives to whoever asks for any, which another process may do before
-    the first of ours has bound it."""
+    """A port below those that Linux assigns by itself, because another process might get such a
+    port before ours binds it."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as one, contextlib.suppress(OSError):
             one.bind(("127.0.0.1", port))
@@ -63,7 +63,7 @@ def both(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> l
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
-        # One that fails leaves the other waiting at a barrier.
+        # If one fails, the other waits at a barrier.
         until(
             lambda: any(p.poll() for p in processes) or all(p.poll() == 0 for p in processes),
             2 * SECONDS,
@@ -90,9 +90,9 @@ def both(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> l
 def test_each_serves(
     both: list[dict[str, Any]], models: dict[str, Path], name: str, model: str
 ) -> None:
-    """Each opens, rebuilds an engine, updates and answers for itself, while the other does nothing;
-    the part of a source that this process has suffices where it is whole, in one piece or in
-    several."""
+    """Each process opens, rebuilds an engine, updates and answers alone, while the other does
+    nothing. Its own part of a source is enough if that part is the whole source, in one piece or
+    in several."""
     for found in both:
         served = found[name]
         assert assert_greedy(models[model], served["prompts"], served["results"]) >= 12
@@ -104,7 +104,7 @@ def test_each_serves(
 
 
 def test_what_lies_there_is_shared(both: list[dict[str, Any]]) -> None:
-    """A global array that is replicated is no copy on this process's engines."""
+    """A replicated global array is not copied for this process's engines."""
     for found in both:
         for name in ("replicated", "gathered"):
             first, second = found[f"{name} shared"]
@@ -116,7 +116,7 @@ def test_what_lies_there_is_shared(both: list[dict[str, Any]]) -> None:
 
 
 def test_what_is_not_whole_here_is_refused(both: list[dict[str, Any]]) -> None:
-    """With the collective that the trainer has to run; nothing was touched."""
+    """The error has the collective that the trainer must run. Nothing was changed."""
     for found in both:
         assert "has 2 of the 4 parts" in found["across"]
         assert "model.norm.scale: " in found["there"]
@@ -132,8 +132,8 @@ def test_devices_of_another_process(both: list[dict[str, Any]]) -> None:
 
 
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an engine's build asks is answered for its thread, and for no other; threads that
-    overlap leave JAX as it was."""
+    """The answers that an engine's build gets are for its thread only. Overlapping threads leave
+    JAX as it was."""
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     monkeypatch.setattr(jax, "process_index", lambda: 3)
     before = (jax.process_count, jax.process_index)

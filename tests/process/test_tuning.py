@@ -1,5 +1,5 @@
-"""What a pool does to the process while it opens, and with `tune_host=True` while it is open; and
-that nothing of it stays."""
+"""What a pool changes in the process while it opens, and with `tune_host=True` while it is open.
+All of it is undone."""
 
 import gc
 import sys
@@ -38,7 +38,7 @@ def frozen() -> bool:
 
 
 def test_pool(model_dir: Callable[[str], Path]) -> None:
-    """Only while the pool is open, and only when asked for."""
+    """Only while the pool is open, and only if the option is set."""
     found = state()
     path, options = str(model_dir("qwen3")), SMALL | {"devices": 1, "warmup": "none"}
     with EnginePool(path, **options):
@@ -50,7 +50,7 @@ def test_pool(model_dir: Callable[[str], Path]) -> None:
 
 
 def test_opening(model_dir: Callable[[str], Path]) -> None:
-    """Until all engines serve, garbage collections pass over what the host has."""
+    """Until all engines serve, garbage collections skip the host's objects."""
     found = state()
     seen = []
     pool = EnginePool(str(model_dir("qwen3")), devices=2, warmup="none", **SMALL)
@@ -63,7 +63,7 @@ def test_opening(model_dir: Callable[[str], Path]) -> None:
 
 
 def test_opening_fails(model_dir: Callable[[str], Path]) -> None:
-    """Nothing stays when it ends half way."""
+    """Nothing stays if opening fails half way."""
     found = state()
     path = str(model_dir("qwen3"))
 
@@ -76,7 +76,7 @@ def test_opening_fails(model_dir: Callable[[str], Path]) -> None:
 
 
 def test_overlap() -> None:
-    """The last of several puts back what the first found."""
+    """The last of several pools restores what the first found."""
     found = state()
     first, second = tuned(), tuned()
     first.__enter__()
@@ -88,7 +88,8 @@ def test_overlap() -> None:
 
 
 def test_the_hosts_own_choices() -> None:
-    """A shorter interval stays, what the host froze stays frozen, what it changes meanwhile too."""
+    """A shorter interval stays, objects that the host froze stay frozen, and so do changes that
+    the host makes meanwhile."""
     sys.setswitchinterval(0.0001)
     gc.freeze()
     with tuned():
