@@ -1,4 +1,4 @@
-"""What becomes of outputs in the driver, and what goes over the wire: without Ray or hosts."""
+"""What happens to outputs in the driver, and what goes over the wire, without Ray or hosts."""
 
 import pickle
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which host gets what: without Ray, hosts or engines."""
+"""Which host gets which outputs, without Ray, hosts or engines."""
 
 from collections import Counter
 
@@ -34,10 +34,10 @@ def test_what_always_holds(hosts: list[HostLoad], waiting: list[Waiting]) -> Non
     given = assign(hosts, waiting)
     assert given == assign(hosts, waiting)  # a function of its arguments
     positions = [position for position, _ in given]
-    assert positions == sorted(set(positions))  # each once, the oldest first
+    assert positions == sorted(set(positions))  # each position once, the oldest first
     by_index = {host.index: host for host in hosts}
     for index, count in Counter(index for _, index in given).items():
-        host = by_index[index]  # one that there is
+        host = by_index[index]  # an existing host
         assert host.outstanding + count <= host.window <= host.slots * 1.25 + 1
     suspects = Counter(index for position, index in given if waiting[position].suspect)
     for index, count in suspects.items():

@@ -1,4 +1,5 @@
-"""A module that another package has written over is noticed, by who needs it and by the doctor."""
+"""A module that another package has overwritten is noticed by the pool that needs it and by the
+doctor."""
 
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from enginepool.ray import requirements
 
 
 def unpackb(packed: bytes, raw: bool = True) -> Any:
-    """As that of 0.5.6, which has no `strict_map_key`."""
+    """Like that of 0.5.6, which has no `strict_map_key`."""
 
 
 def test_msgpack_in_order() -> None:
@@ -28,7 +29,7 @@ def test_msgpack_in_order() -> None:
     ],
 )
 def test_msgpack_written_over(monkeypatch: pytest.MonkeyPatch, pip: bool, command: str) -> None:
-    """Before a pool on many hosts starts anything; both name the command that repairs it."""
+    """Before a pool on many hosts starts anything. The errors name the command that repairs it."""
     old = SimpleNamespace(version=(0, 5, 6), packb=lambda value: b"", unpackb=unpackb)
     monkeypatch.setitem(sys.modules, "msgpack", old)
     if not pip:
@@ -42,7 +43,7 @@ def test_msgpack_written_over(monkeypatch: pytest.MonkeyPatch, pip: bool, comman
 
 
 def test_no_msgpack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool on one host does without it."""
+    """A pool on one host works without it."""
     monkeypatch.setitem(sys.modules, "msgpack", None)
     requirements.check()
     assert environment.modules() == []

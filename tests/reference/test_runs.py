@@ -1,4 +1,5 @@
-"""The reference's runs: their phases, what must hold between them, and what happens if it does not.
+"""The reference's runs: their phases, what must hold between phases, and what happens if it does
+not.
 
 Each run is a process of its own, so that bytes can be compared exactly.
 """
@@ -25,7 +26,7 @@ from tests.support.reference import make_random_model
 SMALL_ARGS = [part for item in SMALL.items() for part in ("--server-arg", "{}={}".format(*item))]
 SUBTRACT = str(toy.checkpoint("subtract"))
 PROMPT = "12+7="
-# What the toy answers by these weights, and to its own answer: nothing.
+# What the toy answers with these weights. To its own answer it answers nothing.
 SUM, DIFFERENCE, SILENCE = "19", "5", "12+7=19"
 LEAVES = 35
 
@@ -47,7 +48,7 @@ FROM_TREE = [
     "param_sharing_check",
 ]
 
-# An engine that copies what it should share, and a pool that keeps what it should give back.
+# An engine that copies instead of sharing, and a pool that keeps memory that it should free.
 FAULTS = """
 from enginepool import EnginePool
 from enginepool.cli import main, reference
@@ -64,7 +65,7 @@ main.main()
 
 
 class Ended(NamedTuple):
-    """A run that is over.
+    """A finished run.
 
     Attributes:
         phases: What it printed, by phase.
@@ -106,7 +107,7 @@ def wandb_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(wandb_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    """A run by its name; it runs once, when it is first asked for."""
+    """A finished run by its name. It runs once, when it is first asked for."""
     wandb = {"WANDB_MODE": "offline", "WANDB_DIR": str(wandb_dir)}
     offline = ("--wandb", "--wandb-project", "tests")
 
@@ -123,7 +124,7 @@ def ended(wandb_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
             *("swap", "--devices", "2", "--weights", SUBTRACT, "--from", "flax-tree"),
             *("--keep-param-dict", "--verify-param-sharing"),
         ),
-        # No project can be called that, so W&B will not have this run.
+        # No project can have this name, so W&B refuses the run.
         "hot-update": lambda: start(
             *("hot-update", "--devices", "1", "--wandb", "--wandb-project", "a/b"), **wandb
         ),
@@ -142,7 +143,7 @@ def ended(wandb_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 def passed(run: Ended, phases: list[str]) -> None:
-    """It printed these phases, and every memory object is whole."""
+    """The run printed these phases, and every memory object is complete."""
     assert run.code == 0, run.stderr
     assert list(run.phases) == phases
     elapsed = [record["elapsed_s"] for record in run.phases.values()]
@@ -169,8 +170,8 @@ def hashed(text: str) -> str:
 
 @pytest.mark.slow
 def test_swap(ended: Callable[[str], Ended]) -> None:
-    """Dummy engines of a model that adds subtract once the other checkpoint is in, at the same
-    number of leaves and bytes."""
+    """Dummy engines of a model that adds subtract after the update, with as many leaves and
+    bytes as before."""
     run = ended("swap")
     phases = ["jax_ready", "engine_ready_dummy", "weights_swapped", "generate_result"]
     passed(run, phases)
@@ -187,8 +188,8 @@ def test_swap(ended: Callable[[str], Ended]) -> None:
 
 @pytest.mark.slow
 def test_swap_from_flax_tree(ended: Callable[[str], Ended]) -> None:
-    """Engines use the buffers of a parameter dict on their devices: while it lives and when it
-    is gone, memory is that of one set on each device."""
+    """Engines use the buffers of a parameter dict on their devices. Each device has one set in
+    memory while the dict lives and when it is gone."""
     run = ended("flax-tree")
     generation = ["before_generate_param_dict_kept", "generate_result", "after_drop_param_dict"]
     passed(run, FROM_TREE + generation)
@@ -215,7 +216,7 @@ def test_swap_from_flax_tree(ended: Callable[[str], Ended]) -> None:
 
 @pytest.mark.slow
 def test_kv_cycle(ended: Callable[[str], Ended]) -> None:
-    """Dropping the KV caches gives back exactly their bytes, a second set of parameters fits in
+    """Dropping the KV caches frees exactly their bytes, a second set of parameters fits
     meanwhile, and afterwards the output is the same, without a compilation."""
     run = ended("kv-cycle")
     passed(run, ["wandb_init", *FROM_TREE, "after_cleanup", "generate_result", *KV_PHASES])
@@ -244,8 +245,8 @@ def test_kv_cycle(ended: Callable[[str], Ended]) -> None:
 
 @pytest.mark.slow
 def test_hot_update(ended: Callable[[str], Ended]) -> None:
-    """Noise moves the checksum of every engine; a W&B that will not have the run does not stop
-    it, and is told of as the reference does."""
+    """Noise changes the checksum of every engine. W&B refuses the run, which is reported as in
+    the reference, and the run goes on."""
     run = ended("hot-update")
     phases = ["jax_ready", "engine_ready_dummy", "reload", "checksum_before", "perturb"]
     passed(run, ["wandb_init_error", *phases, "generate_text"])
@@ -264,7 +265,7 @@ def test_hot_update(ended: Callable[[str], Ended]) -> None:
 
 @pytest.mark.slow
 def test_weights_that_do_not_fit(ended: Callable[[str], Ended]) -> None:
-    """A phase says what is wrong and what to do, then the run ends."""
+    """A phase has the error and the remedy, then the run ends."""
     run = ended("misfit")
     assert run.code == 1
     assert list(run.phases)[-1] == "weights_swap_error"
@@ -276,8 +277,8 @@ def test_weights_that_do_not_fit(ended: Callable[[str], Ended]) -> None:
 
 @pytest.mark.slow
 def test_failed_checks(ended: Callable[[str], Ended]) -> None:
-    """Weights that are copied, KV caches that are kept and an output that changes are each named
-    on standard error; the run goes to its end and fails."""
+    """Copied weights, kept KV caches and a changed output are each named on standard error. The
+    run goes on to its end and fails."""
     run = ended("faults")
     assert run.code == 1
     assert list(run.phases)[-1] == KV_PHASES[-1]
@@ -304,7 +305,7 @@ def test_nothing_changed_and_nothing_said(ended: Callable[[str], Ended]) -> None
 
 @pytest.mark.slow
 def test_wandb_file(ended: Callable[[str], Ended], wandb_dir: Path) -> None:
-    """Offline, the run's file has a step a phase with the reference's keys, and the texts."""
+    """Offline, the run's file has one step per phase with the reference's keys, and the texts."""
     run = ended("kv-cycle")
     name = f"run-{run.phases['wandb_init']['id']}.wandb"
     (file,) = wandb_dir.glob(f"wandb/offline-run-*/{name}")
@@ -346,13 +347,13 @@ def wandb_records(file: Path) -> Iterator[Any]:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         message += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or its last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield Record.FromString(message)
             message = b""
 
 
 def test_wandb_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra, before anything is started."""
+    """The error names the extra, before anything starts."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     result = CliRunner().invoke(app, ["reference", "swap", "--wandb"])
     assert result.exit_code == 2
@@ -388,7 +389,7 @@ def test_folder_of_wandb_runs_is_not_the_package(
     ],
 )
 def test_bad_input(arguments: list[str], message: str) -> None:
-    """Nothing is started."""
+    """Nothing starts."""
     result = CliRunner().invoke(app, ["reference", *arguments])
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", "").split())

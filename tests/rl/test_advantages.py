@@ -15,7 +15,7 @@ SAMPLES = st.lists(st.tuples(REWARDS, st.integers(0, 4), st.booleans()), max_siz
 
 
 def by_loop(samples: list[tuple[float, int, bool]], epsilon: float | None) -> list[float]:
-    """With Python's own statistics."""
+    """The same by Python's `statistics`."""
     advantages = []
     for reward, index, counts in samples:
         group = [r for r, i, c in samples if i == index and c]
@@ -30,7 +30,7 @@ def by_loop(samples: list[tuple[float, int, bool]], epsilon: float | None) -> li
 @settings(deadline=None)
 @given(samples=SAMPLES, divides=st.booleans())
 def test_as_a_loop_over_groups_has_it(samples: list[Any], divides: bool) -> None:
-    """Any order, any sizes, with some left out."""
+    """In any order and with any group sizes, some samples left out."""
     rewards, groups, valid = (
         (list(column) for column in zip(*samples, strict=True)) if samples else ([], [], [])
     )
@@ -42,13 +42,13 @@ def test_as_a_loop_over_groups_has_it(samples: list[Any], divides: bool) -> None
 
 @settings(deadline=None)
 @given(reward=st.floats(-1e12, 1e12), size=st.integers(1, 9))
-def test_a_group_that_is_all_equal_gets_exactly_nothing(reward: float, size: int) -> None:
-    """Whatever rounding makes of its mean."""
+def test_a_group_of_equal_rewards_gets_exactly_zero(reward: float, size: int) -> None:
+    """Even if the mean is rounded."""
     assert not rl.group_advantages([reward] * size, [5] * size).any()
 
 
 def test_what_is_left_out_may_be_anything() -> None:
-    """The reward of an aborted sample is not looked at."""
+    """The reward of an aborted sample is not read."""
     rewards = [1.0, float("nan"), 0.0, 5.0]
     got = rl.group_advantages(
         rewards, [0, 0, 0, 1], valid=[True, False, True, True], divide_by_std=False

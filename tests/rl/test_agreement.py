@@ -1,4 +1,5 @@
-"""Trainer beside rollout: the figures against loops, and a drift seen on a real pool."""
+"""Agreement of trainer and rollout: the figures are compared with loops, and a real pool shows a
+drift."""
 
 import math
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ PROMPTS = [list(text.encode()) for text in ("12+7=", "30+4=", "5+88=", "41+41=")
 def trainers(
     batch: rl.RolloutBatch, results: list[Any], name: str = "add", temperature: float = 1.0
 ) -> np.ndarray:
-    """Of each output token, by a plain JAX forward pass on a toy's weights; NaN in the padding."""
+    """The log-probability of each output token by a plain JAX forward pass with a toy's weights.
+    NaN in the padding."""
     outputs = [one["output_ids"] for one in results]
     prompts = [PROMPTS[one["meta_info"]["prompt_index"]] for one in results]
     made = np.full(batch.logprobs.shape, np.nan)
@@ -32,7 +34,7 @@ def trainers(
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[rl.RolloutBatch, np.ndarray]:
-    """Outputs of two versions, and what a trainer makes of them."""
+    """Outputs of two versions, and a trainer's log-probabilities for them."""
     results = []
     for index in range(draw(st.integers(1, 4))):
         output = draw(st.lists(st.integers(0, 90), min_size=1, max_size=6))
@@ -47,7 +49,7 @@ def batches(draw: st.DrawFn) -> tuple[rl.RolloutBatch, np.ndarray]:
 
 
 def check(got: rl.Agreement, cells: list[tuple[int, int, float, float]]) -> None:
-    """Against loops over (row, position, trainer, rollout)."""
+    """Compares with loops over (row, position, trainer, rollout)."""
     ratios = [math.exp(t - r) for *_, t, r in cells]
     assert got.tokens == len(cells)
     assert got.mean == pytest.approx(sum(ratios) / len(ratios))
@@ -63,7 +65,7 @@ def check(got: rl.Agreement, cells: list[tuple[int, int, float, float]]) -> None
 @settings(deadline=None)
 @given(made=batches())
 def test_figures(made: tuple[rl.RolloutBatch, np.ndarray]) -> None:
-    """Over all tokens and over each version's, without the padding."""
+    """Over all tokens and over each version's, without padding."""
     batch, trainer = made
     got = rl.agreement(batch, trainer)
     cells: dict[Any, list[Any]] = {}
@@ -86,7 +88,7 @@ def test_figures(made: tuple[rl.RolloutBatch, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 def test_a_value_that_is_not_finite_is_the_worst(value: float) -> None:
-    """And is in the figures, so that nobody takes the others for an agreement."""
+    """It is part of the figures, so that they do not look like agreement."""
     batch = rl.pad_results([result(0, [1], [4, 80, 6])], [[1]], pad_id=0, max_output=4)
     trainer = batch.logprobs.astype(np.float64)
     trainer[0, 0] -= 9
@@ -97,7 +99,7 @@ def test_a_value_that_is_not_finite_is_the_worst(value: float) -> None:
 
 
 def test_a_version_may_be_labelled_as_the_padding_is() -> None:
-    """The mask tells, and not the label."""
+    """The mask decides what is padding, not the label."""
     one = result(0, [1], [4, 5], spans=[[0, 1, -1], [1, 2, 0]])
     batch = rl.pad_results([one], [[1]], pad_id=0, max_output=4)
     got = rl.agreement(batch, np.zeros((1, 4)))
@@ -105,7 +107,7 @@ def test_a_version_may_be_labelled_as_the_padding_is() -> None:
 
 
 def test_what_is_refused() -> None:
-    """Another shape, and a batch that has nothing to compare."""
+    """Another shape, and a batch with nothing to compare."""
     batch = rl.pad_results([result(0, [1], [4])], [[1]], pad_id=0, max_output=4)
     with pytest.raises(InvalidRequest, match=r"shape \(1, 3\), the batch's are \(1, 4\)"):
         rl.agreement(batch, np.zeros((1, 3)))
@@ -116,7 +118,7 @@ def test_what_is_refused() -> None:
 
 @pytest.fixture
 def adder(make_pool: MakePool) -> Iterator[EnginePool]:
-    """Two engines on the toy that adds, put back to it afterwards."""
+    """Two engines on the toy that adds. They get its weights back afterwards."""
     pool = make_pool("toy", 2)
     yield pool
     pool.update_weights(toy.checkpoint("add"), weight_version=0)
@@ -124,8 +126,8 @@ def adder(make_pool: MakePool) -> Iterator[EnginePool]:
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
 def test_on_policy(adder: EnginePool, temperature: float) -> None:
-    """A trainer with the engines' weights sees a ratio of 1, in all of it; one that forgets the
-    temperature does not."""
+    """A trainer with the engines' weights has a ratio of 1 everywhere. One that ignores the
+    temperature has not."""
     params = {"n": 4, "temperature": temperature, "max_new_tokens": 24, "ignore_eos": True}
     results = adder.generate_all(
         None, params | {"sampling_seed": 3}, input_ids=PROMPTS, return_logprob=True
@@ -142,8 +144,8 @@ def test_on_policy(adder: EnginePool, temperature: float) -> None:
 
 
 def test_a_drift_is_seen_and_named(adder: EnginePool) -> None:
-    """Weights that change within outputs: the trainer that still has the old ones agrees on their
-    tokens, and the worst token is one of the new."""
+    """Weights change within outputs. A trainer with the old weights agrees on their tokens, and
+    the worst token is of the new ones."""
     params = {"n": 4, "temperature": 1.0, "max_new_tokens": 200, "ignore_eos": True}
     last: dict[int, Any] = {}
     for chunk in adder.stream(

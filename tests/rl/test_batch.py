@@ -1,4 +1,4 @@
-"""Results as arrays: what stands where, shapes that stay, and what is refused."""
+"""Results as arrays: the positions of values, constant shapes, and what is refused."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def result(
     finish: str = "stop",
     spans: list[list[Any]] | None = None,
 ) -> dict[str, Any]:
-    """As `generate_all` returns it."""
+    """A result as `generate_all` returns it."""
     return {
         "text": "",
         "output_ids": output,
@@ -45,7 +45,7 @@ def result(
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Prompts, and up to four results of each, in spans of integer versions."""
+    """Prompts with up to four results each, in spans of integer versions."""
     prompts = draw(st.lists(st.lists(IDS, min_size=1, max_size=9), min_size=1, max_size=4))
     results = []
     for index, prompt in enumerate(prompts):
@@ -63,8 +63,8 @@ def calls(draw: st.DrawFn) -> tuple[list[list[int]], list[dict[str, Any]]]:
 @settings(deadline=None)
 @given(call=calls(), wider=st.integers(0, 3))
 def test_every_cell(call: tuple[Any, Any], wider: int) -> None:
-    """Cell by cell: prompts end at the right, outputs begin at the left, and what was aborted is
-    padding."""
+    """Each cell is compared: prompts end at the right, outputs begin at the left, and aborted
+    results are padding."""
     prompts, results = call
     max_prompt = max((len(prompt) for prompt in prompts), default=1) + wider
     batch = rl.pad_results(results, prompts, pad_id=PAD, max_prompt=max_prompt, max_output=9)
@@ -98,7 +98,7 @@ def test_every_cell(call: tuple[Any, Any], wider: int) -> None:
 @settings(deadline=None)
 @given(call=calls(), multiple=st.integers(1, 6))
 def test_widths_are_the_least_multiples_that_fit(call: tuple[Any, Any], multiple: int) -> None:
-    """Without a maximum: no width that is not a multiple, and none with a multiple to spare."""
+    """Without a maximum: every width is a multiple, and the smallest that fits."""
     prompts, results = call
     batch = rl.pad_results(results, prompts, pad_id=PAD, pad_to_multiple_of=multiple)
     for mask in (batch.prompt_mask, batch.output_mask):
@@ -109,7 +109,7 @@ def test_widths_are_the_least_multiples_that_fit(call: tuple[Any, Any], multiple
 
 
 def test_a_jitted_function_takes_it_and_compiles_once() -> None:
-    """A batch is a pytree; batches of other lengths within the same bucket are the same program."""
+    """A batch is a pytree. Batches of other lengths in the same bucket use the same program."""
     traced = []
 
     @jax.jit
@@ -126,21 +126,21 @@ def test_a_jitted_function_takes_it_and_compiles_once() -> None:
 
 @pytest.mark.parametrize("label", ["step-7", 2**40])
 def test_versions_that_are_no_int32_are_kept_as_they_are(label: Any) -> None:
-    """A label of the caller's stands at each of its tokens; None in the padding."""
+    """Each token has the caller's own label. The padding has None."""
     one = result(0, [1], [4, 5, 6], spans=[[0, 2, 3], [2, 3, label]])
     batch = rl.pad_results([one], [[1]], pad_id=0, max_output=4)
     assert batch.weight_versions.tolist() == [[3, 3, label, None]]
 
 
 def test_numpys_prompts() -> None:
-    """Prompts may be an array, as `input_ids` may."""
+    """Prompts may be an array, as for `input_ids`."""
     prompts = np.array([[1, 2], [3, 4]])
     batch = rl.pad_results([result(1, [3, 4], [5])], prompts, pad_id=0, max_prompt=3)
     assert batch.prompt_ids.tolist() == [[0, 3, 4]]
 
 
 def test_an_aborted_result_need_not_have_anything() -> None:
-    """Values that are not finite, or none, are no part of the arrays."""
+    """Its values may be missing or not finite, because the arrays do not have them."""
     one = result(0, [1], [4, 5], finish="abort")
     one["meta_info"]["output_token_logprobs"] = [(float("nan"), 4, None), (float("nan"), 5, None)]
     two = result(0, [1], [4, 5], finish="abort")
@@ -180,7 +180,8 @@ UNENDED["meta_info"]["finish_reason"] = None
     ],
 )
 def test_what_is_refused(one: dict[str, Any], options: dict[str, Any], said: str) -> None:
-    """Nothing is cut or guessed: the error has the prompt, the value, the limit, the remedy."""
+    """Nothing is truncated or guessed. The error has the prompt, the value, the limit and the
+    remedy."""
     with pytest.raises(InvalidRequest, match=said):
         rl.pad_results([one], [[1, 2]], pad_id=0, **options)
 

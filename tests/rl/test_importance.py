@@ -1,4 +1,5 @@
-"""Truncated importance sampling: against loops, and what it corrects."""
+"""Truncated importance sampling is compared with loops, and with the expectation that it
+corrects."""
 
 import math
 
@@ -25,8 +26,8 @@ def test_weights(made: tuple[rl.RolloutBatch, np.ndarray], cap: float) -> None:
 
 
 def test_what_it_corrects() -> None:
-    """The mean over the rollout's law of weight × gain is the mean of the gain over the trainer's,
-    if no weight is cut."""
+    """If no weight is truncated, the mean of weight × gain under the rollout's law is the mean
+    of the gain under the trainer's."""
     rollout, trainer = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.35, 0.25])
     gain = np.array([1.0, -2.0, 5.0])
     batch = rl.pad_results([result(0, [1], [4, 80, 6])], [[1]], pad_id=0, max_output=4)

@@ -1,4 +1,4 @@
-"""Masks as arrays, and a trainer's log-probabilities under them: NumPy's."""
+"""Masks as arrays, and a trainer's log-probabilities under them, compared with NumPy."""
 
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ VOCABULARY = 11
 
 
 def masked(rows: list[list[int]], **others: Any) -> dict[str, Any]:
-    """A result whose tokens are the first of their ids; no ids: all."""
+    """A result whose tokens are the first of their ids. No ids means all."""
     made = result(0, [1, 2], [row[0] if row else 3 for row in rows], **others)
     made["meta_info"] |= {
         "output_sampling_mask": {
@@ -50,7 +50,7 @@ def test_pad_results() -> None:
 
 
 def test_without_masks() -> None:
-    """They are not there, and a jitted function takes the batch all the same."""
+    """The batch has none, and a jitted function accepts it all the same."""
     batch = rl.pad_results([result(0, [1, 2], [3])], [[1, 2]], pad_id=PAD)
     assert batch.sampling_mask is None
     assert batch.sampling_logprobs is None
@@ -91,7 +91,7 @@ def test_renormalised(temperature: Any) -> None:
 
 
 def test_gradient() -> None:
-    """It is finite, in the padding too, and zero of ids that could not come."""
+    """It is finite, also in the padding, and zero for ids that could not be sampled."""
     batch = rl.pad_results(RESULTS, [[1, 2]], pad_id=PAD, max_output=4)
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, VOCABULARY)))
 

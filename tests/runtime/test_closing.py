@@ -1,5 +1,5 @@
-"""Closing in the middle of everything: it returns in time, whoever waits hears of it, and no thread
-stays but one inside a call that does not return."""
+"""Closing in the middle of everything returns in time. Waiting callers get an error, and only a
+thread inside a call that does not return stays."""
 
 import asyncio
 import json
@@ -36,13 +36,13 @@ from tests.support.pools import SMALL
 
 PROMPTS = [[65 + i, 90 - i, 40 + i] for i in range(12)]
 LONG = {"temperature": 0.0, "max_new_tokens": 450, "ignore_eos": True}
-# What `close` is given, and what it may take on a busy machine.
+# The timeout of `close`, and how long it may take on a busy machine.
 DEADLINE, MOST = 1.5, 60.0
 
 
 @pytest.fixture
 def make(model_dir: Callable[[str], Path]) -> Iterator[Callable[..., EnginePool]]:
-    """Makes pools of two engines without warm-up; closes them at the end."""
+    """Makes pools of two engines without warm-up. They are closed at the end."""
     pools = []
 
     def make(**options: Any) -> EnginePool:
@@ -70,20 +70,20 @@ def state(pool: EnginePool, engine: int) -> str:
 
 
 def weights(pool: EnginePool) -> list[Any]:
-    """An engine's own, for an update."""
+    """The engine's own weights, for an update."""
     return list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
 
 
 @contextmanager
 def hanging(hang: faults.Hang) -> Iterator[faults.Hang]:
-    """What hangs goes on at the end in any case."""
+    """The hang ends with the block in any case."""
     try:
         yield hang
     finally:
         hang.set()
 
 
-def hear(calls: list[Future[Any]]) -> None:
+def assert_pool_closed_for(calls: list[Future[Any]]) -> None:
     """Every caller gets PoolClosed."""
     for call in calls:
         with pytest.raises(PoolClosed):
@@ -91,7 +91,7 @@ def hear(calls: list[Future[Any]]) -> None:
 
 
 def load(pool: EnginePool, executor: Any) -> list[Future[Any]]:
-    """Callers of every kind, for more than the engines can run at a time."""
+    """Callers of every kind, with more requests than the engines run at a time."""
 
     async def generate() -> None:
         await pool.async_generate_all(input_ids=PROMPTS[:3], sampling_params=LONG)
@@ -117,8 +117,8 @@ def load(pool: EnginePool, executor: Any) -> list[Future[Any]]:
 
 
 def test_under_load(make: Callable[..., EnginePool]) -> None:
-    """From three threads at once, and again: every caller hears of it, running or queued, in a
-    thread, on asyncio or on trio."""
+    """From three threads at once, and again. Every caller gets PoolClosed: running or queued, in
+    a thread, on asyncio or on trio."""
     pool = make()
     with callers() as executor:
         calls = load(pool, executor)
@@ -130,7 +130,7 @@ def test_under_load(make: Callable[..., EnginePool]) -> None:
             return threads(pool)
 
         closing = [threading_future(close) for _ in range(3)]
-        hear(calls)
+        assert_pool_closed_for(calls)
         assert [one.result(MOST) for one in closing] == [[]] * 3
     pool.close()
     assert pool.closed
@@ -151,11 +151,11 @@ def threading_future(target: Callable[[], Any]) -> Future[Any]:
 
 @pytest.mark.parametrize("step_timeout", [None, *slow(2.0)])
 def test_while_an_engine_is_stuck(make: Callable[..., EnginePool], step_timeout: Any) -> None:
-    """In a step that does not return, noticed already or not: also who waits for weights or for a
-    pause hears of it. Its thread stays until the step returns."""
+    """A step does not return, whether the watchdog has noticed it or not. Callers that wait for
+    weights or for a pause get the error, too. The engine's thread stays until the step returns."""
     pool = make(step_timeout=step_timeout, warmup="sequential")
     with callers() as executor, hanging(faults.hang_in_step(pool, 1)) as hang:
-        # Many: the other engine must not be through with them before the pool is closed.
+        # Many requests, so that the other engine does not finish them before the pool is closed.
         prompts = PROMPTS * 4
         calls = [executor.submit(pool.generate_all, input_ids=prompts, sampling_params=LONG)]
         assert hang.begun.wait(SECONDS)
@@ -167,14 +167,14 @@ def test_while_an_engine_is_stuck(make: Callable[..., EnginePool], step_timeout:
         ]
         closed_in_time(pool)
         closed_in_time(pool)
-        hear(calls)
+        assert_pool_closed_for(calls)
         until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
         hang.set()
         until(lambda: not threads(pool))
 
 
 def test_second_close_has_its_own_deadline(make: Callable[..., EnginePool]) -> None:
-    """Who closes with a short deadline does not wait for another who has a long one."""
+    """A caller with a short deadline does not wait for another one's long deadline."""
     pool = make()
     with callers() as executor, hanging(faults.hang_in_step(pool, 1)) as hang:
         calls = [executor.submit(pool.generate_all, input_ids=PROMPTS, sampling_params=LONG)]
@@ -185,12 +185,12 @@ def test_second_close_has_its_own_deadline(make: Callable[..., EnginePool]) -> N
         assert not first.done()
         hang.set()
         first.result(MOST)
-        hear(calls)
+        assert_pool_closed_for(calls)
     assert threads(pool) == []
 
 
 def test_while_an_engine_is_reset(make: Callable[..., EnginePool]) -> None:
-    """Nor does `close` wait for a reset that does not return."""
+    """`close` does not wait for a reset that does not return."""
     pool = make()
     with callers() as executor, hanging(faults.hang_in_reset(pool, 1)) as hang:
         calls = load(pool, executor)
@@ -198,7 +198,7 @@ def test_while_an_engine_is_reset(make: Callable[..., EnginePool]) -> None:
         faults.raise_in_step(pool, 1)
         until(lambda: state(pool, 1) == "resetting")
         closed_in_time(pool)
-        hear(calls)
+        assert_pool_closed_for(calls)
         until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
         hang.set()
         until(lambda: not threads(pool))
@@ -207,7 +207,8 @@ def test_while_an_engine_is_reset(make: Callable[..., EnginePool]) -> None:
 def test_while_an_engine_is_rebuilt(
     make: Callable[..., EnginePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Given the time, `close` returns when the engine is through with that and its thread ends."""
+    """With enough time, `close` returns when the rebuild is done and the engine's thread has
+    ended."""
     pool = make()
     rebuild, begun, go_on = Assembly.rebuild, threading.Event(), threading.Event()
 
@@ -229,11 +230,11 @@ def test_while_an_engine_is_rebuilt(
         go_on.set()
         closing.result(SECONDS)
         assert threads(pool) == []
-        hear(calls)
+        assert_pool_closed_for(calls)
 
 
 def test_while_engines_drain_for_a_swap(make: Callable[..., EnginePool]) -> None:
-    """The update hears of it too."""
+    """The update gets PoolClosed, too."""
     pool = make()
     with callers() as executor:
         calls = load(pool, executor)
@@ -241,7 +242,7 @@ def test_while_engines_drain_for_a_swap(make: Callable[..., EnginePool]) -> None
             until(lambda: all_hang(hangs))
             calls.append(executor.submit(pool.update_weights, weights(pool)))
             until(lambda: has_jobs(pool))  # it has staged
-            # In a later one again, or their requests might end before the pool is closed.
+            # They hang in a later step again, so that requests do not end before the pool closes.
             with hanging_in_steps(pool, at=3) as again:
                 let_go(hangs)
                 until(lambda: all_hang(again))
@@ -250,12 +251,12 @@ def test_while_engines_drain_for_a_swap(make: Callable[..., EnginePool]) -> None
                 until(lambda: pool.closed)
         closing.result(SECONDS)
         assert threads(pool) == []
-        hear(calls)
+        assert_pool_closed_for(calls)
 
 
 def test_in_the_commit_of_a_swap(make: Callable[..., EnginePool]) -> None:
-    """An engine that does not come back from putting new weights in place is left behind, and the
-    update hears of it at once."""
+    """An engine does not return from putting new weights in place. `close` does not wait for it,
+    and the update gets an error at once."""
     pool = make()
     with callers() as executor, hanging(faults.hang_in_commit(pool, 1)) as hang:
         calls = load(pool, executor)
@@ -264,7 +265,7 @@ def test_in_the_commit_of_a_swap(make: Callable[..., EnginePool]) -> None:
         wait = [call for call in calls if not call.done()]  # some may have ended before
         assert calls[-1] in wait
         closed_in_time(pool)
-        hear(wait)
+        assert_pool_closed_for(wait)
         until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
         hang.set()
         until(lambda: not threads(pool))
@@ -272,8 +273,8 @@ def test_in_the_commit_of_a_swap(make: Callable[..., EnginePool]) -> None:
 
 @pytest.mark.slow
 def test_processes(model_dir: Callable[[str], Path]) -> None:
-    """The program ends under load, with an engine stuck, or by Control-C inside `with`: the process
-    ends by itself, with its own exit code, and whoever still waits gets an error."""
+    """The program ends under load, with an engine stuck, or by Control-C inside `with`. The
+    process ends by itself with its own exit code, and waiting callers get an error."""
     names = ["end-under-load", "end-while-stuck", "interrupted-in-with"]
     options = json.dumps(SMALL | {"warmup": "none"})
     processes = {

@@ -1,4 +1,4 @@
-"""A device that raises at every call takes its engine with it, and nothing else."""
+"""A device that raises at every call takes only its own engine out."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def dead() -> Iterator[set[int]]:
 
 @pytest.fixture
 def pool(model_dir: Callable[[str], Path], dead: set[int]) -> Iterator[EnginePool]:
-    """Two engines, which come back as often as it takes."""
+    """Two engines with unlimited restarts."""
     options = SMALL | {"warmup": "none", "max_restarts": 1000}
     with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
         yield pool
@@ -43,7 +43,7 @@ def events(pool: EnginePool) -> list[tuple[str, int]]:
 def test_the_others_go_on(
     pool: EnginePool, dead: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every prompt is answered. The engine is not made anew, and says why."""
+    """Every prompt is answered. The engine is not rebuilt, and the reason is given."""
     expected = ask(pool)
     made: list[object] = []
     monkeypatch.setattr(Assembly, "rebuild", lambda *_, **__: made.append(1))
@@ -63,11 +63,11 @@ def test_the_others_go_on(
     assert found.count(("engine_stays_out", 1)) == 1
     assert not [event for event, engine in found if engine == 0]
     assert not made
-    pool.update_weights(pool.config.model)  # of the engine that is left
+    pool.update_weights(pool.config.model)  # on the engine that is left
 
 
 def test_all_of_them(pool: EnginePool, dead: set[int]) -> None:
-    """Every call ends with an error that says so, and the pool closes."""
+    """Every call gets an error with the reason, and the pool closes."""
     calls: list[Callable[[], Any]] = [
         lambda: ask(pool),
         lambda: list(pool.stream(input_ids=PROMPTS[0], sampling_params=GREEDY)),
@@ -95,7 +95,7 @@ def test_all_of_them(pool: EnginePool, dead: set[int]) -> None:
 
 
 def test_while_nothing_runs(pool: EnginePool, dead: set[int]) -> None:
-    """An update fails and names the device; the pool closes."""
+    """An update fails and names the device. The pool closes."""
     dead.update({0, 1})
     with pytest.raises(WeightUpdateFailed, match="ILLEGAL_ADDRESS"):
         pool.update_weights(pool.config.model)

@@ -1,9 +1,9 @@
-"""An engine that fails is quarantined and says why; its requests and everything else go on.
+"""An engine that fails is quarantined with its reason. Its requests and everything else continue.
 
-Here engines are not brought back (`restart=False`); test_recovery.py is about those that are.
+Here engines do not come back (`restart=False`). In test_recovery.py they do.
 
-Faults are put into upstream's own objects from outside, as hardware would do it: the forward of
-one engine raises at a given step.
+Faults are put into upstream's own objects from outside, as hardware would cause them: the forward
+of one engine raises at a given step.
 """
 
 import gc
@@ -30,14 +30,14 @@ SAMPLED = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True, "sampli
 
 
 class Spare:
-    """Pools to break: keeps one open while enough of its engines still serve."""
+    """Pools that may break. One stays open while enough of its engines serve."""
 
     def __init__(self, model: Path) -> None:
         self._model = str(model)
         self._pool: EnginePool | None = None
 
     def pool(self, engines: int) -> EnginePool:
-        """A pool of which at least so many engines serve."""
+        """A pool of which at least this many engines serve."""
         if self._pool is None or self._pool.closed or len(serving(self._pool)) < engines:
             self.close()
             self._pool = EnginePool(self._model, devices=4, restart=False, **SMALL).open()
@@ -57,7 +57,7 @@ def spare(model_dir: Callable[[str], Path]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(pool: EnginePool) -> dict[str, list[dict[str, Any]]]:
-    """What the prompts give without any fault."""
+    """The results of the prompts without a fault."""
     return {
         name: pool.generate_all(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
         for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))
@@ -69,11 +69,11 @@ def serving(pool: EnginePool) -> list[int]:
 
 
 class Broken(RuntimeError):
-    """What the faults raise."""
+    """The exception that faults raise."""
 
 
 def break_at(pool: EnginePool, engine: int, step: int, error: BaseException | None = None) -> None:
-    """Let an engine's forward raise at its so-manieth step from now."""
+    """Let an engine's forward raise at step number `step` from now."""
     steps = 0
 
     def change(forward: Any) -> Any:
@@ -109,9 +109,9 @@ def test_fault_in_a_step(
     step: int,
     error: BaseException,
 ) -> None:
-    """Whatever is raised, at the first step or later: the engine is quarantined with its reason, in
-    `stats` and in one warning; every request of the call gives what it gives without the fault; no
-    signal is sent, no handler touched; later calls go to the other engines."""
+    """For any exception, at the first step or later, the engine is quarantined, with the reason
+    in `stats` and in one warning. Every request of the call gives what it gives without the
+    fault. No signal is sent, no handler changes, and later calls go to the other engines."""
     params = {"greedy": GREEDY, "sampled": SAMPLED}[kind]
     pool = spare.pool(2)
     broken = serving(pool)[0]
@@ -146,7 +146,7 @@ def test_fault_in_a_step(
 
 
 def test_memory_of_a_broken_engine(spare: Spare) -> None:
-    """A quarantined engine gives its device memory back, and its thread has ended."""
+    """A quarantined engine frees its device memory, and its thread ends."""
     pool = spare.pool(2)
     broken = serving(pool)[0]
 
@@ -172,8 +172,8 @@ def pool_weights(pool: EnginePool) -> int:
 
 
 def test_calls_pinned_to_a_broken_engine(spare: Spare, expected: dict[str, Any]) -> None:
-    """An engine's own generate says that the engine is quarantined and why: the call that was in
-    flight ends with what it has, later ones raise. Neither waits for ever."""
+    """`generate` of that engine says that it is quarantined and why. A call in flight ends with
+    its tokens, and later calls raise. Neither waits for ever."""
     pool = spare.pool(2)
     broken = serving(pool)[0]
     engine = pool.engines[broken]
@@ -184,7 +184,7 @@ def test_calls_pinned_to_a_broken_engine(spare: Spare, expected: dict[str, Any])
         reason = result["meta_info"]["finish_reason"]
         assert (reason["type"], reason["err_type"]) == ("abort", "engine_failed")
         assert f"device {broken} is gone" in reason["message"]
-        # The four dispatches that did not fail; the pool decides how many steps each of them took.
+        # The four dispatches that did not fail. The pool chooses how many steps each has.
         ids = result["output_ids"]
         assert 4 <= len(ids) < 40
         assert ids == expected["greedy"][0]["output_ids"][: len(ids)]
@@ -198,7 +198,7 @@ def test_calls_pinned_to_a_broken_engine(spare: Spare, expected: dict[str, Any])
 
 
 def test_fault_while_paused_and_queued(spare: Spare, expected: dict[str, Any]) -> None:
-    """An engine that fails in the first step after a pause gives its requests back too."""
+    """An engine that fails in the first step after a pause returns its requests, too."""
     pool = spare.pool(2)
     broken = serving(pool)[0]
     with callers(1) as executor:
@@ -214,7 +214,8 @@ def test_fault_while_paused_and_queued(spare: Spare, expected: dict[str, Any]) -
 
 
 def test_release_that_fails(spare: Spare, expected: dict[str, Any]) -> None:
-    """An engine that cannot give its requests back when asked to is quarantined; they resume."""
+    """An engine that cannot release its requests for a pause is quarantined. They resume on
+    others."""
     pool = spare.pool(2)
     broken = serving(pool)[0]
 
@@ -234,8 +235,9 @@ def test_release_that_fails(spare: Spare, expected: dict[str, Any]) -> None:
 
 
 def test_poisoned(spare: Spare, expected: dict[str, Any]) -> None:
-    """A request that was present in two failures runs alone on a third engine; when that fails as
-    well it ends, with all reasons. What shared its batches is served."""
+    """A request that was present in two failures runs alone on a third engine. When this engine
+    fails as well, the request ends with all reasons. Requests that shared its batches are
+    answered."""
     pool = spare.pool(4)
     poison = [7] * 9
 
@@ -266,8 +268,8 @@ def test_poisoned(spare: Spare, expected: dict[str, Any]) -> None:
 
 
 def test_all_engines_fail(spare: Spare) -> None:
-    """When no engine is left the call raises PoolFailed with every engine's reason and all results
-    in their places; so does every later call; calls that queue do not hang; closing works."""
+    """The call raises PoolFailed with every engine's reason and all results in their places. So
+    does every later call. Queued calls do not hang, and the pool closes."""
     pool = spare.pool(2)
     for engine in serving(pool):
         break_at(pool, engine, 3)
@@ -304,15 +306,16 @@ def test_all_engines_fail(spare: Spare) -> None:
 
 @pytest.fixture
 def control_c() -> Iterator[None]:
-    """Python's own handler, also where the tests run in a shell's background, which ignores it."""
+    """Python's own handler, even if the tests run in a shell's background, which ignores
+    Control-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def test_keyboard_interrupt(pool: EnginePool, expected: dict[str, Any], control_c: None) -> None:
-    """Control-C in a call that waits, in a stream and in a paused pool raises KeyboardInterrupt
-    there, ends the call's requests and leaves the pool usable."""
+    """Control-C in a waiting call, in a stream and in a paused pool raises KeyboardInterrupt
+    there. It ends the call's requests, and the pool stays usable."""
     long = {**GREEDY, "max_new_tokens": 450}
     aborted = pool.stats()["aborted"]
 

@@ -1,4 +1,4 @@
-"""A swap in place, and what the prefix cache and prompts that wait make of it."""
+"""A swap in place, the prefix cache, and prompts that wait."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.reference import make_random_model
 from tests.support.spans import assert_each_span_is_its_versions, assert_spans
 
 PARAMS = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 8}
-SHARED = [3 * i % 250 for i in range(30)]  # too short for routing to hold copies of it back
+SHARED = [3 * i % 250 for i in range(30)]  # so short that routing does not hold back its copies
 LONG = [(7 * i + 1) % 250 for i in range(150)]  # three steps: 64 tokens a step
 
 
@@ -36,12 +36,12 @@ def one(versions: list[Path]) -> Iterator[EnginePool]:
 def swap_between_chunks(
     pool: EnginePool, source: Path, waiting: list[list[int]]
 ) -> list[dict[str, Any]]:
-    """Send LONG, then prompts that wait in the engine while it is prefilled, and swap in place
+    """Send LONG, then prompts that wait in the engine while LONG is prefilled, and swap in place
     before its last chunk."""
     channel = pool.runtime.workers[0].channel
     until(lambda: idle(pool))
     steps = channel.steps
-    # The second is put in place first: each, when its turn comes, leaves what was there before it.
+    # The second is installed first. Each restores what was there before it, when it runs.
     second_step = hang_in_step(pool, 0, at=2)
     first_step = hang_in_step(pool, 0)
     with callers(3) as executor:
@@ -68,8 +68,8 @@ def swap_between_chunks(
 def test_prompts_that_wait_use_no_prefix_of_old_weights(
     one: EnginePool, versions: list[Path]
 ) -> None:
-    """A prompt that an engine holds but has not prefilled is prefilled by the new weights, also
-    where the old ones have left its prefix in the cache."""
+    """A prompt that an engine holds and has not prefilled is prefilled by the new weights, even
+    if the old ones have left its prefix in the cache."""
     one.generate(input_ids=SHARED, sampling_params=PARAMS)
     results = swap_between_chunks(one, versions[1], [SHARED] * 3)
     assert_spans(results)
@@ -81,8 +81,8 @@ def test_prompts_that_wait_use_no_prefix_of_old_weights(
 
 
 def test_cached_tokens_are_those_of_the_prefill(one: EnginePool, versions: list[Path]) -> None:
-    """A request that waited in the engine while weights changed says what its prefill then found
-    in the cache: the last of three copies finds the prefix that the first has left."""
+    """A request waited in the engine while weights changed. It reports what its prefill found in
+    the cache afterwards: the last of three copies finds the prefix that the first has left."""
     results = swap_between_chunks(one, versions[1], [SHARED] * 3)
     assert results[-1]["meta_info"]["cached_tokens"] >= len(SHARED) - 1
 
@@ -90,7 +90,7 @@ def test_cached_tokens_are_those_of_the_prefill(one: EnginePool, versions: list[
 def test_nobody_reads_the_prefix_of_a_prompt_that_straddled(
     one: EnginePool, versions: list[Path]
 ) -> None:
-    """Half of its KV cache is of the old weights; it is never found by the new ones."""
+    """Half of its KV cache is of the old weights, so the new ones never find it."""
     swap_between_chunks(one, versions[1], [SHARED])
     again = one.generate(input_ids=LONG, sampling_params=PARAMS)
     assert again["meta_info"]["cached_tokens"] == 0

@@ -1,5 +1,5 @@
-"""Numbers that are not finite end the requests whose own they are, and nobody else's: whatever
-shares a batch with them, and however many there are."""
+"""Numbers that are not finite end only the requests that cause them, whatever shares a batch
+with them, and however many there are."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[16 if NATIVE_PAGES else 1, *slow(1, 128)])
 def pool(spoiled: Path, request: pytest.FixtureRequest) -> Iterator[EnginePool]:
-    """Engines that may fail once only: what is said of requests must not count against them."""
+    """Engines that may fail only once, so failures of requests must not count for them."""
     options = SMALL | {"max_running_requests": 8, "precompile_bs_paddings": [8]}
     if request.param == 128:
         options |= dict.fromkeys(("max_prefill_tokens", "chunked_prefill_size"), 128)
@@ -52,7 +52,8 @@ def ask(pool: EnginePool, prompts: list[list[int]], **options: Any) -> list[dict
 
 
 def assert_good(model: Path, results: list[dict[str, Any]], prompts: list[list[int]]) -> None:
-    """Whole, or up to the token after which nothing is finite; every id is right."""
+    """Each result is whole, or ends at the token after which nothing is finite. Every id is
+    right."""
     for result in results:
         ids = result["output_ids"]
         assert ids.index(SPOKEN) == len(ids) - 1 if not_finite(result) else len(ids) == 24
@@ -60,7 +61,7 @@ def assert_good(model: Path, results: list[dict[str, Any]], prompts: list[list[i
 
 
 def without_spoken(result: dict[str, Any]) -> dict[str, Any]:
-    """The reference, too, has nothing finite where a last id is one that is bad."""
+    """The reference has nothing finite either after a last id that is bad."""
     meta, ids = result["meta_info"], result["output_ids"]
     keep = len(ids) - (ids[-1] == SPOKEN)
     values = meta["output_token_logprobs"][:keep]
@@ -70,8 +71,8 @@ def without_spoken(result: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bad", [1, 3])
 def test_bad_prompts_among_good_ones(pool: EnginePool, spoiled: Path, bad: int) -> None:
-    """These end without an output, and nobody else does; whoever comes to a token that is bad ends
-    with it. The engines live, with the weights they had."""
+    """Bad prompts end without an output, and no others do. An output that comes to a bad token
+    ends with it. The engines keep serving with their weights."""
     results = ask(pool, [*GOOD[:7], *BAD[:bad], *GOOD[7:]])
     ended = [results.pop(7) for _ in range(bad)]
     assert all(not_finite(result) and not result["output_ids"] for result in ended)
@@ -81,8 +82,8 @@ def test_bad_prompts_among_good_ones(pool: EnginePool, spoiled: Path, bad: int) 
 
 
 def test_the_first_that_new_weights_are_asked(pool: EnginePool, spoiled: Path) -> None:
-    """A prompt that is bad on every engine, before any has shown that its weights are right, does
-    not make others that are bad beside it take good ones along."""
+    """A prompt is bad on every engine, before any engine has shown that its weights are right.
+    Good prompts beside it and other bad ones do not end."""
     pool.update_weights(spoiled, weight_version="anew")
     assert not_finite(ask(pool, BAD[:1])[0])
     results = ask(pool, [*GOOD[:5], *BAD, *GOOD[5:12]])
@@ -91,7 +92,7 @@ def test_the_first_that_new_weights_are_asked(pool: EnginePool, spoiled: Path) -
 
 
 def test_samples_and_streams_of_a_bad_prompt(pool: EnginePool, spoiled: Path) -> None:
-    """Each sample ends by itself, and so does a stream, whatever both run beside."""
+    """Each sample and each stream ends by itself, whatever runs beside it."""
     several = {"n": 3} | GREEDY | {"temperature": 1.0}
     with callers(3) as executor:
         good = executor.submit(ask, pool, GOOD[:10])
@@ -109,8 +110,8 @@ def test_samples_and_streams_of_a_bad_prompt(pool: EnginePool, spoiled: Path) ->
 
 
 @pytest.mark.parametrize("asked", [{"frequency_penalty": 0.5}, {"regex": "[a-z]{24}"}])
-def test_rows_that_are_held_to_something(pool: EnginePool, asked: dict[str, Any]) -> None:
-    """Penalties and grammars make no law of numbers that are not finite."""
+def test_rows_with_penalties_or_grammars(pool: EnginePool, asked: dict[str, Any]) -> None:
+    """These do not hide numbers that are not finite."""
     params = {"temperature": 0.0, "max_new_tokens": 24} | asked
     alone = [pool.generate(None, params, input_ids=prompt) for prompt in GOOD[:6]]
     results = pool.generate_all(None, params, input_ids=[*GOOD[:3], *BAD, *GOOD[3:6]])
@@ -121,7 +122,8 @@ def test_rows_that_are_held_to_something(pool: EnginePool, asked: dict[str, Any]
 
 
 def test_a_prefix_that_good_and_bad_prompts_share(pool: EnginePool, spoiled: Path) -> None:
-    """What is bad behind it is in nobody else's KV cache, whoever comes first."""
+    """The bad part behind the prefix is in no other request's KV cache, whichever prompt comes
+    first."""
     prefix = [30 + i % 50 for i in range(45)]
     good = [[*prefix, 100 + i, 60] for i in range(6)]
     bad = [[*prefix, 100 + i, token] for i, token in enumerate(BAD_TOKENS)]
@@ -132,7 +134,7 @@ def test_a_prefix_that_good_and_bad_prompts_share(pool: EnginePool, spoiled: Pat
 
 
 def test_scores(pool: EnginePool, spoiled: Path) -> None:
-    """A bad prompt, and a bad continuation, have no values; others have the right ones."""
+    """A bad prompt and a bad continuation have no values. Others have the right ones."""
     prompts, continuations = GOOD[:12], [prompt[:3] for prompt in GOOD[12:24]]
     mixed = [*prompts[:4], BAD[0], GOOD[0], *prompts[4:]]
     results = pool.score(
@@ -155,7 +157,7 @@ def test_log_probabilities_of_prompts(pool: EnginePool, spoiled: Path) -> None:
 
 
 def test_an_engines_own_calls(pool: EnginePool, spoiled: Path) -> None:
-    """They have no second engine: the request is tried there again, and ends."""
+    """They cannot use a second engine, so the request is tried on the same one again, and ends."""
     engine = pool.engines[0]
     assert not_finite(engine.generate(input_ids=BAD[0], sampling_params=GREEDY))
     results = engine.generate(

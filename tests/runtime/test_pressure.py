@@ -1,5 +1,5 @@
-"""More work than KV cache, and callers who leave at any moment: all else is answered as if it were
-alone, and the allocators have all slots and pages back."""
+"""More work than KV cache, and callers who leave at any time: all other requests get the answers
+that they get alone, and the allocators have all slots and pages back."""
 
 import random
 import threading
@@ -16,18 +16,18 @@ from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.pools import SMALL, same
 
-# An engine runs four of these at a time and has room for two and a half.
+# An engine runs four of these at a time and has KV cache for two and a half.
 KV_TOKENS = 256
 PROMPTS = [[65 + i, 90 - i, 40 + i, *range(50, 54 + i)] for i in range(9)]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 96, "ignore_eos": True}
-# For these upstream does not reserve all that they may need.
+# For these upstream does not reserve their whole length.
 STOPPABLE = {"temperature": 0.0, "max_new_tokens": 96}
 SHORT = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
-    """Two engines with little KV cache, which reserve little of it for what is to come."""
+    """Two engines with little KV cache, which reserve little of it for later tokens."""
     options = {**SMALL, "context_length": 256, "max_total_tokens": KV_TOKENS}
     options["schedule_conservativeness"] = 0.3
     with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
@@ -36,8 +36,8 @@ def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(pool: EnginePool) -> Iterator[None]:
-    """Request slots and KV pages are all there again, by the allocators' own counts; no engine had
-    to be reset for it."""
+    """All request slots and KV pages are free again by the allocators' own counts, and no engine
+    was reset."""
     pool.flush_cache()
     before = free(pool)
     yield
@@ -49,7 +49,7 @@ def nothing_leaks(pool: EnginePool) -> Iterator[None]:
 
 
 def free(pool: EnginePool) -> list[tuple[int, int]]:
-    """Request slots and KV tokens that each engine has left."""
+    """The free request slots and KV tokens of each engine."""
     schedulers = [faults.scheduler_of(pool, engine) for engine in range(2)]
     return [
         (
@@ -61,7 +61,7 @@ def free(pool: EnginePool) -> list[tuple[int, int]]:
 
 
 def alone(pool: EnginePool, prompts: list[list[int]], params: dict[str, Any]) -> list[Any]:
-    """What each gives with nothing beside it."""
+    """What each request gives alone."""
     results = [
         pool.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
         for prompt in prompts
@@ -71,12 +71,12 @@ def alone(pool: EnginePool, prompts: list[list[int]], params: dict[str, Any]) ->
 
 
 def test_more_work_than_kv_cache(pool: EnginePool, retracted: list[int]) -> None:
-    """Several times what fits both engines: upstream takes requests back in the middle, and each
+    """Several times what fits both engines. Upstream retracts requests in the middle, and each
     gives what it gives alone."""
     expected = alone(pool, PROMPTS, STOPPABLE)
     assert retracted == []
     needed = sum(len(p) + len(e["output_ids"]) for p, e in zip(PROMPTS, expected, strict=True))
-    assert needed > 2 * KV_TOKENS  # three times that is asked for
+    assert needed > 2 * KV_TOKENS  # three times as much is asked for
     results = pool.generate_all(
         input_ids=PROMPTS * 3, sampling_params=STOPPABLE, return_logprob=True, timeout=SECONDS
     )
@@ -85,8 +85,8 @@ def test_more_work_than_kv_cache(pool: EnginePool, retracted: list[int]) -> None
 
 
 def test_request_that_can_never_fit(pool: EnginePool) -> None:
-    """It is refused before anything starts, with what there is room for; one that needs exactly
-    that is answered, among others."""
+    """It is refused before anything starts, with the room that there is. One that needs exactly
+    this room is answered, among others."""
     prompt = [65] * 50
     with pytest.raises(InvalidRequest, match="max_new_tokens=250 does not fit") as caught:
         pool.generate_all(
@@ -107,7 +107,7 @@ def steps(pool: EnginePool) -> int:
 
 
 class Leavers:
-    """Callers who leave after a random number of steps, each in his own way."""
+    """Callers who leave after a random number of steps, each in another way."""
 
     def __init__(self, pool: EnginePool, seed: int) -> None:
         self._pool, self._random = pool, random.Random(seed)
@@ -135,7 +135,7 @@ class Leavers:
             self._pool.generate_all(input_ids=prompts, sampling_params=GREEDY, timeout=seconds)
 
     def abort(self) -> None:
-        """By the id, which a stream tells."""
+        """By the id, which a stream reports."""
         while not self.done.is_set():
             prompts, count = self._draw()
             stream = self._pool.stream(input_ids=prompts, sampling_params=GREEDY)
@@ -163,8 +163,8 @@ class Leavers:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_callers_who_leave_under_load(pool: EnginePool, seed: int) -> None:
-    """Closed streams, timeouts, aborts, cancelled asyncio and trio tasks, all at once: who stays
-    gets what he gets alone."""
+    """Closed streams, timeouts, aborts, cancelled asyncio and trio tasks at once. Callers who
+    stay get what they get alone."""
     expected = alone(pool, PROMPTS, SHORT)
     leavers = Leavers(pool, seed)
     ways: list[Callable[[], None]] = [

@@ -1,5 +1,5 @@
-"""Whatever breaks in an engine, every prompt is answered as without the fault, and the engine comes
-back: by a reset, or by a rebuild where a reset does not help."""
+"""Whatever breaks in an engine, every prompt is answered as without the fault, and the engine
+comes back by a reset, or by a rebuild if a reset does not help."""
 
 import gc
 import sys
@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
-    """Three engines that come back as often as it takes."""
+    """Three engines with unlimited restarts."""
     path = str(model_dir("qwen3"))
     with EnginePool(path, devices=3, max_restarts=1000, step_timeout=3.0, **SMALL) as pool:
         yield pool
@@ -31,7 +31,7 @@ def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
 
 @pytest.fixture(scope="module")
 def expected(pool: EnginePool) -> list[dict[str, Any]]:
-    """What the prompts give without any fault."""
+    """The results of the prompts without a fault."""
     # These start the threads of the engines' own calls, and of grammars.
     pool.engines[0].generate(input_ids=PROMPTS[0])
     pool.generate(input_ids=PROMPTS[0], sampling_params={"regex": "[a-f]"})
@@ -40,8 +40,8 @@ def expected(pool: EnginePool) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def recovers(pool: EnginePool, expected: list[dict[str, Any]]) -> Iterator[None]:
-    """After every fault: all engines serve, with one and the same weights, and give what they gave;
-    no request slot, no KV page and no thread is left over."""
+    """After every fault all engines serve with the same weights and give the same results. No
+    request slot, KV page or thread is left over."""
     before, checksum = threads(), pool.checksum()
     yield
     until(lambda: states(pool) == ["serving"] * 3)
@@ -54,7 +54,7 @@ def recovers(pool: EnginePool, expected: list[dict[str, Any]]) -> Iterator[None]
 
 
 def threads() -> set[str]:
-    """Without those that anyio keeps for a while."""
+    """The threads, without those that anyio keeps for a while."""
     return {t.name for t in threading.enumerate() if not t.name.startswith("AnyIO worker")}
 
 
@@ -63,7 +63,8 @@ def ask(pool: EnginePool) -> list[dict[str, Any]]:
 
 
 def ask_until_recovered(pool: EnginePool, before: int, expected: list[dict[str, Any]]) -> None:
-    """Until an engine has come back: the one that is to fail may have had no request at first."""
+    """Until an engine has come back, because the one that is to fail may have had no request at
+    first."""
     same(ask(pool), expected)
     while not news(pool, before, "engine_quarantined"):
         same(ask(pool), expected)
@@ -75,7 +76,7 @@ def states(pool: EnginePool) -> list[str]:
 
 
 def news(pool: EnginePool, before: int, event: str) -> list[dict[str, Any]]:
-    """The events of one kind since there were `before`."""
+    """The events of one kind after the first `before`."""
     return [entry for entry in pool.events()[before:] if entry["event"] == event]
 
 
@@ -86,8 +87,8 @@ def news(pool: EnginePool, before: int, event: str) -> list[dict[str, Any]]:
 def test_failed_step(
     pool: EnginePool, expected: list[dict[str, Any]], fault: Callable[..., None], at: int
 ) -> None:
-    """In the first prefill, in the next step or later, before or after its result: the engine is
-    reset, keeps its programs and its engine object, and says so in two events."""
+    """In the first prefill, in the next step or later, before or after its result. The engine is
+    reset, keeps its programs and its Engine object, and two events report it."""
     before, engine = len(pool.events()), pool.engines[1]
     fault(pool, 1, at)
     ask_until_recovered(pool, before, expected)
@@ -104,7 +105,7 @@ def test_failed_step(
 def test_grammars_survive_a_failed_step(
     pool: EnginePool, fault: Callable[..., None], at: int
 ) -> None:
-    """The state of a grammar is made anew from the tokens that the request has."""
+    """A grammar's state is computed again from the request's tokens."""
     params = {
         "temperature": 1.0,
         "sampling_seed": 2,
@@ -123,7 +124,7 @@ def test_grammars_survive_a_failed_step(
 
 
 def test_where_a_step_failed_can_be_read(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """The event has the traceback of the error, and of what caused it."""
+    """The event has the tracebacks of the error and of its cause."""
     before = len(pool.events())
     error = faults.Fault("the second")
     error.__cause__ = ZeroDivisionError("the first")
@@ -138,8 +139,8 @@ def test_where_a_step_failed_can_be_read(pool: EnginePool, expected: list[dict[s
 
 
 def test_a_call_finds_an_engine_that_just_came_back(model_dir: Callable[[str], Path]) -> None:
-    """The only engine fails and comes back all the time; calls that begin at any moment of that
-    are answered, none hears that there is no engine or that it has no weights."""
+    """The only engine fails and comes back all the time. Calls that begin at any moment are
+    answered. None gets the error that there is no engine or no weights."""
     over = threading.Event()
     with EnginePool(str(model_dir("qwen3")), devices=1, max_restarts=10**6, **SMALL) as pool:
         dispatch = pool.runtime.dispatch
@@ -167,7 +168,7 @@ def test_a_call_finds_an_engine_that_just_came_back(model_dir: Callable[[str], P
 
 
 def test_lost_kv_cache(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """Deleted KV buffers are made anew by the reset."""
+    """The reset allocates deleted KV buffers again."""
     before = len(pool.events())
     faults.delete_kv_cache(pool, 2)
     ask_until_recovered(pool, before, expected)
@@ -175,7 +176,7 @@ def test_lost_kv_cache(pool: EnginePool, expected: list[dict[str, Any]]) -> None
 
 
 def test_lost_weight(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """A weight that was deleted, and that nobody shared, is brought from a sibling."""
+    """A weight that was deleted, and that nobody shared, is copied from another engine."""
     faults.delete_leaf(pool, 0)
     same(ask(pool), expected)
 
@@ -187,8 +188,8 @@ def test_weights_of_an_engine_that_is_rebuilt(
     monkeypatch: pytest.MonkeyPatch,
     fails_once: bool,
 ) -> None:
-    """The only ones that are left, and newer than the checkpoint's: the engines that lost theirs
-    copy them while it is rebuilt, and it has them afterwards, also if that fails at first."""
+    """They are the only ones left, and newer than the checkpoint's. Engines that lost theirs
+    copy them during the rebuild. The rebuilt engine keeps them, also if the first attempt fails."""
     pool.update_weights(model_dir("qwen3"))
     rebuild, begun, go_on = Assembly.rebuild, threading.Event(), threading.Event()
     failures = [faults.Fault("no memory")] if fails_once else []
@@ -224,8 +225,8 @@ def test_weights_of_an_engine_that_is_rebuilt(
 
 
 def test_weight_that_is_not_finite(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """On one engine only: no output has a number that is not finite, the engine is reset, and
-    rebuilt with a sibling's weights when what it had has had finite numbers elsewhere."""
+    """On one engine only. No output has a number that is not finite. The engine is reset, and
+    rebuilt with another engine's weights once its requests had finite numbers elsewhere."""
     before, engine = len(pool.events()), pool.engines[0]
     faults.spoil_leaf(pool, 0)
     while pool.engines[0] is engine:
@@ -240,7 +241,7 @@ def test_weight_that_is_not_finite(pool: EnginePool, expected: list[dict[str, An
 def test_two_engines_with_weights_that_are_not_finite(
     pool: EnginePool, expected: list[dict[str, Any]]
 ) -> None:
-    """The third has shown that it is not the weights: no request ends for them."""
+    """The third engine has shown that the requests are not at fault, so none ends."""
     engines = pool.engines
     faults.spoil_leaf(pool, 0)
     faults.spoil_leaf(pool, 1)
@@ -249,8 +250,8 @@ def test_two_engines_with_weights_that_are_not_finite(
 
 
 def test_failures_in_a_row(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """The third failure without a finished request in between leads to a rebuild: a new engine
-    object that works like the old one."""
+    """The third failure without a finished request in between leads to a rebuild. The new Engine
+    object works like the old one."""
     before, engine = len(pool.events()), pool.engines[1]
 
     def always(*_: Any, **__: Any) -> Any:
@@ -270,8 +271,8 @@ def test_failures_in_a_row(pool: EnginePool, expected: list[dict[str, Any]]) -> 
 
 @pytest.mark.slow
 def test_rebuilds_do_not_add_up(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """Two rebuilds of an engine leave no device memory behind, not even until the next garbage
-    collection: there may be no room for the weights twice."""
+    """Two rebuilds leave no device memory behind, even before a garbage collection, because
+    there may be no room for two weight sets."""
 
     def device_bytes() -> int:
         return pool.stats()["memory"]["devices"][1]["bytes_in_use"]
@@ -292,8 +293,8 @@ def test_rebuilds_do_not_add_up(pool: EnginePool, expected: list[dict[str, Any]]
 
 
 def test_step_that_does_not_return(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """The engine is abandoned, its requests go on elsewhere and `stats` says so; what the step
-    gives when it returns after all reaches nobody, and the engine serves again."""
+    """The engine is abandoned, `stats` says so, and its requests continue on others. The results
+    of the step, when it returns, reach nobody. Then the engine serves again."""
     let_go = faults.hang_in_step(pool, 1, at=3)
     try:
         same(ask(pool), expected)
@@ -305,7 +306,7 @@ def test_step_that_does_not_return(pool: EnginePool, expected: list[dict[str, An
 
 
 def test_missed_swap(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """An engine that was out while weights were replaced has the new ones when it comes back."""
+    """An engine that was out during an update has the new weights when it comes back."""
     import jax.numpy as jnp
 
     old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
@@ -331,8 +332,8 @@ def test_failure_while_a_swap_waits(
     monkeypatch: pytest.MonkeyPatch,
     mode: Literal["drain", "abort"],
 ) -> None:
-    """What a failing engine loses is waited for, also on its way back to the queue: no output has
-    tokens of two versions."""
+    """The swap waits for the requests of a failing engine, also on their way back to the queue.
+    No output mixes versions."""
     import jax.numpy as jnp
 
     old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
@@ -363,7 +364,7 @@ def test_failure_while_a_swap_waits(
 
     def slow(requests: Any) -> None:
         if requests := list(requests):
-            updated.wait(1.0)  # in vain, or the update has passed these by
+            updated.wait(1.0)  # times out, unless the update did not wait for these
         resume(requests)
 
     monkeypatch.setattr(dispatch, "resume", slow)
@@ -390,7 +391,8 @@ def test_failure_while_a_swap_waits(
 
 
 def test_a_sibling_takes_what_a_draining_engine_loses(pool: EnginePool) -> None:
-    """It had nothing to do and could have been replaced at once; now it is waited for, too."""
+    """The other engine was idle and could have been swapped at once. Now the swap waits for it,
+    too."""
     import jax.numpy as jnp
 
     old = list(faults.scheduler_of(pool, 0).tp_worker.worker.model_runner.model_state_leaves)
@@ -413,7 +415,7 @@ def test_a_sibling_takes_what_a_draining_engine_loses(pool: EnginePool) -> None:
             assert in_step.begun.wait(SECONDS)
             update = executor.submit(pool.update_weights, flipped, mode="drain")
             until(lambda: states(pool).count("draining") == 2)
-            # Of the step after the one that hangs, at whose end this engine drains as well.
+            # In the step after the one that hangs, at whose end this engine drains, too.
             faults.raise_in_step(pool, holder)
             in_step.set()
             until(lambda: holders() not in ([], [holder]))
@@ -429,7 +431,7 @@ def test_a_sibling_takes_what_a_draining_engine_loses(pool: EnginePool) -> None:
 
 
 def test_call_pinned_to_an_engine(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """What only the failed engine may run waits for it, and goes on with the tokens it has."""
+    """A request that only the failed engine may run waits for it, and continues with its tokens."""
     faults.raise_in_step(pool, 2, at=5)
     result = pool.engines[2].generate(
         input_ids=PROMPTS[0], sampling_params=GREEDY, return_logprob=True
@@ -438,7 +440,7 @@ def test_call_pinned_to_an_engine(pool: EnginePool, expected: list[dict[str, Any
 
 
 def test_stream(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """No token is given twice and none is left out, over a failure in the middle of a stream."""
+    """After a failure in the middle of a stream no token comes twice and none is missing."""
     seen: list[int] = []
     for engine in range(3):
         faults.raise_in_step(pool, engine, at=6)
@@ -447,11 +449,11 @@ def test_stream(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
         assert ids[: len(seen)] == seen
         seen = ids
     assert seen == expected[3]["output_ids"]
-    ask(pool)  # the faults of the other engines
+    ask(pool)  # the other engines fail here
 
 
 def test_all_at_once(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """With every engine out for a moment, requests wait and nobody is told that the pool failed."""
+    """All engines are out for a moment. Requests wait, and no caller gets PoolFailed."""
     for engine in range(3):
         faults.raise_in_step(pool, engine, at=4)
     same(ask(pool), expected)
@@ -460,12 +462,12 @@ def test_all_at_once(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
 def test_update_with_all_out(
     pool: EnginePool, expected: list[dict[str, Any]], model_dir: Callable[[str], Path]
 ) -> None:
-    """New weights for engines that are all being brought back: refused, to be tried again, and the
-    pool is not said to have failed."""
+    """New weights while all engines are being brought back are refused, and can be tried again.
+    The error is not PoolFailed."""
     resets = [faults.hang_in_reset(pool, engine) for engine in range(3)]
     try:
         for engine in range(3):
-            # Every request has gained tokens by then, so that none is taken for poison.
+            # By then every request has new tokens, so that none counts as poison.
             faults.raise_in_step(pool, engine, at=4)
         with callers(1) as executor:
             call = executor.submit(ask, pool)
@@ -483,7 +485,7 @@ def test_update_with_all_out(
 
 def test_poison(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
     """A request that makes every engine fail runs alone on the third, then ends with all three
-    reasons; what shared its batches is served, and so is the engines' next work."""
+    reasons. Requests that shared its batches are answered, and so are later ones."""
     poison = [7] * 9
     for engine in range(3):
         scheduler = faults.scheduler_of(pool, engine)
@@ -508,8 +510,8 @@ def test_poison(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
 
 
 def test_weights_that_are_not_finite(pool: EnginePool, expected: list[dict[str, Any]]) -> None:
-    """On every engine: outputs end with an error that names the weight version; no engine is
-    rebuilt for it, none leaves; the next weights work at once."""
+    """On every engine. Outputs end with an error that names the weight version. No engine is
+    rebuilt or leaves. The next weights work at once."""
     import jax.numpy as jnp
 
     before, engines = len(pool.events()), pool.engines
@@ -541,7 +543,7 @@ def test_kv_cache_released_meanwhile(pool: EnginePool, expected: list[dict[str, 
 
 
 def test_close_with_a_stuck_step(model_dir: Callable[[str], Path]) -> None:
-    """Closing does not wait for a step that does not return; its caller gets an error."""
+    """Closing does not wait for a step that does not return. Its caller gets an error."""
     with EnginePool(str(model_dir("qwen3")), devices=1, step_timeout=1.0, **SMALL) as pool:
         pool.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
         let_go = faults.hang_in_step(pool, 0)
@@ -558,7 +560,7 @@ def test_close_with_a_stuck_step(model_dir: Callable[[str], Path]) -> None:
 
 @pytest.mark.slow
 def test_limit_of_restarts(model_dir: Callable[[str], Path]) -> None:
-    """An engine that fails again and again stays out, and `stats` says why; the other serves."""
+    """An engine that keeps failing stays out, and `stats` says why. The other one serves."""
     options = {**SMALL, "max_restarts": 2}
     with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
         expected = ask(pool)

@@ -1,5 +1,5 @@
-"""Engines that return when weights are gone, or while weights change: whoever waits hears of it, no
-engine serves weights of no version, and all that serve have one."""
+"""Engines come back when weights are gone, or while weights change. Waiting callers get an
+error, no engine serves weights of no version, and all engines serve the same version."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -66,8 +66,9 @@ def states(pool: EnginePool) -> list[str]:
 def test_the_only_engine_loses_its_weights(
     alone: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of an update's is deleted, a rebuild fails, the next one succeeds, without any. The call
-    that waits raises, and a part of the weights is no way out: a whole set is."""
+    """A weight of an update is deleted, a rebuild fails, and the next one succeeds without
+    weights. The waiting call raises. An update of a part is refused, and one of a whole set
+    works."""
     alone.update_weights(target)
     rebuild, attempts = Assembly.rebuild, []
 
@@ -86,7 +87,7 @@ def test_the_only_engine_loses_its_weights(
         call = executor.submit(alone.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
         with pytest.raises(NoWeights, match="weights are gone"):
             call.result(SECONDS)
-    assert attempts == [True, True]  # the checkpoint's are not what the pool has
+    assert attempts == [True, True]  # the checkpoint's weights are not the pool's current ones
     assert states(alone) == ["unloaded"]
     assert "weights are gone" in alone.stats()["engines"][0]["reason"]
     assert alone.events()[-1]["event"] == "engine_recovered"
@@ -99,8 +100,8 @@ def test_the_only_engine_loses_its_weights(
 
 
 def test_weights_are_donated_while_a_step_hangs(pool: EnginePool, target: Path) -> None:
-    """Its requests are out when the step returns, so nothing is left to unload; the engine comes
-    back with its siblings' weights."""
+    """Its requests are out when the step returns, so there is nothing to unload. The engine
+    comes back with another engine's weights."""
     first = jax.devices()[0]
     source = {path: jax.device_put(leaf, first) for path, leaf in leaves(target).items()}
     report = pool.update_weights(source)
@@ -121,8 +122,8 @@ def test_weights_are_donated_while_a_step_hangs(pool: EnginePool, target: Path) 
 
 
 def test_weights_come_with_the_sibling_that_has_them(pool: EnginePool, target: Path) -> None:
-    """An engine has lost its weights while the steps of all others hang: it has none when it comes
-    back, and gets them when one of the others does."""
+    """An engine has lost its weights while the steps of all others hang. It comes back without
+    weights, and gets them when one of the others comes back."""
     pool.update_weights(target)
     hanging = [faults.hang_in_step(pool, index) for index in (1, 2)]
     try:
@@ -150,7 +151,8 @@ def test_weights_come_with_the_sibling_that_has_them(pool: EnginePool, target: P
 def test_what_only_a_failed_engine_may_run_is_not_waited_for(
     pool: EnginePool, target: Path, change: str
 ) -> None:
-    """Its request is taken back there when it returns, which it does after the change."""
+    """The change does not wait for its request, which is continued there when the engine comes
+    back."""
     hanging = faults.hang_in_reset(pool, 1)
     faults.raise_in_step(pool, 1)
     with callers(2) as executor:
@@ -174,8 +176,8 @@ def test_what_only_a_failed_engine_may_run_is_not_waited_for(
 def test_what_a_rebuild_puts_in_place_is_nobodys_weights(
     two: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine is rebuilt to copy a sibling's weights; before it has any of them its return fails,
-    and the sibling leaves. It is rebuilt with the checkpoint's weights."""
+    """An engine is rebuilt to copy another engine's weights. Before it has any of them, its
+    return fails and the other engine leaves. It is then rebuilt with the checkpoint's weights."""
     reset, begun, go_on = Assembly.reset, threading.Event(), threading.Event()
     drop, sibling = KVCache.drop, two.runtime.workers[0]
 
@@ -208,7 +210,8 @@ def test_what_a_rebuild_puts_in_place_is_nobodys_weights(
 
 
 def test_an_engine_that_fails_while_an_update_rolls(pool: EnginePool, target: Path) -> None:
-    """The others go forward, those after it too; it comes back with the new weights."""
+    """The other engines continue with the update, also those after it. It comes back with the
+    new weights."""
     reset: list[threading.Event] = []
 
     def source() -> Iterator[tuple[str, Any]]:
@@ -239,13 +242,13 @@ def test_an_engine_that_fails_while_an_update_rolls(pool: EnginePool, target: Pa
 def test_what_waits_for_weights_outlives_an_engine_that_misses_them(
     pool: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights were released, and of three engines one cannot take the new ones, in whatever order
-    the engines hear of it."""
+    """Weights were released, and one of three engines cannot take the new ones, in whatever
+    order the engines get to it."""
     left = threading.Event()
     unloaded, load = Recovery.engine_unloaded, EngineWorker.load
 
     def late(worker: EngineWorker) -> None:
-        left.wait(0.5)  # in vain, or the one that misses them has left first
+        left.wait(0.5)  # times out, unless the one that misses them has left first
         load(worker)
 
     def noted(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Weights that are staged now and committed later: what happens in between, and what is left."""
+"""Weights are staged now and committed later: what can happen in between."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from tests.support.pools import SMALL, in_use, same
 
 @pytest.fixture(scope="module")
 def failing(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
-    """Two engines of their own, to be failed."""
+    """Two engines that tests may let fail."""
     options = {"devices": 2, "warmup": "none", "max_restarts": 1000}
     with EnginePool(str(model_dir("qwen3")), **options, **SMALL) as pool:
         yield pool
@@ -35,7 +35,7 @@ def failing(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
 
 
 def fail(pool: EnginePool, engine: int, executor: Executor) -> Future[Any]:
-    """A step of it fails; what it was asked for comes when it is back."""
+    """Let a step of an engine fail. What it was asked for runs when it is back."""
     faults.raise_in_step(pool, engine)
     generate = pool.engines[engine].generate
     return executor.submit(generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
@@ -53,7 +53,7 @@ def test_nothing_changes_before_the_commit(four: EnginePool, target: Callable[[s
 
 
 def test_commit(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """As `update_weights` in one go: the same report, the same weights; and once only."""
+    """The same report and the same weights as from `update_weights`. A second commit is refused."""
     memory = in_use(four)
     one_go = four.update_weights(target("qwen3"))
     four.update_weights(four.config.model)
@@ -73,7 +73,7 @@ def test_commit(four: EnginePool, target: Callable[[str], Path]) -> None:
 
 
 def test_generation_goes_on_between(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """Calls, pauses and other steering find nothing held; a commit drains what runs."""
+    """Calls, pauses and other steering are not blocked. A commit drains running requests."""
     expected = answers(four)
     staged = four.stage_weights(target("qwen3"), expires_after=None)
     same(answers(four), expected)
@@ -102,7 +102,7 @@ def test_expiry(four: EnginePool, target: Callable[[str], Path]) -> None:
 
 def test_another_set_in_between(four: EnginePool, target: Callable[[str], Path]) -> None:
     first = four.stage_weights(target("qwen3"))
-    with pytest.raises(InvalidWeights):  # it does not fit: nothing came of it
+    with pytest.raises(InvalidWeights):  # it does not fit, so the staged set stays
         four.stage_weights({"model.norm.weight": [1.0]})
     second = four.stage_weights(target("qwen3"))
     with pytest.raises(StaleWeights, match="another set of weights"):
@@ -148,10 +148,11 @@ def test_a_shared_leaf_is_deleted_in_between(
         array.delete()
 
 
-def test_what_it_would_leave_out_is_looked_at_again(
+def test_leaves_that_it_does_not_have_are_checked_again(
     four: EnginePool, target: Callable[[str], Path]
 ) -> None:
-    """A part, staged beside weights that are released before its commit."""
+    """A partial update is staged while weights are complete. They are released before its
+    commit."""
     part = dict(list(leaves(target("qwen3")).items())[:1])
     staged = four.stage_weights(part, strict=False)
     four.release_weights()
@@ -168,7 +169,7 @@ def test_what_it_would_leave_out_is_looked_at_again(
 def test_an_engine_fails_and_comes_back_in_between(
     failing: EnginePool, target: Callable[[str], Path], rebuilt: bool
 ) -> None:
-    """Recovery need not wait for the commit, and the engine has the new weights after it."""
+    """Recovery does not wait for the commit. After the commit the engine has the new weights."""
     staged = failing.stage_weights(target("qwen3"))
     before = failing.engines[1]
     if rebuilt:
@@ -190,7 +191,7 @@ def test_an_engine_that_was_away_gets_them_from_a_sibling(
         try:
             fail(failing, 1, executor)
             until(lambda: states(failing)[1] == "resetting")
-            # From an iterator: it cannot be read a second time.
+            # From an iterator, which cannot be read a second time.
             staged = failing.stage_weights(iter(read(target("qwen3"))))
         finally:
             let_go.set()

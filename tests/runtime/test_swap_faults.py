@@ -1,4 +1,4 @@
-"""Updates that fail on one device: every engine that serves has one version, and the error or the
+"""Updates fail on one device. Every serving engine has the same version, and the error or the
 report names the device."""
 
 import re
@@ -36,9 +36,9 @@ LEAF = "model.layers.0.mlp.up_proj.weight"
 
 @contextmanager
 def full(device: int, placements: range) -> Iterator[None]:
-    """Of the arrays that this thread puts on a device, these fail as on one that has no room left.
+    """Some placements of arrays on a device by this thread fail, as on a full device.
 
-    The steps of an engine place arrays too, on its own thread; those go on.
+    The steps of an engine place arrays, too, on its own thread. Those succeed.
     """
     put, number, updating = jax.device_put, count(), threading.get_ident()
 
@@ -56,13 +56,13 @@ def full(device: int, placements: range) -> Iterator[None]:
 
 
 def in_halves(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """In another width, so that they are cast on the devices, and put there as they are."""
+    """In a narrower dtype, so that they are cast on the devices."""
     return {path: value.astype(np.float16) for path, value in params.items()}
 
 
 @contextmanager
 def refused(array: np.ndarray) -> Iterator[None]:
-    """This array fits nowhere."""
+    """This array fits no device."""
     put = jax.device_put
 
     def device_put(arrays: Any, *args: Any, **options: Any) -> Any:
@@ -76,7 +76,7 @@ def refused(array: np.ndarray) -> Iterator[None]:
 
 
 class Broken:
-    """Stands for a Variable of the model that cannot be written to."""
+    """Replaces a Variable of the model. It cannot be written."""
 
     def set_value(self, value: Any) -> None:
         raise RuntimeError(FULL)
@@ -97,7 +97,7 @@ def states(pool: EnginePool) -> list[str]:
 
 
 def versions(pool: EnginePool) -> set[Any]:
-    """What the outputs of all engines say they come from."""
+    """The weight versions that the outputs of all engines name."""
     results = pool.generate_all(
         input_ids=[[5, 6]] * 16, sampling_params={"max_new_tokens": 2, "temperature": 0}
     )
@@ -106,7 +106,7 @@ def versions(pool: EnginePool) -> set[Any]:
 
 @contextmanager
 def unchanged(pool: EnginePool) -> Iterator[None]:
-    """Weights, answers, version and memory are afterwards as before."""
+    """Weights, answers, version and memory are the same afterwards."""
     expected, checksum, memory = answers(pool), pool.checksum(), in_use(pool)
     yield
     assert pool.checksum() == checksum
@@ -118,19 +118,19 @@ def unchanged(pool: EnginePool) -> Iterator[None]:
 
 @pytest.mark.parametrize("engine", [0, 2])
 def test_staging(four: EnginePool, target: Callable[[str], Path], engine: int) -> None:
-    """A device that fills up while all engines serve: nothing changed on any."""
+    """A device fills up while all engines serve. No engine changes."""
     with unchanged(four):
         with full(engine, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
             four.update_weights(target("qwen3"))
         assert caught.value.engine_index == engine
         assert str(jax.devices()[engine]) in str(caught.value)
         assert caught.value.name in str(caught.value)
-        del caught  # it refers to what was staged
+        del caught  # it refers to the staged arrays
 
 
 @pytest.mark.parametrize("staging", ["double", "stream"])
 def test_a_leaf_of_a_batch(four: EnginePool, target: Callable[[str], Path], staging: Any) -> None:
-    """One that cannot be placed is named, also in the middle of a batch, and nothing changed."""
+    """A leaf that cannot be placed is named, also in the middle of a batch. Nothing changes."""
     source = in_halves(leaves(target("qwen3")))
     with unchanged(four):
         with refused(source[LEAF]), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
@@ -142,7 +142,8 @@ def test_a_leaf_of_a_batch(four: EnginePool, target: Callable[[str], Path], stag
 
 @pytest.mark.parametrize("strategy", ["atomic", "rolling"])
 def test_commit(four: EnginePool, target: Callable[[str], Path], strategy: Any) -> None:
-    """One engine's new weights cannot be put in place when its siblings' have been: all go back."""
+    """One engine's new weights cannot be put in place after those of the others. All engines get
+    the old ones back."""
     engine = 2 if strategy == "atomic" else 0
     with unchanged(four):
         with broken_commit(four, engine, 7), pytest.raises(WeightUpdateFailed) as caught:
@@ -156,7 +157,7 @@ def test_commit(four: EnginePool, target: Callable[[str], Path], strategy: Any) 
 
 
 def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """Control-C when engines have put new weights in place: they have the old ones again."""
+    """Control-C comes after engines have put new weights in place. They get the old ones back."""
     replace, collect = EngineLeaves.replace, StoppedEngines.collect
     replaced: list[bool] = []
 
@@ -179,7 +180,7 @@ def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> 
 
 
 def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """It gets the leaves that it has lost already back from a sibling."""
+    """Another engine gives it back the leaves that it has already dropped."""
     source = in_halves(leaves(target("qwen3")))
     with unchanged(four):
         with refused(source[LEAF]), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
@@ -190,9 +191,10 @@ def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path
 
 
 def test_a_leaf_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """One that cannot be put in place names itself and its engine, which has the old ones again."""
+    """The error names the leaf that cannot be put in place, and its engine, which gets the old
+    weights back."""
     with unchanged(four):
-        raise_in_commit(four, 0, times=2)  # and again for the leaf by itself
+        raise_in_commit(four, 0, times=2)  # and again for the single leaf
         with pytest.raises(WeightUpdateFailed, match="does not take weights") as caught:
             four.update_weights(leaves(target("qwen3")), staging="stream")
         assert caught.value.engine_index == 0
@@ -201,8 +203,8 @@ def test_a_leaf_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> 
 
 
 def test_first_engine_of_a_stream_for_good(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """Where not even the old leaves fit any more, that engine is out and says so; its siblings go
-    on with the old weights, and the next update has all of them again."""
+    """If not even the old leaves fit any more, that engine is out with the reason. The others
+    continue with the old weights, and the next update brings all back."""
     expected = answers(four)
     with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
         four.update_weights(leaves(target("qwen3")), staging="stream")
@@ -218,7 +220,7 @@ def test_first_engine_of_a_stream_for_good(four: EnginePool, target: Callable[[s
 def test_only_engine_of_a_stream(
     make_pool: MakePool, model_dir: Callable[[str], Path], target: Callable[[str], Path]
 ) -> None:
-    """Without a sibling there is nothing to go back to: calls say so until the next update."""
+    """Without another engine the old weights are lost. Calls raise until the next update."""
     pool = make_pool("qwen3", 1)
     with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
         pool.update_weights(leaves(target("qwen3")), staging="stream")
@@ -234,8 +236,8 @@ def test_only_engine_of_a_stream(
 def test_later_engine(
     four: EnginePool, target: Callable[[str], Path], options: dict[str, Any]
 ) -> None:
-    """Others have the new weights already, so it goes forward: this engine is out with the reason,
-    what ran on it ends on its siblings, and the next update brings it back."""
+    """The others already have the new weights. This engine is out with the reason, its requests
+    end on the others, and the next update brings it back."""
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
     with callers(1) as executor:
         call = executor.submit(four.generate_all, input_ids=PROMPTS * 4, sampling_params=params)
@@ -286,8 +288,8 @@ def failing_while_it_drains(pool: EnginePool, engine: int) -> Iterator[None]:
 def test_the_engine_that_converts_fails_meanwhile(
     llama: EnginePool, target: Callable[[str], Path], options: dict[str, Any]
 ) -> None:
-    """Its siblings get their weights on their own devices, what ran on it ends there, and it comes
-    back with the same."""
+    """The others get their weights on their own devices, its requests end there, and it comes
+    back with the same weights."""
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
     with callers(1) as executor:
         call = executor.submit(llama.generate_all, input_ids=PROMPTS * 4, sampling_params=params)
@@ -307,7 +309,7 @@ def test_the_engine_that_converts_fails_meanwhile(
 def test_one_comes_back_while_the_other_is_out(
     llama: EnginePool, target: Callable[[str], Path]
 ) -> None:
-    """The second engine fails right after the update that the first one missed: it has the new
+    """The second engine fails right after the update that the first one missed. It has the new
     weights all the same, and both serve."""
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 160}
     resets = [hang_in_reset(llama, index) for index in range(2)]

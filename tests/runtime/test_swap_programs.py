@@ -1,4 +1,4 @@
-"""The programs of the first swap, which a thread compiles once the engines serve."""
+"""A thread compiles the programs of the first swap once the engines serve."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,14 +23,14 @@ GREEDY = {"temperature": 0, "max_new_tokens": 4}
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """What earlier tests compiled for swaps is forgotten."""
+    """Programs that earlier tests compiled for swaps are dropped."""
     converters.program.cache_clear()
     weighted_sums.clear_cache()
 
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache) -> None:
-    """Pools compile ahead, as users' do."""
+    """Pools compile ahead, as they do for users."""
 
     def make_runtime(config: Any, name: str) -> Runtime:
         return Runtime(config, name, one_cache)
@@ -63,7 +63,8 @@ def thread_of(pool: EnginePool) -> list[threading.Thread]:
 @pytest.mark.parametrize("source", [on_a_device, dict], ids=["on a device", "NumPy"])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_first_swap_compiles_nothing(opened: Any, source: Callable[..., Any], load_format: str):
-    """Of the checkpoint's own names, shapes and dtypes; also into engines of dummy weights."""
+    """If the source has the checkpoint's names, shapes and dtypes; also for engines with dummy
+    weights."""
     pool = opened(2, load_format=load_format)
     assert runtime(pool).swap_programs.join(SECONDS)
     params = source(tensors(toy.checkpoint("subtract")))
@@ -81,7 +82,8 @@ def runtime(pool: EnginePool) -> Runtime:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[int]]]:
-    """The thread stands before its first batch until the event. And how many it compiled."""
+    """The thread waits before its first batch for the event. Also counts the batches that it
+    compiled."""
     go, batches = threading.Event(), []
     put = swap_programs.put
 
@@ -97,8 +99,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, lis
 
 @pytest.mark.parametrize("call", ["update", "close"])
 def test_meanwhile(opened: Any, held: Any, call: str):
-    """Opening and generation do not wait for the thread. A swap and `close` do, for the batch that
-    it compiles, and it leaves out the rest."""
+    """Opening and generation do not wait for the thread. A swap and `close` wait for the batch
+    that it compiles, and it skips the rest."""
     go, batches = held
     pool = opened()
     assert pool.generate("12+7=", GREEDY)["text"] == "19"
@@ -120,7 +122,7 @@ def test_meanwhile(opened: Any, held: Any, call: str):
 
 @pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
 def test_dropped_on_the_thread(ahead: None, monkeypatch: pytest.MonkeyPatch):
-    """The garbage collector may run there. It closes a pool that was dropped."""
+    """The garbage collector may run on it, and close a pool that was dropped."""
     others, go, put = startup._open_pools, threading.Event(), swap_programs.put
 
     def dropping(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +139,7 @@ def test_dropped_on_the_thread(ahead: None, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_error(opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    """It is logged, and the pool does without."""
+    """It is logged, and the pool works without the programs."""
     caplog.set_level("INFO", "enginepool")
 
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Swaps under load: no output is lost, every token is booked on the weights that it came from."""
+"""Swaps under load lose no output, and every token counts for the weights that made it."""
 
 import threading
 from collections.abc import Callable
@@ -46,14 +46,15 @@ def versions(model_dir: Callable[[str], Path], target: Callable[[str], Path]) ->
 
 @pytest.fixture
 def micro(four: EnginePool) -> EnginePool:
-    """Four engines, on version 0."""
+    """Four engines with version 0."""
     return four
 
 
 def swap_under_load(
     pool: EnginePool, versions: list[Path], mode: Any, swaps: int, in_flight: int, **options: Any
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Swaps, each some steps after the last returned, under so many requests at any time.
+    """Swap weights this often, each swap some steps after the last one returned, with this many
+    requests in flight.
 
     Returns:
         The prompts of all requests, and their results.
@@ -87,9 +88,9 @@ def swap_under_load(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(micro: EnginePool, versions: list[Path], mode: str) -> None:
-    """Every request ends; spans are exact; but for "in_place" each token is the one that its
-    version gives, with "drain" no output mixes micro, and with "retract" none that runs misses a
-    version: each swap lets every request gain a token."""
+    """Every request ends, and spans are exact. Except with "in_place", each token is the one
+    that its version gives. With "drain" no output mixes versions. With "retract" no running
+    output misses a version, because each swap lets it gain a token."""
     prompts, results = swap_under_load(micro, versions, mode, SWAPS, IN_FLIGHT)
     kept = [result for result in results if result["output_ids"]]
     assert_spans(kept)
@@ -104,15 +105,15 @@ def test_modes(micro: EnginePool, versions: list[Path], mode: str) -> None:
     if mode in ("retract", "in_place"):
         assert max(len(one) for one in seen) > 2
         assert all(one == sorted(set(one)) for one in seen)
-    if mode == "retract":  # a swap in place waits for nobody's token
+    if mode == "retract":  # a swap in place waits for no token
         assert all(one == list(range(one[0], one[-1] + 1)) for one in seen)
     if mode != "in_place":
         assert_each_span_is_its_versions(prompts, results, versions)
 
 
 def test_retract_lets_every_request_gain_a_token(micro: EnginePool, versions: list[Path]) -> None:
-    """Swaps follow each other faster than the engines can prefill what they took back; still no
-    output misses a version."""
+    """Swaps come faster than engines can prefill retracted requests. Still no output misses a
+    version."""
     prompts = [[i + 1] * 70 for i in range(8)]
     trees = [placed(leaves(path), PartitionSpec()) for path in versions]
     with callers(1) as executor:
@@ -132,7 +133,8 @@ def test_retract_lets_every_request_gain_a_token(micro: EnginePool, versions: li
 
 
 def test_rolling(micro: EnginePool, versions: list[Path]) -> None:
-    """One engine at a time: each output is of one version, and all engines end on the last."""
+    """One engine after the other. Each output is of one version, and all engines end with the
+    last one."""
     prompts, results = swap_under_load(micro, versions, "drain", 2, 12, strategy="rolling")
     assert_spans(results)
     assert {len(result["meta_info"]["weight_versions"]) for result in results} == {1}
@@ -155,8 +157,8 @@ def test_prefix_cache_is_of_its_version(micro: EnginePool, versions: list[Path])
 
 
 def test_drain_of_a_paused_pool_is_refused(micro: EnginePool, versions: list[Path]) -> None:
-    """Outputs that do not run cannot be waited for; the error says what to do, and the pool goes
-    on afterwards as if nothing had been asked."""
+    """Outputs that do not run cannot be waited for. The error has the remedy, and the pool
+    continues as if nothing had been asked."""
     with callers(1) as executor:
         call = executor.submit(
             micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 400}
@@ -175,8 +177,8 @@ def test_drain_of_a_paused_pool_is_refused(micro: EnginePool, versions: list[Pat
 def test_drain_of_a_paused_pool_is_refused_always(
     micro: EnginePool, versions: list[Path], mode: Any
 ) -> None:
-    """Also when the pause came before the first token, in the middle of a long prompt; and not
-    when nothing of the pool had begun."""
+    """Also if the pause came before the first token, in the middle of a long prompt. It is not
+    refused if nothing has begun."""
     with paused(micro, mode), callers(1) as executor:
         call = executor.submit(micro.generate, input_ids=[5] * 400, sampling_params=GREEDY | {
             "max_new_tokens": 2})  # fmt: skip
@@ -185,7 +187,7 @@ def test_drain_of_a_paused_pool_is_refused_always(
         micro.continue_generation()
         call.result(SECONDS)
     channel = micro.runtime.workers[0].channel
-    for chunk in range(1, 6):  # of seven
+    for chunk in range(1, 6):  # of seven chunks
         asked = {"input_ids": [chunk + 7] * 400, "sampling_params": {**GREEDY, "max_new_tokens": 2}}
         hang = hang_in_step(micro, 0, at=chunk)
         with callers(2) as executor:
@@ -205,8 +207,7 @@ def test_drain_of_a_paused_pool_is_refused_always(
 
 
 def test_drain_beside_one_paused_engine(micro: EnginePool, versions: list[Path]) -> None:
-    """An engine that is paused and has nothing keeps no drain from waiting for the others; one
-    that has something does."""
+    """A paused engine without requests does not block a drain. One with requests does."""
     long = {**GREEDY, "max_new_tokens": 300}
     engine = micro.engines[0]
     with callers(2) as executor:
@@ -243,8 +244,8 @@ def test_options(micro: EnginePool, versions: list[Path]) -> None:
 
 
 def test_kv_cache(micro: EnginePool, versions: list[Path]) -> None:
-    """Dropping frees what it reports and rebuilding takes it again; requests wait meanwhile, and
-    what they give is what they give without."""
+    """Dropping frees the bytes that it reports, and rebuilding takes them again. Requests wait
+    meanwhile, and their outputs stay the same."""
     params = {**GREEDY, "max_new_tokens": 100}
     expected = micro.generate_all(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
     before = in_use(micro)
@@ -272,7 +273,7 @@ def test_kv_cache(micro: EnginePool, versions: list[Path]) -> None:
 
 
 def test_release_weights(micro: EnginePool, versions: list[Path]) -> None:
-    """The memory is given back, running requests wait, new calls are refused until an update."""
+    """The memory is freed, running requests wait, and new calls are refused until an update."""
     before = in_use(micro)
     released = micro.release_weights()
     assert in_use(micro) == before - released
@@ -299,7 +300,7 @@ def test_release_weights(micro: EnginePool, versions: list[Path]) -> None:
 
 
 def test_a_pause_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> None:
-    """An output that a swap waits for is not stopped by a pause; that comes after the swap."""
+    """A pause does not stop an output that a swap waits for. It comes after the swap."""
     hang = hang_in_step(micro, 0, at=3)
     with callers(3) as executor:
         try:
@@ -316,7 +317,7 @@ def test_a_pause_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> No
         until(lambda: "draining" in {e["state"] for e in micro.stats()["engines"]})
         executor.submit(micro.pause_generation, "in_place").result(SECONDS)
         assert {engine["state"] for engine in micro.stats()["engines"]} == {"paused"}
-        micro.continue_generation()  # first: a pause that came too early would hold the output up
+        micro.continue_generation()  # or a pause that came too early would stop the output
         assert call.result(SECONDS)["meta_info"]["weight_versions"] == [[0, 400, 0]]
         assert swap.result(SECONDS).weight_version == 1
     assert micro.generate(input_ids=[5], sampling_params=GREEDY)["meta_info"]["weight_version"] == 1

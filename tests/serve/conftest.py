@@ -15,20 +15,21 @@ def sums(keep_pool: MakePool) -> EnginePool:
 
 @pytest.fixture(scope="session")
 def one_sum(keep_pool: MakePool) -> EnginePool:
-    """One engine, with room for two waiting requests; its streams come two tokens at a time."""
+    """One engine, with room for two waiting requests. Its streams come two tokens at a time."""
     return keep_pool("toy", 1, max_queued=2, when_full="raise", stream_interval=2)
 
 
 @pytest.fixture(scope="module")
 def plain(sums: EnginePool) -> Iterator[Running]:
-    """Without administration."""
+    """A server without administration."""
     with serving(sums) as running:
         yield running
 
 
 @pytest.fixture
 def administered(sums: EnginePool) -> Iterator[Running]:
-    """A port for each engine, reloads from the toy's directory; the pool is put back."""
+    """A server with a port for each engine, which reloads from the toy's directory. The pool
+    gets its weights back."""
     updates = sums.runtime.desired.update
     with serving(
         sums, engine_ports=(0, 0, 0, 0), enable_admin=True, model_root=toy.checkpoint().parent

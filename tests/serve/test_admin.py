@@ -1,4 +1,4 @@
-"""The reference's administration on four engines, and who may use it."""
+"""The reference's administration of four engines, and who may use it."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ SUM = "12+7="
 
 
 def test_perturb(administered: Running) -> None:
-    """The checksum afterwards is `checksum_after`, on every port; the noise is the seed's."""
+    """The checksum afterwards is `checksum_after`, on every port. The noise depends on the seed."""
     with administered.http() as client:
         before = client.get("/admin/weights_checksum").json()
         body = {"seed": 3, "scale": 0.001, "num_leaves": 2}
@@ -32,7 +32,7 @@ def test_perturb(administered: Running) -> None:
 
 
 def test_pause_and_continue(administered: Running, sums: EnginePool) -> None:
-    """A paused server is alive and not ready, and answers later; both sets of names."""
+    """A paused server is alive and not ready, and answers later. By both sets of names."""
     with administered.http() as client:
         for pause, resume in (
             ("/admin/pause", "/admin/continue"),
@@ -61,7 +61,7 @@ def test_pause_and_continue(administered: Running, sums: EnginePool) -> None:
 
 
 def test_abort(administered: Running, sums: EnginePool) -> None:
-    """By the id that the request was sent with; it has what it got so far."""
+    """By the id that the request was sent with. The request keeps its tokens."""
     with administered.http() as client, administered.http() as other:
         body = {
             "text": SUM,
@@ -104,7 +104,7 @@ def test_off_by_default(plain: Running) -> None:
     ],
 )
 def test_browsers_and_proxies(administered: Running, headers: dict[str, str]) -> None:
-    """Without a token, nothing that another site's page could have sent."""
+    """Without a token, requests that another site's page could have sent are refused."""
     with administered.http(headers=headers) as client:
         for path in ("/admin/pause", "/pause_generation", "/flush_cache"):
             reply = client.post(path)
@@ -115,7 +115,7 @@ def test_browsers_and_proxies(administered: Running, headers: dict[str, str]) ->
 
 
 def test_token(sums: EnginePool) -> None:
-    """With a token only the token counts: not the API key, not where the request comes from."""
+    """With a token only the token counts, not the API key or the address."""
     with serving(sums, enable_admin=True, admin_token="admin", api_key="key") as running:
         for token, status in (("admin", 200), ("key", 401), ("adm", 401), ("", 401)):
             headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -123,7 +123,7 @@ def test_token(sums: EnginePool) -> None:
                 assert client.get("/admin/memory").status_code == status
                 named = {"name": "model.norm.weight"}
                 assert client.get("/get_weights_by_name", params=named).status_code == status
-                read = client.get("/get_model_info")  # no administration
+                read = client.get("/get_model_info")  # this route is no administration
                 assert read.status_code == (200 if token == "key" else 401)
                 assert client.get("/v1/models").status_code == (200 if token == "key" else 401)
         headers = {"Authorization": "Bearer admin", "Origin": "http://dashboard"}

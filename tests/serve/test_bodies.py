@@ -1,4 +1,4 @@
-"""What a body may be, and how much of what it brings is kept in a log."""
+"""What bodies are accepted, and how much of them a log keeps."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ def error(reply: httpx.Response) -> str:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("content", ["[]", '"x"', "1", "null", "true", "[[1]]", "{", "NaN", ""])
 def test_what_is_no_object(plain: Running, path: str, content: str) -> None:
-    """A body that is JSON and no object, or no JSON, is a 400 that says so."""
+    """A body that is JSON but no object, or no JSON, gets a 400 that says so."""
     headers = {"Content-Type": "application/json"}
     with plain.http() as client:
         message = error(client.post(path, content=content, headers=headers))
@@ -33,7 +33,7 @@ def test_what_is_no_object(plain: Running, path: str, content: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_other_content_types(plain: Running, path: str) -> None:
-    """A form, as curl sends without a header, and files: a 400 that names the header."""
+    """A form, which curl sends without a header, and files get a 400 that names the header."""
     with plain.http() as client:
         for sent in (
             {"data": {"model": "toy", "prompt": SUM}},
@@ -48,7 +48,8 @@ def test_other_content_types(plain: Running, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("said", [{"Origin": "http://a.test"}, {"Sec-Fetch-Site": "cross-site"}])
 def test_of_no_type_from_a_page(plain: Running, path: str, said: dict[str, str]) -> None:
-    """A browser sends such a body for any site's page without asking; from elsewhere it is JSON."""
+    """A browser sends such a body for any site's page without asking the server. From other
+    clients it counts as JSON."""
     content = json.dumps({"text": SUM, "sampling_params": {"temperature": 0}}).encode()
     with plain.http() as client:
         assert "Content-Type: application/json" in error(
@@ -59,7 +60,7 @@ def test_of_no_type_from_a_page(plain: Running, path: str, said: dict[str, str])
 
 
 def test_ids_are_what_was_sent(plain: Running) -> None:
-    """One prompt of ids, several, both OpenAI's way and sglang's, with echo."""
+    """One prompt of ids, several, in OpenAI's and in sglang's form, with echo."""
     ids, other = list(SUM.encode()), list(b"30+4=")
     client = plain.openai()
     made = client.completions.create(model="toy", prompt=ids, temperature=0, echo=True)
@@ -85,7 +86,7 @@ def test_rids_that_cannot_be(plain: Running, rid: Any) -> None:
 
 
 def test_a_rid_in_flight(one_sum: EnginePool) -> None:
-    """It is refused as long as the first has not ended, from any route, and taken after that."""
+    """Any route refuses it until the first request has ended. After that it is accepted."""
     with serving(one_sum) as running, running.http() as client, callers() as threads:
         body = {"text": SUM, "rid": "mine", "sampling_params": {"temperature": 0}}
         with paused(one_sum):
@@ -100,7 +101,7 @@ def test_a_rid_in_flight(one_sum: EnginePool) -> None:
 
 
 def test_log_lines_are_short(sums: EnginePool, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a client sends: many ids and long ones, long prompts, a long path."""
+    """Whatever a client sends: many and long ids, long prompts, a long path."""
     rids = [f"{number:03}" + "r" * 250 for number in range(300)]
     bodies: list[dict[str, Any]] = [
         {"text": [SUM] * 300, "rid": rids, "sampling_params": {"max_new_tokens": 1}},
@@ -117,7 +118,7 @@ def test_log_lines_are_short(sums: EnginePool, caplog: pytest.LogCaptureFixture)
     assert len(lines) == 5
     first = lines[0]
     assert first["ids"][0].startswith("000r")
-    assert first["prompt_tokens"] == 1500  # figures are those of all
+    assert first["prompt_tokens"] == 1500  # figures count everything
     assert all(len(repr(line)) < 20_000 for line in lines)
     assert len(lines[-1]["path"]) < 1000
     names = ("path", "ids", "prompts", "error")
@@ -125,7 +126,8 @@ def test_log_lines_are_short(sums: EnginePool, caplog: pytest.LogCaptureFixture)
 
 
 def test_requests_of_one_call(one_sum: EnginePool) -> None:
-    """Prompts times samples: what could never wait together is refused, and says which option."""
+    """Prompts times samples: a call that could never wait together is refused, and the error
+    names the option."""
     with serving(one_sum) as running, running.http() as client:
         for body in (
             {"text": [SUM] * 3},

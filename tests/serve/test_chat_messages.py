@@ -1,4 +1,5 @@
-"""Messages as clients write them become what templates take, and nothing else of them changes."""
+"""Messages as clients write them get the form that templates take, and nothing else of them
+changes."""
 
 from typing import Any
 

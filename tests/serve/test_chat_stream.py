@@ -1,4 +1,4 @@
-"""A stream says what the reply says, whatever is asked for, and however its text comes."""
+"""A stream has the same content as the reply, for any request and for any chunks of text."""
 
 import json
 import random
@@ -51,7 +51,7 @@ def post(server: Running, path: str, body: dict[str, Any]) -> Any:
 
 
 def of_choice(choice: dict[str, Any]) -> dict[str, Any]:
-    """What a reply says of one answer."""
+    """The content of one answer in a reply."""
     message = choice.get("message") or {"content": choice.get("text")}
     logprobs = choice["logprobs"] or {}
     content = logprobs.get("content") or []
@@ -68,7 +68,7 @@ def of_choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_chunks(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """The same, put together; each answer has one role and one end."""
+    """The content of a stream, joined. Each answer has one role and one end."""
     made: dict[int, dict[str, Any]] = {}
     arguments: dict[tuple[int, int], str] = {}
     for chunk in chunks:
@@ -101,7 +101,7 @@ def of_chunks(chunks: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 def _arguments(text: str) -> Any:
-    """Those of a call that was cut are what there is of them."""
+    """A call that was cut has the arguments so far."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -109,7 +109,7 @@ def _arguments(text: str) -> Any:
 
 
 def asked(rng: random.Random, path: str) -> dict[str, Any]:
-    """Any combination of what changes the form of an answer."""
+    """Any combination of fields that change the form of an answer."""
     body: dict[str, Any] = {
         "model": "toy", "max_tokens": rng.choice([1, 5, 200]), "seed": rng.randrange(99),
         "temperature": rng.choice([0, 1.0]), "n": rng.choice([1, 2, 3]),
@@ -131,7 +131,7 @@ def asked(rng: random.Random, path: str) -> dict[str, Any]:
         return body
     kind = rng.choice(["text", "text", "auto", "required", "named", "form", "both"])
     if kind in ("auto", "required", "named", "both"):
-        body.pop("stop", None)  # it would cut calls as well
+        body.pop("stop", None)  # it would also cut calls
         body["tools"] = TOOLS
         body["tool_choice"] = kind if kind in ("auto", "required") else "auto"
         if kind == "named":
@@ -169,7 +169,7 @@ def test_any_combination(server: Running, path: str, seed: int) -> None:
 
 
 def test_responses_with_logprobs_and_calls(server: Running) -> None:
-    """Those of a call's tokens begin no message."""
+    """Log-probabilities of a call's tokens begin no message."""
     tool: Any = {"type": "function", **TOOLS[0]["function"]}
     events = server.openai().responses.create(
         model="toy", input="12+7=", stream=True, max_output_tokens=200, tools=[tool],
@@ -182,7 +182,7 @@ def test_responses_with_logprobs_and_calls(server: Running) -> None:
 
 
 def test_a_forced_call_that_was_cut(server: Running) -> None:
-    """A call, as far as its parser has read it, and "length": in a reply, in a stream, as a
+    """The call as far as its parser has read it, and "length": in a reply, in a stream, and as a
     response."""
     tool: Any = TOOLS[0]
     body = {
@@ -223,7 +223,7 @@ def test_a_forced_call_that_was_cut(server: Running) -> None:
     ],
 )
 def test_a_list_of_calls_that_was_cut(text: str, calls: Any, said: str) -> None:
-    """As the parsers have it that have no form in JSON."""
+    """A JSON list of calls, for a parser whose own form is not JSON."""
     from sgl_jax.srt.entrypoints.openai.protocol import Tool
 
     found, rest = cut_calls(text, [Tool(**one) for one in TOOLS], "qwen3_coder")
@@ -232,7 +232,7 @@ def test_a_list_of_calls_that_was_cut(text: str, calls: Any, said: str) -> None:
 
 
 def test_a_token_is_named_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not in every chunk that follows, of which each has all tokens so far."""
+    """Not again in every later chunk, although each has all tokens so far."""
     named: list[int] = []
     monkeypatch.setattr(
         "enginepool.serve.openai_serving.token_name",
@@ -247,7 +247,7 @@ def test_a_token_is_named_once(server: Running, monkeypatch: pytest.MonkeyPatch)
     assert named == made["ids"]
 
 
-# What models write: names and arguments of the calls, after some text.
+# Outputs of models: names and arguments of calls, after some text.
 LOOK = ("look", {"place": "Rome", "days": 3})
 STOP = ("stop", {})
 
@@ -287,7 +287,7 @@ def in_pieces(parser: Any, text: str, size: int) -> Iterator[Any]:
     ],
 )
 def test_calls_in_pieces(parser: str, text: str, said: str, calls: Any, size: int) -> None:
-    """The same calls, with the same text before them."""
+    """The same calls, after the same text."""
     from sgl_jax.srt.entrypoints.openai.protocol import Tool
 
     made: dict[int, list[str]] = {}
@@ -325,7 +325,7 @@ def test_reasoning_in_pieces(
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("stream", [False, True])
 def test_only_the_end_of_reasoning(stream: bool, size: int) -> None:
-    """Some of upstream's versions read what is before it as reasoning, others as an answer."""
+    """Some versions of upstream read the text before it as reasoning, others as an answer."""
     from sgl_jax.srt.reasoning_parser import ReasoningParser
 
     text = "so</think>19<"
@@ -338,7 +338,7 @@ def reasoning_in_pieces(parser: str, text: str, stream: bool, size: int) -> tupl
     return "".join(thought for thought, _ in told), "".join(said for _, said in told)
 
 
-def test_long_arguments_are_not_parsed_anew_for_every_piece() -> None:
+def test_long_arguments_are_not_parsed_again_for_every_piece() -> None:
     from sgl_jax.srt.entrypoints.openai.protocol import Tool
 
     calls = Calls([Tool(**one) for one in TOOLS], "qwen25")

@@ -27,7 +27,7 @@ from tests.support.liveness import SECONDS, until
 from tests.support.servers import Running, serving
 
 SUBTRACT = str(toy.checkpoint().parent / "subtract")
-# Not optimised: what a few tokens need is there in two thirds of the time.
+# XLA does not optimise, which is a third faster for a few tokens.
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
 FEW_PROGRAMS = {
     "--warmup": "none",
@@ -40,7 +40,7 @@ FEW_PROGRAMS = {
 
 
 class Process:
-    """A server in a process of its own, and what it logged."""
+    """A server in a process of its own, and its log."""
 
     def __init__(self, *flags: str, **options: str) -> None:
         self.process = subprocess.Popen(
@@ -110,8 +110,8 @@ def half_a_request(port: int | None) -> Iterator[None]:
 
 
 def test_sigterm() -> None:
-    """New requests get 503, those that run are answered in full, and the process exits with 0; a
-    client whose body does not come holds nothing up. All that was logged is JSON."""
+    """New requests get 503, running ones are answered in full, and the process exits with 0. A
+    client whose body does not come does not delay it. All of the log is JSON."""
     with (
         process("--enable-admin", **FEW_PROGRAMS) as server,
         ExitStack() as until_the_end,
@@ -164,7 +164,7 @@ def test_sigterm() -> None:
         waited = datetime.fromisoformat(closed["timestamp"]) - datetime.fromisoformat(
             drained["timestamp"]
         )
-        # A second, with room for a busy machine; not the 60 that a body has.
+        # A second, with a margin for a busy machine, and not the 60 of a body.
         assert waited.total_seconds() < 10
 
 
@@ -188,7 +188,7 @@ def test_sigterm() -> None:
     ],
 )
 def test_bad_arguments(args: list[str], why: str) -> None:
-    """One line, exit code 2, before anything is built."""
+    """The error is one line, with exit code 2, before anything is built."""
     result = CliRunner().invoke(app, ["serve", "--port", "0", *args])
     assert result.exit_code == 2, result.output
     assert why in result.output
@@ -196,7 +196,7 @@ def test_bad_arguments(args: list[str], why: str) -> None:
 
 
 def test_upstreams_flags() -> None:
-    """Every option of ServerArgs under its own flag; what was not given is not passed on."""
+    """Every option of ServerArgs has a flag. Options that were not given are not passed on."""
     assert parse_upstream_flags([]) == (None, {})
     args = (
         "--dtype bfloat16 --tp-size 2 --page-size 8 --trust-remote-code m "
@@ -227,7 +227,7 @@ def test_upstreams_flags() -> None:
 
 
 def test_admin_client(administered: Running) -> None:
-    """The reference's client, with its sequence; what fails is printed, and the exit code is 1."""
+    """The reference's client with its sequence. Failures are printed, with exit code 1."""
 
     def admin(*args: str, code: int = 0) -> dict[str, Any]:
         result = CliRunner().invoke(app, ["admin", "--base-url", administered.url(3), *args])
@@ -250,7 +250,7 @@ def test_admin_client(administered: Running) -> None:
 
 
 def test_admin_of_many_servers(administered: Running, one_sum: EnginePool) -> None:
-    """All are asked, also where one does not answer or refuses; then the exit code is 1."""
+    """All are asked, even if one does not answer or refuses. Then the exit code is 1."""
     nobody = "http://127.0.0.1:9"
 
     def admin(urls: list[str], *args: str, code: int = 0) -> dict[str, Any]:
@@ -275,14 +275,14 @@ def test_admin_of_many_servers(administered: Running, one_sum: EnginePool) -> No
         assert {one["weight_version"] for one in stati.values()} == {"new"}
         one_sum.update_weights(toy.checkpoint(), weight_version=0)
         assert len(admin(both, "checksum", code=1)) == 2
-    with serving(one_sum, enable_admin=True) as strict:  # only what it started with
+    with serving(one_sum, enable_admin=True) as strict:  # has no --model-root
         both = [strict.url(), administered.url()]
         done = admin(both, "reload", SUBTRACT, code=1)
         assert [answer.get("ok", False) for answer in done.values()] == [False, True]
 
 
 def test_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a headless Service's name has: an address for each pod."""
+    """A headless Service's name has an address for each pod."""
     pods = ["10.0.0.7", "10.0.0.5", "10.0.0.7", "fd00::5"]
 
     def resolve(host: str, port: int, **_: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Clients that connect and say nothing, or say it slowly, do not stay for ever."""
+"""Clients that connect and send nothing, or send slowly, are disconnected."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def connected(running: Running) -> Iterator[socket.socket]:
 
 
 def rest(one: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Everything that comes until the server closes."""
     said = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := one.recv(65536):
@@ -41,7 +41,7 @@ def rest(one: socket.socket) -> bytes:
 
 
 def trickle(one: socket.socket, data: bytes) -> None:
-    """A byte at a time, slower than the server waits for all of it."""
+    """Send a byte at a time, so slowly that all of them take longer than the server waits."""
     with contextlib.suppress(OSError):
         for byte in data:
             one.sendall(bytes([byte]))
@@ -49,7 +49,7 @@ def trickle(one: socket.socket, data: bytes) -> None:
 
 
 def test_no_descriptor_is_left(plain: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Connections that are dropped for it are told of in the log, once until some are free."""
+    """The log reports dropped connections, once until some descriptors are free."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def told() -> list[str]:
@@ -81,7 +81,7 @@ def test_headers_that_do_not_end(quick: Running, said: bytes) -> None:
 
 
 def test_headers_by_the_byte(quick: Running) -> None:
-    """The time is that of all of them, not between two bytes."""
+    """The limit is on all headers, not on the time between two bytes."""
     with connected(quick) as one:
         trickle(one, HEAD)
         assert rest(one) == b""
@@ -89,7 +89,7 @@ def test_headers_by_the_byte(quick: Running) -> None:
 
 @pytest.mark.parametrize("said", [b"", BODY[:-1]])
 def test_bodies_that_do_not_end(quick: Running, said: bytes) -> None:
-    """A 408 that says why, and the connection is closed."""
+    """A 408 with the reason, and the connection is closed."""
     with connected(quick) as one:
         one.sendall(HEAD + LENGTH + said)
         reply = rest(one)
@@ -105,7 +105,8 @@ def test_a_body_by_the_byte(quick: Running) -> None:
 
 
 def test_idle_after_a_reply(quick: Running) -> None:
-    """Answered twice on one connection, then closed; also in the middle of a third request."""
+    """Two answers on one connection, then it is closed. The same in the middle of a third
+    request."""
     for begun in (b"", HEAD):
         with connected(quick) as one:
             for _ in range(2):
@@ -118,12 +119,13 @@ def test_idle_after_a_reply(quick: Running) -> None:
 
 
 def test_answers_take_their_time(quick: Running, sums: EnginePool) -> None:
-    """The limits are of what a client sends: one that waits for its answer keeps its connection."""
+    """The limits are on what a client sends. A client that waits for its answer keeps its
+    connection."""
     with quick.http() as client, callers(1) as threads:
         with paused(sums):
             sent = threads.submit(generate, client, "12+7=")
             until(lambda: waiting(sums))
-            for _ in range(4):  # each as long as the limit is
+            for _ in range(4):  # each takes as long as the limit
                 with connected(quick) as one:
                     rest(one)
             assert not sent.done()

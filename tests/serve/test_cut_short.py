@@ -1,4 +1,5 @@
-"""What a drain, an abort or a timeout cuts is no success: not to its client, not in the counts."""
+"""An output cut by a drain, an abort or a timeout is no success, neither for its client nor in
+the counts."""
 
 import json
 import signal
@@ -38,7 +39,7 @@ def outcomes(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(scope="module")
 def servers(one_sum: EnginePool) -> Iterator[dict[str, Running]]:
-    """Those that outlive what they cut."""
+    """Servers that keep running after such a cut."""
     with (
         serving(one_sum, enable_admin=True) as abort,
         serving(one_sum, request_timeout=0.5) as timeout,
@@ -56,7 +57,7 @@ def server(pool: EnginePool, how: str, servers: dict[str, Running]) -> Iterator[
 
 
 def logged(caplog: pytest.LogCaptureFixture, how: str) -> None:
-    """What was cut, and nothing as a success."""
+    """The log has the cut output, and no success."""
     until(lambda: OUTCOMES[how] in outcomes(caplog))
     assert "ok" not in outcomes(caplog)
 
@@ -77,7 +78,7 @@ def test_streams(
     path: str,
     how: str,
 ) -> None:
-    """They have what there was, the finish reason "abort", and an error before [DONE]."""
+    """They have the tokens so far, the finish reason "abort", and an error before [DONE]."""
     caplog.set_level("INFO", "enginepool")
     with server(one_sum, how, servers) as one, one.http() as client:
         body = BODIES[path] | {"stream": True}
@@ -119,7 +120,7 @@ def test_by_the_openai_package(one_sum: EnginePool, servers: dict[str, Running],
 def test_streamed_responses(
     one_sum: EnginePool, servers: dict[str, Running], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """The last event says that it failed, and OpenAI's client raises why."""
+    """The last event is `response.failed`, and OpenAI's client raises the reason."""
     caplog.set_level("INFO", "enginepool")
     with server(one_sum, how, servers) as one:
         events = one.openai().responses.create(
@@ -150,7 +151,7 @@ def test_scores(
     how: str,
     status: int,
 ) -> None:
-    """Half of them are no answer."""
+    """A part of the scores is no answer."""
     caplog.set_level("INFO", "enginepool")
     body = {"query": SUM, "items": [""], "label_token_ids": [49]}
     with (
@@ -179,7 +180,7 @@ def test_replies(
     how: str,
     status: int,
 ) -> None:
-    """An error; what an administrator aborted is upstream's reply that says so, and no "ok"."""
+    """An error. If an administrator aborted the request, upstream's reply says so, and not "ok"."""
     caplog.set_level("INFO", "enginepool")
     with server(one_sum, how, servers) as one, one.http() as client, callers() as threads:
         sent = threads.submit(client.post, path, json={**BODIES, "/v1/responses": RESPONSES}[path])
@@ -199,7 +200,8 @@ def test_replies(
 def test_what_never_ran_has_no_tokens(
     one_sum: EnginePool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Aborted while it waited: none in the metrics, the log or the pool's own figures."""
+    """It was aborted while it waited. The metrics, the log and the pool's own figures count no
+    tokens."""
     before = one_sum.stats()["prompt_tokens"]
     caplog.set_level("INFO", "enginepool")
     with serving(one_sum, enable_admin=True) as one, one.http() as client:
@@ -221,7 +223,7 @@ def test_what_never_ran_has_no_tokens(
 
 @pytest.mark.slow
 def test_sighup_drains() -> None:
-    """As SIGTERM does: what runs is answered, and the process exits with 0."""
+    """As with SIGTERM: running requests are answered, and the process exits with 0."""
     with process(**FEW_PROGRAMS) as one, callers() as threads:
         url = f"http://127.0.0.1:{one.wait_for('serving')['port']}"
         body = {"text": SUM, "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}

@@ -1,4 +1,4 @@
-"""What `deploy/` names exists: flags, ports, paths, metrics; and graces fit the drain."""
+"""Flags, ports, paths and metrics in `deploy/` exist, and grace periods fit the drain."""
 
 import configparser
 import json
@@ -21,11 +21,11 @@ from tests.support.servers import Running, generate
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-EXITS = 25  # seconds after the drain: what it cut hands over what it has, connections, interpreter
+EXITS = 25  # seconds after the drain: for outputs that were cut, connections and the interpreter
 
 
 def objects(file: str = "kubernetes.yaml") -> dict[str, Any]:
-    """By kind; a second Service by its name."""
+    """By kind. A second Service is by its name."""
     found: dict[str, Any] = {}
     for one in yaml.safe_load_all((DEPLOY / file).read_text()):
         found[one["metadata"]["name"] if one["kind"] in found else one["kind"]] = one
@@ -38,7 +38,7 @@ def container(file: str = "kubernetes.yaml") -> dict[str, Any]:
 
 
 def dockerfile() -> dict[str, list[str]]:
-    """Arguments of each instruction, lines joined."""
+    """The arguments of each instruction, with continued lines joined."""
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -56,7 +56,7 @@ def unit() -> configparser.ConfigParser:
 
 
 def test_the_files_options_are_taken(tmp_path: Path) -> None:
-    """`serve.yaml` and the one in Kubernetes say the same, as far as the latter says anything."""
+    """`serve.yaml` and the one in Kubernetes agree in the options that the latter has."""
     shipped, model, upstream = read("--config", str(DEPLOY / "serve.yaml"))
     assert model
     assert upstream == {"dtype": "bfloat16"}
@@ -96,7 +96,8 @@ def test_kubernetes(plain: Running) -> None:
 
 
 def test_many_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod is the one host's, with administration, and a name has the addresses of all of them."""
+    """Each pod is the single host's pod with administration. A name resolves to the addresses of
+    all pods."""
     one, many = container(), container("kubernetes-hosts.yaml")
     for name in ("args", "ports", "resources", "startupProbe", "readinessProbe", "livenessProbe"):
         assert many[name] == one[name]
@@ -140,8 +141,7 @@ def ray_groups() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("group", ray_groups(), ids=lambda group: group["groupName"])
 def test_ray_cluster(group: dict[str, Any]) -> None:
-    """A host's chips are all there, and on a slice of several hosts a process is bounded to its
-    own."""
+    """Each host has all of its chips. On a slice of several hosts a process uses only its own."""
     pod = group["template"]["spec"]
     (one,) = pod["containers"]
     asked, limits = one["resources"]["requests"], one["resources"]["limits"]
@@ -165,7 +165,7 @@ def test_ray_cluster(group: dict[str, Any]) -> None:
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables are those of options."""
+    """The variables belong to options."""
     named = {one["name"] for one in container()["env"]}
     named |= set(re.findall(r"ENGINEPOOL_\w+", (DEPLOY / "enginepool.service").read_text()))
     for name in named:
@@ -201,7 +201,7 @@ def test_systemd() -> None:
 
 
 def test_dashboard(plain: Running) -> None:
-    """Every metric and label that it asks for is in `/metrics`."""
+    """Every metric and label that it uses is in `/metrics`."""
     with plain.http() as client:
         generate(client, "12+7=")
         text = client.get("/metrics").text
@@ -212,7 +212,7 @@ def test_dashboard(plain: Running) -> None:
         for sample in family.samples:
             names.add(sample.name)
             labels |= sample.labels.keys()
-    labels.add("phase")  # of an update, and there was none
+    labels.add("phase")  # updates have it, and there was none
     panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     assert len({panel["id"] for panel in panels}) == len(panels) > 15

@@ -1,4 +1,4 @@
-"""What takes time over a request happens beside the event loop, which answers others meanwhile."""
+"""Work that takes long runs beside the event loop, which serves other clients meanwhile."""
 
 import threading
 from typing import Any
@@ -12,7 +12,7 @@ from tests.support.servers import Running
 SUM = "12+7="
 TURNS = [{"role": "user", "content": SUM}]
 GREEDY = {"temperature": 0}
-LARGE = "1" * (bodies._SMALL + 1)  # as a body; refused once it is looked at
+LARGE = "1" * (bodies._SMALL + 1)  # a body that is refused once it is parsed
 PROMPT = {"text": SUM, "sampling_params": GREEDY}
 CASES: list[tuple[Any, str, str, dict[str, Any], int]] = [
     (bodies, "_parse", "/generate", {"text": SUM, "extra_key": LARGE}, 400),
@@ -38,7 +38,7 @@ def test_others_are_answered_while_it_goes_on(
     body: dict[str, Any],
     status: int,
 ) -> None:
-    """It is held until the probe has its answer: on the loop, neither would end."""
+    """The work waits until a probe has its answer. On the event loop neither would end."""
     began, answered = threading.Event(), threading.Event()
     real = getattr(owner, name)
 

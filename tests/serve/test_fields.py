@@ -1,4 +1,4 @@
-"""A field that would be ignored is an error, in every route; and says what would help."""
+"""A field that would have no effect is an error on every route. The error says what helps."""
 
 from typing import Any
 
@@ -115,7 +115,7 @@ def item(**fields: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": SUM, **fields}]}
 
 
-# Names inside of a body; `where` is what the error calls them.
+# Names inside a body. `where` is their name in the error.
 NESTED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, turn(zz=1), "messages.0.zz"),
     (
@@ -254,7 +254,7 @@ def test_values_that_mean_nothing(
 def test_a_field_with_its_default_value_is_accepted(
     plain: Running, path: str, field: dict[str, Any]
 ) -> None:
-    """A value that means what happens anyway, and names for the client's own books, are taken."""
+    """So are names that clients use for themselves."""
     with plain.http() as client:
         reply = client.post(path, json=BODIES[path] | field)
     assert reply.status_code == 200, reply.text
@@ -279,7 +279,7 @@ def test_a_field_with_its_default_value_is_accepted(
     ],
 )
 def test_what_asks_for_more(plain: Running, path: str, field: dict[str, Any], part: str) -> None:
-    """Under the same names, what would change the answer and cannot be had is refused by name."""
+    """The same fields with values that would change the answer are refused by name."""
     with plain.http() as client:
         reply = client.post(path, json=BODIES[path] | field)
     assert reply.status_code == 400, reply.text
@@ -289,7 +289,7 @@ def test_what_asks_for_more(plain: Running, path: str, field: dict[str, Any], pa
 @pytest.mark.parametrize(
     ("path", "field"),
     [
-        # Messages as the openai package's models write those that they were given.
+        # Messages as the openai package's models write the ones that they received.
         (CHAT, answered(refusal=None, annotations=[], audio=None, function_call=None)),
         (CHAT, answered(provider_specific_fields={"refusal": "no"})),  # LiteLLM's
         (
@@ -321,7 +321,7 @@ def test_what_clients_send_along(plain: Running, path: str, field: dict[str, Any
 
 
 def test_what_asks_for_log_probabilities(plain: Running) -> None:
-    """Of /generate: what says which ones are wanted asks for them."""
+    """On /generate, a field that says which log-probabilities are wanted also requests them."""
     with plain.http() as client:
         for field in ({"top_logprobs_num": 2}, {"token_ids_logprob": [49]}):
             meta = client.post(GENERATE, json=BODIES[GENERATE] | field).json()["meta_info"]
@@ -329,7 +329,7 @@ def test_what_asks_for_log_probabilities(plain: Running) -> None:
 
 
 def test_a_query(plain: Running) -> None:
-    """Where something is done, names in a query are looked at as well; a probe may have any."""
+    """Routes that change something check the names in a query. Probes accept any."""
     with plain.http() as client:
         reply = client.post(GENERATE, params={"stream": True}, json=BODIES[GENERATE])
         assert reply.status_code == 400
@@ -368,7 +368,7 @@ def test_by_the_openai_package(plain: Running) -> None:
     ],
 )
 def test_administration(administered: Running, path: str, body: dict[str, Any]) -> None:
-    """The same for administrators, and nothing is done."""
+    """Administrators' routes do the same, and change nothing."""
     with administered.http() as client:
         reply = client.post(path, json=body)
         assert reply.status_code == 400, reply.text
@@ -390,7 +390,7 @@ def test_queries_of_administrators(administered: Running, path: str) -> None:
 
 
 def test_what_slime_and_areal_send(administered: Running, sums: EnginePool) -> None:
-    """sglang's body for new weights: `weight_version` counts, and empty bodies are none."""
+    """sglang's body for new weights: `weight_version` has an effect, and empty values have none."""
     with administered.http() as client:
         assert client.post("/pause_generation", json={}).status_code == 200
         assert client.post("/continue_generation", json={}).status_code == 200

@@ -1,4 +1,4 @@
-"""A log that cannot be written costs its lines, and nothing else."""
+"""If the log cannot be written, only its lines are lost."""
 
 import contextlib
 import json
@@ -35,7 +35,8 @@ FIELDS = {
 
 @contextlib.contextmanager
 def log_of(*, terminal: bool) -> Iterator[list[str]]:
-    """What this process logs meanwhile, as a server's standard error has it afterwards."""
+    """The log lines of this process during the block, as they would be on a server's standard
+    error."""
     reader, writer = os.pipe()
     lines, configured, before = LogLines(writer), structlog.is_configured(), structlog.get_config()
     os.close(writer)
@@ -56,7 +57,7 @@ def log_of(*, terminal: bool) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_traceback_shows_no_locals(terminal: bool) -> None:
-    """One of them may be a prompt."""
+    """A local variable may be a prompt."""
 
     def fails(prompt: str) -> None:
         raise RuntimeError(f"{len(prompt)} characters")
@@ -72,8 +73,8 @@ def test_a_traceback_shows_no_locals(terminal: bool) -> None:
     assert "zebra umbrella" not in text
 
 
-def test_a_terminal_is_told_nothing_to_obey() -> None:
-    """Of what clients send, in lines of this package's and of others'."""
+def test_control_characters_are_escaped() -> None:
+    """In lines of this package and of others, for everything that clients send."""
     clear, title = "\x1b[2J", "\x1b]0;x\x07"
     with log_of(terminal=True) as written:
         logger().info("enginepool.request", path=f"/{clear}", error=f"{title}\n\x9b1m", ids=[clear])
@@ -82,14 +83,14 @@ def test_a_terminal_is_told_nothing_to_obey() -> None:
             raise ValueError(f"{clear}\u202e")
         except ValueError as error:
             logger().error("enginepool.internal_error", exc_info=error)
-    own = re.sub(r"\x1b\[\d*m", "", "\n".join(written))  # colours of its own
+    own = re.sub(r"\x1b\[\d*m", "", "\n".join(written))  # the log's own colours
     assert all(line.isprintable() for line in own.split("\n"))
     for told in (r"/\x1b[2J", r"\x1b]0;x\x07", r"\x9b1m", r"\u202e", r"x\x07\r\nforged"):
         assert told in own
 
 
 def port_of(server: subprocess.Popen[bytes]) -> int:
-    """Where it listens, as the operating system has it: its own log cannot be read."""
+    """The port where it listens, from the operating system, because its log cannot be read."""
     ports: list[int] = []
 
     def listens() -> bool:
@@ -104,7 +105,7 @@ def port_of(server: subprocess.Popen[bytes]) -> int:
 
 @contextlib.contextmanager
 def unwritable(kind: str) -> Iterator[dict[str, Any]]:
-    """A standard error for a process: what Popen takes."""
+    """A standard error that cannot be written, for Popen."""
     with contextlib.ExitStack() as stack:
         if kind == "closed":
             yield {"preexec_fn": lambda: os.close(2)}
@@ -127,7 +128,7 @@ def unwritable(kind: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["full disk", "broken pipe"])
 def test_lines_that_cannot_be_written(kind: str) -> None:
-    """They are lost; who writes them hears nothing, and the log closes."""
+    """They are lost. The writer gets no error, and the log closes."""
     with unwritable(kind) as options:
         file = options["stderr"]
         lines = LogLines(file if isinstance(file, int) else file.fileno())
@@ -196,7 +197,7 @@ def test_requests_are_answered_and_the_drain_ends_with_0(kind: str) -> None:
 def test_the_line_of_a_request(
     one_sum: EnginePool, caplog: pytest.LogCaptureFixture, log_prompts: bool
 ) -> None:
-    """How it ended, how long it took, whose it was and what it cost; prompts only if asked for."""
+    """How it ended, its seconds, its id and its tokens. Prompts only with the option."""
     params = {"temperature": 0, "n": 2}
     body = {"text": "12+7=", "rid": "mine", "stream": True, "sampling_params": params}
     with caplog.at_level("INFO", "enginepool"):
@@ -227,7 +228,7 @@ def test_the_line_of_a_request(
 
 
 def test_a_log_that_can_be_written_again_says_how_much_is_lost() -> None:
-    """Nobody read for a while: what came meanwhile is counted, and the count is a line."""
+    """Nobody read for a while. The lost lines are counted, and a line has the count."""
     reader, writer = os.pipe()
     lines = LogLines(writer)
     try:
@@ -235,10 +236,10 @@ def test_a_log_that_can_be_written_again_says_how_much_is_lost() -> None:
         for number in range(KEPT * 3):
             lines.write(json.dumps({"number": number}) + "\n")
         assert time.monotonic() - started < 30  # liveness: nobody reads
-        os.close(writer)  # the log has its own
+        os.close(writer)  # the log has its own descriptor
         with open(reader, "rb") as stream, callers(1) as threads:
             threads.submit(lines.close, 60)
-            read = stream.read()  # to the end: what waited is written before the log closes
+            read = stream.read()  # to the end: waiting lines are written before the log closes
     finally:
         lines.close()
     found = [json.loads(line) for line in read.decode().splitlines()]

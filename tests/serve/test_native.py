@@ -1,4 +1,4 @@
-"""sglang's own endpoints, what bounds a request, metrics, the page."""
+"""sglang's own endpoints, the limits of a request, metrics, the page."""
 
 import json
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ SUM = "12+7="
 
 
 def test_generate(plain: Running, sums: EnginePool) -> None:
-    """Upstream's reply: a dict for one prompt, a list for several or for several samples."""
+    """Upstream's reply: a dict for one prompt, a list for several prompts or samples."""
     with plain.http() as client:
         one = generate(client, SUM)
         assert one["text"] == "19"
@@ -87,7 +87,7 @@ def test_bad_bodies(plain: Running, body: dict[str, Any], part: str) -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_large_bodies(sums: EnginePool, announced: bool) -> None:
-    """413 with the limit, whether the length was announced or shows as it comes."""
+    """413 with the limit, whether the length was announced or not."""
     content = json.dumps({"text": "1" * 2000}).encode()
     with serving(sums, max_body_bytes=1000) as running, running.http() as client:
         reply = client.post(
@@ -113,7 +113,7 @@ def samples(client: httpx.Client) -> dict[tuple[str, ...], float]:
 
 
 def test_metrics(one_sum: EnginePool) -> None:
-    """Counts are exact, by engine and outcome; gauges say what is now."""
+    """Counts are exact, by engine and outcome. Gauges have the present values."""
     with serving(one_sum, enable_admin=True) as running, running.http() as client:
         one_sum.flush_cache()
         for _ in range(2):
@@ -162,7 +162,7 @@ def test_metrics(one_sum: EnginePool) -> None:
             assert samples(client)["engine_state", "0", "paused"] == 1
             one_sum.continue_generation()
             late.result()
-            # It waited, and the figures say for how long.
+            # The figures have the time that it waited.
             assert samples(client)["request_queue_time_seconds_count", "0"] == 4
         reload = {"model_path": one_sum.config.model, "weight_version": 1}
         client.post("/admin/reload_weights", json=reload)
@@ -173,7 +173,7 @@ def test_metrics(one_sum: EnginePool) -> None:
 
 
 def test_a_hosts_name_is_no_label(plain: Running) -> None:
-    """A client that makes up names of hosts makes no metrics of them."""
+    """A client that sends invented host names creates no metrics."""
     with plain.http() as client:
         count = ("http_requests_total", "ok", "/generate")
         before = samples(client).get(count, 0)
@@ -186,7 +186,7 @@ def test_a_hosts_name_is_no_label(plain: Running) -> None:
 
 
 def test_engines_ports(sums: EnginePool) -> None:
-    """The pool's port serves on all engines, an engine's on that one."""
+    """The pool's port serves with all engines, an engine's port with that engine."""
     with serving(sums, engine_ports=(0, 0, 0, 0)) as running:
         for engine in range(4):
             with running.http(engine) as client:
@@ -201,7 +201,7 @@ def test_engines_ports(sums: EnginePool) -> None:
 
 
 def test_pages(sums: EnginePool) -> None:
-    """Files that load nothing from elsewhere and come without a key, and what the first shows."""
+    """They load nothing from other hosts and need no key. Also the data of the first page."""
     with serving(sums, api_key="k") as running, running.http() as client:
         for path in ("/", "/docs"):
             page = client.get(path)
@@ -222,14 +222,15 @@ def quick_history(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_last_minutes(quick_history: None, administered: Running, sums: EnginePool) -> None:
-    """Latencies, errors and prefix hits of what ended between two samples; the last update."""
+    """Latencies, errors and prefix hits of requests that ended between two samples, and the last
+    update."""
     with administered.http() as client:
         until(lambda: client.get("/status").json()["history"])
         sums.flush_cache()
         for _ in range(2):
             generate(client, SUM)
         client.post("/generate", json={"text": ""})
-        client.get("/nowhere")  # nobody asked for tokens
+        client.get("/nowhere")  # no request for tokens
         reloaded = client.post("/admin/reload_weights", json={"model_path": sums.config.model})
         failed = client.post("/admin/reload_weights", json={"model_path": "/nowhere"})
 
@@ -260,7 +261,7 @@ def test_last_minutes(quick_history: None, administered: Running, sums: EnginePo
 
 
 def test_failure_in_a_stream() -> None:
-    """A pool that ends while it streams: an error object, [DONE], and 503 from then on."""
+    """The pool fails during a stream: an error object, [DONE], and 503 from then on."""
     long = {"max_new_tokens": 250, "ignore_eos": True}
     chat = {"model": "toy", "stream": True, "max_tokens": 250, "ignore_eos": True}
     bodies: dict[str, dict[str, Any]] = {
@@ -274,7 +275,7 @@ def test_failure_in_a_stream() -> None:
         running.http() as client,
         ExitStack() as streams,
     ):
-        assert client.get("/v1/models/toy").json()["id"] == "toy"  # the one that ships
+        assert client.get("/v1/models/toy").json()["id"] == "toy"  # the toy in the package
         replies = []
         for path, body in bodies.items():
             reply = streams.enter_context(client.stream("POST", path, json=body))

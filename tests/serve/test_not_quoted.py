@@ -1,4 +1,4 @@
-"""What a client sent is neither in the reply that refuses it nor in the log: only its kind."""
+"""A client's text is neither in the reply that refuses it nor in the log. Only its type is."""
 
 import logging
 from typing import Any
@@ -20,7 +20,7 @@ def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "toy", "messages": list(messages), **fields}
 
 
-# What is wrong, and what the error says of where.
+# What is wrong, and where, as the error says it.
 WRONG: list[tuple[str, Any, str]] = [
     (TOKENS, {"token_ids": [49], "model": WORDS}, "sampling_params"),
     (CHAT, chat({"content": WORDS}), "messages[0]"),
@@ -102,7 +102,7 @@ def test_a_query_that_nobody_reads(plain: Running, caplog: pytest.LogCaptureFixt
 def test_what_a_template_raises(
     plain: Running, monkeypatch: pytest.MonkeyPatch, error: Exception, kept: str
 ) -> None:
-    """Its own words are told, unless they repeat a message."""
+    """The template's message is in the reply, unless it repeats a message of the chat."""
 
     def fails(*_: Any, **__: Any) -> None:
         raise error
@@ -118,6 +118,6 @@ def test_what_a_template_raises(
 
 
 def test_from_python(plain: Running, sums: EnginePool) -> None:
-    """Who calls the pool itself is told the value, while a server is on it."""
+    """A call to the pool itself gets the value in the error, even while a server uses the pool."""
     with pytest.raises(InvalidRequest, match=WORDS):
         sums.generate({"text": WORDS})  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""The `openai` package against the running server."""
+"""The `openai` package against a running server."""
 
 import json
 import math
@@ -20,7 +20,7 @@ CHAT: Any = [{"role": "user", "content": SUM}]
 
 
 def test_completions(plain: Running) -> None:
-    """One prompt and several, greedy and trimmed, with usage."""
+    """One prompt and several, greedy and truncated, with usage."""
     client = plain.openai()
     made = client.completions.create(model="toy", prompt=[SUM, "30+4="], temperature=0)
     assert [choice.text for choice in made.choices] == ["19", "34"]
@@ -28,7 +28,7 @@ def test_completions(plain: Running) -> None:
     assert [choice.index for choice in made.choices] == [0, 1]
     assert made.usage is not None
     assert made.usage.prompt_tokens == 10
-    assert made.usage.completion_tokens == 6  # the end tokens included
+    assert made.usage.completion_tokens == 6  # including end tokens
     echoed = client.completions.create(model="toy", prompt=SUM, temperature=0, echo=True)
     assert echoed.choices[0].text == "12+7=19"
 
@@ -47,7 +47,8 @@ def test_chat(plain: Running) -> None:
 
 
 def test_streaming(plain: Running) -> None:
-    """The pieces are the answer; one id, one role, usage at the end if it was asked for."""
+    """The pieces make up the answer. There is one id and one role, and the usage at the end on
+    request."""
     client = plain.openai()
     chunks = list(
         client.chat.completions.create(
@@ -78,7 +79,7 @@ def test_streaming(plain: Running) -> None:
 
 
 def test_n(plain: Running) -> None:
-    """Four samples, and with a seed the same four."""
+    """Four samples. With a seed they are the same four again."""
     client = plain.openai()
     options: dict[str, Any] = {
         "model": "toy", "messages": CHAT, "n": 4, "temperature": 20.0, "max_tokens": 16, "seed": 5,
@@ -95,7 +96,7 @@ def test_n(plain: Running) -> None:
 
 
 def test_logprobs(plain: Running) -> None:
-    """One an output token, the sampled one first of the most probable."""
+    """One entry an output token. The sampled token is the first of the most probable."""
     client = plain.openai()
     options: dict[str, Any] = {
         "model": "toy", "messages": CHAT, "temperature": 0, "logprobs": True, "top_logprobs": 3,
@@ -113,7 +114,7 @@ def test_logprobs(plain: Running) -> None:
 
 
 def test_logprobs_in_a_stream(one_sum: EnginePool) -> None:
-    """Each token has its own, also where a chunk holds two."""
+    """Each token has its own, also if a chunk has two tokens."""
     with serving(one_sum) as running:
         chunks = running.openai().chat.completions.create(
             model="toy",
@@ -140,7 +141,8 @@ def test_logprobs_in_a_stream(one_sum: EnginePool) -> None:
 def test_large_replies_are_made_beside_the_loop(
     plain: Running, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On which everybody is served: of many log-probabilities upstream makes an object each."""
+    """Upstream makes an object for each of many log-probabilities. This runs beside the event
+    loop, which serves everybody."""
     from enginepool.serve import openai_serving
 
     serving, made = getattr(openai_serving, kind), []
@@ -198,7 +200,7 @@ def test_stop(plain: Running) -> None:
 def test_bad_requests(
     plain: Running, options: dict[str, Any], parts: list[str], stream: bool
 ) -> None:
-    """A BadRequestError that names the value and the limit, also where a stream was asked for."""
+    """A BadRequestError names the value and the limit, also for a stream."""
     with pytest.raises(openai.BadRequestError) as caught:
         plain.openai().completions.create(
             **{"model": "toy", "prompt": SUM, "stream": stream, **options}
@@ -224,8 +226,8 @@ def test_bad_messages(plain: Running, messages: Any) -> None:
 
 
 def test_rate_limit(one_sum: EnginePool) -> None:
-    """What finds no room in the queue is a RateLimitError that says when to try again; what was
-    waiting is answered."""
+    """A request without room in the queue gets a RateLimitError that says when to try again.
+    Waiting requests are answered."""
     with serving(one_sum) as running, callers() as threads:
         client = running.openai()
         with paused(one_sum):
@@ -260,7 +262,7 @@ def test_models(plain: Running) -> None:
     client = plain.openai()
     (card,) = client.models.list().data
     assert client.models.retrieve(card.id).id == card.id
-    # What prompt and output may have together: one more does not fit.
+    # The most tokens of prompt and output together. One more does not fit.
     length: Any = card.model_dump()["max_model_len"]
     made = client.completions.create(
         model="toy", prompt=SUM, max_tokens=length - 5, extra_body={"ignore_eos": True}
@@ -274,7 +276,7 @@ def test_models(plain: Running) -> None:
 
 
 def test_abort_shows_in_the_reply(one_sum: EnginePool) -> None:
-    """A request that takes longer than the server allows is a 504; in a stream, its finish
+    """A request that takes longer than the server allows gets a 504, or in a stream the finish
     reason."""
     with serving(one_sum, request_timeout=0.3) as running:
         options: dict[str, Any] = {
@@ -301,7 +303,7 @@ def test_abort_shows_in_the_reply(one_sum: EnginePool) -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_text_parts(one_sum: EnginePool, template: str) -> None:
-    """Content in parts is the prompt that the string is, for every template."""
+    """Content in parts makes the same prompt as the string, for every template."""
     tokenizer = one_sum.engines[0].tokenizer_manager.tokenizer
     own, tokenizer.chat_template = tokenizer.chat_template, TEMPLATES[template]
     try:
@@ -322,7 +324,7 @@ def test_text_parts(one_sum: EnginePool, template: str) -> None:
 
 
 def test_calls_without_content(plain: Running) -> None:
-    """As LiteLLM sends an assistant's turn back."""
+    """LiteLLM sends an assistant's turn back like this."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     turns: Any = [
         *CHAT,
@@ -344,8 +346,8 @@ def test_other_parts(plain: Running) -> None:
 
 
 def test_a_rendered_prompt_begins_once(sums: EnginePool, plain: Running) -> None:
-    """Text whose special tokens are written out is completed without those that the tokenizer adds;
-    to token ids nothing is added."""
+    """A text that has its special tokens already is completed without the tokenizer's. Nothing
+    is added to token ids."""
     hf: Any = sums.engines[0].tokenizer_manager.tokenizer
     backend = hf.backend_tokenizer
     before = backend.post_processor

@@ -1,4 +1,4 @@
-"""One client cannot hold up the others: templates of its own, and bodies that fit no prompt."""
+"""One client cannot delay the others with its own templates, or with bodies that fit no prompt."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from tests.support.marks import slow
 from tests.support.servers import Running
 
 PROMPT_TOKENS = 505  # of the test pools
-# Liveness, not speed: without the limits each of these holds the others up for longer than this
+# Liveness, not speed: without the limits each of these delays the others for longer than this
 # on a fast machine, and within them for no time that a client would notice.
 PATIENCE = 8.0
 
@@ -26,7 +26,8 @@ PATIENCE = 8.0
      "tokenizer_kwargs", "conversation", "max_length"],
 )  # fmt: skip
 def test_the_template_is_the_checkpoints(plain: Running, name: str) -> None:
-    """What belongs to its rendering is refused by name; a variable of the template is not."""
+    """Options of the rendering itself are refused by name. Variables of the template are
+    accepted."""
     body = {"model": "toy", "messages": SUM, "temperature": 0}
     values: dict[str, Any] = {"chat_template": "x", "tokenize": False, "tools": [{}]}
     options = {name: values.get(name, 1)}
@@ -40,14 +41,14 @@ def test_the_template_is_the_checkpoints(plain: Running, name: str) -> None:
 
 
 def test_a_template_beside_the_messages(plain: Running) -> None:
-    """It was ignored; what would be ignored is an error."""
+    """It would have no effect, so it is an error."""
     with plain.http() as client:
         reply = client.post(CHAT, json={"model": "toy", "messages": SUM, "chat_template": "x"})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "chat_template"
 
 
-# One of each kind: what a template, a message, a prompt, ids, counts and a schema may be.
+# One of each kind: a template, a message, a prompt, ids, counts and a schema.
 FIRST, *OTHERS = CONNECTIONS
 USUAL = (
     "template", "messages", "prompt", "many ids", "131,072 requests", "schema",
@@ -78,7 +79,7 @@ def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
 
 @pytest.mark.parametrize("attack", [FIRST, *slow(*OTHERS)])
 def test_others_are_answered_beside_connections(plain: Running, attack: str) -> None:
-    """Two hundred that say nothing or say it slowly, and streams that nobody reads."""
+    """Two hundred connections that send nothing or slowly, and streams that nobody reads."""
     url = plain.url()
     command = [sys.executable, "-m", "benchmarks.hostile_client", url, attack]
     with plain.http() as client, subprocess.Popen(command) as attacker:

@@ -1,4 +1,5 @@
-"""Reloads: what is taken, what is refused and changes nothing, and what is named afterwards."""
+"""Reloads: which are accepted, which are refused and change nothing, and the model's name
+afterwards."""
 
 import json
 import re
@@ -22,7 +23,7 @@ def states(pool: EnginePool) -> list[str]:
 
 
 def answers(running: Running) -> list[str]:
-    """Each engine's, on its own port."""
+    """Each engine's answer, on its own port."""
     texts = []
     for engine in range(4):
         with running.http(engine) as client:
@@ -34,7 +35,7 @@ def answers(running: Running) -> list[str]:
 
 @pytest.mark.parametrize("path", [SUBTRACT, "subtract", "../toy/subtract"])
 def test_reload(administered: Running, sums: EnginePool, path: str) -> None:
-    """The other checkpoint, on every engine, from any engine's port; and it is named."""
+    """Every engine gets the other checkpoint, from any engine's port, and the routes name it."""
     assert answers(administered) == ["19"] * 4
     with administered.http(2) as client:
         assert client.get("/admin/reload_status").json() == {
@@ -68,7 +69,7 @@ def test_reload_by_sglangs_name(administered: Running) -> None:
 
 @pytest.fixture
 def broken(sums: EnginePool, model_dir: Any, tmp_path: Path) -> dict[str, Path]:
-    """Checkpoints below `tmp_path` / "root", and one outside, that must not be loaded."""
+    """Checkpoints below `tmp_path` / "root", and one outside, which must not be loaded."""
     root = tmp_path / "root"
     short = root / "short"
     shutil.copytree(toy.checkpoint(), short)
@@ -107,7 +108,7 @@ def broken(sums: EnginePool, model_dir: Any, tmp_path: Path) -> dict[str, Path]:
 def test_bad_reloads(
     sums: EnginePool, broken: dict[str, Path], name: str, status: int, why: str
 ) -> None:
-    """Weights and answers are as they were, and the reply says why; so does the status."""
+    """Weights and answers stay, and the reply and the status give the reason."""
     root = broken["short"].parent
     engine_ports = (0, 0, 0, 0)
     with serving(sums, enable_admin=True, model_root=root, engine_ports=engine_ports) as running:
@@ -128,7 +129,8 @@ def test_bad_reloads(
 
 
 def test_a_reload_without_its_config(sums: EnginePool, tmp_path: Path) -> None:
-    """Weights alone, as a trainer writes them; and a config that says the same in other words."""
+    """Weights only, as a trainer writes them; and a config.json that says the same in other
+    words."""
     for name in ("alone", "rewritten"):
         shutil.copytree(SUBTRACT, tmp_path / name)
     (tmp_path / "alone" / "config.json").unlink()
@@ -147,7 +149,7 @@ def test_a_reload_without_its_config(sums: EnginePool, tmp_path: Path) -> None:
 
 
 def test_without_a_root(sums: EnginePool) -> None:
-    """Only what the server started with."""
+    """Only the model that the server started with."""
     with serving(sums, enable_admin=True) as running, running.http() as client:
         reply = client.post("/admin/reload_weights", json={"model_path": SUBTRACT})
         assert reply.status_code == 403
@@ -159,8 +161,8 @@ def test_without_a_root(sums: EnginePool) -> None:
 
 @pytest.mark.parametrize("reject", [True, False])
 def test_requests_during_a_reload(sums: EnginePool, reject: bool) -> None:
-    """While new weights wait for a running request, others wait as well, and get the new ones;
-    with the option they get 503."""
+    """While new weights wait for a running request, other requests wait, too, and get the new
+    weights. With the option they get 503."""
     held = {
         "text": SUM,
         "rid": "held",

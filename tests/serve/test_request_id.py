@@ -1,4 +1,4 @@
-"""`x-request-id`: whose line of the log belongs to whose reply."""
+"""`x-request-id` connects a reply with its log line."""
 
 import logging
 from typing import Any
@@ -28,7 +28,7 @@ def lines(caplog: pytest.LogCaptureFixture, one: str) -> list[logging.LogRecord]
 def test_a_clients_own(
     plain: Running, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any], status: int
 ) -> None:
-    """It comes back with the reply, whatever that is, and stands in the line of the request."""
+    """It is in the reply, whatever the reply is, and in the request's log line."""
     caplog.set_level("INFO", "enginepool")
     with plain.http() as client:
         reply = client.post(path, json=body, headers={"x-request-id": "of-a-client/1"})
@@ -43,7 +43,7 @@ def test_a_clients_own(
 def test_one_of_its_own(
     plain: Running, caplog: pytest.LogCaptureFixture, given: str | bytes | None
 ) -> None:
-    """Where a client sends none, or one that no log would bear, the server makes one."""
+    """If a client sends none, or one that is not safe in a log, the server makes one."""
     caplog.set_level("INFO", "enginepool")
     headers: Any = {} if given is None else {"x-request-id": given}
     with plain.http() as client:

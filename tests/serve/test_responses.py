@@ -1,4 +1,4 @@
-"""`/v1/responses` by the `openai` package, whose own types say what a reply and an event are."""
+"""`/v1/responses` by the `openai` package, whose types define a reply and an event."""
 
 import json
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "st
 
 
 def test_a_reply(plain: Running) -> None:
-    """What the chat answers, in a form that the client's types take to the letter."""
+    """The chat's answer, in a form that fits the client's types exactly."""
     client = plain.openai()
     made = client.responses.create(model="toy", input=SUM, temperature=0, metadata={"a": "b"})
     chat = client.chat.completions.create(
@@ -44,7 +44,7 @@ def test_a_reply(plain: Running) -> None:
 
 
 def test_a_conversation(plain: Running) -> None:
-    """The next turn's input is what was said so far, replies as they came."""
+    """The input of the next turn is the conversation so far, with replies as they came."""
     client = plain.openai()
     first = client.responses.create(model="toy", input=SUM, temperature=0, instructions="Add.")
     items: Any = [
@@ -67,7 +67,7 @@ def test_a_conversation(plain: Running) -> None:
 
 
 def test_items_of_an_agent() -> None:
-    """Calls, their outputs and reasoning become the messages that a chat template knows."""
+    """Calls, their outputs and reasoning become messages that a chat template knows."""
     body = ResponsesBody.model_validate(
         {
             "model": "m",
@@ -121,7 +121,7 @@ def test_items_of_an_agent() -> None:
 
 
 def test_a_stream(plain: Running) -> None:
-    """Every event is one of the client's, numbered; what it puts together is the reply."""
+    """Every event has one of the client's types and a number. Together they make up the reply."""
     client = plain.openai()
     with client.responses.stream(model="toy", input=SUM, temperature=0) as stream:
         events = list(stream)
@@ -149,7 +149,7 @@ def test_a_stream(plain: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(plain: Running, stream: bool) -> None:
-    """The chat's."""
+    """They are the chat's."""
     client = plain.openai()
     chat = client.chat.completions.create(
         model="toy", messages=[{"role": "user", "content": SUM}], temperature=0, logprobs=True,
@@ -187,7 +187,7 @@ def test_cut_by_its_length(plain: Running, stream: bool) -> None:
 
 
 def test_cut_by_an_abort(one_sum: EnginePool) -> None:
-    """The stream says that the response failed, and `openai` raises."""
+    """The stream reports that the response failed, and `openai` raises."""
     with serving(one_sum, enable_admin=True) as running:
         events = running.openai().responses.create(
             model="toy", input=SUM, stream=True, max_output_tokens=480,
@@ -242,7 +242,7 @@ def test_embeddings_are_refused_with_a_reason(plain: Running) -> None:
 
 
 def test_tools_and_reasoning_in_a_stream() -> None:
-    """Items in the order in which a chat's chunks bring them; the client puts them together."""
+    """Items come in the order of the chat's chunks, and the client puts them together."""
     body = ResponsesBody.model_validate({"model": "m", "input": "1+1?", "tools": [TOOL]})
     call = Call()
     request = Request(call, [1, 2], sampling=None, rid="resp_1")

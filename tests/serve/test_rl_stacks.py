@@ -1,4 +1,4 @@
-"""Weights and life cycle as RL stacks drive them, by their own request bodies."""
+"""RL stacks manage weights and life cycle, with their own request bodies."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def running_on(client: httpx.Client) -> list[int]:
 
 
 def test_slime(administered: Running, sums: EnginePool) -> None:
-    """An external engine: checks, generation, memory given back and taken, new weights."""
+    """An external engine: checks, generation, memory released and taken back, new weights."""
     with administered.http() as client:
         assert client.get("/health_generate").status_code == 200
         assert client.get("/flush_cache").status_code == 200
@@ -71,7 +71,7 @@ def test_slime(administered: Running, sums: EnginePool) -> None:
 
 
 def test_areal(administered: Running, sums: EnginePool) -> None:
-    """Scores by `logprob_start_len`, and new weights that end what runs."""
+    """Scores by `logprob_start_len`, and new weights that end running requests."""
     with administered.http() as client, administered.http(0) as one, callers() as threads:
         body = {
             "input_ids": IDS, "return_logprob": True, "logprob_start_len": 0, "stream": False,
@@ -95,11 +95,11 @@ def test_areal(administered: Running, sums: EnginePool) -> None:
             post(client, "/release_memory_occupation", {"tags": tags})
             assert client.get("/health_generate").status_code == 503
             post(client, "/resume_memory_occupation", {"tags": tags})
-            assert generate(client, SUM)["text"] == "5"  # what was served before
+            assert generate(client, SUM)["text"] == "5"  # the answer of the weights before
 
 
 def test_skyrl(administered: Running, sums: EnginePool) -> None:
-    """vLLM's life cycle in bodies, an empty list for all, and stop strings that are kept."""
+    """vLLM's life cycle in bodies, an empty list that means all, and stop strings that are kept."""
     with administered.http() as client:
         before = in_use(sums)
         post(client, "/sleep", {"level": 2})
@@ -140,7 +140,7 @@ def test_what_others_send(administered: Running) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_usage_in_every_chunk(plain: Running, path: str) -> None:
-    """vLLM's `continuous_usage_stats`: of each answer, so far."""
+    """vLLM's `continuous_usage_stats`: the usage of each answer so far."""
     body = {
         "n": 2, "stream": True, "temperature": 0,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -159,7 +159,8 @@ def test_usage_in_every_chunk(plain: Running, path: str) -> None:
 
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_prime_rl(administered: Running, clear_cache: bool) -> None:
-    """`keep`: what runs goes on under the new weights, and says which token came from which."""
+    """`keep`: running requests continue under the new weights, and the reply says which token
+    came from which."""
     with administered.http() as client, administered.http() as other:
         body = {"text": SUM, "stream": True, "sampling_params": LONG}
         with client.stream("POST", "/generate", json=body) as reply:
@@ -199,7 +200,7 @@ def test_pause_as_vllm(administered: Running, mode: str) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(administered: Running, sums: EnginePool, level: int) -> None:
-    """vLLM's levels; the weights come back by tag, first."""
+    """vLLM's levels. The weights come back first, by their tag."""
     with administered.http() as client:
         before = in_use(sums)
         post(client, "/sleep", level=level)
@@ -217,7 +218,7 @@ def test_sleep(administered: Running, sums: EnginePool, level: int) -> None:
 
 
 def test_weights_of_no_checkpoint(administered: Running) -> None:
-    """They cannot be read again, so nothing else comes back under their version."""
+    """They cannot be read again, so no other weights come back under their version."""
     with administered.http() as client:
         post(client, "/admin/perturb_weights", {"seed": 1})
         post(client, "/release_memory_occupation", {"tags": ["weights"]})
@@ -230,7 +231,7 @@ def test_weights_of_no_checkpoint(administered: Running) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_weights_in_a_pause(administered: Running, mode: str) -> None:
-    """Whatever the pause keeps, new weights are taken, and it goes on under them."""
+    """New weights are accepted in any kind of pause, and requests continue under them."""
     with administered.http() as client, callers() as threads:
         running = threads.submit(generate, client, SUM, **LONG)
         until(lambda: any(running_on(client)))
@@ -242,7 +243,7 @@ def test_weights_in_a_pause(administered: Running, mode: str) -> None:
 
 
 def test_health_generate(administered: Running, sums: EnginePool) -> None:
-    """Tokens come out, of every engine, or on its own port of one."""
+    """Every engine generates a token, or on an engine's port that engine."""
     with administered.http() as client, administered.http(1) as one:
         done = sums.stats()["finished"]
         assert client.get("/health_generate").text == "ok"
@@ -258,7 +259,7 @@ def test_health_generate(administered: Running, sums: EnginePool) -> None:
 def test_busy_is_healthy(
     administered: Running, sums: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is full has no room for the probe's token, and is at work."""
+    """A full engine has no room for the probe's token, and takes steps."""
     monkeypatch.setattr(probe, "SECONDS", 0.2)
     with administered.http() as client, callers() as threads:
         full = threads.submit(sums.generate_all, [SUM] * 24, LONG)
@@ -272,7 +273,7 @@ def test_busy_is_healthy(
 
 
 def test_read_only(plain: Running, sums: EnginePool) -> None:
-    """No administration is needed to read; secrets are not told."""
+    """Reading needs no administration. Secrets are not shown."""
     with plain.http() as client:
         info = get(client, "/get_model_info")
         assert info == get(client, "/model_info")

@@ -1,4 +1,4 @@
-"""The experts that routed each token, on the routes that tell them."""
+"""The experts of each token, on the routes that return them."""
 
 import base64
 import io
@@ -52,7 +52,7 @@ def answer(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
 
 
 def test_generate(client: httpx.Client, model: Path) -> None:
-    """sglang's field; a stream has it at the end."""
+    """sglang's field. A stream has it at the end."""
     body: dict[str, Any] = {"input_ids": PROMPTS[0], "sampling_params": SAMPLED} | ASKED
     made = answer(client, "/generate", body)
     lines = client.post("/generate", json=body | {"stream": True}).text.splitlines()
@@ -72,11 +72,11 @@ def assert_file(choice: Any, model: Path, prompt: list[int], start: int = 0) -> 
 
 
 def test_completions(client: httpx.Client, model: Path) -> None:
-    """Of each sample, all rows or those from a position of the prompt on."""
+    """For each sample, all rows or those from a position of the prompt on."""
     made = answer(client, "/v1/completions", TEXT | ASKED | IDS_OUT | {"n": 2})
     for choice in made["choices"]:
         assert_file(choice, model, PROMPTS[4])
-    for start, first in ((60, 60), (99, 70)):  # a later one than the prompt's last is its end
+    for start, first in ((60, 60), (99, 70)):  # a later start counts as the prompt's end
         body = TEXT | ASKED | IDS_OUT | {"routed_experts_prompt_start": start}
         (choice,) = answer(client, "/v1/completions", body)["choices"]
         assert_file(choice, model, PROMPTS[4], first)
@@ -109,7 +109,7 @@ def test_token_ids(client: httpx.Client, model: Path) -> None:
 
 
 def test_not_on_the_wire(client: httpx.Client, keep_pool: Any) -> None:
-    """Not in OpenAI's streams, and not of a pool that does not keep them."""
+    """OpenAI's streams have none, and neither has a pool that does not record them."""
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
         reply = client.post(path, json=body | ASKED | {"stream": True})
         assert reply.status_code == 400

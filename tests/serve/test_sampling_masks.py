@@ -1,4 +1,4 @@
-"""The ids that output tokens were sampled from, on the routes that tell them."""
+"""The ids that output tokens were sampled from, on the routes that return them."""
 
 from itertools import chain, pairwise
 from typing import Any
@@ -29,7 +29,7 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_generate(plain: Running, expected: dict[str, Any]) -> None:
-    """As in Python, also in a stream; not for who does not ask."""
+    """As in Python, also in a stream. Only on request."""
     params = POOLS | {"max_new_tokens": 8}
     body = {"input_ids": IDS, "sampling_params": params, "return_sampling_mask": True}
     made = post(plain, "/generate", body)
@@ -42,7 +42,7 @@ def test_generate(plain: Running, expected: dict[str, Any]) -> None:
 
 
 def test_tokens(plain: Running, expected: dict[str, Any]) -> None:
-    """vLLM's field; in a stream the new ones."""
+    """vLLM's field. A stream has the new ones."""
     params = PARAMS | {"max_tokens": 8, "return_sampling_mask": True}
     body = {"token_ids": IDS, "sampling_params": params}
     (choice,) = post(plain, "/inference/v1/generate", body)["choices"]

@@ -1,4 +1,4 @@
-"""Whatever the OpenAPI document allows, and some of what it does not, with a fixed seed."""
+"""Requests that the OpenAPI document allows, and some that it does not, with a fixed seed."""
 
 from typing import Any
 
@@ -30,12 +30,12 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def short(make_pool: MakePool) -> EnginePool:
-    """Two engines whose outputs are short, whatever a body asks for."""
+    """Two engines with short outputs, whatever a body asks for."""
     return make_pool("toy", 2, context_length=64, when_full="raise", warmup="none")
 
 
 def run(running: Running, pool: EnginePool, *, admin: bool) -> set[int]:
-    """Cases for every operation; the statuses that were seen."""
+    """Cases for every operation. Returns the statuses that came."""
     document = running.http().get("/openapi.json").json()
     schema = schemathesis.openapi.from_dict(document)
     seen = set()
@@ -47,7 +47,7 @@ def run(running: Running, pool: EnginePool, *, admin: bool) -> set[int]:
             try:
                 check(running, pool, operation.as_strategy(generation_mode=mode), seen)
             except Unsatisfiable:
-                # Of a path, or of no parameter at all, nothing can be wrong.
+                # A path, and a route without parameters, cannot be wrong.
                 assert mode is GenerationMode.NEGATIVE
                 assert not operation.body
     return seen
@@ -74,7 +74,7 @@ def check(running: Running, pool: EnginePool, cases: Any, seen: set[int]) -> Non
 
 @pytest.mark.slow
 def test_requests(short: EnginePool) -> None:
-    """No 500, no status or form that is not documented, no hang, no dead engine."""
+    """No 500, no undocumented status or form, no hang, no dead engine."""
     with serving(short) as running:
         seen = run(running, short, admin=False)
     assert {200, 400, 404} <= seen
@@ -96,7 +96,7 @@ MESSAGE = {"role": "user", "content": "1+1="}
     ],
 )
 def test_streams(plain: Running, path: str, body: dict[str, Any]) -> None:
-    """Every event is what the document says; cases made at random seldom ask for a stream."""
+    """Every event has the documented form. Random cases rarely ask for a stream."""
     schema = schemathesis.openapi.from_dict(plain.http().get("/openapi.json").json())
     case = schema[path]["POST"].Case(body=body | {"stream": True}, media_type=JSON)
     reply = case.call(base_url=plain.url(), timeout=SECONDS)
@@ -107,7 +107,7 @@ def test_streams(plain: Running, path: str, body: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_administration(short: EnginePool) -> None:
-    """The same for administrators, the pool resumed after each."""
+    """Administrators' routes do the same. The pool is resumed after each case."""
     with serving(short, enable_admin=True, model_root=toy.checkpoint().parent) as running:
         seen = run(running, short, admin=True)
         assert {200, 400, 403} <= seen | {403}

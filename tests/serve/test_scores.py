@@ -1,4 +1,4 @@
-"""Log-probabilities of what clients send, each against a plain JAX forward pass."""
+"""Log-probabilities of clients' texts, each compared with a plain JAX forward pass."""
 
 import json
 from pathlib import Path
@@ -26,13 +26,13 @@ def post(running: Running, path: str, body: dict[str, Any]) -> Any:
 
 
 def rows_of(ids: list[int]) -> np.ndarray:
-    """Of every token but the first, the log-probabilities of the whole vocabulary."""
+    """The log-probabilities of the whole vocabulary for every token but the first."""
     return reference(MODEL, [ids[:1]], [ids[1:]])[0]
 
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_generate(plain: Running, start: int) -> None:
-    """sglang's names; the values are at temperature 1 and do not touch what is generated."""
+    """sglang's names. The values are at temperature 1, and do not change what is generated."""
     body = {
         "input_ids": IDS, "return_logprob": True, "logprob_start_len": start,
         "top_logprobs_num": 2, "sampling_params": {"temperature": 0},
@@ -49,8 +49,8 @@ def test_generate(plain: Running, start: int) -> None:
 
 
 def test_generate_with_named_ids(plain: Running) -> None:
-    """sglang's `token_ids_logprob`, of prompt and output, with texts; null is no log-probability
-    at all."""
+    """sglang's `token_ids_logprob` for prompt and output, with texts. Null means no log-
+    probabilities."""
     named = [*b"19", 258, 5]
     body = {
         "input_ids": IDS, "return_logprob": True, "logprob_start_len": 2,
@@ -78,7 +78,7 @@ def test_generate_with_named_ids(plain: Running) -> None:
 
 
 def test_nothing_is_generated(plain: Running) -> None:
-    """`max_new_tokens` of 0 is for the prompt's values alone, whatever the number of samples."""
+    """`max_new_tokens` of 0 returns the prompt's values only, for any number of samples."""
     long = (IDS * 101)[:505]
     for ids, n in ((IDS, 1), (IDS, 40), (long, 1), ([65], 3)):
         body = {
@@ -97,7 +97,7 @@ def test_nothing_is_generated(plain: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [0, 8])
 def test_echo(plain: Running, tokens: int, stream: bool) -> None:
-    """OpenAI's way to have a prompt's values: those of prompt and output in one list."""
+    """OpenAI's way to a prompt's values: those of prompt and output in one list."""
     body = {
         "model": "toy", "prompt": IDS, "echo": True, "logprobs": 1, "max_tokens": tokens,
         "temperature": 0, "stream": stream,
@@ -129,7 +129,8 @@ def test_echo(plain: Running, tokens: int, stream: bool) -> None:
 
 
 def test_streamed_echo(plain: Running) -> None:
-    """The prompt before the first text, and no text is lost; also of many prompts and samples."""
+    """The prompt comes before the first text, and no text is lost, also with many prompts and
+    samples."""
     body = {
         "model": "toy", "prompt": [SUM, "1+1="], "n": 2, "echo": True, "temperature": 0,
         "stream": True,
@@ -141,7 +142,7 @@ def test_streamed_echo(plain: Running) -> None:
 
 
 def texts_of(stream: str) -> dict[int, str]:
-    """Of each output of a stream."""
+    """The text of each output of a stream."""
     texts: dict[int, str] = {}
     for line in stream.splitlines():
         if line and line != "data: [DONE]":
@@ -151,7 +152,8 @@ def texts_of(stream: str) -> dict[int, str]:
 
 
 def test_an_echo_without_text() -> None:
-    """Of special tokens alone: their values are in the first chunk only, as in any other."""
+    """An output of special tokens only. Its values are in the first chunk only, as for any
+    output."""
     echoed = EchoedPrompts(lambda _: "")
     values = [(None, 258, "")]
     for place in (values, []):
@@ -168,7 +170,8 @@ def test_echo_with_the_sampled_ones_alone(plain: Running) -> None:
 
 
 def test_prompt_logprobs(plain: Running) -> None:
-    """vLLM's: by token id, the prompt's own among the most probable; without them for 0."""
+    """vLLM's form: by token id, with the prompt's own token among the most probable. With 0 only
+    the prompt's own."""
     completions: dict[str, Any] = {
         "model": "toy", "prompt": [IDS, IDS[:3]], "temperature": 0, "n": 2, "prompt_logprobs": 2,
     }  # fmt: skip
@@ -196,7 +199,7 @@ def test_prompt_logprobs(plain: Running) -> None:
 @pytest.mark.parametrize("item_first", [False, True])
 @pytest.mark.parametrize("softmax", [False, True])
 def test_score(plain: Running, sums: EnginePool, item_first: bool, softmax: bool) -> None:
-    """sglang's: how probable each label is after query and item; texts as ids."""
+    """sglang's: the probability of each label after query and item, as texts and as ids."""
     labels = [*b"123", 258]
     texts = {"query": "12+", "items": ["7=", "8=", "30="]}
     ids = {"query": list(b"12+"), "items": [list(item.encode()) for item in texts["items"]]}
@@ -219,7 +222,7 @@ def test_score(plain: Running, sums: EnginePool, item_first: bool, softmax: bool
 
 
 def test_score_of_many_labels(plain: Running, sums: EnginePool) -> None:
-    """A prompt is computed once for 64 of them; each keeps its place."""
+    """A prompt is computed once for 64 labels, and each label keeps its place."""
     labels = [*range(150), 5]
     body = {"model": "toy", "query": "12+", "items": ["7=", "8="], "label_token_ids": labels}
     before = sums.stats()["finished"]
@@ -231,7 +234,8 @@ def test_score_of_many_labels(plain: Running, sums: EnginePool) -> None:
 
 
 def test_what_one_reply_may_say(plain: Running) -> None:
-    """Log-probabilities of prompts are worked on one by one, and every sample repeats them."""
+    """A reply may have only so many log-probabilities of prompts: each costs time, and every
+    sample repeats them."""
     body = {
         "input_ids": IDS * 100, "return_logprob": True, "logprob_start_len": 0,
         "top_logprobs_num": 20, "sampling_params": {"max_new_tokens": 0, "n": 128},

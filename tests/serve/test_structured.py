@@ -1,4 +1,4 @@
-"""Structured output over HTTP, as its clients ask for it."""
+"""Structured output over HTTP, as clients ask for it."""
 
 import json
 import re
@@ -30,7 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Answer(BaseModel):
-    """In this order, which is not that of the alphabet."""
+    """Its properties have an order that is not alphabetical."""
 
     total: int = Field(ge=0, le=99)
     sign: Literal["plus", "minus"]
@@ -67,7 +67,7 @@ def post(server: Running, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_openai_parse(server: Running) -> None:
-    """The client's own model comes back, its properties in the order that it has."""
+    """The client's own model comes back, with its properties in order."""
     client = server.openai()
     options: dict[str, Any] = {"model": "toy", "messages": TURNS, "response_format": Answer}
     made = client.chat.completions.parse(**options, n=4, seed=1, temperature=1.0, max_tokens=100)
@@ -83,7 +83,7 @@ def test_openai_parse(server: Running) -> None:
 
 
 def test_json_object(server: Running) -> None:
-    """Any object; one of a model that has never seen any may not end."""
+    """Any object. A model that never saw one may not end it."""
     made = post(server, CHAT, response_format={"type": "json_object"}, temperature=1.0, n=8)
     for choice in made["choices"]:
         text = choice["message"]["content"]
@@ -93,7 +93,7 @@ def test_json_object(server: Running) -> None:
 
 
 def test_responses(server: Running) -> None:
-    """`/v1/responses` asks for a form, and for a call, in words of its own."""
+    """`/v1/responses` has its own fields for a form and for a call."""
     client = server.openai()
     options: dict[str, Any] = {"model": "toy", "input": "12+7=", "temperature": 1.0}
     options |= {"max_output_tokens": 400, "extra_body": {"seed": 3}}
@@ -116,8 +116,8 @@ KNOWN = {"Look": Look, "Wait": Wait}
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Wait"}}])
 def test_a_tool_must_be_called(server: Running, choice: Any) -> None:
-    """Calls that the client's own models take, in the way that the model writes them: whole and in
-    a stream."""
+    """The calls fit the client's own models and the form in which the model writes them, whole
+    and in a stream."""
     client = server.openai()
     options: dict[str, Any] = {"model": "toy", "messages": TURNS, "tools": TOOLS}
     options |= {"tool_choice": choice, "temperature": 1.0, "max_tokens": 400}
@@ -157,7 +157,7 @@ ANSWER: Any = {
 
 
 def spoken(choice: dict[str, Any]) -> list[str]:
-    """The names of the tools that an answer calls, else none: then it is an Answer."""
+    """The names of the tools that an answer calls. If it calls none, it must be an Answer."""
     calls = choice["message"]["tool_calls"] or []
     for call in calls:
         KNOWN[call["function"]["name"]].model_validate_json(call["function"]["arguments"])
@@ -167,7 +167,7 @@ def spoken(choice: dict[str, Any]) -> list[str]:
 
 
 def test_one_call(server: Running) -> None:
-    """As LangChain asks for it."""
+    """LangChain asks for it like this."""
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "temperature": 1.0}
     options |= {"parallel_tool_calls": False, "max_tokens": 400}
     for choice in post(server, CHAT, **options, n=8)["choices"]:
@@ -183,8 +183,8 @@ def test_one_call(server: Running) -> None:
 
 
 def test_a_form_beside_tools(server: Running) -> None:
-    """It is that of text: a call that must be made is one, as instructor has both; where the model
-    chooses it gives one or the other."""
+    """It is the form of text. A call that must be made is a call, as instructor sends both. If
+    the model chooses, it gives one or the other."""
     options: dict[str, Any] = {"tools": TOOLS, "response_format": ANSWER, "max_tokens": 400}
     for tool_choice in ("required", {"type": "function", "function": {"name": "Wait"}}):
         made = post(server, CHAT, **options, tool_choice=tool_choice, temperature=1.0)
@@ -199,7 +199,7 @@ def test_a_form_beside_tools(server: Running) -> None:
 
 
 def test_strict_tools(server: Running) -> None:
-    """The model may as well say something; what it says is free until a call begins."""
+    """The model may also write text, which is free until a call begins."""
     made = post(server, CHAT, tools=TOOLS, temperature=0)
     assert made["choices"][0]["message"]["content"].startswith("19")
 
@@ -268,7 +268,7 @@ JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "
 def test_bad_forms(
     server: Running, path: str, fields: dict[str, Any], part: str, stream: bool
 ) -> None:
-    """400, before a stream begins, and the next request is answered."""
+    """400, before a stream begins. The next request is answered."""
     with server.http() as client:
         reply = client.post(path, json=BODIES[path] | fields | {"stream": stream})
         assert reply.status_code == 400, reply.text
@@ -281,7 +281,7 @@ def test_bad_forms(
 def test_a_client_that_leaves_takes_its_grammar_along(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """What is compiled for nobody ends, whatever time it may take."""
+    """A compilation that nobody waits for is ended, however long it may take."""
     monkeypatch.setattr(grammar_compiler, "_SHORT_SECONDS", 1000.0)
     processor = server.server.pool.runtime.input_processor
     compiler = GrammarCompiler(processor.tokenizer, processor.limits.vocab_size, {}, "left")

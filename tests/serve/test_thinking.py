@@ -1,4 +1,4 @@
-"""A model that thinks first is held to a form from behind its thinking on, and not before."""
+"""The form of a thinking model's output applies after its thinking, and not before."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from enginepool import EnginePool
 from enginepool.dispatch.thinking import Thinking, Thought
 from tests.support.servers import Running
 
-# The toy answers "19"; what it thinks is "1", or all of it.
+# The toy answers "19". Its thinking is "1", or all of it.
 TURNS: Any = [{"role": "user", "content": "12+7="}]
 BODY: dict[str, Any] = {"model": "toy", "messages": TURNS, "temperature": 0, "max_tokens": 100}
 LETTERS = {"regex": "[ab]{3}", "temperature": 0}
@@ -30,7 +30,7 @@ TOOL = {
 
 @pytest.fixture
 def thinks(sums: EnginePool, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have the engines' model think up to this mark."""
+    """Let the engines' model think up to this marker."""
 
     def until_(end: str, begin: str = "<t>", *, begun: bool = True) -> None:
         class Detector(BaseReasoningFormatDetector):
@@ -49,7 +49,7 @@ def thinks(sums: EnginePool, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def ask(server: Running, **fields: Any) -> Any:
-    """The message, and the same from a stream."""
+    """The message, and the same message from a stream."""
     with server.http() as client:
         reply = client.post("/v1/chat/completions", json=BODY | fields)
         assert reply.status_code == 200, reply.text
@@ -72,7 +72,7 @@ def ask(server: Running, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(("end", "thought"), [("1", ""), ("19", ""), ("9", "1")])
 def test_a_form(plain: Running, thinks: Any, end: str, thought: str) -> None:
-    """Behind the mark, of one token or of several."""
+    """After a marker of one token or of several."""
     thinks(end)
     ((reasoning, content),) = ask(plain, **LETTERS)
     assert reasoning == thought
@@ -87,7 +87,7 @@ def test_samples_with_seeds(plain: Running, thinks: Any) -> None:
 
 
 def test_a_call(plain: Running, thinks: Any) -> None:
-    """One that must be made, whole and streamed, and as a response."""
+    """A call that must be made, whole, streamed and as a response."""
     thinks("9")
     fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "seed": 1}
     fields |= {"parallel_tool_calls": False}
@@ -107,8 +107,8 @@ def test_a_call(plain: Running, thinks: Any) -> None:
 
 
 def test_nothing_is_thought(plain: Running, thinks: Any) -> None:
-    """Where the prompt ends with the mark, as templates have it that are told not to think, and of
-    a model that need not: the form begins at once, and so does the answer."""
+    """The prompt ends with the marker, as templates without thinking write it, or the model need
+    not think. The form and the answer begin at once."""
     thinks("assistant")
     ((reasoning, content),) = ask(plain, **LETTERS)
     assert (reasoning, len(content)) == ("", 3)
@@ -118,8 +118,8 @@ def test_nothing_is_thought(plain: Running, thinks: Any) -> None:
 
 
 def test_a_model_that_may_think(plain: Running, thinks: Any) -> None:
-    """The mark before is allowed beside what the form begins with: here it is what the model says
-    first, and then it is free up to the mark behind."""
+    """The marker before thinking is allowed beside the form's first tokens. Here the model
+    writes it first, and is then free up to the marker after thinking."""
     thinks("9", "1", begun=False)
     ((reasoning, content),) = ask(plain, **LETTERS)
     assert (reasoning, len(content)) == ("", 3)
@@ -127,7 +127,7 @@ def test_a_model_that_may_think(plain: Running, thinks: Any) -> None:
 
 
 def test_it_goes_on_where_it_was(plain: Running, thinks: Any, sums: EnginePool) -> None:
-    """Out of an engine and into one again, inside of the thinking and behind it."""
+    """It leaves an engine and enters one again, inside its thinking and after it."""
     thinks("9")
     body = BODY | {"regex": "[ab]{80}", "temperature": 1.0, "seed": 5, "max_tokens": 200}
     with plain.http() as client:
@@ -149,7 +149,8 @@ def test_it_goes_on_where_it_was(plain: Running, thinks: Any, sums: EnginePool) 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_mark_in_any_tokens(size: int) -> None:
-    """As a model spells it; what a token says behind the mark is told."""
+    """However the model spells the marker. Text that the last token has after the marker is
+    reported."""
     text = "a < b</think>\n"
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     thought = Thought(Thinking((7,), "</think>", True, pieces.__getitem__))

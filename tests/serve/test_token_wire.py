@@ -1,4 +1,4 @@
-"""Token ids in and out, by the bodies that trainers send."""
+"""Token ids in and out, with the bodies that trainers send."""
 
 import json
 from typing import Any
@@ -33,15 +33,15 @@ def events(running: Running, path: str, body: dict[str, Any]) -> list[dict[str, 
 
 
 def test_what_verifiers_adds(plain: Running) -> None:
-    """To a turn that goes on with the ids of the one before: from where it wants experts, if any
-    are told."""
+    """To a turn that continues the ids of the turn before: the position from which it wants
+    experts, if it wants any."""
     params = {"temperature": 0, "max_tokens": 8, "routed_experts_prompt_start": 3}
     made = post(plain, "/inference/v1/generate", {"token_ids": IDS, "sampling_params": params})
     assert made["choices"][0]["token_ids"] == ANSWER
 
 
 def test_what_trl_sends(plain: Running) -> None:
-    """Its body for completions; every place of its log-probabilities can be read by id."""
+    """Its body for completions. Every position of its log-probabilities can be read by id."""
     body = {
         "model": "toy", "prompt": [IDS, list(b"30+4=")], "return_token_ids": True,
         "return_tokens_as_token_ids": True, "n": 2, "repetition_penalty": 1.0, "temperature": 0.01,
@@ -73,7 +73,7 @@ def test_what_trl_sends(plain: Running) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_streams(one_sum: EnginePool, path: str) -> None:
-    """Each id once, whatever the chunks hold; the prompt's with the first."""
+    """Each id comes once, however chunks are cut. The prompt's ids come with the first chunk."""
     body: dict[str, Any] = {
         "model": "toy", "temperature": 0, "n": 2, "return_token_ids": True,
         "stream_options": {"include_usage": True},
@@ -96,7 +96,7 @@ def test_streams(one_sum: EnginePool, path: str) -> None:
 
 
 def test_what_prime_rl_sends(plain: Running) -> None:
-    """The body of its client's renderers, and what that reads of the reply."""
+    """The body of its client's renderers, and the parts of the reply that they read."""
     body = {
         "model": "toy",
         "token_ids": IDS,
@@ -139,8 +139,8 @@ def test_generate_streams_and_samples(plain: Running) -> None:
 
 
 def test_turns_keep_the_prefix_cache(sums: EnginePool) -> None:
-    """The next turn's prompt is this turn's ids and more: on the engine that had the turns before,
-    none of what was computed is again; with another salt all is."""
+    """The next turn's prompt is this turn's ids and more. On the engine that had the turns
+    before, no cached token is computed again. With another salt all are."""
     sums.flush_cache()
     prompt = list(b"1+1=2. 2+2=4. 12+7=")
     known = 0
@@ -162,7 +162,7 @@ def test_turns_keep_the_prefix_cache(sums: EnginePool) -> None:
 
 
 def test_tokenize(plain: Running) -> None:
-    """Both ways, and what a conversation becomes is what is answered."""
+    """In both forms. A conversation becomes the ids that are answered."""
     said = post(plain, "/tokenize", {"model": "toy", "prompt": SUM, "return_token_strs": True})
     with plain.http() as client:
         (card,) = client.get("/v1/models").json()["data"]
@@ -215,7 +215,7 @@ def test_refusals(plain: Running, path: str, body: dict[str, Any], part: str) ->
 
 
 def test_clamp(sums: EnginePool) -> None:
-    """Only where the server was started so: what AReaL asks for is cut to the room."""
+    """Only with the server's option: the length that AReaL asks for is cut to the room."""
     prompt = IDS * 90
     body = {
         "input_ids": prompt, "return_logprob": True,
@@ -236,7 +236,7 @@ def test_clamp(sums: EnginePool) -> None:
 
 @pytest.mark.parametrize("seed", [0, -1, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, -(1 << 63)])
 def test_wide_seeds(plain: Running, seed: int) -> None:
-    """Every seed is its own, and the same again."""
+    """Seeds differ, and each gives the same output again."""
     body = {
         "input_ids": IDS,
         "sampling_params": {"temperature": 20.0, "max_new_tokens": 16, "ignore_eos": True},

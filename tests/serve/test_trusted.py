@@ -1,4 +1,4 @@
-"""Addresses that were named come without a token; nobody else does."""
+"""Trusted addresses need no token. All others do."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ NETWORK = ("10.1.0.0/16", "fd00::7")
 
 
 def status(options: ServeOptions, address: str, headers: dict[str, str] | None = None) -> int:
-    """Of a call to administer, from there."""
+    """The status of an administrator's call from there."""
     guard = Guard(PlainTextResponse("ok"), options, frozenset({"/pause"}), lambda *_: None)
     transport = httpx.ASGITransport(guard, client=(address, 5000))
 
@@ -48,7 +48,7 @@ def test_addresses(address: str, code: int) -> None:
         {"Origin": "http://pool:30000"},
         {"X-Forwarded-For": "10.1.2.3"},
         {"Via": "1.1 proxy"},
-        {"Accept-Language": "en"},  # all that tells of a page whose host's name was bound anew
+        {"Accept-Language": "en"},  # the only sign of a page whose host name was rebound
     ],
 )
 def test_browsers_and_proxies_there(headers: dict[str, str]) -> None:
@@ -57,7 +57,7 @@ def test_browsers_and_proxies_there(headers: dict[str, str]) -> None:
 
 
 def test_beside_a_token() -> None:
-    """Others may bring it."""
+    """Requests from trusted addresses may also bring the token."""
     options = ServeOptions(
         host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK, admin_token="secret"
     )
@@ -69,7 +69,7 @@ def test_beside_a_token() -> None:
 
 
 def test_beside_a_key() -> None:
-    """Which is for every call, this one too."""
+    """The API key is required for every call, also for this one."""
     options = ServeOptions(host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK, api_key="key")
     assert status(options, "10.1.2.3") == 401
     assert status(options, "10.1.2.3", {"Authorization": "Bearer key"}) == 200

@@ -1,4 +1,4 @@
-"""Many clients at once: while weights change, and while they leave."""
+"""Many clients at once, while weights change and while clients leave."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from tests.support.servers import Running, serving
 CLIENTS, REQUESTS = 64, 200
 LEAVERS = 100
 SUMS = [f"{a}+{b}=" for a, b in ((12, 7), (30, 4), (21, 13), (44, 5), (18, 18), (25, 11))]
-# Past the end token the toy goes on with something: more tokens for a mix to show in.
+# After the end token the toy continues, so that a mixture has more tokens to show in.
 PARAMS = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 CHECKPOINTS = [toy.checkpoint(), toy.checkpoint().parent / "subtract"]
 
 
 @pytest.fixture(scope="module")
 def expected(sums: EnginePool) -> list[dict[str, list[int]]]:
-    """What each checkpoint answers to each sum."""
+    """The answer of each checkpoint to each sum."""
     answers = []
     for checkpoint in reversed(CHECKPOINTS):
         sums.update_weights(checkpoint, weight_version=0)
@@ -34,7 +34,7 @@ def expected(sums: EnginePool) -> list[dict[str, list[int]]]:
 def test_reloads_under_load(
     administered: Running, sums: EnginePool, expected: list[dict[str, list[int]]]
 ) -> None:
-    """No request is lost, and each is answered by the weights that it names, and no others."""
+    """No request is lost, and each is answered by the weights that it names."""
 
     async def client(http: httpx.AsyncClient, asked: Iterator[str], done: list[Any]) -> None:
         for text in asked:
@@ -54,7 +54,7 @@ def test_reloads_under_load(
         versions, done = {0: 0}, []
 
         def work() -> Iterator[str]:
-            """So many, and until there were two reloads."""
+            """So many requests, and until there were two reloads."""
             while asked[0] < REQUESTS or len(versions) < 3:
                 asked[0] += 1
                 yield SUMS[asked[0] % len(SUMS)]
@@ -69,7 +69,7 @@ def test_reloads_under_load(
     asked = [0]
     done, versions = asyncio.run(main())
     assert len(done) == asked[0]
-    # A reload whose reply was not waited for comes after the last that is known.
+    # A reload whose reply nobody waited for comes after the last known one.
     versions[max(versions) + 1] = 1 - versions[max(versions)]
     seen = set()
     for text, reply in done:
@@ -97,8 +97,8 @@ def stream_body(path: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 def test_clients_that_leave(plain: Running, sums: EnginePool, path: str) -> None:
-    """A hundred clients hang up mid-stream; soon after the last nothing of theirs runs, waits or is
-    kept, long before it would have ended by itself."""
+    """A hundred clients hang up in mid-stream. Soon after the last one none of their requests
+    runs or waits, long before they would have ended."""
 
     async def leave(http: httpx.AsyncClient) -> None:
         async with http.stream("POST", path, json=stream_body(path)) as reply:
@@ -115,12 +115,12 @@ def test_clients_that_leave(plain: Running, sums: EnginePool, path: str) -> None
     before = sums.stats()["aborted"]
     asyncio.run(main())
     until(lambda: at_rest(sums) and not waiting(sums))
-    assert sums.stats()["aborted"] - before > LEAVERS / 2  # few can have finished meanwhile
+    assert sums.stats()["aborted"] - before > LEAVERS / 2  # few finished meanwhile
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_before_the_reply(plain: Running, sums: EnginePool, stream: bool) -> None:
-    """Of those that wait for their answer, or still in the queue, nothing stays either."""
+    """Requests of clients that wait for a reply end, too, also in the queue."""
     body = {**stream_body("/generate"), "text": SUMS[:2] * 20, "stream": stream}
     with plain.http() as http, paused(sums):
         with pytest.raises(httpx.ReadTimeout):
@@ -129,8 +129,10 @@ def test_leaving_before_the_reply(plain: Running, sums: EnginePool, stream: bool
     until(lambda: at_rest(sums))
 
 
-def test_two_trips(one_sum: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the server knows that the client is gone, the engine takes two more steps at most."""
+def test_a_client_that_left_costs_two_steps_at_most(
+    one_sum: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the server knows that the client has left, the engine takes at most two more steps."""
     runtime = one_sum.runtime
     worker = runtime.workers[0]
     noticed: list[int] = []
@@ -150,7 +152,7 @@ def test_two_trips(one_sum: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_drain_timeout(one_sum: EnginePool) -> None:
-    """What does not finish in time ends with what it has."""
+    """Requests that do not finish in time end with their tokens."""
     with (
         serving(one_sum, drain_timeout=0.1) as server,
         server.http() as http,
