@@ -1,4 +1,4 @@
-"""What the constructor and the choice of devices refuse, and with which words."""
+"""Options and devices that are refused, and the words of the errors."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ OWN = ("warmup", "tp_size", "max_decode_steps", "devices")
     ],
 )
 def test_option(options: dict[str, Any], words: str) -> None:
-    """A wrong option is refused by the constructor with its value and the reason or remedy."""
+    """The constructor refuses a wrong option with its value and the reason or remedy."""
     (name,) = options
     upstreams = "unknown" not in words and name not in OWN
     if upstreams and name not in server_args():
@@ -76,8 +76,8 @@ def test_option(options: dict[str, Any], words: str) -> None:
 
 
 def test_every_refused_option() -> None:
-    """Each refused option of the installed upstream is refused when set, and free at upstream's
-    default; `device` and `model_path` are always."""
+    """Each refused option of the installed upstream is refused if set, and accepted at
+    upstream's default. `device` and `model_path` are always refused."""
     always = {"device", "model_path"}
     for name, default in server_args().items():
         refused = name in REFUSED or name.startswith(tuple(REFUSED_PREFIXES))
@@ -90,7 +90,7 @@ def test_every_refused_option() -> None:
 
 
 def test_options_pass_through() -> None:
-    """Everything else reaches upstream's ServerArgs as it is, over the platform's defaults."""
+    """All other options reach upstream's ServerArgs unchanged, over the platform's defaults."""
     config = PoolConfig("model", server_args={"page_size": 16, "disable_overlap_schedule": True})
     args = config.for_engine("cpu", [2])
     assert (args["page_size"], args["model_path"], args["device_indexes"]) == (16, "model", [2])
@@ -101,8 +101,8 @@ def test_options_pass_through() -> None:
 
 
 def test_tpu_defaults() -> None:
-    """On a TPU a page size that its kernel can be compiled with and a bounded batch; a memory
-    fraction only where memory and model are known. What is given wins."""
+    """On a TPU there is a page size for which its kernel compiles, and a limited batch. A memory
+    fraction is set only if memory and model are known. The user's values replace defaults."""
     unknown = PoolConfig("model").for_engine("tpu", [0])
     assert (unknown["page_size"], unknown["max_running_requests"]) == (128, 256)
     assert "mem_fraction_static" not in unknown
@@ -117,8 +117,9 @@ def test_tpu_defaults() -> None:
     assert {name: args[name] for name in given} == given
 
 
-def test_an_opening_pool_says_what_a_tpu_makes_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    """What is wrong is a warning with its remedy; what the defaults mean for a swap is said."""
+def test_an_opening_pool_logs_problems_on_a_tpu(caplog: pytest.LogCaptureFixture) -> None:
+    """Each problem is a warning with its remedy. The log also says how the defaults let a swap
+    work."""
     caplog.set_level("INFO", "enginepool")
 
     def said(**server_args: Any) -> list[Any]:
@@ -141,8 +142,8 @@ def test_an_opening_pool_says_what_a_tpu_makes_of_it(caplog: pytest.LogCaptureFi
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment variable that cannot hold in a pool is refused with the reason; switched off
-    it is no matter."""
+    """An environment variable that cannot work in a pool is refused with the reason. If it is
+    off, it does not matter."""
     for name in REFUSED_ENVIRONMENT:
         monkeypatch.setenv(name, "1")
         with pytest.raises(InvalidConfig, match=f"environment variable {name}='1': .*unset it"):
@@ -156,7 +157,7 @@ def ids(groups: list[list[jax.Device]]) -> list[list[int]]:
 
 
 def test_devices() -> None:
-    """A count, ids, devices, or nothing for all; `tp_size` neighbours make one engine; the order
+    """A count, ids, devices, or nothing for all. `tp_size` neighbours make one engine. The order
     is the caller's."""
     assert ids(resolve_devices(None, 1)) == [[0], [1], [2], [3]]
     assert ids(resolve_devices(2, 1)) == [[0], [1]]
@@ -186,7 +187,7 @@ def test_devices() -> None:
     ],
 )
 def test_bad_devices(devices: Any, tp_size: int, words: str) -> None:
-    """Devices that are not there, named twice, or cannot be split are refused when the pool opens,
-    with how to get more; the pool can be opened after all once they are there."""
+    """Devices that do not exist, are named twice or cannot be divided are refused when the pool
+    opens. The error says how to get more. Once they exist, the same pool opens."""
     with pytest.raises(InvalidConfig, match=words):
         EnginePool("model", devices=devices, tp_size=tp_size, **SMALL).open()

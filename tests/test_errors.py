@@ -1,5 +1,5 @@
-"""What is raised in one process can be raised in another: trainers are not always where engines
-are."""
+"""An exception of one process can be raised in another, because trainers and engines may be in
+different processes."""
 
 import copy
 import inspect
@@ -20,9 +20,9 @@ def everything(kind: type[Exception] = EnginePoolError) -> Iterator[type[Excepti
 
 
 def example(kind: type[Exception]) -> Exception:
-    """One with something in every argument, whatever that is to be: a list of strings can be
-    counted, gone through and compared."""
-    if not inspect.isfunction(kind.__init__):  # Python's own
+    """An exception with a value in every argument. The value is a list of strings, which can be
+    counted, iterated and compared."""
+    if not inspect.isfunction(kind.__init__):  # Python's own constructor
         return kind("what went wrong")
     parameters = list(inspect.signature(kind).parameters.values())
     positional = [
@@ -61,7 +61,7 @@ def test_a_group_keeps_its_errors_and_results() -> None:
 
 
 def test_the_hierarchy_is_all_there_is() -> None:
-    """A new exception is an EnginePoolError, and so in the test above."""
+    """A new exception is an EnginePoolError, so the test above covers it."""
     here = {kind for kind in vars(errors).values() if inspect.isclass(kind)}
     raised = {kind for kind in here if issubclass(kind, BaseException)}
     assert raised == {*everything()} & raised | {RequestsFailed}

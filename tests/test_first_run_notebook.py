@@ -1,4 +1,4 @@
-"""examples/first_run_tpu.ipynb, which a stranger runs on a TPU: from top to bottom, on CPU."""
+"""examples/first_run_tpu.ipynb, which users run on a TPU, runs from top to bottom on CPU."""
 
 import json
 from pathlib import Path
@@ -15,14 +15,14 @@ NOTEBOOK = ROOT / "examples" / "first_run_tpu.ipynb"
 def test_notebook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every cell but the one that installs, in order. What is to be sent in is printed last, as
-    JSON, with the results of both commands."""
+    """Every cell except the one that installs, in order. The report to send in is printed last,
+    as JSON, with the results of both commands."""
     settings = {
         "REPOSITORY": ROOT,
         "RESULTS": tmp_path,
         "DEVICES": 1,
         "SMALL": 1,
-        "BUDGET": 20,  # the host; what needs longer is said to be skipped
+        "BUDGET": 20,  # the host only; longer stages are skipped
         "PARTS": "exact",
     }
     for name, value in settings.items():
@@ -42,7 +42,7 @@ def test_notebook(
 
 
 def test_notebook_is_clean() -> None:
-    """It is kept without outputs, and one cell installs."""
+    """It is stored without outputs, and one cell installs."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)

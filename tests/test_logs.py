@@ -1,4 +1,4 @@
-"""An event that the host's logging cannot take ends nothing."""
+"""An error of the host's logging ends nothing."""
 
 import logging
 
@@ -9,7 +9,7 @@ from enginepool.logs import logger
 
 
 def test_a_host_whose_log_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """Its structlog writes to a stream that is closed: the standard logger says so."""
+    """Its structlog writes to a closed stream. The standard logger reports it."""
     with open("/dev/null", "w") as stream:
         factory = structlog.WriteLoggerFactory(file=stream)
     before = structlog.get_config()

@@ -1,4 +1,4 @@
-"""The rollout backend of MLLM-JAX, by the calls that its runner makes."""
+"""The rollout backend of MLLM-JAX, by the calls of its runner."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -21,7 +21,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 def linen(model: Path) -> dict[str, Any]:
-    """A checkpoint as the trainer's parameter tree: flax.linen's, as MLLM-JAX makes it."""
+    """A checkpoint as the trainer's parameter tree of flax.linen, as MLLM-JAX makes it."""
     tree: dict[str, Any] = {}
     for path, value in own_layout(read_checkpoint(model)[1]).items():
         keys = path.replace("layers.", "layers_").replace("_proj.weight", "_proj.kernel").split(".")
@@ -59,7 +59,7 @@ def rollout(backend: EnginePoolRolloutBackend, prompts: list[str], params: Any) 
 
 
 def assert_answers(model: Path, result: Any, count: int) -> None:
-    """Rows are prompt, output and padding; the outputs are this model's best."""
+    """Rows are prompt, output and padding. Outputs are this model's best."""
     batch = result.batch
     assert sorted(batch) == ["attention_mask", "input_ids", "labels"]
     assert {array.dtype for array in batch.values()} == {np.dtype(np.int32)}
@@ -81,7 +81,7 @@ def assert_answers(model: Path, result: Any, count: int) -> None:
 
 
 def test_a_trainers_loop(backend: EnginePoolRolloutBackend, versions: list[Path]) -> None:
-    """Sync, roll out, flush, release, train: the next rollout has the next weights."""
+    """Sync, roll out, flush, release, train. The next rollout uses the next weights."""
     prompts = ["1+1=", "20+22="] * 3
     for step in (1, 0, 1):
         params = linen(versions[step])
@@ -98,7 +98,7 @@ def test_a_trainers_loop(backend: EnginePoolRolloutBackend, versions: list[Path]
 
 
 def test_without_the_hooks(backend: EnginePoolRolloutBackend, versions: list[Path]) -> None:
-    """The weights of a rollout are its own, whether or not they were synced before; they go to
+    """A rollout uses its own weights, whether they were synced before or not. They are sent to
     the engines once."""
     params = linen(versions[0])
     assert_answers(versions[0], rollout(backend, ["1+1="], params), 1)
@@ -110,7 +110,7 @@ def test_without_the_hooks(backend: EnginePoolRolloutBackend, versions: list[Pat
 
 
 def test_widths(backend: EnginePoolRolloutBackend, versions: list[Path]) -> None:
-    """Constant for short prompts; a longer one makes room."""
+    """They are constant for short prompts. A longer prompt makes them wider."""
     backend.sync_weights(linen(versions[0]))
     short = rollout(backend, ["1", "2+2="], None).batch["input_ids"]
     assert short.shape == (2, 64 + 6)

@@ -1,6 +1,6 @@
-"""Every Python block of README.md and docs/ runs as it is printed, a page in order as one program.
+"""Every Python block of README.md and docs/ runs as it is printed. A page is one program, in order.
 
-But for those that need a package of an environment of its own: tests/integrations/test_pages.py.
+Blocks that need a package of another environment are in tests/integrations/test_pages.py.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from tests.support.pages import PAGES, blocks, run
 from tests.support.pools import MakePool
 from tests.support.servers import serving
 
-# Several pools a page, each of which compiles.
+# A page opens several pools, and each compiles.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run_page(page: str, **instead: str) -> dict[str, Any]:
-    """The names that its blocks have made."""
+    """Run a page. Returns the names that its blocks have defined."""
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
         if block.needs is None:
@@ -44,7 +44,7 @@ def test_no_page_is_left_out() -> None:
 
 
 def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints what its comments say, and its loop ends with the last step's weights."""
+    """It prints what its comments say. After its loop the pool has the last step's weights."""
     names = run_page("README.md")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "['19', '34']"
@@ -65,7 +65,7 @@ def test_generation() -> None:
 
 
 def test_lora() -> None:
-    """One output has the adapter, the other the base."""
+    """One output uses the adapter, the other the base."""
     adapted, base = (result["meta_info"] for result in run_page("docs/lora.md")["outputs"])
     assert adapted["lora_path"] == "run-1"
     assert [span[2] for span in adapted["lora_versions"]] == [1]
@@ -104,7 +104,7 @@ def test_training() -> None:
 
 
 def test_serving(keep_pool: MakePool) -> None:
-    """Against a server of the toy, on another port."""
+    """With a server of the toy, on another port."""
     with serving(keep_pool("toy", 2)) as running:
         names = run_page("docs/serving.md", **{"http://127.0.0.1:31000": running.url()})
         names["client"].close()

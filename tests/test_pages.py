@@ -1,4 +1,5 @@
-"""What README.md and its kin say of the code that can be checked without running it, is."""
+"""What README.md and other pages say about code holds, as far as it can be checked without
+running it."""
 
 import ast
 import importlib.util
@@ -16,7 +17,7 @@ from enginepool.cli.main import app
 from tests.support.pages import PAGES, ROOT, anchors, blocks, links, read
 
 EACH = pytest.mark.parametrize("page", PAGES)
-# What tests/integrations/test_pages.py runs.
+# tests/integrations/test_pages.py runs these.
 ELSEWHERE = {"lm_eval", "tunix", "ray"}
 COMMAND = typer.main.get_command(app)
 UPSTREAM = {f"--{field.name.replace('_', '-')}" for field in fields(ServerArgs)}
@@ -24,7 +25,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
 
 
 def test_every_patch_is_named() -> None:
-    """docs/upstream.md names the patches that there are, each once, and no others."""
+    """docs/upstream.md names each existing patch once, and no others."""
     listed = read("docs/upstream.md").split("## Patches")[1].split("\n- **", 1)[1]
     names = re.findall(r"`([a-z0-9_]+)`", listed)
     assert sorted(names) == sorted(patch.name for patch in patches.ALL)
@@ -40,7 +41,7 @@ def test_what_a_page_names_exists(page: str) -> None:
 
 @EACH
 def test_links_lead_somewhere(page: str) -> None:
-    """To a file, and where they name a heading, to that."""
+    """The file exists, and so does the heading if the link names one."""
     lost = []
     for target, anchor in links(page):
         path = (ROOT / page).parent.joinpath(target).resolve() if target else ROOT / page
@@ -52,7 +53,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_python_is_python_and_run_somewhere() -> None:
-    """Each block compiles, and is run by tests/test_page_blocks.py or where its package is."""
+    """Each block compiles, and runs in tests/test_page_blocks.py or where its package is
+    installed."""
     for page in PAGES:
         for block in blocks(page, "python"):
             ast.parse(block.code, page)
@@ -61,7 +63,7 @@ def test_python_is_python_and_run_somewhere() -> None:
 
 @EACH
 def test_commands_exist(page: str) -> None:
-    """Targets of make, modules and scripts that Python is given, commands and their options."""
+    """Targets of make, modules and scripts that Python runs, commands and their options."""
     wrong = []
     for words in commands(page):
         match words:
@@ -77,7 +79,7 @@ def test_commands_exist(page: str) -> None:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Of blocks without a language, by the line, and in backticks in the text."""
+    """The lines of blocks without a language, and the text in backticks."""
     lines = [
         line for block in blocks(page, "") for line in block.code.replace("\\\n", " ").splitlines()
     ]
@@ -87,14 +89,14 @@ def commands(page: str) -> list[list[str]]:
     for line in lines:
         try:
             words = shlex.split(re.split(r"[|>]| &", line)[0], comments=True)
-        except ValueError:  # a quote that goes on in the next line
+        except ValueError:  # a quotation that continues on the next line
             continue
         found.append([word for word in words if "=" not in word or word.startswith("--")])
     return found
 
 
 def unknown(command: Any, arguments: list[str]) -> list[str]:
-    """Commands and options among the arguments that there are not."""
+    """The commands and options among the arguments that do not exist."""
     while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
         if name not in command.commands:

@@ -9,7 +9,7 @@ import enginepool
 import patches
 from enginepool import EnginePool, EnginePoolError, errors
 
-# Sync verbs whose answer needs no waiting have no twin.
+# Sync methods that never wait have no async twin.
 IMMEDIATE = {"open", "close", "stats", "get_load", "events", "front_end"}
 NO_ERRORS = {"AdapterReport", "EnginePool", "StagedAdapter", "StagedWeights", "SwapReport"}
 
@@ -32,8 +32,8 @@ def test_all_is_sorted_and_complete() -> None:
 
 
 def test_errors() -> None:
-    """Every error derives from EnginePoolError, but for the group that holds several; bad input is
-    a ValueError too; all are in the tree that the module's docstring draws."""
+    """Every error derives from EnginePoolError, except the group of several errors. Bad input is
+    also a ValueError. The tree in the module's docstring has all of them."""
     for name in set(enginepool.__all__) - NO_ERRORS:
         error = getattr(enginepool, name)
         assert name in (errors.__doc__ or "")
@@ -46,8 +46,8 @@ def test_errors() -> None:
 
 
 def test_async_twins() -> None:
-    """Every verb that waits has an async twin with the same arguments, but for the progress bar;
-    every public method says what it does."""
+    """Every method that waits has an async twin with the same arguments, except the progress
+    bar. Every public method has a docstring."""
     methods = {
         name: method
         for cls in reversed(EnginePool.__mro__[:-1])
@@ -65,7 +65,7 @@ def test_async_twins() -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    """So a name in an error, a log or a review says which class is meant."""
+    """So a class name in an error, a log or a review is unambiguous."""
     files = [
         file
         for folder in (enginepool, patches)

@@ -68,7 +68,8 @@ def test_missing_python_is_explained():
 
 @pytest.mark.slow
 def test_the_wheel_has_the_toy_and_not_its_training(tmp_path):
-    """A wheel of this tree: package, patches and two checkpoints; nothing of what made those."""
+    """A wheel of this tree has the package, the patches and two checkpoints, but not the code
+    that made these."""
     tree = tmp_path / "tree"
     tree.mkdir()
     for name in ("enginepool", "patches", "scripts", "benchmarks"):

@@ -1,4 +1,4 @@
-"""What fits a TPU: counted here, compared with upstream's own model classes and functions."""
+"""The arithmetic of what fits a TPU agrees with upstream's own model classes and functions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +32,8 @@ from tests.support.upstream_sizes import on_chip, upstreams_leaves, upstreams_ru
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_those_of_upstreams_classes(family: str, tied: bool, tp_size: int) -> None:
-    """Parameters and bytes of a chip, with biases, tied or not, and at tp_size=4 with two KV heads
-    that four chips hold."""
+    """Parameters and bytes on a chip, with biases, tied and not, and at tp_size=4 with two KV
+    heads on four chips."""
     if family == "gemma2" and not tied:
         pytest.skip("upstream's Gemma2 has no head of its own")
     written = random_config(family, 3, 4, 2, np.float32, tied)
@@ -52,8 +52,8 @@ def test_weights_are_those_of_upstreams_classes(family: str, tied: bool, tp_size
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_models(name: str) -> None:
-    """The configurations that ship have the parameters of the checkpoints that they are of, in
-    upstream's classes as well."""
+    """The shipped configurations have the parameters of their published checkpoints, in
+    upstream's classes, too."""
     shape = read_shape(CONFIGS[name])
     assert shape.parameters == PARAMETERS[name]
     leaves = upstreams_leaves(AutoConfig.from_pretrained(CONFIGS[name]), 1, jnp.bfloat16)
@@ -74,7 +74,7 @@ def test_published_models(name: str) -> None:
 def test_weights_and_kv_are_those_of_an_engine(
     family: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one of the two devices of a real engine, byte by byte."""
+    """On one of the two devices of a real engine, byte by byte."""
     monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 256)
     model = make_random_model(tmp_path, family, num_layers=2, num_heads=4, tied=False)
     options = SMALL | {"dtype": "bfloat16"} | more
@@ -93,7 +93,7 @@ def test_weights_and_kv_are_those_of_an_engine(
 
 
 def on_first(array: jax.Array) -> int:
-    """Bytes on its first device."""
+    """Bytes on the array's first device."""
     return array.addressable_shards[0].data.nbytes
 
 
@@ -101,7 +101,7 @@ def on_first(array: jax.Array) -> int:
 @pytest.mark.parametrize("most", [None, 10_000])
 @pytest.mark.parametrize("page", [1, 16, 128])
 def test_kv_tokens_are_upstreams(page: int, most: int | None, tp_size: int) -> None:
-    """By upstream's own methods: bytes a token (KV heads replicated where chips outnumber them,
+    """By upstream's own methods: bytes a token (KV heads replicated if chips outnumber them,
     heads padded to 128 lanes) and tokens in whole pages at a memory fraction."""
     shape = replace(read_shape(CONFIGS["4B"]), head_dim=80, kv_heads=2)
     settings = Settings(4096, page, 0.7, tp_size, max_total_tokens=most)
@@ -178,7 +178,8 @@ def test_context_is_upstreams(scaling: dict[str, Any] | None) -> None:
 
 
 def test_reading_a_configuration(tmp_path: Path) -> None:
-    """A directory, a file, overrides as upstream takes them; what cannot be counted says why."""
+    """A directory, a file, overrides as upstream takes them. If something cannot be counted, the
+    error says why."""
     (tmp_path / "config.json").write_bytes(Path(CONFIGS["0.6B"]).read_bytes())
     assert read_shape(str(tmp_path)) == read_shape(CONFIGS["0.6B"])
     assert read_shape(str(tmp_path), {"model_layer_nums": 2}).layers == 2
@@ -222,7 +223,7 @@ def pool_memory(model: str, free: int, **server_args: Any) -> Memory:
 
 
 def test_default_fraction_leaves_room_for_a_second_set() -> None:
-    """It is the largest hundredth at which that fits, beside KV for 16 requests of the context."""
+    """It is the largest hundredth with room for that, beside KV for 16 requests of the context."""
     memory = pool_memory("4B", V4.hbm_bytes, context_length=4096)
     fraction = memory.settings.fraction
     assert fraction == memory.live_swap_fraction == 0.7
@@ -248,8 +249,8 @@ def test_default_fraction_is_upstreams_otherwise(model: str, chip: Any, context:
 
 
 def test_default_fraction_leaves_programs_their_room() -> None:
-    """Two sets of Qwen3-4B alone leave none on a v5e, and 0.88 leaves too little beside one, for a
-    program a bucket of requests."""
+    """Two sets of Qwen3-4B leave none on a v5e. With one set, 0.88 leaves too little for a
+    program for each bucket of requests."""
     buckets = {"precompile_bs_paddings": list(range(8, 257, 8))}
     memory = pool_memory("4B", V5E.hbm_bytes, context_length=4096, **buckets)
     assert memory.settings.fraction == 0.87
@@ -271,8 +272,8 @@ def test_default_fraction_leaves_temporaries_their_room() -> None:
 
 @pytest.mark.parametrize(("gib", "arguments"), [(16, 15.12e9), (32, 30.24e9)])
 def test_weights_and_kv_are_those_that_the_compiler_saw(gib: int, arguments: float) -> None:
-    """Arguments of Qwen3-4B's decode program, compiled ahead of time for v5e and v6e with upstream
-    told of their nominal HBM."""
+    """The arguments of Qwen3-4B's decode program, compiled ahead of time for v5e and v6e.
+    Upstream was given their nominal HBM."""
     shape = read_shape(CONFIGS["4B"])
     memory = Memory(shape, Settings(4096, 128, 0.88), gib * GIB)
     assert memory.weights + memory.kv == pytest.approx(arguments, rel=0.005)
@@ -286,7 +287,7 @@ def test_default_fraction_is_never_more_than_upstreams() -> None:
 
 
 def test_the_fraction_is_of_what_the_engine_finds() -> None:
-    """A trainer on the chip leaves less: the same rule, of less."""
+    """A trainer on the chip leaves less memory, to which the same rule applies."""
     alone = pool_memory("0.6B", V5E.hbm_bytes, context_length=1024)
     beside = pool_memory("0.6B", V5E.hbm_bytes - 8 * GIB, context_length=1024)
     assert beside.settings.fraction < alone.settings.fraction
@@ -324,8 +325,9 @@ def test_small_pages_are_advised_against() -> None:
     assert problems("0.6B", V5E.hbm_bytes, context_length=4096, page_size=16) == []
 
 
-def test_smaller_pages_are_offered_where_nobody_chose() -> None:
-    """And where upstream runs as many requests with them; a plan says so, a starting pool not."""
+def test_smaller_pages_are_suggested_if_the_user_chose_none() -> None:
+    """Only if upstream runs as many requests with them. A plan says so, a starting pool does
+    not."""
     (offer,) = rules.page_offer(pool_memory("0.6B", V5E.hbm_bytes, context_length=4096), {})
     assert offer.problem.startswith("page_size=128: samples of one prompt share only whole pages")
     assert "page_size=32" in offer.remedy
@@ -346,7 +348,7 @@ def test_fractions_outside_the_rule_are_advised_against() -> None:
     assert problems("4B", V4.hbm_bytes, context_length=4096, mem_fraction_static=0.6) == []
 
 
-def test_a_model_that_does_not_fit_is_said() -> None:
+def test_a_model_that_does_not_fit_is_reported() -> None:
     (small,) = problems("8B", V5E.hbm_bytes, context_length=4096)
     assert "0 KV tokens at mem_fraction_static=0.88 (16.38 GB of weights in 16.91)" in small
     assert "a larger tp_size" in small

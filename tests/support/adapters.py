@@ -1,4 +1,4 @@
-"""Random adapters, as PEFT writes them, and the weights that they make of a checkpoint's."""
+"""Random adapters in PEFT's format, and the weights that they make of a checkpoint's."""
 
 import json
 import shutil
@@ -43,11 +43,7 @@ def write_adapter(folder: Path, arrays: Arrays, fields: Mapping[str, Any]) -> Pa
 
 
 def merged(folder: Path, model: Path, arrays: Arrays, scale: float | Mapping[str, float]) -> Path:
-    """A checkpoint whose weights have the adapter in them: W + scale · B · A.
-
-    Args:
-        scale: Of all layers, or by the last part of a layer's name.
-    """
+    """A checkpoint whose weights include the adapter: W + scale · B · A."""
     shutil.copytree(model, folder)
     weights = load_file(folder / FILE)
     for name in list(weights):
@@ -61,7 +57,8 @@ def merged(folder: Path, model: Path, arrays: Arrays, scale: float | Mapping[str
 
 
 def agrees(result: Mapping[str, Any], expected: Any, few: float = 1e-3) -> bool:
-    """Whether an output is a reference's greedy one, up to where either of two ids is right."""
+    """Whether an output is the reference's greedy one, up to a position where either of two ids
+    is right."""
     ids, entries = result["output_ids"], result["meta_info"]["output_token_logprobs"]
     for at, (token, entry) in enumerate(zip(ids, entries, strict=True)):
         if token != expected.ids[at]:

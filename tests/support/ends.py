@@ -1,4 +1,4 @@
-"""What upstream takes for a checkpoint's end ids."""
+"""The end ids that upstream reads from a checkpoint."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,10 @@ FILES = tuple[Any, Any]
 
 
 def model_ends(folder: Path, files: FILES) -> Any:
-    """Of a checkpoint whose config.json and generation_config.json have these `eos_token_id`.
+    """The end ids of a checkpoint whose config.json and generation_config.json have these
+    `eos_token_id`.
 
-    Upstream reads each file once a process and path.
+    Upstream reads each file once for each process and path.
     """
     config = random_config("qwen3", 1, 1, 1, np.float32) | {"eos_token_id": files[0]}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Programs that leave a pool behind: `python -P exit_script.py NAME MODEL OPTIONS`."""
+"""Programs that end with an open pool: `python -P exit_script.py NAME MODEL OPTIONS`."""
 
 import os
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Not optimised: what a few tokens need is compiled in two thirds of the time.
+# XLA does not optimise, which is a third faster for a few tokens.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 )
@@ -39,7 +39,7 @@ def in_module() -> None:
 
 
 def in_cycle() -> None:
-    """Found by nobody before Python takes everything down."""
+    """Nothing finds it before Python takes everything down."""
     import gc
 
     gc.disable()
@@ -48,7 +48,7 @@ def in_cycle() -> None:
 
 
 def in_traceback() -> None:
-    """An error that somebody keeps, and a frame of it has the pool."""
+    """An error is kept, and a frame of its traceback has the pool."""
     global kept
     pool = make()
     try:
@@ -58,12 +58,12 @@ def in_traceback() -> None:
 
 
 def in_function() -> None:
-    """It is dropped, and closes itself, before Python ends."""
+    """The pool is dropped, and closes itself, before Python ends."""
     make()
 
 
 def in_daemons() -> None:
-    """Calls are running in threads that nobody waits for."""
+    """Calls are running in daemon threads."""
     global kept
     kept = pool = make()
     runs = [threading.Event() for _ in range(2)]
@@ -83,7 +83,7 @@ def in_daemons() -> None:
 
 
 def forked() -> None:
-    """What a child finds that was forked while the pool is open and a call is in flight."""
+    """What a child process sees that was forked while the pool is open and a call is in flight."""
     warnings.filterwarnings("ignore", message=".*fork")
     pool = make()
     chunks = pool.stream(input_ids=[[65] * 8] * 4, sampling_params=LONG)

@@ -1,4 +1,4 @@
-"""A Qwen3-MoE with random weights, and whether results say which experts routed their tokens."""
+"""A Qwen3-MoE with random weights, and checks of the experts in results."""
 
 import base64
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from tests.support.scores import ids
 
 LAYERS, TOP_K, DENSE = 3, 2, 1
 SAMPLED = {"temperature": 1.0, "sampling_seed": 3, "ignore_eos": True, "max_new_tokens": 30}
-# One is prefilled in chunks.
+# One prompt is prefilled in chunks.
 PROMPTS = [ids(length, length) for length in (3, 150, 40, 1, 70)]
 OPTIONS: dict[str, Any] = SMALL | {"moe_backend": "epmoe", "enable_return_routed_experts": True}
 
@@ -43,7 +43,7 @@ def rows_of(meta: dict[str, Any]) -> np.ndarray:
 
 
 def expected(model: Path, tokens: Sequence[int]) -> np.ndarray:
-    """Those of the reference, sorted."""
+    """The experts of the reference, sorted."""
     padded = np.zeros((1, SMALL["context_length"]), np.int32)
     padded[0, : len(tokens)] = tokens
     return np.sort(np.asarray(reference(model)(padded))[0, : len(tokens)], axis=-1)
@@ -57,7 +57,7 @@ def reference(model: Path) -> Callable[[np.ndarray], Any]:
 
 
 def assert_rows(model: Path, prompt: list[int], result: Any, start: int = 0, end: int = 0) -> None:
-    """From position `start` up to `end`, or to the last."""
+    """Checks the rows from position `start` up to `end`, or to the last."""
     tokens = [*prompt, *result["output_ids"]][:-1]
     rows = rows_of(result["meta_info"])
     assert len(rows) == len(tokens)

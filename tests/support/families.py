@@ -1,9 +1,9 @@
-"""Gemma2 and Qwen3-MoE in plain JAX, next to the families that the toy's forward pass knows; and
-those too where their rotary embedding is other than the toy's.
+"""Gemma2 and Qwen3-MoE in plain JAX, besides the families that the toy's forward pass knows. Also
+those families with rotary embeddings that the toy's does not have.
 
-Written from the models' papers and Hugging Face's configuration, for reading: no cache, no
-kernels, one sequence at a time, every expert for every token. Parameters go by their Hugging
-Face names; a projection is stored (out, in).
+Written from the models' papers and Hugging Face's configuration, to be read: no cache, no kernels,
+one sequence at a time, every expert for every token. Parameters have their Hugging Face names. A
+projection is stored (out, in).
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ GEMMA2: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 100,
     "final_logit_softcapping": 5.0,
-    # sglang-jax's native attention, which CPU has, takes no notice of a cap.
+    # sglang-jax's native attention, which CPU uses, ignores a cap.
     "attn_logit_softcapping": None,
     "sliding_window": 4096,
 }
@@ -54,7 +54,7 @@ def forward(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> 
 
 
 def routing(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> jax.Array:
-    """Which experts a Qwen3-MoE routes each token to, the best first: [B, T, layers, top_k]."""
+    """The experts that a Qwen3-MoE routes each token to, the best first: [B, T, layers, top_k]."""
     return routed_forward(config, params, input_ids)[1]
 
 
@@ -105,10 +105,10 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 class _Router:
-    """Chooses experts, layer by layer, and notes them.
+    """Chooses experts layer by layer, and records them.
 
     Args:
-        given: By token, by layer: those that it returns instead.
+        given: By token, by layer: the experts to return instead.
     """
 
     def __init__(self, given: jax.Array | None = None) -> None:
@@ -161,7 +161,7 @@ def _attention(config: Config, index: int, leaf: Leaf, x: jax.Array) -> jax.Arra
     if config["model_type"] in ("qwen3", "qwen3_moe"):
         q = _norm(q, leaf("self_attn.q_norm.weight"), config["rms_norm_eps"])
         k = _norm(k, leaf("self_attn.k_norm.weight"), config["rms_norm_eps"])
-    q, k = _turned(q, *rotation(config, index)), _turned(k, *rotation(config, index))
+    q, k = _rotated(q, *rotation(config, index)), _rotated(k, *rotation(config, index))
     k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q, k) * config.get("query_pre_attn_scalar", dim) ** -0.5
     scores = _capped(scores, config.get("attn_logit_softcapping"))
@@ -179,8 +179,8 @@ def _projected(leaf: Leaf, name: str, x: jax.Array) -> jax.Array:
 
 
 def _window(config: Config, index: int) -> float:
-    """How many positions a layer looks back, its own among them: Gemma2's first, third, … have a
-    limit unless `layer_types` says otherwise."""
+    """How many positions a layer looks back, including its own. Gemma2's first, third, … layers
+    have a limit unless `layer_types` says otherwise."""
     if config["model_type"] != "gemma2":
         return np.inf
     kinds = config.get("layer_types") or ("sliding_attention", "full_attention")
@@ -193,7 +193,7 @@ def _gated(activation: Callable[..., jax.Array], leaf: Leaf, x: jax.Array) -> ja
 
 
 def _experts(config: Config, leaf: Leaf, x: jax.Array, router: _Router) -> jax.Array:
-    """Every token's best experts, weighted by their share of the probability."""
+    """The best experts of each token, weighted by their share of the probability."""
     share = jax.nn.softmax((x @ leaf("mlp.gate.weight").T).astype(jnp.float32), axis=-1)
     chosen = router(share, config["num_experts_per_tok"])
     share = jnp.where(jax.nn.one_hot(chosen, share.shape[-1]).any(axis=1), share, 0.0)
@@ -214,8 +214,8 @@ def _norm(x: jax.Array, weight: jax.Array, epsilon: float, offset: float = 0.0) 
     return (wide * (offset + weight)).astype(x.dtype)
 
 
-def _turned(x: jax.Array, frequencies: np.ndarray, scale: float) -> jax.Array:
-    """[T, heads, dim] turned by position, as complex numbers of two halves."""
+def _rotated(x: jax.Array, frequencies: np.ndarray, scale: float) -> jax.Array:
+    """[T, heads, dim] rotated by position, as complex numbers of two halves."""
     half = x.shape[-1] // 2
     angles = np.arange(len(x))[:, None, None] * frequencies
     y = (x[..., :half] + 1j * x[..., half:]) * (scale * jnp.exp(1j * angles))

@@ -1,5 +1,5 @@
-"""Faults put into running engines from outside, through upstream's own objects, as hardware or a
-bug would do it. Each happens once."""
+"""Faults that are put into running engines from outside, through upstream's own objects, as
+hardware or a bug would cause them. Each happens once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from enginepool.engine.device_wait import DeviceWait
 
 
 class Fault(RuntimeError):
-    """What the faults raise."""
+    """The exception that faults raise."""
 
 
 class Hang(threading.Event):
-    """What hangs goes on when this is set.
+    """Ends a hang when it is set.
 
     Attributes:
-        begun: Set once it hangs; what began before is over.
+        begun: Set once the hang has begun, so everything before it is done.
     """
 
     def __init__(self) -> None:
@@ -39,16 +39,17 @@ def scheduler_of(pool: EnginePool, engine_index: int) -> Any:
 
 
 def every_step(scheduler: Any, change: Callable[[Any], Any]) -> Callable[[], None]:
-    """Put `change(what begins a step)` in its place, for upstream's own and for those in flight.
+    """Replace the method that begins a step by `change(method)`, for upstream's own steps and for
+    those in flight.
 
     Returns:
-        Puts back what was there.
+        A function that restores the methods.
     """
     return _everywhere(_steps(scheduler), change)
 
 
 def every_prefill(scheduler: Any, change: Callable[[Any], Any]) -> Callable[[], None]:
-    """Put `change(what begins a prefill)` in its place. See `every_step`."""
+    """Replace the method that begins a prefill by `change(method)`. See `every_step`."""
     steady = scheduler.steady.prefill is not None
     place = (scheduler.prefill_program, "launch")
     return _everywhere(
@@ -66,7 +67,7 @@ def _steps(scheduler: Any) -> list[tuple[Any, str]]:
 
 
 def _everywhere(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> Callable[[], None]:
-    before = [vars(owner).get(name) for owner, name in places]  # what someone else put there
+    before = [vars(owner).get(name) for owner, name in places]  # other tests may have replaced it
     for owner, name in places:
         setattr(owner, name, change(getattr(owner, name)))
 
@@ -81,8 +82,8 @@ def _everywhere(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> 
 
 
 def once(places: list[tuple[Any, str]], at: int, wrong: Callable[..., Any], times: int = 1) -> None:
-    """Let the so-manieth call of one of these methods from now be `wrong(original, *args)`, and so
-    many in all."""
+    """Replace call number `at` from now of one of these methods by `wrong(original, *args)`, and
+    `times` calls in all."""
     calls = 0
 
     def change(original: Any) -> Any:
@@ -112,7 +113,7 @@ def raise_in_step(
 
 
 def raise_after_step(pool: EnginePool, engine_index: int, at: int = 1) -> None:
-    """The forward has run and written the KV cache; its result is lost."""
+    """The forward has run and has written the KV cache. Its result is lost."""
 
     def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
@@ -122,7 +123,7 @@ def raise_after_step(pool: EnginePool, engine_index: int, at: int = 1) -> None:
 
 
 def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) -> None:
-    """The outputs have been handed over and the scheduler then trips."""
+    """The outputs have been handed over, and then the scheduler fails."""
 
     def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
@@ -134,7 +135,7 @@ def raise_after_bookkeeping(pool: EnginePool, engine_index: int, at: int = 1) ->
 
 
 def delete_kv_cache(pool: EnginePool, engine_index: int) -> None:
-    """The KV buffers are gone, as after a step that donated them and failed."""
+    """The KV buffers are deleted, as after a step that donated them and failed."""
     for buffer in scheduler_of(
         pool, engine_index
     ).tp_worker.worker.model_runner.token_to_kv_pool.kv_buffer:
@@ -142,12 +143,12 @@ def delete_kv_cache(pool: EnginePool, engine_index: int) -> None:
 
 
 def delete_leaf(pool: EnginePool, engine_index: int, leaf: int = 3) -> None:
-    """A weight is gone that nobody shared."""
+    """A weight that nobody shared is deleted."""
     scheduler_of(pool, engine_index).tp_worker.worker.model_runner.model_state_leaves[leaf].delete()
 
 
 def spoil_leaf(pool: EnginePool, engine_index: int, leaf: int = 3) -> None:
-    """A weight is no finite number any more."""
+    """A weight becomes NaN."""
     leaves = scheduler_of(pool, engine_index).tp_worker.worker.model_runner.model_state_leaves
     leaves[leaf] = leaves[leaf] * jnp.nan
 
@@ -158,7 +159,7 @@ def hang_in_step(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
 
 
 def abandon(pool: EnginePool, hang: Hang, engine_index: int) -> None:
-    """Once it hangs, do what the watchdog does after `step_timeout`."""
+    """Once the step hangs, do what the watchdog does after `step_timeout`."""
     assert hang.begun.wait(120.0)
     worker = pool.runtime.workers[engine_index]
     since = worker.condition.stepping_since
@@ -167,7 +168,7 @@ def abandon(pool: EnginePool, hang: Hang, engine_index: int) -> None:
 
 
 def raise_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> None:
-    """A piece of prompts that are scored has been computed; its result is lost."""
+    """A piece of a prompt has been scored. Its result is lost."""
 
     def wrong(original: Any, *args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
@@ -177,17 +178,17 @@ def raise_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> None:
 
 
 def hang_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
-    """A piece of prompts that are scored is not computed until the event is set."""
+    """A piece of a prompt is not scored until the event is set."""
     return _hang([(scheduler_of(pool, engine_index).scorer.program, "run")], at)
 
 
 def hang_in_reset(pool: EnginePool, engine_index: int) -> Hang:
-    """The next time the KV cache is to be made anew, that takes until the event is set."""
+    """The next allocation of the KV cache takes until the event is set."""
     return _hang([(scheduler_of(pool, engine_index).kv_cache, "renew")])
 
 
 def hang_in_commit(pool: EnginePool, engine_index: int) -> Hang:
-    """The next time new weights are put in place, that takes until the event is set."""
+    """The next time that new weights are put in place takes until the event is set."""
     return _hang([(scheduler_of(pool, engine_index).leaves, "replace")])
 
 
@@ -204,7 +205,7 @@ def _hang(places: list[tuple[Any, str]], at: int = 1) -> Hang:
 
 
 def raise_in_reset(pool: EnginePool, engine_index: int) -> None:
-    """The next time the KV cache is to be made anew, that fails."""
+    """The next allocation of the KV cache fails."""
 
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault(f"device {engine_index} gives no memory")
@@ -213,7 +214,7 @@ def raise_in_reset(pool: EnginePool, engine_index: int) -> None:
 
 
 def raise_in_commit(pool: EnginePool, engine_index: int, times: int = 1) -> None:
-    """The next times new weights are put in place, that fails."""
+    """The next time that new weights are put in place fails."""
 
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault(f"device {engine_index} does not take weights")
@@ -222,7 +223,7 @@ def raise_in_commit(pool: EnginePool, engine_index: int, times: int = 1) -> None
 
 
 def raise_in_decode(pool: EnginePool) -> None:
-    """The tokenizer trips over the next output."""
+    """The tokenizer fails at the next output."""
 
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault("the tokenizer is broken")
@@ -231,15 +232,15 @@ def raise_in_decode(pool: EnginePool) -> None:
 
 
 def placed_on(where: Any) -> set[int]:
-    """The ids of the devices that a `device_put` of one array or of many is for."""
+    """The ids of the devices on which a `device_put` of one array or of many places it."""
     places = where if isinstance(where, list) else [where]
     return {device.id for place in places for device in getattr(place, "device_set", ())}
 
 
 @contextmanager
 def refusing_devices() -> Iterator[set[int]]:
-    """Add a device's id to the set, and the next `device_put` onto it raises. So does the next of a
-    single array, if that was one of many: these are tried one by one then."""
+    """If a device's id is added to the set, the next `device_put` onto it raises. If that placed
+    many arrays, so does the next of a single array, because these are then tried one by one."""
     refusing: set[int] = set()
     device_put = jax.device_put
 
@@ -259,8 +260,8 @@ def refusing_devices() -> Iterator[set[int]]:
 
 @contextmanager
 def dead_devices() -> Iterator[set[int]]:
-    """Add a device's id to the set, and from then on everything that is asked of it raises, as when
-    a GPU's context is lost or a TPU has halted. Nothing but a new process would bring it back."""
+    """If a device's id is added to the set, everything that is asked of it raises from then on,
+    as if a GPU's context is lost or a TPU has halted. Only a new process could use it again."""
     dead: set[int] = set()
 
     def check(devices: Any) -> None:

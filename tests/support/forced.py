@@ -1,8 +1,8 @@
-"""What the reference says along tokens that an engine has chosen, and a model with known answers.
+"""The reference's logits along tokens that an engine has chosen, and a model with known answers.
 
-Checking an engine's output against the logits along that very output needs one forward pass
-instead of one a token. For greedy outputs it is the same statement as decoding with the reference:
-as long as every id is the reference's best, the reference would have gone the same way.
+To check an output against the logits along it takes one forward pass, and not one for each token.
+For greedy outputs this proves the same as decoding with the reference: while every id is the
+reference's best, the reference would have chosen the same.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.support.reference import _load as load_weights
 from tests.support.reference import _stamp as stamp
 
 ROWS = 16
-# Where the best two logits are closer than this, rounding decides and either id is right.
+# If the best two logits are closer than this, rounding decides, and either id is right.
 NEAR_TIE = 1e-3
 LOGPROB_TOLERANCE = 1e-4
 
@@ -59,9 +59,9 @@ def logprobs(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 def assert_greedy(
     model_dir: Path, prompts: Sequence[Sequence[int]], results: Sequence[dict[str, Any]]
 ) -> int:
-    """Every id is the reference's best, with its log-probability; returns how many were compared.
+    """Every id is the reference's best, with its log-probability. Returns how many were compared.
 
-    The comparison of a prompt ends where a near tie was decided the other way.
+    The comparison of a prompt ends at a near tie that was decided the other way.
     """
     logits = output_logits(model_dir, prompts, [result["output_ids"] for result in results])
     compared = 0
@@ -83,13 +83,13 @@ def assert_greedy(
     return compared
 
 
-# What the scripted model says: each of these characters, byte by byte, is followed by the next.
+# The outputs of the scripted model: after each of these characters, byte by byte, comes the next.
 ROUND = ("0123456789", "你是谁🙂")  # for ever
 LINE = "abcdefghijklmnopqrstuvwxyz"  # and then the end token
 
 
 def write_scripted_model(model_dir: Path) -> Path:
-    """Write a Llama that follows its script: attention and MLP add nothing, and the output
+    """Write a Llama that follows its script. Attention and MLP add nothing, and the output
     matrix maps each byte's embedding to the byte after it."""
     make_random_model(model_dir, "llama", seed=5, num_layers=1, num_heads=2)
     _, params = read_checkpoint(model_dir)

@@ -1,19 +1,19 @@
 """Programs that tests run as processes: `python -P guest_script.py NAME MODEL OPTIONS`.
 
-They print one line, of JSON or a word; whatever else they print is a finding.
+They print one line, of JSON or a word. If they print anything else, a test fails.
 """
 
 import os
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Not optimised: what a few tokens need is compiled in two thirds of the time.
+# XLA does not optimise, which is a third faster for a few tokens.
 os.environ["XLA_FLAGS"] = (
     f"--xla_force_host_platform_device_count={4 if sys.argv[1:2] == ['idle'] else 2} "
     "--xla_backend_optimization_level=0"
 )
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What upstream sets whenever a ServerArgs is made, in tests before this one too.
+# Upstream sets these whenever a ServerArgs is made, also in earlier tests.
 os.environ.pop("SGLANG_ENABLE_DETERMINISTIC_SAMPLING", None)
 
 import asyncio
@@ -75,13 +75,13 @@ def native_threads() -> list[str]:
 def open_files() -> list[str]:
     links = []
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             links.append(os.readlink(f"/proc/self/fd/{entry}").split("[")[0])
     return sorted(links)
 
 
 def snapshot() -> dict[str, Any]:
-    """What a process has that a library could disturb, each comparable with `==`."""
+    """The parts of a process that a library could change. Each can be compared with `==`."""
     import jax
     import numpy as np
     import psutil
@@ -126,8 +126,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
     }
 
 
-# The modules of what is registered to run at exit, as long as it is. (`atexit._ncallbacks()` counts
-# what was unregistered too.)
+# The modules that have registered exit callbacks and not removed them. (`atexit._ncallbacks()` also
+# counts those that were removed.)
 exit_callbacks: list[str] = []
 
 
@@ -150,7 +150,7 @@ def watch_atexit() -> None:
 
 
 def prepare_host() -> subprocess.Popen[bytes]:
-    """A process with a life of its own: JAX in use on all devices, handlers, a child."""
+    """A process that has its own state: JAX in use on all devices, handlers, a child."""
     import jax
     import numpy as np
 
@@ -168,7 +168,7 @@ def prepare_host() -> subprocess.Popen[bytes]:
 
 
 def use(pool: Any) -> None:
-    """Everything that a pool offers, once."""
+    """Use each feature of a pool once."""
     pool.generate_all(["12+7=", "30+4="], SHORT, return_logprob=True, top_logprobs_num=2)
     pool.generate(["12+7="] * 9, {**SHORT, "temperature": 1.0, "n": 2})
     pool.generate("12+7=", {"regex": "[0-9]{1,3}"})
@@ -187,7 +187,7 @@ def use(pool: Any) -> None:
 
 
 def guest(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Two lives of a pool; reports what is not as it was found."""
+    """Two lives of a pool. Reports what has changed."""
     child = prepare_host()
     before = snapshot()
     import enginepool
@@ -212,7 +212,7 @@ def guest(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def upstream(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The same report of upstream's own Engine, started the way its users start it."""
+    """The same report for upstream's own Engine, started as its users do."""
     child = prepare_host()
     before = snapshot()
     random.seed(1)
@@ -239,8 +239,8 @@ def upstream(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def compile_once() -> None:
-    """Pools after the first load what it compiled, which takes a tenth of the time. Each holds
-    copies of its own, so that it leaves as much behind as one that has compiled them itself."""
+    """Later pools load what the first one compiled, which takes a tenth of the time. Each has
+    its own copies, so it leaves as much behind as one that compiled them itself."""
     from enginepool import EnginePool
     from enginepool.engine.executable_cache import ExecutableCache
     from enginepool.runtime.runtime import Runtime
@@ -255,7 +255,7 @@ def compile_once() -> None:
 
 
 def cards(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Ten pools one after the other, as lines of a notebook; what is left after each."""
+    """Ten pools one after the other, as in a notebook, and what is left after each."""
     import jax
     import psutil
 
@@ -266,7 +266,7 @@ def cards(model: str, options: dict[str, Any]) -> dict[str, Any]:
     for _ in range(10):
         EnginePool(model, devices=2, **options).generate_all(["12+7=", "30+4="], SHORT)
         gc.collect()
-        # What malloc keeps for itself in the arenas of threads that have ended is no leak.
+        # Memory that malloc keeps in the arenas of ended threads is no leak.
         ctypes.CDLL(None).malloc_trim(0)
         left.append(
             {
@@ -281,8 +281,8 @@ def cards(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def idle(model: str, options: dict[str, Any]) -> dict[str, float]:
-    """Which part of a core the process takes while its engines have nothing to do: at rest, and
-    paused with requests that run and requests that wait."""
+    """The share of a core that the process takes while its engines are idle, and while they are
+    paused with running and waiting requests."""
     from enginepool import EnginePool
 
     shares = {}
@@ -301,7 +301,7 @@ def idle(model: str, options: dict[str, Any]) -> dict[str, float]:
 
 
 def idle_share() -> float:
-    """CPU time of the whole process over wall time: the median of three windows after a rest."""
+    """CPU time of the whole process over wall time: the median of three windows after a pause."""
     time.sleep(2.0)
     shares = []
     for _ in range(3):
@@ -312,7 +312,7 @@ def idle_share() -> float:
 
 
 def start(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What importing enginepool and making a pool has started, in a process without JAX."""
+    """What importing enginepool and making a pool starts, in a process without JAX."""
     hooks = [asyncio.get_event_loop_policy(), threading._register_atexit]  # type: ignore
     import jax
     from jax._src import xla_bridge

@@ -1,7 +1,6 @@
-"""What the host hands to a device must stay as it is until a program that reads it has run.
+"""An array that the host hands to a device must not change until a program that reads it has run.
 
-A CPU device uses the host's very memory, where that is aligned. An accelerator copies it
-later.
+A CPU device reads the host's memory in place if it is aligned. An accelerator copies it later.
 """
 
 import threading
@@ -17,7 +16,7 @@ from jaxlib import xla_client
 from enginepool.engine.common_programs import OnAnyDevice
 from enginepool.engine.device_wait import DeviceWait
 
-# Small arrays are looked at whole. None of a batch is larger.
+# Arrays up to this size are compared as a whole. No array of a batch is larger.
 _SMALL = 1 << 20
 
 
@@ -25,8 +24,8 @@ class HandedOver:
     """The arrays that one thread has handed over and that a device may still read.
 
     Attributes:
-        changed: What was written to too early: its first values then and now.
-        seen: How many arrays were looked at.
+        changed: The arrays that were written too early: their first values then and now.
+        seen: How many arrays were compared.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class HandedOver:
                 self._results[id(array)] = array, count
 
     def waited(self, result: Any) -> None:
-        """A result is there: nobody reads what was handed over before its launch."""
+        """A result is there, so no program reads arrays that were handed over before its launch."""
         known = self._results.get(id(result))
         if known is None:
             return
@@ -69,7 +68,7 @@ class HandedOver:
 
 @contextmanager
 def watching() -> Iterator[dict[str, HandedOver]]:
-    """By thread: what engines hand over meanwhile."""
+    """By thread: the arrays that engines hand over inside the block."""
     by_thread: dict[str, HandedOver] = {}
 
     def mine() -> HandedOver | None:

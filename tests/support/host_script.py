@@ -37,7 +37,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def say(word: str) -> None:
-    print(f"{word}\n", end="", flush=True)  # in one write: several threads say something
+    print(f"{word}\n", end="", flush=True)  # in one write, because several threads print
 
 
 def at_rest(pool: Any) -> bool:
@@ -45,7 +45,7 @@ def at_rest(pool: Any) -> bool:
 
 
 def host(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Faults, with a reset and a rebuild; looked at before and after."""
+    """Faults with a reset and a rebuild. The state of the process is compared before and after."""
     from enginepool import EnginePool
     from tests.support import faults
 
@@ -93,7 +93,7 @@ def host(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def interrupted(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Control-C in a call on the main thread; then the pool is used, and closed."""
+    """Control-C in a call on the main thread. Then the pool is used, and closed."""
     from enginepool import EnginePool
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -119,7 +119,8 @@ def interrupted(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(pool: Any) -> list[threading.Thread]:
-    """Callers of more than the engines can run; daemons, or Python would wait for them."""
+    """More calls than the engines run at a time, in daemon threads, so that Python does not wait
+    for them."""
 
     def call() -> None:
         try:
@@ -145,7 +146,7 @@ def end_under_load(model: str, options: dict[str, Any]) -> None:
 
 
 def end_while_stuck(model: str, options: dict[str, Any]) -> None:
-    """The same with an engine in a step that does not return; none compiles meanwhile."""
+    """The same with an engine in a step that does not return. Nothing compiles meanwhile."""
     from enginepool import EnginePool
     from tests.support import faults
 
@@ -159,7 +160,7 @@ def end_while_stuck(model: str, options: dict[str, Any]) -> None:
 
 
 def interrupted_in_with(model: str, options: dict[str, Any]) -> None:
-    """Control-C leaves the block and closes the pool; calls of other threads hear of it."""
+    """Control-C leaves the block and closes the pool. Calls of other threads get an error."""
     from enginepool import EnginePool
 
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""What checks and tokenizes a pool's prompts, without a pool."""
+"""Makes the input processor of a pool, without a pool."""
 
 from pathlib import Path
 from typing import Any

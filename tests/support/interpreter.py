@@ -1,8 +1,8 @@
 """Upstream's TPU attention on CPU: its FlashAttention backend in Pallas' TPU interpreter.
 
-`flash_attention()` supplies what CPU and the interpreter of JAX 0.10 lack; each piece has its
-reason beside it. The kernel itself, its block sizes and its metadata are upstream's, untouched.
-Imports sgl_jax inside functions only: patches precede it where pools are tested.
+`flash_attention()` supplies what CPU and the interpreter of JAX 0.10 lack. Each function says why.
+The kernel itself, its block sizes and its metadata are upstream's, unchanged. Imports sgl_jax
+inside functions only, because patches must come first where pools are tested.
 """
 
 import functools
@@ -21,16 +21,16 @@ from jax._src.state.types import BitcastTransform, ReshapeTransform
 from jax.experimental.pallas import tpu as pltpu
 
 Transforms = tuple[Any, ...]
-# A v5e's block sizes, by upstream's formula: it looks no v5 up in its table of tuned ones.
+# A v5e's block sizes come from upstream's formula, because its table of tuned sizes has no v5.
 TPU_VERSION = 5
 
 
 @contextmanager
 def flash_attention() -> Iterator[None]:
-    """Pools that are opened with `attention_backend="fa"` meanwhile run the TPU's kernel.
+    """Inside the block, pools that are opened with `attention_backend="fa"` run the TPU's kernel.
 
-    For the whole process: engines have threads of their own, and the interpreter's switch for one
-    thread would not reach them.
+    This holds for the whole process: engines have their own threads, which the interpreter's switch
+    for one thread would not reach.
     """
     with pytest.MonkeyPatch.context() as patch:
         _pretend_tpu(patch)
@@ -45,10 +45,11 @@ def flash_attention() -> Iterator[None]:
 
 
 def _pretend_tpu(patch: pytest.MonkeyPatch) -> None:
-    """The version that the kernel asks its device for, and the backend that upstream would take.
+    """The TPU version that the kernel asks its device for, and the backend that upstream would
+    choose.
 
-    Upstream falls back to native attention where `ServerArgs.device` is cpu. It is tpu for this
-    one decision; elsewhere it would be compared with JAX's platform.
+    Upstream uses native attention if `ServerArgs.device` is cpu. So it is tpu for this one
+    decision, and only for it, because elsewhere it would be compared with JAX's platform.
     """
     from sgl_jax.srt.kernels.ragged_paged_attention import (
         ragged_paged_attention_v3,
@@ -73,18 +74,18 @@ def _pretend_tpu(patch: pytest.MonkeyPatch) -> None:
 
 
 class _ViewRange(tuple):
-    """What is read or written of a view, and how the view comes from its buffer."""
+    """The part of a view that is read or written, and how the view comes from its buffer."""
 
     view: Transforms
 
 
 def _teach_views(patch: pytest.MonkeyPatch) -> None:
-    """References that were bitcast or reshaped.
+    """Supports references that were bitcast or reshaped.
 
-    The interpreter knows indices alone (`'BitcastTransform' object has no attribute 'indices'`).
-    The kernel's loads and stores go through `ref.bitcast(uint32).at[i].reshape(rows, 128)[ds]`:
-    up to its last bitcast or reshape that is a view, here a buffer for the moment of the access,
-    and what follows are indices, which the interpreter resolves and checks as ever.
+    The interpreter knows indices only (`'BitcastTransform' object has no attribute 'indices'`). The
+    kernel's loads and stores go through `ref.bitcast(uint32).at[i].reshape(rows, 128)[ds]`.
+    Everything up to the last bitcast or reshape is a view, which is a buffer here for the duration
+    of the access. The rest are indices, which the interpreter resolves and checks as usual.
     """
     to_range = interpreter_utils.to_range
 
@@ -130,7 +131,7 @@ def _look(content: np.ndarray, view: Transforms) -> np.ndarray:
 
 
 def _put_back(content: np.ndarray, view: Transforms, value: np.ndarray) -> None:
-    """Make `content` what it must be for its view to be `value`."""
+    """Make `content` such that its view is `value`."""
     first, *rest = view
     part = _step(content, first)
     if rest:
@@ -155,7 +156,7 @@ def _step(content: np.ndarray, transform: Any) -> np.ndarray:
 
 
 def _bitcast(content: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """As a TPU packs them: a 32-bit element holds one column of several narrower rows."""
+    """As a TPU packs them: a 32-bit element has one column of several narrower rows."""
     *outer, rows, columns = content.shape
     old, new = content.dtype.itemsize, dtype.itemsize
     if new > old:
@@ -172,11 +173,11 @@ def _bitcast(content: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _number_devices(patch: pytest.MonkeyPatch) -> None:
-    """The device's number within the engine's mesh as a number.
+    """Turns the device's number within the engine's mesh into a Python number.
 
-    The interpreter multiplies it as it comes, a JAX array on the process's first device, on the
-    engine's thread, where JAX has the engine's mesh in force. On any device but the first that
-    ends with `Received incompatible devices for jitted computation`.
+    The interpreter multiplies it as it comes: a JAX array on the process's first device, on the
+    engine's thread, where JAX has the engine's mesh. On any other device this fails with `Received
+    incompatible devices for jitted computation`.
     """
     memory = shared_memory.SharedMemory
     update = memory.update_clocks_for_device_barrier
@@ -184,11 +185,11 @@ def _number_devices(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_step_at_a_time(patch: pytest.MonkeyPatch) -> None:
-    """The interpreter has one memory a process, and the kernel that ends first takes it away.
+    """The interpreter has one memory for the process, and the first kernel that ends removes it.
 
-    Two engines' steps at once end with `assert _shared_memory is not None`, or with a semaphore's
-    KeyError. So a program with kernels begins when the one before has its results; everything else
-    of two engines goes on at once.
+    The steps of two engines at once fail with `assert _shared_memory is not None` or with a
+    semaphore's KeyError. So a program with kernels begins when the one before has its results.
+    Everything else of two engines runs at once.
     """
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 

@@ -1,4 +1,4 @@
-"""Weights in the layouts that trainers have them in, and asking engines whether they have them."""
+"""Weights in the layouts of trainers, and checks that engines have them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,13 +25,14 @@ def answers(pool: EnginePool) -> list[dict[str, Any]]:
 
 
 def serves(pool: EnginePool, model: Path) -> None:
-    """Every engine answers as the reference does with these weights."""
+    """Every engine gives the reference's answers for these weights."""
     assert pool.checksum()  # an error if the engines differ
     assert assert_greedy(model, PROMPTS, answers(pool)) > len(PROMPTS)
 
 
 def own_layout(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """By leaf path: projections are (in, out), norms are called scale."""
+    """By leaf path, in the model's layout: projections are (in, out), and norms are called
+    scale."""
     leaves = {}
     for name, value in params.items():
         for theirs, ours in NAMES.items():
@@ -48,7 +49,7 @@ def own_layout(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def placed(
     params: dict[str, np.ndarray], spec: PartitionSpec, devices: int = 4
 ) -> dict[str, jax.Array]:
-    """On a mesh of the first devices; norms and biases replicated."""
+    """The arrays on a mesh of the first devices. Norms and biases are replicated."""
     where = np.array(jax.devices()[:devices])
     one = "fsdp" in spec or not spec
     mesh = Mesh(where, ("fsdp",)) if one else Mesh(where.reshape(2, -1), tuple(spec))
@@ -71,7 +72,7 @@ def leaves(model: Path) -> dict[str, np.ndarray]:
 
 
 def pointers(pool: EnginePool, index: int) -> set[int]:
-    """Where the weights of an engine lie."""
+    """The addresses of an engine's weights."""
     scheduler: Any = pool.engines[index].scheduler_info["scheduler"]
     leaves = scheduler.tp_worker.worker.model_runner.model_state_leaves
     return {leaf.unsafe_buffer_pointer() for leaf in leaves}
@@ -79,8 +80,8 @@ def pointers(pool: EnginePool, index: int) -> set[int]:
 
 @contextmanager
 def no_host() -> Iterator[None]:
-    """On this thread nothing may be brought to the host, nor from there."""
-    # What is merely "disallowed" may still be asked for, as `device_put` does.
+    """On this thread no array may be copied to the host, or from it."""
+    # "disallow" would still permit explicit copies such as `device_put`.
     with (
         jax.transfer_guard_device_to_host("disallow_explicit"),
         jax.transfer_guard_host_to_device("disallow_explicit"),
@@ -90,7 +91,7 @@ def no_host() -> Iterator[None]:
 
 @contextmanager
 def devices_only() -> Iterator[None]:
-    """Placing new weights fails where it brings an array to the host, or one from there."""
+    """Placing new weights fails if it copies an array to the host, or from it."""
 
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any) -> Any:
@@ -106,7 +107,7 @@ def devices_only() -> Iterator[None]:
 
 
 def on_host(tree: Mapping[str, jax.Array]) -> list[str]:
-    """Arrays of which JAX keeps a copy in host memory, of the whole or of a shard."""
+    """The arrays of which JAX keeps a copy in host memory, of the whole or of a shard."""
     return [
         name
         for name, array in tree.items()

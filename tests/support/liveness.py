@@ -1,4 +1,5 @@
-"""Waiting for a state that only a look from outside can tell; the bound is for a dead pool only."""
+"""Waiting for a state that only a look from outside can tell. The time limit is only for dead
+pools."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ SECONDS = 120.0
 
 
 def until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
-    """Return when the condition holds; fail when it never does."""
+    """Return when the condition holds. Fail if it never does."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "this state was not reached"
@@ -29,28 +30,28 @@ def waiting(pool: EnginePool) -> int:
 
 
 def at_rest(pool: EnginePool) -> bool:
-    """No engine holds a request, or KV cache that the prefix cache could not give back; all that
-    ended has been counted."""
+    """No engine holds a request, or KV cache that the prefix cache cannot evict. All ended
+    outputs are counted."""
     empty = all(load["running"] == load["kv_used_tokens"] == 0 for load in pool.get_load())
     return empty and idle(pool)
 
 
 def idle(pool: EnginePool) -> bool:
-    """No engine steps, nor will it before it is asked for something: after its last output each
-    has one more iteration, in which it finds nothing to do."""
+    """No engine steps before it gets work. After its last output each engine has one more
+    iteration, in which it finds no work."""
     workers = pool.runtime.workers
     return not any(w.condition.stepping_since or w.channel.has_work() for w in workers)
 
 
 def has_jobs(pool: EnginePool) -> bool:
-    """Every engine has something to do at its next step boundary."""
+    """Every engine has a job at its next step boundary."""
     return all(worker.channel.has_jobs() for worker in pool.runtime.workers)
 
 
 @contextmanager
 def hanging_in_steps(pool: EnginePool, at: int = 1) -> Iterator[list[Hang]]:
-    """Every engine hangs in its so-manieth step from now, until `let_go` or the end of the block.
-    For a block that gives every engine so many."""
+    """Every engine hangs in its step number `at` from now, until `let_go` or the end of the
+    block. The block must give every engine that many steps."""
     hangs = [hang_in_step(pool, index, at) for index in range(len(pool.engines))]
     try:
         yield hangs
@@ -79,6 +80,6 @@ def paused(pool: EnginePool, mode: Any = "in_place") -> Iterator[None]:
 
 @contextmanager
 def callers(count: int = 8) -> Iterator[ThreadPoolExecutor]:
-    """Threads for calls that wait."""
+    """Threads for blocking calls."""
     with ThreadPoolExecutor(count, thread_name_prefix="caller") as executor:
         yield executor

@@ -11,7 +11,7 @@ steady_decode = pytest.mark.skipif(not patches.optimising(), reason="decode is n
 
 
 def slow(*cases: Any) -> list[Any]:
-    """The cases of a parametrization, marked; a tuple is the arguments of one."""
+    """The cases of a parametrization, marked as slow. A tuple has the arguments of one case."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases

@@ -1,4 +1,4 @@
-"""Which ids a law leaves, in NumPy, and whether results say so."""
+"""The ids that a law leaves, in NumPy, and checks of the ids in results."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,19 +10,19 @@ import numpy as np
 from tests.support.forced import logprobs, output_logits
 
 NAMES = ("output_sampling_mask", "output_token_sampling_logprobs")
-# What a log-probability may differ by, and a sum of probabilities.
+# The allowed errors of a log-probability and of a sum of probabilities.
 SLACK = 1e-4
 
 
 def left(law: np.ndarray, given: dict[str, Any], slack: float = 0.0) -> np.ndarray:
-    """Which ids top-k, top-p and min-p leave of a row of log-probabilities, one after the other.
+    """The ids that top-k, top-p and min-p leave, in this order, of a row of log-probabilities.
 
     Args:
-        slack: Above 0, only those that are left for sure; below 0, all that may be left.
+        slack: Above 0: only the ids that are left for sure. Below 0: all ids that may be left.
     """
 
     def down_to(least: float) -> np.ndarray:
-        """Where an id that is left and one that is not are near, either may be."""
+        """If the last id that is left and the next one are close, either may be left."""
         after, out = kept & (law >= least), kept & (law < least)
         if slack > 0:
             return after & (law > law[out].max(initial=-np.inf) + slack)
@@ -69,13 +69,13 @@ def assert_masks(
     results: Sequence[dict[str, Any]],
     banned: Any,
 ) -> int:
-    """Every position's ids are those that the reference's law leaves.
+    """The ids at each position are those that the reference's law leaves.
 
     Args:
-        banned: Takes an output, its parameters and a position: ids that may not come there.
+        banned: Returns the ids that may not come, for an output, its parameters and a position.
 
     Returns:
-        At how many positions no rounding could decide.
+        At how many positions rounding could decide nothing.
     """
     outputs = [result["output_ids"] for result in results]
     logits = output_logits(model, prompts, outputs)

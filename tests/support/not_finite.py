@@ -1,5 +1,5 @@
-"""A model of which some tokens have no finite numbers: a prompt is bad that has one, others are
-good, and an output goes no further than to one."""
+"""A model with tokens that have no finite numbers. A prompt that has one is bad, other prompts
+are good. An output ends at such a token."""
 
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,17 @@ from enginepool.toy.files import read_checkpoint
 from scripts.train_toy.checkpoint import write_checkpoint
 from tests.support.reference import make_random_model
 
-# Tokens that no output has.
+# Tokens that no output contains.
 BAD_TOKENS = (200, 201, 202)
-# One that outputs have.
+# A token that outputs contain.
 SPOKEN = 203
 
 
 def write_spoiled(directory: Path, **shape: Any) -> Path:
-    """A Qwen3 of random weights; the embeddings of these tokens are NaN.
+    """A Qwen3 of random weights. The embeddings of these tokens are NaN.
 
-    Its output matrix is its own: with the embedding's rows in it no prompt had finite numbers.
+    It has its own output matrix. With the embedding's rows in that matrix no prompt would have
+    finite numbers.
     """
     make_random_model(directory, "qwen3", 1, tied=False, **shape)
     config, stored = read_checkpoint(directory)

@@ -1,4 +1,4 @@
-"""A checkpoint read as an engine reads it when a pool opens, without the engine."""
+"""Reads a checkpoint as an engine reads it when a pool opens, without the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from patches._lookup import module
 
 
 def read(folder: Path, devices: int = 1, **config: Any) -> dict[str, np.ndarray]:
-    """The model's leaves by path, or the error that a pool would not open with.
+    """The model's leaves by path. Raises the error with which a pool would not open.
 
     Args:
-        config: Upstream's ModelConfig's; everything is float32 by default.
+        config: Fields of upstream's ModelConfig. The dtype is float32 by default.
     """
     applied = patches.apply()
     try:
@@ -31,7 +31,7 @@ def _read(folder: Path, devices: int, config: dict[str, Any]) -> dict[str, np.nd
     where = np.array(jax.devices()[:devices]).reshape(1, devices)
     mesh = Mesh(where, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     model_config = module("sgl_jax.srt.configs.model_config").ModelConfig(str(folder), **config)
-    # As upstream's model runner has it before it loads.
+    # As in upstream's model runner before it loads.
     model_config.hf_config.ep_size = 1
     model_config.hf_config.ep_num_redundant_experts = 0
     model_config.hf_config.moe_backend = model_config.moe_backend.value

@@ -1,4 +1,4 @@
-"""README.md and its kin, as tests read them: blocks of code, headings, links."""
+"""README.md and other pages, as tests read them: code blocks, headings, links."""
 
 import re
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def read(page: str) -> str:
 
 
 def blocks(page: str, language: str | None = None) -> list[Block]:
-    """In order; of one language, if it is given."""
+    """The blocks in order, all or those of one language."""
     text = read(page)
     found = [
         Block(f["language"], f["code"], text[: f.start("code")].count("\n") + 1, f["needs"])
@@ -47,10 +47,10 @@ def blocks(page: str, language: str | None = None) -> list[Block]:
 
 
 def run(page: str, block: Block, names: dict[str, Any], instead: dict[str, str]) -> None:
-    """Run a block with these names, which it adds to.
+    """Run a block with these names, and add its own to them.
 
     Args:
-        instead: What is written in the place of what the block says; each must be in it.
+        instead: Texts of the block, each with the text that replaces it. The block must have each.
     """
     code = block.code
     for printed, used in instead.items():
@@ -60,7 +60,7 @@ def run(page: str, block: Block, names: dict[str, Any], instead: dict[str, str])
 
 
 def anchors(page: str) -> set[str]:
-    """Of the headings, as GitHub names them."""
+    """The anchors of the headings, as GitHub makes them."""
     seen: dict[str, int] = {}
     found = set()
     for heading in re.findall(r"^#+ (.+)$", _FENCE.sub("", read(page)), re.MULTILINE):
@@ -72,5 +72,5 @@ def anchors(page: str) -> set[str]:
 
 
 def links(page: str) -> list[tuple[str, str]]:
-    """Target, "" for the page itself, and anchor of every link to a file or a heading."""
+    """The links to files and headings: each target, "" for the page itself, with its anchor."""
     return _LINK.findall(_FENCE.sub("", read(page)))

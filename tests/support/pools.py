@@ -1,4 +1,4 @@
-"""What the tests share: options, types, a comparison, a look at compilations and memory."""
+"""Options, types, comparisons, and counts of compilations and memory, which tests share."""
 
 import gc
 import inspect
@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
     "precompile_bs_paddings": [4],
 }
 
-# Older ones serve with pages of one token only, on CPU.
+# On CPU older versions support pages of one token only.
 _NATIVE = module("sgl_jax.srt.layers.attention.native_backend").forward_attention
 NATIVE_PAGES = "page_size" in inspect.signature(_NATIVE).parameters
 
@@ -48,8 +48,8 @@ def same(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 def open_with(patch: pytest.MonkeyPatch, cache: ExecutableCache | None) -> None:
-    """Pools use this cache from here on, or each its own. They compile nothing for swaps ahead, so
-    that tests know who compiles, and are quicker."""
+    """From now on pools use this cache, or each its own. They do not compile ahead for swaps, so
+    that tests know who compiles, and run faster."""
 
     def make_runtime(config: PoolConfig, name: str) -> Runtime:
         runtime = Runtime(config, name, cache)
@@ -64,7 +64,8 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @contextmanager
 def compilations() -> Iterator[list[float]]:
-    """Every program that is compiled, or loaded, meanwhile: on any thread, for any device."""
+    """Counts the programs that are compiled or loaded inside the block, on any thread and for
+    any device."""
     seen: list[float] = []
 
     def listen(event: str, duration: float, **_: Any) -> None:
@@ -79,8 +80,8 @@ def compilations() -> Iterator[list[float]]:
 
 
 def in_use(pool: EnginePool) -> int:
-    """Bytes of live arrays, without those that other tests left to the garbage collector, and once
-    the engines have dropped what their last step left: a result is there before that."""
+    """Bytes of live arrays, without those that other tests left to the garbage collector. Waits
+    until engines have dropped the arrays of their last step, which happens after a result."""
     pool.pause_generation("in_place")
     pool.continue_generation()
     gc.collect()

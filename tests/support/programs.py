@@ -14,12 +14,12 @@ SCRIPT = Path(__file__).with_name("guest_script.py")
 
 
 class Program:
-    """A program of guest_script.py that has been started."""
+    """A program of guest_script.py that was started."""
 
     def __init__(self, name: str, **options: Any) -> None:
         arguments = [name, toy.checkpoint(), json.dumps(SMALL | options)]
         self._process = subprocess.Popen(
-            # -P: or the folder tests/support would stand before every package.
+            # -P: otherwise the folder tests/support comes before every package.
             [sys.executable, "-P", SCRIPT, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -27,7 +27,7 @@ class Program:
         )
 
     def report(self) -> tuple[dict[str, Any], str]:
-        """What it found, and whatever it printed beside that."""
+        """What it found. It must print nothing else."""
         try:
             out, err = self._process.communicate(timeout=3 * SECONDS)
         finally:

@@ -1,4 +1,4 @@
-"""Published models, by the configurations that docs/plan.md is made from."""
+"""Published models by the configurations that docs/plan.md uses."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ CONFIGS = {
     name: str(ROOT / "enginepool" / "doctor" / "models" / f"Qwen3-{name}.json")
     for name in ("0.6B", "4B", "8B", "30B-A3B")
 }
-# As listings of the published checkpoints have them, a tied head counted once.
+# From listings of the published checkpoints. A tied head counts once.
 PARAMETERS = {
     "0.6B": 596_049_920,
     "4B": 4_022_468_096,

@@ -1,4 +1,4 @@
-"""Quantized weights by NumPy, and what engines ought to answer with them, by plain JAX."""
+"""Weights quantized by NumPy, and the answers that engines must give with them, by plain JAX."""
 
 import functools
 import json
@@ -23,7 +23,8 @@ _STEP = _ONE / np.float32(127)
 
 
 def quantize(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Integers and scales of a matrix, stored (out, in): a scale for each output."""
+    """The integers and scales of a matrix that is stored (out, in), with a scale for each
+    output."""
     wide = weight.astype(np.float32)
     scale = np.abs(wide).max(axis=1) * _STEP
     step = _ONE / np.where(scale == 0, _ONE, scale)
@@ -31,8 +32,8 @@ def quantize(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def errors(weight: np.ndarray) -> tuple[float, float]:
-    """The norm of what quantizing a matrix changes, as a part of its own, and the largest change of
-    an element."""
+    """The norm of the change by quantizing relative to the norm of the matrix, and the largest
+    change of an element."""
     integers, scale = quantize(weight)
     wide = weight.astype(np.float64)
     lost = np.abs(wide - integers * scale[:, None].astype(np.float64))
@@ -45,7 +46,7 @@ def is_matrix(name: str) -> bool:
 
 
 def expected_leaves(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What an engine holds of a checkpoint's matrices, by leaf path."""
+    """The leaves that an engine has for a checkpoint's matrices, by path."""
     found = {}
     for name, weight in params.items():
         if is_matrix(name) and ".experts." not in name:
@@ -54,7 +55,7 @@ def expected_leaves(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def expected_fingerprint(pool: EnginePool, params: Mapping[str, np.ndarray]) -> str:
-    """That of these weights on an engine that does not quantize them."""
+    """The fingerprint of these weights on an engine that does not quantize them."""
     specs = scheduler_of(pool, 0).leaves.source_specs
     own = own_layout(dict(params))
     arrays = {
@@ -65,7 +66,7 @@ def expected_fingerprint(pool: EnginePool, params: Mapping[str, np.ndarray]) -> 
 
 
 def held(pool: EnginePool, index: int) -> dict[str, np.ndarray]:
-    """The integers and scales of an engine."""
+    """An engine's integers and scales."""
     leaves = scheduler_of(pool, index).leaves
     return {path: np.asarray(leaves[path]) for path in leaves if ".weight_" in path}
 
@@ -84,8 +85,8 @@ def holds(pool: EnginePool, params: Mapping[str, np.ndarray]) -> None:
             np.testing.assert_array_equal(found[path], array, strict=True, err_msg=path)
 
 
-def tells(report: SwapReport, pool: EnginePool, params: Mapping[str, np.ndarray]) -> None:
-    """A report names these weights, and what their matrices lost by NumPy."""
+def check_report(report: SwapReport, pool: EnginePool, params: Mapping[str, np.ndarray]) -> None:
+    """The report names these weights, and the errors of their matrices by NumPy."""
     assert report.source == expected_fingerprint(pool, params)
     assert report.source != report.staged
     matrices = {name: value for name, value in params.items() if is_matrix(name)}
@@ -97,7 +98,7 @@ def tells(report: SwapReport, pool: EnginePool, params: Mapping[str, np.ndarray]
 
 
 class Int8:
-    """Stands for a matrix whose product quantizes the other factor too."""
+    """Replaces a matrix. Its product also quantizes the other factor."""
 
     def __init__(self, weight: np.ndarray) -> None:
         self._integers, self._scale = quantize(weight)
@@ -115,7 +116,7 @@ class Int8:
 def serves_quantized(
     pool: EnginePool, model: Path, *, activations: bool = False, within: float = 1e-3
 ) -> None:
-    """Every engine answers as plain JAX does with the checkpoint's weights in int8."""
+    """Every engine gives plain JAX's answers for the checkpoint's weights in int8."""
     config, params = read_checkpoint(model)
     matrices: dict[str, Any] = {name: jnp.asarray(value) for name, value in params.items()}
     for name, weight in params.items():

@@ -1,4 +1,4 @@
-"""A driver that is killed: it says which processes its hosts are, and generates until then.
+"""A driver that is killed. It prints its hosts' process ids, and generates until it is killed.
 
 Run by tests/integrations/test_ray_failures.py, with the address of a Ray cluster.
 """

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# In the actors and whatever else Ray starts.
+# For the actors and all other processes that Ray starts.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "",
@@ -16,12 +16,13 @@ _STORE_BYTES = 200 << 20  # of each node
 
 @contextmanager
 def two_nodes(cpus: int = 1) -> Iterator[str]:
-    """Its address. This process is connected to it: `ray.init` is the user's."""
+    """The cluster's address. This process is connected to it, because `ray.init` is the user's
+    part."""
     import ray
     from ray.cluster_utils import Cluster
 
     nodes = Cluster()
-    handler = signal.getsignal(signal.SIGTERM)  # Ray takes it over
+    handler = signal.getsignal(signal.SIGTERM)  # Ray replaces it
     try:
         for _ in range(2):
             nodes.add_node(num_cpus=cpus, object_store_memory=_STORE_BYTES, include_dashboard=False)

@@ -1,7 +1,7 @@
-"""What an engine ought to answer, by a plain-JAX forward pass, and models to ask.
+"""The answers that an engine must give, by a plain JAX forward pass, and models to test with.
 
-Shared by tests: `reference_greedy` decodes without an engine, and `make_random_model` writes tiny
-checkpoints of the families an engine loads.
+`reference_greedy` decodes without an engine. `make_random_model` writes tiny checkpoints of the
+families that an engine loads.
 """
 
 import json
@@ -20,7 +20,7 @@ from scripts.train_toy.checkpoint import CONFIG, write_checkpoint
 from tests.support.families import GEMMA2, QWEN3_MOE, forward, parameter_shapes
 
 PAD_TO = 64
-# A Qwen3 for tests in which layers, heads or engines of two devices matter.
+# A Qwen3 for tests that need several layers or heads, or engines of two devices.
 LARGER = {"num_layers": 2, "num_heads": 2}
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -57,7 +57,7 @@ def reference_greedy_batch(
     """Decode several prompts at once; their lengths may differ."""
     config_json, params = _load(Path(model_dir).resolve(), _stamp(Path(model_dir)))
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    # Few shapes, few compilations: lengths go up in blocks.
+    # Lengths are padded to blocks, so that there are few shapes and few compilations.
     blocks = -(-int(lengths.max() + num_tokens) // PAD_TO)
     ids = np.zeros((len(prompts), blocks * PAD_TO), np.int32)
     for row, prompt in enumerate(prompts):
@@ -113,8 +113,8 @@ def make_random_model(
     rng = np.random.default_rng(seed)
     params = {}
     for name, shape in parameter_shapes(config).items():
-        # Norms and biases are random too, or a test would not see them mixed up or left out.
-        # Gemma's stand for themselves plus one.
+        # Norms and biases are random, too, so that tests notice if they are mixed up or left out.
+        # For Gemma one is added to the weight of a norm.
         centre = 1.0 if name.endswith("norm.weight") and family != "gemma2" else 0.0
         params[name] = rng.normal(centre, std, shape).astype(np.float32)
     write_checkpoint(Path(model_dir), params, config, dtype)
@@ -147,14 +147,14 @@ def random_config(
 
 
 def bfloat16() -> np.dtype:
-    """NumPy's view of bfloat16, for `make_random_model`."""
+    """NumPy's bfloat16, for `make_random_model`."""
     return np.dtype(ml_dtypes.bfloat16)
 
 
 def _next(
     config_json: str, params: dict[str, jax.Array], ids: np.ndarray, last: np.ndarray
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Best next token after position `last` of each row, its log-probability and its lead."""
+    """The best next token after position `last` of each row, its log-probability and its lead."""
     return _compiled(config_json)(params, ids, last)
 
 

@@ -1,10 +1,10 @@
-"""Random JSON schemas of which every document is short."""
+"""Random JSON schemas whose documents are all short."""
 
 import random
 from typing import Any
 
 _NAMES = ["a", "id", "naïve", "two words", 'q"uote', "x_1", "Größe"]
-# An answer of a random model in any whitespace might have no end.
+# If any whitespace were allowed, a random model's answer might not end.
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 

@@ -1,4 +1,4 @@
-"""What a score ought to be, by the plain-JAX forward pass."""
+"""The right scores, by the plain JAX forward pass."""
 
 import random
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
 def reference(
     model: Path, prompts: Sequence[list[int]], continuations: Sequence[list[int]]
 ) -> list[np.ndarray]:
-    """The log-probabilities of the whole vocabulary in each place, [len(continuation), V]."""
+    """The log-probabilities of the whole vocabulary at each position, [len(continuation), V]."""
     return [logprobs(rows) for rows in output_logits(model, prompts, continuations)]
 
 
@@ -54,8 +54,8 @@ def assert_prompt_logprobs(model: Path, prompt: list[int], meta: dict[str, Any])
 
 
 def assert_named(rows: np.ndarray, named: Sequence[int], entries: Sequence[Any]) -> None:
-    """In each place the log-probabilities of these ids, in their order. They may be of ids that are
-    anything but probable, and a float32 of -12 is no better than 1e-5 of itself."""
+    """The log-probabilities of these ids at each position, in their order. The ids may be
+    improbable, and float32 has a relative error of 1e-5 at -12."""
     assert [[token_id for _, token_id, _ in place] for place in entries] == [[*named]] * len(rows)
     values = np.array([[value for value, _, _ in place] for place in entries])
     np.testing.assert_allclose(values, rows[:, [*named]], rtol=1e-5, atol=LOGPROB_TOLERANCE)

@@ -1,4 +1,4 @@
-"""A server of this process on loopback, and its clients."""
+"""A server in this process on loopback, and its clients."""
 
 import threading
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Running:
 
 @contextmanager
 def serving(pool: EnginePool, **options: Any) -> Iterator[Running]:
-    """A server that has drained when the block is left."""
+    """Runs a server inside the block, and drains it at the end."""
     server = Server(pool, ServeOptions(**{"port": 0, "drain_timeout": 10.0, **options}))
     ready, failures = threading.Event(), []
 

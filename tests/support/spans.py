@@ -1,4 +1,4 @@
-"""Which tokens of an output came from which weights: what `weight_versions` must say."""
+"""`weight_versions` must say which tokens of an output came from which weights."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def assert_spans(results: list[dict[str, Any]]) -> None:
 def assert_each_span_is_its_versions(
     prompts: list[list[int]], results: list[dict[str, Any]], versions: list[Path]
 ) -> None:
-    """Every token is the best one, given all before it, by the weights that its span names."""
+    """Every token is the best one after those before it, by the weights that its span names."""
     outputs = [result["output_ids"] for result in results]
     logits = [output_logits(path, prompts, outputs) for path in versions]
     for index, result in enumerate(results):

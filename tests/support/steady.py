@@ -1,4 +1,4 @@
-"""Decode steps that stay on the device, the same pool without them, and what is asked of both."""
+"""Pools with steady decode, the same pools without, and the requests that tests send to both."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from enginepool import EnginePool
 from tests.support.faults import scheduler_of
 from tests.support.liveness import running, until
 
-# Pools of one kind as far as possible: the session's `make_pool` opens each once.
+# As few kinds of pools as possible, because the session's `make_pool` opens each once.
 OPTIONS: dict[str, Any] = {
     "max_running_requests": 8,
     "precompile_bs_paddings": [1, 8],
@@ -24,14 +24,15 @@ LONGER = GREEDY | {"max_new_tokens": 440}
 
 
 def steps(pool: EnginePool) -> tuple[int, int]:
-    """Decode steps so far: those that stayed on their device, and upstream's own."""
+    """Decode steps so far: steady ones, and upstream's own."""
     engines = pool.stats()["engines"]
     return tuple(sum(e[key] for e in engines) for key in ("steady_steps", "fallback_steps"))
 
 
 @contextmanager
 def upstreams_own(pool: EnginePool) -> Iterator[None]:
-    """All steps are upstream's own, of a pool that rests now and when the block ends."""
+    """Inside the block all steps of this pool are upstream's own. The pool must be idle now and
+    at the end."""
     steady = [scheduler_of(pool, index).steady for index in range(len(pool.engines))]
     programs = [(one.program, one.prefill) for one in steady]
     for one in steady:
@@ -45,7 +46,7 @@ def upstreams_own(pool: EnginePool) -> Iterator[None]:
 
 @contextmanager
 def several_at_once() -> Iterator[None]:
-    """Pools that may launch several steps at once do, whether their devices wait or not, and
+    """Pools that may launch several steps at once do so, whether their devices wait or not, and
     however short outputs are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("enginepool.engine.steady.pace._IDLE", 0)
@@ -55,7 +56,7 @@ def several_at_once() -> Iterator[None]:
 
 @contextmanager
 def joins() -> Iterator[list[int]]:
-    """How many requests join the steps in flight meanwhile, each time."""
+    """How many requests join the steps in flight inside the block, each time."""
     from enginepool.engine.steady.in_flight import StepsInFlight
 
     counts: list[int] = []
@@ -72,7 +73,7 @@ def joins() -> Iterator[list[int]]:
 
 @contextmanager
 def counted(places: list[tuple[Any, str]]) -> Iterator[list[int]]:
-    """How often these methods are called meanwhile."""
+    """How often these methods are called inside the block."""
     counts = [0] * len(places)
     with pytest.MonkeyPatch.context() as patch:
         for index, (owner, name) in enumerate(places):
@@ -87,7 +88,7 @@ def counted(places: list[tuple[Any, str]]) -> Iterator[list[int]]:
 
 
 def of_any_kind(count: int, *, seed: int) -> list[dict[str, Any]]:
-    """What a batch can hold, but for penalties and grammars."""
+    """Parameters of any kind, except penalties and grammars."""
     rng = random.Random(seed)
     return [
         {
@@ -106,7 +107,7 @@ def of_any_kind(count: int, *, seed: int) -> list[dict[str, Any]]:
 
 
 def penalised(count: int, *, seed: int) -> list[dict[str, Any]]:
-    """The same, of which two in three have penalties, or must not end too early."""
+    """The same, where two in three have penalties or a minimum length."""
     rng = random.Random(-seed)
     params = of_any_kind(count, seed=seed)
     for one in params:
@@ -134,8 +135,8 @@ def ask_without_flush(
 
 
 def same_top(results: list[Any], expected: list[Any]) -> None:
-    """Best ids with log-probabilities within 1e-4; two that are as near to each other may have
-    changed places, also at the end of the list."""
+    """The most probable ids with log-probabilities within 1e-4. Two ids that are as close to
+    each other may be swapped, also at the end of the list."""
     for result, other in zip(results, expected, strict=True):
         both = (one["meta_info"]["output_top_logprobs"] for one in (result, other))
         for got, wanted in zip(*both, strict=True):
@@ -147,7 +148,7 @@ def same_top(results: list[Any], expected: list[Any]) -> None:
 
 
 def decoding(pool: EnginePool, requests: int) -> None:
-    """Return when so many run, and a prefill at least is over."""
+    """Return when this many requests run and at least one prefill is over."""
     before = sum(engine["steps"] for engine in pool.stats()["engines"])
     until(
         lambda: (

@@ -1,4 +1,4 @@
-"""Chat templates of every kind, all of which say the same."""
+"""Chat templates of every kind that all render the same text."""
 
 START = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
 END = "<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\n' }}"
@@ -18,6 +18,6 @@ TEMPLATES = {
 
 
 def rendered(*turns: tuple[str, str]) -> str:
-    """What every template above makes of these turns."""
+    """The text that every template above makes of these turns."""
     text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     return f"{text}<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""Compiling for TPUs in tests: with libtpu, in the environment of `make test-tpu`."""
+"""Compiles for TPUs in tests, with libtpu, in the environment of `make test-tpu`."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ needs_libtpu = pytest.mark.skipif(not LIBTPU, reason="make test-tpu has libtpu")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: compiling takes the process for itself."""
+    """In a process of its own, because compiling changes the process."""
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -24,7 +24,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def check(*arguments: str) -> tuple[int, Any, str]:
-    """Run the command on a small engine; its exit code, the one report, and what it said."""
+    """Run the command for a small engine. Returns the exit code, the only report, and the
+    output."""
     sizes = ["--layers", "1", "--batch", "8", "--prefill", "256", "--context", "1024"]
     command = ["-m", "scripts.tpu_check", "--json", "--model", "Qwen3-0.6B"]
     done = python(*command, *sizes, *arguments)

@@ -1,6 +1,6 @@
 """Tunix's own models, clusters and forward pass, for tests of the rollout over a pool.
 
-Imports Tunix: import it only where that is installed.
+Imports Tunix: import it only if that is installed.
 """
 
 import json
@@ -35,11 +35,11 @@ LOADERS: dict[str, tuple[Any, Any]] = {
     "qwen3": (qwen3, qwen3_params),
     "llama": (llama3, llama3_params),
 }
-ROWS = 8  # of Tunix's forward pass: one shape, one compilation
+ROWS = 8  # rows of Tunix's forward pass: one shape, one compilation
 
 
 def make_checkpoint(directory: Path, family: str, seed: int) -> Path:
-    """Random weights of the toy's shape, with the rotation that Tunix's Qwen3 always has."""
+    """Random weights in the toy's shape, with the rotary embedding of Tunix's Qwen3."""
     make_random_model(directory, family, seed, **LARGER if family == "qwen3" else {})
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"rope_theta": 1_000_000}
@@ -56,7 +56,8 @@ def load(directory: Path, family: str, mesh: Mesh) -> nnx.Module:
 
 
 def dimensions(directory: Path, tied: str) -> dict[str, Any]:
-    """A checkpoint's, as Tunix's `ModelConfig` names them; `tied` is its family's own name."""
+    """A checkpoint's dimensions by the names of Tunix's `ModelConfig`. `tied` is the family's
+    own name."""
     given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return {
         "num_layers": given["num_hidden_layers"],
@@ -115,7 +116,7 @@ def many_letters(prompts: Sequence[str], completions: Sequence[str], **_: Any) -
 
 
 class Model:
-    """A model as it is now: what is trained afterwards is another."""
+    """A copy of a model as it is now, which later training does not change."""
 
     def __init__(self, model: nnx.Module) -> None:
         self._graphdef, state = nnx.split(model)
@@ -124,7 +125,7 @@ class Model:
     def logps(
         self, prompts: np.ndarray, completions: np.ndarray, temperature: float = 1.0
     ) -> np.ndarray:
-        """Of each token of the completions, by Tunix's own forward pass."""
+        """The log-probability of each token of the completions, by Tunix's own forward pass."""
         found = []
         for start in range(0, len(prompts), ROWS):
             blocks = []
@@ -146,7 +147,7 @@ class Model:
 
 
 class Watched(EnginePoolRollout):
-    """The rollout, keeping what it is asked and answers, and the model it should answer with."""
+    """A rollout that records its calls and results, with the model that it should use."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -182,13 +183,13 @@ class Watched(EnginePoolRollout):
 
 
 def before_padding(ids: np.ndarray) -> np.ndarray:
-    """Of each row what precedes its first padding id. One that was sampled, as weights at random
-    do now and then, is padding to Tunix: what follows does not see it."""
+    """The ids of each row before its first padding id. Tunix also treats a sampled padding id as
+    padding, which random weights sample now and then, and ignores later ids."""
     return np.cumsum(ids == PAD_ID, axis=-1) == 0
 
 
 def assert_outputs(rollout: Watched) -> int:
-    """Every log-probability is what Tunix says of that token; how many were compared."""
+    """Every log-probability is Tunix's own. Returns how many were compared."""
     compared = 0
     for model, output, temperature in rollout.outputs:
         width = 64
@@ -206,7 +207,7 @@ def assert_outputs(rollout: Watched) -> int:
 
 
 def assert_scores(rollout: Watched) -> int:
-    """As `assert_outputs`, of what the engines scored; the padding has zeros."""
+    """As `assert_outputs`, for scores of the engines. The padding has zeros."""
     compared = 0
     for model, (prompts, completions), values in rollout.scores:
         expected = model.logps(prompts, completions)
@@ -219,7 +220,7 @@ def assert_scores(rollout: Watched) -> int:
 
 
 def hugging_face(actor: nnx.Module) -> dict[str, np.ndarray]:
-    """The model's parameters as Hugging Face has them."""
+    """The model's parameters with Hugging Face's names."""
     tensors = {}
     for path, leaf in nnx.to_flat_state(nnx.state(actor, nnx.Param)):
         *where, module, last = map(str, path)

@@ -1,7 +1,7 @@
-"""One process of a JAX program of two, each with two virtual CPU devices and a pool of its own.
+"""One process of a JAX program of two. Each has two virtual CPU devices and its own pool.
 
-Run by tests/process/test_many_processes.py; prints one line of JSON. The two take turns at
-everything that a pool does, so that a collective in it waits for the other process in vain.
+Run by tests/process/test_many_processes.py. Prints one line of JSON. The two processes take turns
+at everything that a pool does, so a collective in it would wait for the other process for ever.
 """
 
 import json
@@ -29,8 +29,8 @@ WHOLE, WITHIN, ACROSS = PartitionSpec(), PartitionSpec("fsdp"), PartitionSpec(("
 
 
 class Turns:
-    """The first process does it while the other waits, then the other way round. They meet by
-    files, which have no part in any collective."""
+    """The first process runs a step while the other waits, then the other way round. They meet
+    by files, which need no collective."""
 
     def __init__(self, process: int, folder: Path) -> None:
         self._process = process
@@ -47,7 +47,7 @@ class Turns:
 
 
 def over_all(params: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, jax.Array]:
-    """A trainer's global arrays, on all devices of both processes; vectors replicated."""
+    """A trainer's global arrays on all devices of both processes. Vectors are replicated."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("hosts", "fsdp"))
 
     def put(value: np.ndarray) -> jax.Array:
@@ -76,7 +76,7 @@ def main(process: int, port: int, folder: Path, old: Path, new: Path) -> dict[st
         found["elsewhere"] = refused(InvalidConfig, pool.open)
     with turn("open"):
         pool = EnginePool(str(old), **SMALL).open()
-    prompts = PROMPTS[process:]  # not as many as the other has
+    prompts = PROMPTS[process:]  # not as many as in the other process
 
     def serve(name: str) -> None:
         results = pool.generate_all(None, GREEDY, input_ids=prompts, return_logprob=True)
@@ -98,7 +98,7 @@ def main(process: int, port: int, folder: Path, old: Path, new: Path) -> dict[st
         until(lambda: any(event["event"] == "engine_recovered" for event in pool.events()))
         found["recovered by"] = [event.get("by") for event in pool.events()][-1]
         serve("rebuilt")
-    # The other's engines are as they were meanwhile.
+    # The other process's engines have not changed.
     update("replicated", over_all(leaves(new), WHOLE))
     names = tensors(old)
     update("names", over_all({**names, "lm_head.weight": names[EMBEDDING]}, WHOLE))

@@ -93,7 +93,7 @@ def server_args(checkpoint: Path, **changes):
             "page_size": 1,
             "disable_overlap_schedule": True,
             "disable_precompile": True,
-            # One shape, so that a test does not compile what another one patched.
+            # One shape, so that no test compiles a program that another test has patched.
             "precompile_bs_paddings": [4],
             "precompile_token_paddings": [64],
             "grammar_backend": "none",
@@ -104,7 +104,8 @@ def server_args(checkpoint: Path, **changes):
 
 
 class _Inbox:
-    """Upstream's communication backend: hands over what was put in, keeps what comes out."""
+    """Upstream's communication backend. It hands over the requests that were put in, and keeps
+    the results."""
 
     def __init__(self):
         self.requests = []
@@ -112,7 +113,7 @@ class _Inbox:
 
     def recv_requests(self):
         if not self.requests and self.stop_when():
-            # A BaseException: upstream's loop turns any Exception into a SIGQUIT.
+            # A BaseException, because upstream's loop turns any Exception into a SIGQUIT.
             raise SystemExit
         requests, self.requests = self.requests, []
         return requests
@@ -144,7 +145,7 @@ class Upstream:
 
         class Scheduler(module("sgl_jax.srt.managers.scheduler").Scheduler):
             def watchdog_thread(self):
-                """Between two runs no step is made; after five minutes of that upstream's
+                """Between two runs no step is made. After five minutes without one, upstream's
                 watchdog would end pytest's parent process, which is make."""
 
         with jax.default_device(device):
@@ -206,6 +207,6 @@ class Upstream:
         for req in admitted:
             if not req.finished():
                 self.scheduler.abort_request(AbortReq(rid=req.rid))
-        # A prefix left in the radix cache would change the shapes of the next run.
+        # A prefix in the radix cache would change the shapes of the next run.
         self.scheduler.flush_cache()
         return [list(req.output_ids) for req in admitted]

@@ -1,6 +1,6 @@
-"""What upstream itself makes of a model's size: its model classes and its model runner's sums.
+"""A model's size by upstream itself: its model classes and its model runner's arithmetic.
 
-Imports sgl_jax inside functions only: patches precede it where pools are tested.
+Imports sgl_jax inside functions only, because patches must come first where pools are tested.
 """
 
 from types import SimpleNamespace
@@ -17,11 +17,11 @@ from enginepool.sizing.shape import Shape
 
 
 def upstreams_leaves(config: Any, tp_size: int, dtype: Any) -> dict[str, Any]:
-    """The leaves of upstream's model of this configuration by path, without making them."""
+    """The leaves of upstream's model of this configuration by path, without their arrays."""
     from sgl_jax.srt.models.registry import ModelRegistry
 
     config.ep_size, config.moe_backend = 1, "epmoe"
-    # What upstream's ModelConfig.configure_for_tensor_parallel does to it.
+    # As upstream's ModelConfig.configure_for_tensor_parallel changes it.
     heads = _kv_heads_on_chip(config.num_key_value_heads, tp_size)
     config.num_key_value_heads = heads * tp_size
     devices = np.array(jax.devices()[:tp_size]).reshape(1, tp_size)
@@ -34,14 +34,14 @@ def upstreams_leaves(config: Any, tp_size: int, dtype: Any) -> dict[str, Any]:
 
 
 def on_chip(path: str, leaf: Any, tp_size: int) -> int:
-    """Bytes; a head is cut when it is loaded (its WeightMapping says so), and not before."""
+    """Bytes on a chip. A head is sharded when it is loaded, by its WeightMapping."""
     spec = () if leaf.sharding is None else tuple(leaf.sharding.spec)
     cut = "tensor" in spec or path == "lm_head.embedding"
     return leaf.size * leaf.dtype.itemsize // (tp_size if cut else 1)
 
 
 def upstreams_runner(shape: Shape, memory: Memory) -> Any:
-    """Upstream's model runner, with as much in it as its own arithmetic of KV reads."""
+    """Upstream's model runner, with the attributes that its own KV arithmetic reads."""
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
     class Runner(ModelRunner):

@@ -1,4 +1,4 @@
-"""The toy: what its checkpoints hold and answer, and the forward pass they are answered by."""
+"""The toy's checkpoints, their answers, and the toy's forward pass."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Leaves in batches: how large they are, which are alike, and that little is done twice."""
+"""Leaves in batches: their sizes, equal batches, and work that is not repeated."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from enginepool.weights.fit import Fit
 from tests.support.layouts import leaves, placed, serves, tensors
 from tests.support.pools import compilations
 
-# Of a model with ten layers of three leaves: paths and bytes.
+# Paths and bytes of a model with ten layers of three leaves.
 MODEL = {"embed": 50, "norm": 1} | {
     f"layers.{layer}.{name}": size
     for layer in range(10)
@@ -27,8 +27,7 @@ MODEL = {"embed": 50, "norm": 1} | {
 @pytest.mark.parametrize("limit", [1, 9, 10, 15, 20, 45, 50, 1000])
 @pytest.mark.parametrize("most", [1, 2, 7, 64])
 def test_bounds(limit: int, most: int) -> None:
-    """Every leaf comes once and in its order. A batch of several has no more bytes and leaves than
-    it may have."""
+    """Every leaf comes once and in order. A batch of several leaves stays within both limits."""
     found = list(batched(MODEL, str, MODEL.__getitem__, limit, most))
     assert [path for batch in found for path in batch] == list(MODEL)
     assert all(
@@ -39,7 +38,7 @@ def test_bounds(limit: int, most: int) -> None:
 
 @pytest.mark.parametrize(("limit", "kinds"), [(45, 1), (20, 1), (15, 2)])
 def test_layers_are_alike(limit: int, kinds: int) -> None:
-    """Where layers begin and end, so do batches: most of them need the same program."""
+    """Batches begin and end with layers, so most of them need the same program."""
     found = list(batched(MODEL, str, MODEL.__getitem__, limit))
     assert all(len({"." in path for path in batch}) == 1 for batch in found)
     layers = {tuple(path.split(".", 2)[-1] for path in batch) for batch in found if "." in batch[0]}
@@ -61,7 +60,7 @@ KINDS: dict[str, Callable[[dict[str, np.ndarray]], dict[str, Any]]] = {
 def test_one_source_of_every_kind(
     four: EnginePool, target: Callable[[str], Path], layout: Callable[..., Any], staging: Any
 ) -> None:
-    """In one batch, every other leaf lies elsewhere; all of them arrive."""
+    """In one batch, every other leaf is on other devices. All of them arrive."""
     four.update_weights(target("qwen3"))
     expected = four.checksum()
     params = layout(target("qwen3"))
@@ -75,8 +74,8 @@ def test_one_source_of_every_kind(
 
 
 def test_the_next_of_a_kind(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """A source of the same names, shapes and dtypes is not joined to the model again, and compiles
-    nothing. One of another dtype is."""
+    """A second source with the same names, shapes and dtypes is not checked again, and compiles
+    nothing. One with another dtype is checked."""
     params = tensors(target("qwen3"))
     first, second = (jax.device_put(params, jax.devices()[0]) for _ in range(2))
     four.update_weights(first)
@@ -99,7 +98,7 @@ def test_the_next_of_a_kind(four: EnginePool, target: Callable[[str], Path]) -> 
 def test_batches_do_not_matter(
     four: EnginePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    """However large they are, the same weights arrive."""
+    """The weights are the same for any batch size."""
     four.update_weights(target("qwen3"))
     expected = four.checksum()
     monkeypatch.setattr(batches, "BYTES", limit)

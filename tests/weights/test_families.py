@@ -1,4 +1,4 @@
-"""Weights by Hugging Face names, in every family that the pool is tested with."""
+"""Weights with Hugging Face names, in every family that the pool is tested with."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.reference import make_random_model
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 12}
 PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44], [7] * 30, [90, 91]]
-# What a family needs beside what the pool sets on CPU: upstream's default experts are a TPU kernel.
+# Further options of a family on CPU: upstream's default experts are a TPU kernel.
 OPTIONS: dict[str, dict[str, Any]] = {"qwen3_moe": {"moe_backend": "epmoe"}}
 FAMILIES = [
     ("qwen2", "tied"),
@@ -47,16 +47,16 @@ def answers(pool: EnginePool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("family", "head"), FAMILIES)
 def test_round_trip(family: str, head: str, tmp_path: Path) -> None:
-    """From the weights of one checkpoint to another's and back, by directory and by dict of
-    arrays: each time every engine answers as the reference does with those weights, and in the
-    end as when the pool was started on them."""
-    # Llama's shapes are those of other tests, for which its programs are compiled.
+    """From one checkpoint's weights to another's and back, by directory and by dict of arrays.
+    Each time every engine gives the reference's answers for those weights, and in the end those
+    of the start."""
+    # Llama has the shapes of other tests, whose programs are compiled already.
     shape = {"num_layers": 2 if family == "llama" else 1, "num_heads": 4}
     first, second = (
         make_random_model(tmp_path / str(seed), family, seed, **shape, tied=head == "tied")
         for seed in (1, 2)
     )
-    # Stacked experts lie on a mesh of their own, so there a second engine is another case.
+    # Stacked experts have their own mesh, so a second engine is another case.
     devices = 2 if family == "qwen3_moe" else 1
     options = SMALL | {"warmup": "none"} | OPTIONS.get(family, {})
     with EnginePool(str(first), devices=devices, **options) as pool:
@@ -78,7 +78,7 @@ def tensors(model: Path) -> dict[str, np.ndarray]:
 
 
 def looked_up(pool: EnginePool, model: Path, family: str) -> None:
-    """A tensor comes back as the checkpoint has it."""
+    """A tensor is returned as the checkpoint has it."""
     projection = "model.layers.0.self_attn.q_proj.weight"
     for name in ("model.embed_tokens.weight", projection, TENSORS[family]):
         expected = tensors(model)[name]

@@ -1,4 +1,4 @@
-"""What an iterator that is given to `update_weights` may do with the pool while it is read."""
+"""What an iterator may do with the pool while `update_weights` reads it."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -39,9 +39,9 @@ def interrupted(model: Path, call: Callable[[], Any]) -> Iterator[tuple[str, np.
 def test_calls_that_wait_for_the_update_are_refused(
     llama: EnginePool, target: Callable[[str], Path], name: str, staging: Any
 ) -> None:
-    """Who is asked for weights cannot wait until they are there: an error says which call is
-    inside which, the update fails with it as with anything that an iterator raises, and the pool
-    serves what it served."""
+    """The update waits for the iterator, so a call in it cannot wait for the update. An error
+    names both calls, the update fails with it like with any error of an iterator, and the pool
+    keeps its weights."""
     before, expected = llama.checksum(), answers(llama)
     source = interrupted(target("llama"), lambda: CALLS[name](llama))
     with callers(1) as executor:
@@ -56,7 +56,7 @@ def test_calls_that_wait_for_the_update_are_refused(
 def test_calls_for_another_pool(
     llama: EnginePool, pool: EnginePool, target: Callable[[str], Path]
 ) -> None:
-    """An iterator may steer a pool that waits for nothing."""
+    """An iterator may steer a pool that does not wait for it."""
     source = interrupted(target("llama"), lambda: pool.flush_cache())
     with callers(1) as executor:
         executor.submit(llama.update_weights, source).result(SECONDS)
@@ -73,11 +73,11 @@ def test_generating_while_engines_serve(llama: EnginePool, target: Callable[[str
 
 @pytest.mark.parametrize("options", [{"staging": "stream"}, {"free_kv": True}], ids=str)
 @pytest.mark.parametrize("begun", [False, True], ids=["a new call", "a stream that goes on"])
-def test_generating_while_engines_stand(
+def test_generating_while_engines_are_stopped(
     llama: EnginePool, target: Callable[[str], Path], options: dict[str, Any], begun: bool
 ) -> None:
-    """Where no engine takes a step until the update is over, calls that would wait for one are
-    refused, also the next step of a stream that began before."""
+    """No engine takes a step until the update is over, so calls that would wait for one are
+    refused. So is the next step of a stream that began before."""
     before = llama.checksum()
     stream = llama.stream(None, {**GREEDY, "max_new_tokens": 200}, input_ids=PROMPTS[0])
     next(stream)
@@ -99,7 +99,7 @@ def test_generating_while_engines_stand(
 
 @pytest.mark.parametrize("staging", ["double", "stream"])
 def test_closing(model_dir: Callable[[str], Path], staging: Any) -> None:
-    """A pool may be closed from there: the update says that it was."""
+    """The iterator may close the pool. The update raises PoolClosed."""
     pool = EnginePool(str(model_dir("llama")), devices=2, warmup="none", **SMALL).open()
     source = interrupted(model_dir("llama"), pool.close)
     with callers(1) as executor, pytest.raises(PoolClosed):

@@ -1,4 +1,4 @@
-"""Every layout that a trainer may have its weights in, over any of the host's devices."""
+"""A trainer's weights in any layout, over any of the host's devices."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +20,10 @@ from tests.support.reference import make_random_model
 
 
 class Layout(NamedTuple):
-    """Attributes: devices by id, the mesh that they make, how matrices are cut over it."""
+    """A trainer's layout.
+
+    Attributes: devices by id, the mesh that they make, how matrices are sharded over it.
+    """
 
     devices: list[int]
     shape: tuple[int, ...]
@@ -68,13 +71,13 @@ POOLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=["2 engines of 2", *slow("4 engines", "2 engines")])
 def opened(request: pytest.FixtureRequest, make_pool: MakePool) -> EnginePool:
-    """On version 0 or, with the target's weights, on version 1."""
+    """With version 0 or, with the target's weights, version 1."""
     return make_pool(MODEL, **POOLS[request.param], warmup="none")
 
 
 @pytest.fixture
 def engines(opened: EnginePool, model_dir: Callable[[str], Path]) -> EnginePool:
-    """On version 0."""
+    """With version 0."""
     if opened.runtime.desired.weight_version != 0:
         opened.update_weights(model_dir(MODEL), weight_version=0)
     return opened
@@ -100,9 +103,9 @@ def test_every_layout(
     layout: str,
     staging: Any,
 ) -> None:
-    """Every engine has the checkpoint's own values afterwards, each leaf in its own sharding, and
-    nothing of the trainer's has passed through the host."""
-    version = int(opened.runtime.desired.weight_version == 0)  # the one that they do not have
+    """Afterwards every engine has the checkpoint's own values, each leaf in its own sharding. No
+    array of the trainer has gone through the host."""
+    version = int(opened.runtime.desired.weight_version == 0)  # the version that they do not have
     checkpoint = (model_dir, target)[version](MODEL)
     tree = LAYOUTS[layout].of(form(checkpoint))
     with devices_only():
@@ -114,8 +117,8 @@ def test_every_layout(
 
 @pytest.mark.parametrize("layout", ["FSDP", *slow("replicated", "2-D", "last")])
 def test_they_serve(engines: EnginePool, target: Callable[[str], Path], layout: str) -> None:
-    """As a plain JAX forward pass on the checkpoint answers, one after the other too. The next
-    update of the same shapes compiles nothing."""
+    """Engines give the answers of a plain JAX forward pass on the checkpoint, also after several
+    updates. The next update of the same shapes compiles nothing."""
     engines.update_weights(LAYOUTS[layout].of(leaves(target(MODEL))), strategy="rolling")
     tree = LAYOUTS[layout].of(leaves(target(MODEL)))
     with compilations() as seen:
@@ -128,7 +131,7 @@ def test_they_serve(engines: EnginePool, target: Callable[[str], Path], layout: 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_into_any(layout: str, dtype: str) -> None:
-    """Also into what no engine has, cast on the way as NumPy casts."""
+    """Also into layouts that no engine has. Arrays are cast on the way as NumPy casts."""
     value = np.random.default_rng(0).normal(size=(8, 12, 3)).astype(np.float32)
     (array,) = LAYOUTS[layout].of({"": value}).values()
     for to in ("replicated", "2-D turned", "2-D, both on one axis", "last two", "last"):
@@ -145,7 +148,7 @@ def test_into_any(layout: str, dtype: str) -> None:
 def test_put_aside_on_the_host(
     engines: EnginePool, target: Callable[[str], Path], layout: str, kind: str
 ) -> None:
-    """What a trainer has moved to host memory by itself (`memory_kind`) comes from there, and is
+    """Arrays that a trainer has moved to host memory (`memory_kind`) come from there, and are
     shared with no engine."""
     tree = {
         name: jax.device_put(array, array.sharding.with_memory_kind(kind))
@@ -159,7 +162,7 @@ def test_put_aside_on_the_host(
 
 
 def test_summands_are_refused(pool: EnginePool, target: Callable[[str], Path]) -> None:
-    """An array that its devices have yet to sum has no values; the error says what to do."""
+    """An array that its devices have yet to sum has no values. The error has the remedy."""
     name = "model.norm.scale"
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -185,7 +188,7 @@ HEAD = "lm_head.weight"
 def test_a_tied_head(
     engines: EnginePool, target: Callable[[str], Path], form: Callable[..., Any], staging: Any
 ) -> None:
-    """Compared with the embedding where the two lie, in different layouts."""
+    """It is compared with the embedding where the two are, in different layouts."""
     params = tensors(target(MODEL))
     embedding = params["model.embed_tokens.weight"]
     tree = LAYOUTS["FSDP"].of(params)
@@ -193,7 +196,7 @@ def test_a_tied_head(
         head = embedding.copy()
         head[-1, -1] += 0.5 * changed
         listed = {**tree, **LAYOUTS["2-D turned"].of({HEAD: head})}
-        # Of an iterator the comparison, which ends on the host, is part of placing.
+        # For an iterator the comparison, which ends on the host, is part of placing.
         with devices_only() if form is dict else nullcontext():
             if changed:
                 with pytest.raises(InvalidWeights, match="tie_word_embeddings"):
@@ -206,8 +209,8 @@ def test_a_tied_head(
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *slow("qwen2", "gemma2")])
 def test_families(family: str, tmp_path: Path) -> None:
-    """Tensors by Hugging Face names become what a pool that starts on them has, biases and stacked
-    experts among them, over the two devices of an engine."""
+    """Tensors with Hugging Face names, including biases and stacked experts, become the leaves
+    of a pool that starts with them, over the two devices of an engine."""
     first, second = (
         make_random_model(tmp_path / str(seed), family, seed, num_layers=1, num_heads=4)
         for seed in (1, 2)

@@ -1,4 +1,4 @@
-"""How much memory new weights take, counted from live buffers."""
+"""The memory that new weights take, counted from live buffers."""
 
 import gc
 import math
@@ -24,9 +24,9 @@ from tests.support.pools import SMALL, MakePool, in_use
 def test_a_shared_source_costs_nothing(
     model_dir: Callable[[str], Path], target: Callable[[str], Path]
 ) -> None:
-    """Random weights, a trainer's next to them, and from the update on the trainer's alone: in sets
-    of weights 1, 2, 1, and so it stays while the trainer keeps its tree and when it drops it. What
-    warm-up has computed is not there any more when the pool is."""
+    """Random weights, then a trainer's beside them, and after the update the trainer's only: 1,
+    2, 1 sets. It stays at 1 while the trainer keeps its tree and when it drops it. Arrays that
+    warm-up computed are freed with the pool."""
     seen = []
     options = SMALL | {"load_format": "dummy"}
     with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
@@ -59,9 +59,9 @@ def device_bytes(devices: list[jax.Device]) -> dict[int, int]:
 
 @contextmanager
 def peaks(devices: list[jax.Device]) -> Iterator[dict[int, int]]:
-    """The most that was in use on each of these devices, looked at after every placement,
-    conversion, joining or gathering and at every exchange of leaves. A batch beside a second set is
-    no larger here than the largest leaf."""
+    """The largest use of each of these devices, measured after every placement, conversion, join
+    or gather, and at every exchange of leaves. A batch beside a second set is no larger here
+    than the largest leaf."""
     gc.collect()
     most = device_bytes(devices)
 
@@ -94,7 +94,7 @@ def from_directory(model: Path) -> Any:
 
 
 def from_iterator(model: Path) -> Any:
-    """Tensors that lie on the first engine's device already, one at a time."""
+    """Tensors that are on the first engine's device already, one at a time."""
     with_names = tensors(model)
     return ((name, jax.numpy.array(with_names.pop(name))) for name in list(with_names))
 
@@ -106,8 +106,8 @@ def test_streaming_takes_one_set_and_a_leaf(
     target: Callable[[str], Path],
     source: Callable[[Path], Any],
 ) -> None:
-    """On no device there is ever more than the weights and the largest tensor, at any moment of an
-    update; two sets, as an update that does not stream takes them, would be seen."""
+    """No device ever has more than the weights and the largest tensor. Two sets, as an update
+    without streaming takes them, would be noticed."""
     largest = max(tensor.nbytes for tensor in tensors(target("llama")).values())
     for model in (model_dir("llama"), target("llama")):
         gc.collect()
@@ -132,9 +132,8 @@ def test_gathering_takes_a_leaf(
     layout: Callable[[Path], Any],
     devices: int,
 ) -> None:
-    """A source that is cut over the devices is gathered leaf by leaf: on no device is there more
-    than, beside the trainer's part, a set and a leaf, or two sets and a leaf where it does not
-    stream."""
+    """A source that is sharded over the devices is gathered leaf by leaf. Besides the trainer's
+    part no device has more than a set and a leaf, or, without streaming, two sets and a leaf."""
     params = layout(target("llama"))
     largest = max(value.nbytes for value in params.values())
     tree = placed(params, PartitionSpec("fsdp"), devices=devices)
@@ -147,7 +146,7 @@ def test_gathering_takes_a_leaf(
         assert report.staging == staging
         more = [most[device] - before[device] for device in before]
         assert sets * report.nbytes <= max(more) <= sets * report.nbytes + largest
-        assert max(more) > 0  # it was looked at while a gathered leaf was there
+        assert max(more) > 0  # it was measured while a gathered leaf existed
         gc.collect()
         assert device_bytes(devices_of(llama)) == before
 
@@ -167,9 +166,9 @@ def test_every_layout_takes_a_leaf(
     target: Callable[[str], Path],
     where: str,
 ) -> None:
-    """However many devices a trainer has cut its weights over: beside its own part an engine's
-    device has never more than its part of a set and of a leaf (of two sets and a leaf, where it
-    does not stream), and a device that is no engine's never more than a leaf."""
+    """For any number of devices of the trainer. Besides the trainer's part, an engine's device
+    never has more than its part of a set and of a leaf (without streaming, of two sets and a
+    leaf). A device without an engine never has more than a leaf."""
     options, count = WHERE[where]
     pool = make_pool("llama", **options)
     tree = placed(leaves(target("llama")), PartitionSpec("fsdp"), devices=count)

@@ -1,4 +1,5 @@
-"""Where a source's arrays lie, and who shares memory with whom: four engines on four devices."""
+"""Which arrays of a source are shared with engines and which are copied: four engines on four
+devices."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.support.pools import compilations
 
 
 def test_replicated_arrays_are_shared(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """A tree that lies on every engine's device becomes the engines' weights without a copy."""
+    """A tree that is on every engine's device becomes the engines' weights without a copy."""
     tree = placed(leaves(target("qwen3")), PartitionSpec())
     report = four.update_weights(tree)
     assert [(e.shared, e.copied) for e in report.engines] == [(len(tree), 0)] * 4
@@ -72,9 +73,9 @@ def test_sharded_arrays_are_gathered(
     spec: PartitionSpec,
     devices: int,
 ) -> None:
-    """A trainer's tree, of every matrix a part on each of its devices: nothing of it passes through
-    the host, every engine has what an update from the host gives it, and what lies whole on an
-    engine's device, in the model's layout, is shared with that engine."""
+    """A trainer's tree with a part of every matrix on each device. No array goes through the
+    host, and every engine has what an update from the host gives it. An array that is whole on
+    an engine's device, in the model's layout, is shared with that engine."""
     four.update_weights(target("qwen3"))
     expected = four.checksum()
     tree = placed(layout(target("qwen3")), spec, devices=devices)
@@ -94,8 +95,8 @@ def test_sharded_arrays_are_gathered(
 
 
 def test_sharded_arrays_of_another_dtype(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """Trainers keep float32 where engines may not, and the other way round: cast on the devices,
-    as an update from the host casts."""
+    """Trainers may keep float32 where engines do not, or the reverse. The devices cast, with the
+    result of a cast on the host."""
     narrow = {k: v.astype(jax.numpy.bfloat16) for k, v in leaves(target("qwen3")).items()}
     four.update_weights(narrow)
     expected = four.checksum()
@@ -126,7 +127,7 @@ def test_arrays_on_one_device(four: EnginePool, target: Callable[[str], Path]) -
 
 
 def test_numpy_is_copied(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """Who writes to an array after the update changes no engine."""
+    """Writing to an array after the update changes no engine."""
     mine = {name: np.array(value) for name, value in tensors(target("qwen3")).items()}
     four.update_weights(mine)
     before = four.checksum()
@@ -136,8 +137,8 @@ def test_numpy_is_copied(four: EnginePool, target: Callable[[str], Path]) -> Non
 
 
 def test_donated_source(four: EnginePool, target: Callable[[str], Path]) -> None:
-    """Weights that their owner deletes: the error names the remedy, every call gets it, no engine
-    is lost, and the next update recovers; with copy=True nothing happens at all."""
+    """The owner deletes the weights. The error names the remedy, every call gets it, no engine
+    is lost, and the next update recovers. With copy=True there is no error."""
     tree = placed(leaves(target("qwen3")), PartitionSpec())
     four.update_weights(tree)
     for array in tree.values():
@@ -163,8 +164,8 @@ def test_donated_source_of_one_engine(
     caplog: pytest.LogCaptureFixture,
     busy: bool,
 ) -> None:
-    """Its siblings do the work, and event and log say at once who is out, why, and the remedy; an
-    idle engine takes no request first."""
+    """Other engines do the work. Event and log say at once which engine is out, why, and the
+    remedy. An idle engine needs no request for that."""
     tree = placed(leaves(target("qwen3")), PartitionSpec(), devices=1)
     four.update_weights(tree)
     before = len(four.events())
@@ -193,8 +194,8 @@ def test_donated_source_of_one_engine(
 def test_a_trainers_mesh_does_not_matter(
     four: EnginePool, target: Callable[[str], Path], kind: str
 ) -> None:
-    """Inside a trainer's `jax.set_mesh` over several devices an update and a look at the weights do
-    what they do outside of it; its own iterator still finds its mesh."""
+    """Inside a trainer's `jax.set_mesh` over several devices, updates and checksums work as
+    outside. The trainer's own iterator still has its mesh."""
     names = tensors(target("qwen3"))
     sharded = placed(names, FSDP)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))

@@ -28,7 +28,7 @@ from tests.support.faults import Fault, every_step, scheduler_of
 from tests.support.layouts import answers, leaves, own_layout, placed, tensors
 from tests.support.liveness import SECONDS, callers, running, until
 from tests.support.pools import SMALL, MakePool, same
-from tests.support.quantized import expected_leaves, has, held, serves_quantized, tells
+from tests.support.quantized import check_report, expected_leaves, has, held, serves_quantized
 from tests.support.reference import make_random_model
 from tests.weights.test_memory import device_bytes, devices_of, peaks
 from tests.weights.test_sources import int_or_str, nested
@@ -41,7 +41,7 @@ Params = dict[str, np.ndarray]
 
 @pytest.fixture
 def int8(make_pool: MakePool, model_dir: Model) -> Iterator[EnginePool]:
-    """Four engines, put back to their own weights afterwards."""
+    """Four engines, which get their own weights back afterwards."""
     pool = make_pool("qwen3", 4, **WEIGHTS)
     yield pool
     pool.update_weights(model_dir("qwen3"), weight_version=0)
@@ -96,12 +96,12 @@ def test_sources(int8: EnginePool, target: Model, source: Any, staging: Any) -> 
     assert not report.left
     assert {each.fingerprint for each in report.engines} == {report.staged}
     has(int8, target("qwen3"))
-    tells(report, int8, tensors(target("qwen3")))
+    check_report(report, int8, tensors(target("qwen3")))
     serves_quantized(int8, target("qwen3"))
 
 
 def test_same_as_a_new_pool(make_pool: MakePool, target: Model) -> None:
-    """In bfloat16, from float32: rounded to the model's dtype first, as a checkpoint is."""
+    """Into bfloat16 from float32: rounded to bfloat16 first, as a checkpoint is."""
     pool = make_pool("qwen3", 1, **WEIGHTS, dtype="bfloat16")
     report = pool.update_weights(from_a_device(tensors(target("qwen3"))))
     options: dict[str, Any] = SMALL | WEIGHTS | {"dtype": "bfloat16"}
@@ -127,7 +127,7 @@ def test_engines_of_two_devices(make_pool: MakePool, model_dir: Model, target: M
             report = pool.update_weights(given, mode="in_place")
             call.result(SECONDS)
             has(pool, model("larger qwen3"))
-            tells(report, pool, tensors(model("larger qwen3")))
+            check_report(report, pool, tensors(model("larger qwen3")))
     serves_quantized(pool, target("larger qwen3"))
 
 
@@ -146,11 +146,11 @@ def test_staged(int8: EnginePool, target: Model) -> None:
     report = staged.commit()
     assert staged.nbytes == report.nbytes
     has(int8, target("qwen3"))
-    tells(report, int8, tensors(target("qwen3")))
+    check_report(report, int8, tensors(target("qwen3")))
 
 
 def test_every_mode_under_load(int8: EnginePool, model_dir: Model, target: Model) -> None:
-    """Ten updates while engines generate; the last weights are NumPy's, and serve."""
+    """Ten updates while engines generate. The last weights are NumPy's, and serve."""
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
     ways: list[Any] = [("drain", "double"), ("retract", "double"), ("in_place", "stream"),
                        ("abort", "double"), ("drain", "stream")]  # fmt: skip
@@ -179,8 +179,8 @@ def test_failed_commit(int8: EnginePool, target: Model) -> None:
 
 
 def test_failed_stream(int8: EnginePool, target: Model) -> None:
-    """The engine that failed half way has no version: it is out until the next update, or has the
-    old weights from a sibling."""
+    """The engine that failed half way has no version. It is out until the next update, or gets
+    the old weights from another engine."""
     expected, source = answers(int8), in_halves(leaves(target("qwen3")))
     with refused(source[LEAF]), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
         int8.update_weights(source, staging="stream")
@@ -197,7 +197,7 @@ def test_failed_stream(int8: EnginePool, target: Model) -> None:
 
 
 def test_only_engine_of_a_stream(make_pool: MakePool, model_dir: Model, target: Model) -> None:
-    """As on a chip that has no room for a second set: calls say so until the next update."""
+    """As on a chip without room for a second set. Calls raise until the next update."""
     pool = make_pool("llama", 1, **WEIGHTS)
     with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
         pool.update_weights(tensors(target("llama")), staging="stream")
@@ -205,11 +205,11 @@ def test_only_engine_of_a_stream(make_pool: MakePool, model_dir: Model, target: 
         answers(pool)
     report = pool.update_weights(model_dir("llama"), weight_version=0)
     has(pool, model_dir("llama"))
-    tells(report, pool, tensors(model_dir("llama")))
+    check_report(report, pool, tensors(model_dir("llama")))
 
 
 def test_rebuilt(int8: EnginePool, target: Model) -> None:
-    """An engine that is built anew has the current weights, from a sibling."""
+    """A rebuilt engine has the current weights, from another engine."""
     int8.update_weights(target("qwen3"), weight_version=7)
     engine = int8.engines[1]
 
@@ -268,7 +268,7 @@ def test_placeholders(model_dir: Model, target: Model) -> None:
 
 
 def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stacked, with a scale for each output of each. Narrow ones are refused off a TPU."""
+    """They are stacked and have a scale for each output. Narrow ones need a TPU."""
     narrow = make_random_model(tmp_path / "narrow", "qwen3_moe")
     with pytest.raises(InvalidConfig, match=r"\.wo has 64 inputs"):
         EnginePool(str(narrow), devices=1, **SMALL, **WEIGHTS).open()

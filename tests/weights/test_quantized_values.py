@@ -1,4 +1,4 @@
-"""Unusual numbers and dtypes in int8, and what the report of an update says of them."""
+"""Unusual numbers and dtypes in int8, and their figures in the report of an update."""
 
 import math
 from typing import Any
@@ -18,13 +18,13 @@ from tests.support.layouts import placed, tensors
 from tests.support.liveness import until
 from tests.support.pools import MakePool
 from tests.support.quantized import (
+    check_report,
     expected_leaves,
     has,
     held,
     holds,
     quantize,
     serves_quantized,
-    tells,
 )
 from tests.weights.test_quantized import (
     WEIGHTS,
@@ -45,12 +45,12 @@ def int8(make_pool: MakePool) -> EnginePool:
 
 
 def from_two_shards(params: Params) -> Any:
-    """On the engines' devices."""
+    """Sharded over the engines' devices."""
     return placed(params, PartitionSpec(None, "fsdp"), devices=2)
 
 
 def test_source_fingerprint(int8: EnginePool, four: EnginePool, target: Model) -> None:
-    """It is that of a pool which does not quantize, and has no such report."""
+    """It is that of a pool that does not quantize. That pool's report has no such field."""
     plain = four.update_weights(target("qwen3"))
     assert (plain.source, plain.quantized) == (None, {})
     report = int8.update_weights(target("qwen3"))
@@ -60,14 +60,14 @@ def test_source_fingerprint(int8: EnginePool, four: EnginePool, target: Model) -
 
 @pytest.mark.parametrize("source", [from_a_device, from_a_state, from_two_shards])
 def test_odd_matrices(int8: EnginePool, target: Model, source: Any) -> None:
-    """An output of zeros, an outlier, very small numbers, and a matrix of zeros. Then an outlier of
-    which no float32 has the square."""
+    """An output of zeros, an outlier, very small numbers, and a matrix of zeros. Then an outlier
+    whose square is no float32."""
     params = {name: value.copy() for name, value in tensors(target("qwen3")).items()}
     params[ODD][1], params[ODD][2, 3], params[ODD][4] = 0, -1e4, params[ODD][4] * 1e-30
     params[ZERO][:] = 0
     report = int8.update_weights(source(params))
     holds(int8, params)
-    tells(report, int8, params)
+    check_report(report, int8, params)
     assert report.quantized[ZERO] == QuantizedMatrix(0, 0)
     params[ODD][2, 3] = 1e30
     report = int8.update_weights(source(params))
@@ -76,7 +76,7 @@ def test_odd_matrices(int8: EnginePool, target: Model, source: Any) -> None:
 
 
 def test_not_a_number(int8: EnginePool, target: Model) -> None:
-    """One output of a matrix is lost, and the report says in which matrix. Requests end as with
+    """One output of a matrix is lost, and the report names the matrix. Requests end as with
     weights that are not quantized, and the next weights serve."""
     params = {name: value.copy() for name, value in tensors(target("qwen3")).items()}
     whole = int8.update_weights(params)
@@ -128,12 +128,12 @@ def test_dtypes(make_pool: MakePool, target: Model, source: Any, dtype: Any, own
     report = pool.update_weights(source(params))
     params = {name: value.astype(jax.numpy.dtype(own)) for name, value in params.items()}
     holds(pool, params)
-    tells(report, pool, params)
+    check_report(report, pool, params)
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (3, 48, 32), (3, 5)])
 def test_sums_of_a_fingerprint(shape: tuple[int, ...]) -> None:
-    """They are NumPy's, also of an array with rows and columns exchanged."""
+    """They are NumPy's, also for a transposed array."""
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     words = array.view(np.uint32).reshape(-1, shape[-1]).astype(np.uint64)
     row, column = np.indices(words.shape, np.uint64)
@@ -146,7 +146,7 @@ def test_sums_of_a_fingerprint(shape: tuple[int, ...]) -> None:
 
 
 def test_refused(int8: EnginePool, target: Model) -> None:
-    """A source's names are those of weights that are not quantized, and so are its dtypes. Nothing
+    """A source must have the names and dtypes of weights that are not quantized. Nothing
     changes."""
     before, params = int8.checksum(), tensors(target("qwen3"))
     with pytest.raises(InvalidWeights, match=r"unknown|none of the names"):

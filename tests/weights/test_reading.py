@@ -1,4 +1,4 @@
-"""A pool reads its checkpoint once: the first engine does, the others copy what it has."""
+"""The first engine reads the checkpoint, and the others copy its weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +24,14 @@ from tests.support.pools import SMALL, MakePool
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """For every time that upstream's loader reads files, the device they are for."""
+    """The device for which upstream's loader reads files, each time."""
     from sgl_jax.srt.utils.weight_utils import WeightLoader
 
     seen: list[Any] = []
     original = WeightLoader.load_weights_from_safetensors
 
     def load(self: Any, mappings: Any) -> None:
-        if len(mappings) > 1:  # and no single one, tried for the shape that its tensor must have
+        if len(mappings) > 1:  # several leaves: the real reading, no trial of a shape
             seen.append(self.mesh.devices.flat[0])
         original(self, mappings)
 
@@ -45,7 +45,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("llama", {"warmup": "none", "tp_size": 2}),
         *slow(
             ("llama", {"warmup": "parallel", "devices": 3}),
-            # Stacked experts lie on a mesh of their own.
+            # Stacked experts have their own mesh.
             ("qwen3_moe", {"warmup": "none", "devices": 2, "moe_backend": "epmoe"}),
         ),
     ],
@@ -53,7 +53,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_once(
     model_dir: Callable[[str], Path], reads: list[Any], family: str, options: dict[str, Any]
 ) -> None:
-    """Every engine answers as the reference does, with leaves on its own devices only."""
+    """Every engine gives the reference's answers, with leaves on its own devices only."""
     model = model_dir(family)
     with EnginePool(str(model), **(SMALL | options)) as pool:
         assert reads == jax.devices()[:1]
@@ -71,8 +71,8 @@ def test_once(
 def test_leaves_of_another_model(
     make_pool: MakePool, model_dir: Callable[[str], Path], reads: list[Any]
 ) -> None:
-    """What the first engine has does not fit (as with models that make leaves of others while
-    they load): the checkpoint is read."""
+    """The first engine's leaves do not fit, as with models that derive leaves while they load.
+    So the checkpoint is read."""
     from enginepool.engine.build import build_engine, dismantle
 
     source = faults.scheduler_of(make_pool("qwen3", 1), 0).leaves

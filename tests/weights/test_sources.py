@@ -1,4 +1,4 @@
-"""Where new weights may come from."""
+"""The sources that new weights may come from."""
 
 import shutil
 import sys
@@ -82,8 +82,8 @@ SOURCES: dict[str, Callable[[EnginePool, dict[str, np.ndarray], Path], Any]] = {
 def test_every_source(
     llama: EnginePool, target: Callable[[str], Path], tmp_path: Path, kind: str, staging: Any
 ) -> None:
-    """Whatever the weights come as, all engines have them afterwards and answer as the reference;
-    the fingerprints agree with one another and with what was staged."""
+    """For every form of weights, all engines have them afterwards and give the reference's
+    answers. The fingerprints of engines and source are equal."""
     source = SOURCES[kind](llama, tensors(target("llama")), tmp_path)
     report = llama.update_weights(source, staging=staging)
     prints = {engine.fingerprint for engine in report.engines}
@@ -96,7 +96,7 @@ def test_every_source(
 def test_iterator_that_fails_half_way(
     llama: EnginePool, target: Callable[[str], Path], staging: Any
 ) -> None:
-    """The first engine is restored from its sibling, the pool serves what it served."""
+    """The first engine is restored from another one, and the pool keeps its weights."""
     before, expected = llama.checksum(), answers(llama)
     items = list(tensors(target("llama")).items())
 
@@ -113,8 +113,8 @@ def test_iterator_that_fails_half_way(
 
 
 class Tensor:
-    """What torch.Tensor does where update_weights looks: in bfloat16 it has no NumPy form, nor
-    while it needs a gradient or lies on another device; here it holds NumPy's bits."""
+    """torch.Tensor as far as update_weights uses it. It cannot become a NumPy array in bfloat16,
+    while it needs a gradient, or on another device. Here it has NumPy's bits."""
 
     def __init__(self, bits: np.ndarray, dtype: str, *left_to_do: str) -> None:
         self._bits, self.dtype, self._left_to_do = bits, dtype, set(left_to_do)
@@ -143,7 +143,7 @@ class Tensor:
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A torch that knows nothing but its tensors; the real one is not needed to take them."""
+    """A module with tensors only. The real torch is not needed to accept them."""
     module = ModuleType("torch")
     module.Tensor, module.bfloat16, module.int16 = Tensor, "torch.bfloat16", "torch.int16"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", module)
@@ -151,7 +151,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_torch(llama: EnginePool, torch: ModuleType, tmp_path: Path) -> None:
-    """Tensors of a training step, bfloat16 and float32 mixed: every bit arrives."""
+    """Tensors of a training step, in bfloat16 and float32. Every bit arrives."""
     model = make_random_model(tmp_path, "llama", seed=4, dtype=bfloat16())
     source: dict[str, Any] = {}
     for name, value in tensors(model).items():
@@ -175,13 +175,14 @@ def test_hub_id(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A hub id means its snapshot in the hub's cache; one that is not to be had changes nothing."""
+    """A hub id means its snapshot in the hub's cache. An id that cannot be downloaded changes
+    nothing."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--someone--trained"
     shutil.copytree(target("llama"), repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    # What HF_HUB_CACHE sets before huggingface_hub is imported.
+    # HF_HUB_CACHE sets this before huggingface_hub is imported.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     before = llama.checksum()
     with pytest.raises(InvalidWeights, match="someone/else"):

@@ -1,4 +1,4 @@
-"""New weights: what is refused, what a part of them does, and looking at them."""
+"""New weights: what is refused, partial updates, and reading weights."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from enginepool import EnginePool, InvalidWeights, SwapReport
 from tests.support.layouts import answers, leaves, own_layout, placed, tensors
 from tests.support.pools import MakePool, same
 
-# Arrays that are no weights, and whose fault it is not a device's.
+# Arrays that are no weights. The source is at fault, and no device.
 ODD: dict[str, Callable[[np.ndarray], Any]] = {
     "masked": lambda value: np.ma.masked_less(value, 0.0),
     "objects": lambda value: value.astype(object),
@@ -44,7 +44,7 @@ PLAIN: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def broken(kind: str, params: dict[str, np.ndarray], folder: Path) -> tuple[Any, str]:
-    """A source that does not fit, and what its error must say."""
+    """A source that does not fit, and the words of its error."""
     name = "model.layers.1.mlp.down_proj.weight"
     changed = dict(params)
     if kind == "missing":
@@ -81,7 +81,7 @@ def broken(kind: str, params: dict[str, np.ndarray], folder: Path) -> tuple[Any,
 
 @pytest.fixture(scope="module")
 def said_before(keep_pool: MakePool) -> list[dict[str, Any]]:
-    """What `llama` answers with its own weights."""
+    """The answers of `llama` with its own weights."""
     return answers(keep_pool("llama", 2))
 
 
@@ -110,7 +110,7 @@ def test_what_does_not_fit_changes_nothing(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    """The error names the tensor or the file; weights, version and answers are as before."""
+    """The error names the tensor or the file. Weights, version and answers stay."""
     before = llama.checksum()
     version = llama.stats()["weight_version"]
     if kind == "wrong family":
@@ -129,7 +129,8 @@ def test_what_does_not_fit_changes_nothing(
 def test_a_wrapper_before_every_name(
     llama: EnginePool, target: Callable[[str], Path], before: str
 ) -> None:
-    """The error says what to take off, and not that a part can be updated: nothing would be."""
+    """The error says which prefix to remove. It does not suggest a partial update, which would
+    update nothing."""
     source = {before + name: value for name, value in tensors(target("llama")).items()}
     with pytest.raises(
         InvalidWeights, match=rf"without the prefix '{re.escape(before)}'"
@@ -143,7 +144,7 @@ def test_a_wrapper_before_every_name(
 
 
 def test_partial_update(llama: EnginePool, target: Callable[[str], Path]) -> None:
-    """strict=False changes what is given, and says what it left and what it did not know."""
+    """strict=False changes the given leaves, and reports the others and unknown names."""
     name = "model.layers.0.mlp.up_proj.weight"
     value = load_file(target("llama") / "model.safetensors")[name]
     before = llama.get_weights_by_name(name, 4)
@@ -159,7 +160,8 @@ def test_partial_update(llama: EnginePool, target: Callable[[str], Path]) -> Non
 
 
 def test_perturb(llama: EnginePool, model_dir: Callable[[str], Path]) -> None:
-    """The same noise on every engine, seen by both checksums; a name gives rows in its layout."""
+    """The same noise on every engine changes both checksums. A name gives rows in its own
+    layout."""
     sums = llama.checksum(), llama.quick_checksum()
     llama.perturb_weights(seed=3, scale=0.01, num_leaves=2)
     assert llama.checksum() != sums[0]
@@ -174,22 +176,22 @@ def test_perturb(llama: EnginePool, model_dir: Callable[[str], Path]) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("form", ["names", "paths", "iterator"])
 def test_plain_conversions(llama: EnginePool, target: Callable[[str], Path], form: str) -> None:
-    """Whatever memory NumPy has the weights in, and in whatever width: they arrive as they do from
-    a checkpoint, without a warning."""
+    """For NumPy arrays of any memory layout and width. They arrive as from a checkpoint, without
+    a warning."""
     llama.update_weights(target("llama"))
     expected = llama.checksum()
     params = (leaves if form == "paths" else tensors)(target("llama"))
     for kind, convert in PLAIN.items():
         llama.update_weights({name: np.zeros_like(value) for name, value in params.items()})
         assert llama.checksum() != expected
-        # Norms have no second axis.
+        # Norms have one axis.
         source = {k: convert(v) if v.ndim > 1 else v for k, v in params.items()}
         llama.update_weights(iter(source.items()) if form == "iterator" else source)
         assert llama.checksum() == expected, kind
 
 
 def test_names_of_an_iterator(llama: EnginePool, target: Callable[[str], Path]) -> None:
-    """A name that is no text is the iterator's fault."""
+    """A name that is no text is an error of the iterator."""
     array = tensors(target("llama"))["model.norm.weight"]
     for name in (b"model.norm.weight", None, 3, ["model.norm.weight"]):
         with pytest.raises(InvalidWeights, match="name"):
@@ -197,7 +199,7 @@ def test_names_of_an_iterator(llama: EnginePool, target: Callable[[str], Path]) 
 
 
 def test_traced_weights(llama: EnginePool, target: Callable[[str], Path]) -> None:
-    """An update inside a function that is compiled has no values to put anywhere."""
+    """An update inside a function that is being compiled has no values."""
     params = tensors(target("llama"))
     with pytest.raises(InvalidWeights, match=r"model.norm.weight.*jax.jit"):
         jax.jit(lambda array: llama.update_weights({**params, "model.norm.weight": array}))(
@@ -234,8 +236,8 @@ LISTED: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
 def test_head_of_a_model_with_tied_embeddings(
     four: EnginePool, target: Callable[[str], Path], kind: str, staging: Any
 ) -> None:
-    """State dicts list the head beside the embedding that it is tied to. Equal, it says nothing
-    new; different, no model of this shape can have both, and nothing is changed."""
+    """State dicts have the head beside the embedding that it is tied to. If they are equal,
+    nothing is wrong. If not, no model of this shape can have both, and nothing changes."""
     before = four.checksum()
     params = tensors(target("qwen3"))
     other = params[EMBEDDING].copy()
