@@ -61,11 +61,11 @@ demo: setup ## Four engines on four virtual CPU devices answer prompts side by s
 	@JAX_PLATFORMS=cpu $(BIN)/python -m enginepool.cli.demo $(ARGS)
 
 .PHONY: test
-test: setup ## Run the tests but the slow ones
+test: setup ## Run the tests except the slow ones
 	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: coverage
-coverage: setup ## The same, and say which lines ran in the tests' own processes
+coverage: setup ## make test, with the coverage of lines in the tests' own processes
 	$(BIN)/python $(PYTEST) -m "not slow" --cov --cov-report= $(ARGS)
 	@$(BIN)/coverage report --skip-covered
 
@@ -82,15 +82,15 @@ ABOVE_UPSTREAM := $(addprefix tests/,benchmarks cli ray reference rl sizing toy 
 	scores.py token_wire.py trusted.py under_load.py)
 
 .PHONY: test-compat
-test-compat: $(COMPAT)/.installed ## Run the tests on sglang-jax 0.0.3rc99 that look at upstream; all: ABOVE_UPSTREAM=
+test-compat: $(COMPAT)/.installed ## Run the tests that depend on upstream, on sglang-jax 0.0.3rc99; all tests: ABOVE_UPSTREAM=
 	$(COMPAT)/bin/python $(PYTEST) -m "not slow" $(addprefix --ignore=,$(ABOVE_UPSTREAM)) $(ARGS)
 
 .PHONY: test-next
-test-next: $(NEXT)/.installed ## Run the tests on the newest JAX, flax and NumPy that upstream's code bears
+test-next: $(NEXT)/.installed ## Run the tests on the newest JAX, flax and NumPy that upstream works with
 	$(NEXT)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: test-tpu
-test-tpu: $(TPU)/.installed ## Run the tests that need libtpu, and no TPU
+test-tpu: $(TPU)/.installed ## Run the tests that need libtpu but no TPU
 	$(TPU)/bin/python $(PYTEST) $(ARGS) tests/doctor/test_ahead_of_time.py tests/doctor/test_tpu_check.py
 
 .PHONY: tpu-check
@@ -98,7 +98,7 @@ tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, with
 	@JAX_PLATFORMS=cpu $(TPU)/bin/python -m scripts.tpu_check $(ARGS)
 
 .PHONY: test-integrations
-test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.installed ## Run trainers and clients on pools, pools on hosts, and the TPU's attention kernel, interpreted on CPU
+test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.installed ## Run the tests of Tunix, lm_eval, Ray and clients, and of the TPU's attention kernel, interpreted on CPU
 # tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
 	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS) tests/integrations
 	$(TUNIX)/bin/python $(PYTEST) -m "not slow" $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py \
@@ -107,7 +107,7 @@ test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.insta
 	$(RAY)/bin/python -m pytest --durations=10 -m "not slow" $(ARGS) tests/integrations/test_ray*.py tests/integrations/test_pages.py
 
 .PHONY: lint
-lint: setup ## Check style, formatting, which room imports which, and that what is imported is declared
+lint: setup ## Check style, formatting, which package imports which, and that every import is declared
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
@@ -133,11 +133,11 @@ docs: $(DOCS)/.installed ## Make the site in site/, from README.md and docs/; br
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 .PHONY: bench
-bench: setup ## docs/benchmarks.md's table of how busy an accelerator is kept
+bench: setup ## Measure the device's busy share, for docs/benchmarks.md
 	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.busy --engines 1 4 --step-ms 5 10 $(ARGS)
 
 .PHONY: constraints
-constraints: ## Write both constraints files anew from the newest versions that fit
+constraints: ## Rewrite both constraints files with the newest versions that fit
 	scripts/lock
 
 .PHONY: clean

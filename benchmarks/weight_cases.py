@@ -54,7 +54,7 @@ def cases(
         _own_layout_case("own layout, on an engine's device", own, devices, devices[0]),
         Case("own layout, on every device", lambda: _over(own(devices[0]), devices), 0, None),
         Case(
-            "own layout, cut over every device",
+            "own layout, sharded over every device",
             lambda: _over(own(devices[0]), devices, cut=True),
             count,
             functools.partial(gather, devices=devices),

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-# structlog imports rich, which draws a number from `random`. It does so now, and not later in the
-# middle of a user's program.
+# structlog imports rich, which draws a number from `random`. Importing structlog here keeps that
+# draw out of the middle of a user's program.
 import enginepool.logs as _logs  # noqa: F401
 from enginepool.errors import (
     EnginePoolError,

@@ -194,7 +194,7 @@ class PoolConfig:
         return args
 
     def tpu_memory(self, args: Mapping[str, Any], free_bytes: int | None) -> Memory | None:
-        """The memory that such an engine takes of a chip. None if it is not known."""
+        """How an engine of this pool uses the memory of a chip. None if it is not known."""
         if not free_bytes or self.shape is None:
             return None
         return Memory(self.shape, Settings.of(args, self.shape), free_bytes)

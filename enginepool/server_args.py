@@ -45,7 +45,7 @@ REFUSED: Mapping[str, str] = {
     "use_sort_for_toppk_minp": "with it upstream samples from a wrong distribution",
     "enable_mixed_chunk": "a batch that mixes prefill and decode has no log-probabilities",
     "lora_paths": "adapters are loaded once the pool is open, by load_lora_adapter",
-    "lora_eviction_policy": "the slot of the adapter that was not used for longest is taken first",
+    "lora_eviction_policy": "a pool evicts the least recently used adapter first",
     "enable_static_lora": "use enable_lora; load_lora_adapter replaces an adapter at any time",
     "lora_scaling": "load_lora_adapter takes it from the adapter's configuration",
     "allow_auto_truncate": "a pool never cuts a prompt; one that is too long is an error",
@@ -115,7 +115,7 @@ def check_lora(args: Mapping[str, Any]) -> None:
 
 def server_args_class() -> Any:
     """Upstream's class `ServerArgs`. Its import changes `os.environ`; these changes are undone."""
-    from enginepool.process.guest import restore_environ
+    from enginepool.process.host_state import restore_environ
 
     environ = dict(os.environ)
     try:

@@ -94,7 +94,7 @@ def did_you_mean(
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any]:
-    """The JSON object that an option of this name has as text; None is an empty one.
+    """Parse the JSON object of an option of this name. None gives an empty object.
 
     Raises:
         InvalidConfig: The text is no JSON, or no object.
@@ -117,7 +117,7 @@ def is_number(value: Any) -> bool:
 
 
 def flag(name: str, value: Any, default: bool = False) -> bool:
-    """True or False. None is the default. Anything else is an error."""
+    """Check that a value is True or False. None means `default`."""
     value = plain(value)
     if value is None:
         return default
@@ -135,8 +135,9 @@ def seconds(
         return None
     low = 0 if zero else math.ulp(0.0)
     if not (is_number(value) and low <= value <= threading.TIMEOUT_MAX):
-        least = "of 0 or more" if zero else "above 0"
+        least = "0 or more" if zero else "above 0"
         raise error(
-            f"{name}={shown(value)}: expected seconds {least} that are finite, or None for no limit"
+            f"{name}={shown(value)}: expected a finite number of seconds, {least}, "
+            "or None for no limit"
         )
     return float(value)

@@ -16,7 +16,7 @@ version of the weights that it came from.
 `--lora RANK` trains an adapter of that rank. The pool generates under it, and its base stays.
 
 `--top-p` samples from fewer ids. With `--masks` the trainer computes probabilities among these ids,
-as the sampler did. Without it, among all ids.
+as the sampler did. Without `--masks` it computes them among all ids.
 
 `--out` gets metrics.jsonl (a line per step), plot.png and the checkpoints that `--resume` continues
 from.
@@ -54,23 +54,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/grpo"))
     add("--devices", type=int, default=4, help="engines; default: 4")
     add("--seed", type=int, default=0)
-    add("--steps", type=int, default=350, help="over which the learning rate falls")
-    add("--minutes", type=float, default=10.0, help="stop before --steps once they have passed")
+    add("--steps", type=int, default=350, help="the learning rate falls over these steps")
+    add("--minutes", type=float, default=10.0, help="stop after these minutes, even before --steps")
     add("--prompts", type=int, default=64, help="a step")
     add("--samples", type=int, default=8, help="a prompt")
-    add("--top-p", type=float, default=1.0, help="of the samples")
+    add("--top-p", type=float, default=1.0, help="top-p of the samples")
     add("--masks", action="store_true", help="train on probabilities among the ids top-p left")
     add("--updates", type=int, default=1, help="gradient steps on each step's samples")
-    add("--learning-rate", type=float, help="default: 2e-4; of an adapter, 2e-3")
+    add("--learning-rate", type=float, help="default: 2e-4, with --lora 2e-3")
     add("--evaluate-every", type=int, default=20, help="steps")
     add("--async", dest="one_step_off", action="store_true", help="generate one step ahead")
     add("--lora", type=int, metavar="RANK", help="train an adapter of this rank alone")
-    add("--dtype", default="float32", help="the engines'")
+    add("--dtype", default="float32", help="the dtype of the engines")
     add("--int8", action="store_true", help="the engines' matrices are quantized at each update")
     add("--correction", choices=("rollout", "none", "truncated"), default="rollout",
         help="for probabilities that differ; see Trainer")  # fmt: skip
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    add("--wandb", metavar="PROJECT", help="log there as well")
+    add("--wandb", metavar="PROJECT", help="also log to this project of Weights & Biases")
     return parser.parse_args(argv)
 
 

@@ -28,7 +28,7 @@ from ray.data.checkpoint import CheckpointConfig
 
 
 class Generate:
-    """An actor of Ray Data's: one host's pool."""
+    """An actor of Ray Data. It has the pool of one host."""
 
     def __init__(self, pool_args: dict[str, Any], sampling_params: dict[str, Any] | None) -> None:
         from enginepool import EnginePool
@@ -94,17 +94,17 @@ def _parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("input", help="a file or a directory of JSONL or Parquet")
     parser.add_argument("output", help="a directory")
-    parser.add_argument("--parquet", action="store_true", help="the input is a directory of it")
-    parser.add_argument("--model", help="left out, the toy")
+    parser.add_argument("--parquet", action="store_true", help="a directory of Parquet, not JSONL")
+    parser.add_argument("--model", help="default: the toy")
     parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--devices", type=int, help="of each host; left out, all")
+    parser.add_argument("--devices", type=int, help="devices of each host; default: all")
     parser.add_argument("--tpus", type=float, help="chips that Ray is to hold for an actor")
     parser.add_argument("--cpus", type=float, default=1)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--in-flight", type=int, default=8, help="batches at a time on a host")
     parser.add_argument("--sampling-params", type=json.loads, help="JSON")
-    parser.add_argument("--pool-args", type=json.loads, default={}, help="JSON, of EnginePool")
-    parser.add_argument("--address", help="of a Ray cluster; left out, RAY_ADDRESS or this machine")
+    parser.add_argument("--pool-args", type=json.loads, default={}, help="JSON for EnginePool")
+    parser.add_argument("--address", help="a Ray cluster; default: RAY_ADDRESS, or this machine")
     return parser.parse_args()
 
 

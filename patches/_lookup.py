@@ -11,7 +11,7 @@ from typing import Any
 from patches import _imports
 from patches._patch import JaxChanged
 
-# Those that upstream's rotary embeddings have in common.
+# The parameters that all of upstream's rotary embeddings have.
 ROTARY_PARAMETERS = (
     *("self", "head_size", "rotary_dim", "max_position_embeddings"),
     *("base", "is_neox_style", "dtype"),

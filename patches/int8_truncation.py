@@ -1,6 +1,6 @@
-"""Integers nearest to weights and activations are taken, not those nearer to zero.
+"""int8 weights and activations are rounded to the nearest integer, not towards zero.
 
-What breaks: int8 weights are smaller than the weights they stand for: by half a step on average,
+What breaks: int8 weights are smaller than the weights that they replace: by half a step on average,
 and by a whole step at most. Every product is too small by a percent or two, and its error is twice
 what int8 needs. The same holds for activations in int8.
 

@@ -6,9 +6,9 @@ min_p .5 is drawn .2 each.
 Why: `_apply_min_p_filter` treats logits as probabilities: it compares them with `min_p * max`
 and sets what it masks to 0, which is a likely logit.
 
-What we change: Of logits, tokens with `p < min_p * p_max` get the value that the module's other
-masks use. Their logit is below `max + log(min_p)`. Of probabilities upstream is right, and is
-called.
+What we change: For logits: tokens with `p < min_p * p_max` get the value that the module's other
+masks use. Their logit is below `max + log(min_p)`. For probabilities upstream's function is right,
+and it is called.
 
 Remove when: Every supported upstream has https://github.com/sgl-project/sglang-jax/pull/1563.
 """

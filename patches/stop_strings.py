@@ -29,8 +29,9 @@ from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.managers.schedule_batch"
 _REPLACEMENT = "\ufffd"
-# The most bytes of a UTF-8 character. Tokens before a token that its text may depend on. Tokens of
-# incomplete characters, after which those that nothing can complete are settled.
+# The most bytes of a UTF-8 character. How many tokens before a token its text may depend on. How
+# many tokens of incomplete characters are kept; then those that no later token can complete are
+# settled.
 _CHARACTER, _CONTEXT, _INCOMPLETE = 4, 5, 8
 _STATE = "_text_for_stops"
 

@@ -1,4 +1,4 @@
-"""`python -m enginepool.cli`: the command without its script."""
+"""Runs the command as `python -m enginepool.cli`, for when its script is not installed."""
 
 from enginepool.cli.main import main
 

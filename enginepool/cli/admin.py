@@ -80,7 +80,7 @@ def reload(
     context: typer.Context,
     model_path: str,
     weight_version: Annotated[
-        str | None, typer.Option(help="A label, the same on every server. Default: its own count.")
+        str | None, typer.Option(help="Label of the new weights. Default: the update's number.")
     ] = None,
     mode: Annotated[
         str | None,

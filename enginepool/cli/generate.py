@@ -183,7 +183,7 @@ def _sampling_params(chosen: dict[str, Any], line: PromptLine) -> dict[str, Any]
 
 def _samples(params: dict[str, Any]) -> int:
     n = params.get("n")
-    return n if isinstance(n, int) else 1  # anything else is refused, or 1
+    return n if isinstance(n, int) else 1  # None means 1, and other values are refused
 
 
 def _bar(written: ResultLines) -> Any:

@@ -197,7 +197,7 @@ def _first_run(
             )
     if output is not None:
         try:
-            output.open("a").close()  # before the work
+            output.open("a").close()  # fails now, and not after ten minutes of checks
         except OSError as error:
             raise InvalidConfig(f"--output {output}: {error.strerror}") from None
     from enginepool.doctor.first_run.run import first_run

@@ -137,7 +137,7 @@ def _parse(args: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
 
 
 def _as_flags(file: FromFile) -> list[str]:
-    """The command line with these values, so that they are checked like one."""
+    """Turn the values into a command line, so that both are checked in the same way."""
     from enginepool.server_args import server_args_class
 
     parser = _Parser()
@@ -193,5 +193,6 @@ def _name(flag: str) -> str:
 def _unknown(argument: str, known: Mapping[str, Any]) -> str:
     flag = argument.partition("=")[0]
     flags = [f"--{name.replace('_', '-')}" for name in known]
-    hint = did_you_mean(flag, flags) if len(flag.strip("-")) > 1 else ""  # many have that letter
+    # One letter alone is like too many flags.
+    hint = did_you_mean(flag, flags) if len(flag.strip("-")) > 1 else ""
     return f"unknown argument {argument!r}{hint}"

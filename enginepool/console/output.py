@@ -64,7 +64,8 @@ def watch_output() -> None:
 
 
 def check_output() -> None:
-    """Raise OutputLost before the work begins, if writing nothing already fails."""
+    """Raise OutputLost if standard output cannot even take an empty text. Commands call it before
+    their work."""
     raw = getattr(sys.stdout.buffer, "raw", None)
     if isinstance(raw, _Output):
         raw.write(b"")

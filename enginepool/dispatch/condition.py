@@ -32,7 +32,7 @@ class EngineState(Enum):
 class DesiredState:
     """The state that every engine of a pool should have. An engine that recovers is brought to it.
 
-    Written inside a turn of the `SteeringLock`. Any thread may read it.
+    A thread that holds the `SteeringLock` writes it. Any thread may read it.
 
     Attributes:
         weight_version: The label of the weights.
@@ -132,7 +132,7 @@ class EngineCondition:
         self.pause_reasons.add(reason)
 
     def go_on(self, reason: PauseReason) -> None:
-        """Remove a reason. Others may be left."""
+        """Remove a reason to take no step. Other reasons may remain."""
         self.pause_reasons.discard(reason)
 
     # What it is doing

@@ -41,7 +41,7 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class EngineRecord:
-    """The data of an engine that calls need.
+    """What calls need to know about an engine.
 
     Attributes:
         index: The engine's index in the pool.

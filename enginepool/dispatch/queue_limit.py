@@ -49,8 +49,8 @@ class QueueLimit:
                 self._outside.append(call)
 
     def discard(self, request: Request) -> bool:
-        """Whether the request waits in front of the queue. `_let_in` drops requests that have
-        ended."""
+        """Tell whether the request waits in front of the queue. It stays there until `_let_in`,
+        which drops requests that have ended."""
         with self._lock:
             return request.call in self._outside
 

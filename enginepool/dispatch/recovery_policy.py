@@ -99,10 +99,10 @@ def decide_request(
 def decide_not_finite(
     faults: FaultHistory, *, again: bool, finite_on: Mapping[int, float]
 ) -> Literal["resume", "request", "weights"]:
-    """Decide whether a request or the weights are at fault, after a request that was alone got a
-    log-probability that is not finite.
+    """Decide whether a request or the weights are at fault. The request was alone in a step and got
+    a log-probability that is not finite.
 
-    "resume": not known yet, so the request is tried again.
+    "resume" means that this is not known yet, and the request is tried again.
 
     Args:
         again: Whether it is the second time under these weights.

@@ -170,8 +170,8 @@ class Request:
 
 
 def _extend(spans: list[list[Any]], given: int, count: int, version: int | str) -> None:
-    """Make the spans of an output's versions end at this token, which has this version. The last
-    of the given tokens may have none."""
+    """Extend an output's spans [start, end, version] to `count` tokens, with this version. The
+    first `given` tokens came with the request, and the last of these may have no span."""
     while spans and spans[-1][0] >= count:
         spans.pop()
     end = spans[-1][1] if spans else 0

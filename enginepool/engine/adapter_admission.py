@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.running import RunningRequests
 from enginepool.lora.adapter import Adapter, Adapters
-from enginepool.lora.turn import AdapterTurn
+from enginepool.lora.slot_policy import SlotPolicy
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
@@ -38,13 +38,13 @@ class AdapterAdmission:
 
     def may_start(self) -> Callable[[Request], bool]:
         """See `StepScheduler.may_start`: whether a request's adapter finds a slot."""
-        turn = AdapterTurn(self._slots.numbers, self._running.adapters(), self._slots.count)
+        policy = SlotPolicy(self._slots.numbers, self._running.adapters(), self._slots.count)
 
         def ask(request: Request) -> bool:
             # The request keeps this version from here on, whatever is loaded meanwhile.
             adapter = self._adapters.for_start(request.adapter, begun=request.begun)
             request.adapter = adapter
-            return turn.may_start(None if adapter is None else adapter.number)
+            return policy.may_start(None if adapter is None else adapter.number)
 
         return ask
 

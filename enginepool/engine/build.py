@@ -34,7 +34,7 @@ from enginepool.engine.config_reads import check_made, check_model
 from enginepool.engine.start_stages import StartStages
 from enginepool.engine.teardown import dispose
 from enginepool.errors import EnginePoolError, InvalidConfig
-from enginepool.process.guest import preserved
+from enginepool.process.host_state import preserved
 from enginepool.process.precision import MatmulPrecision
 from enginepool.process.single_process import as_single_process
 

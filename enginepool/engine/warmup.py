@@ -23,7 +23,7 @@ import numpy as np
 from enginepool.engine.executable_cache import compiling_ahead
 from enginepool.engine.scheduler import PinnedScheduler
 from enginepool.engine.start_stages import StartStages
-from enginepool.process.guest import no_progress_bars
+from enginepool.process.host_state import no_progress_bars
 from enginepool.process.upstream import expect
 
 _REMEDY = 'open the pool with warmup="none"'

@@ -230,7 +230,8 @@ class _Reading:
     def _experts(
         self, meta: Mapping[str, Any], positions: int, limits: Limits
     ) -> RoutedTokens | None:
-        """None if it has none. In a stream only the last chunk has them."""
+        """The experts of the partial output. None if it has none: in a stream only the last chunk
+        has them."""
         text = meta.get(EXPERTS)
         if not (self._routed_experts and text and limits.routing):
             return None

@@ -84,7 +84,7 @@ def _check_multiple(number: Any) -> None:
 
 
 def _decimals(number: Fraction) -> int:
-    """The power of ten that makes it an integer."""
+    """The least power of ten whose product with the number is an integer."""
     power = 1
     while power % number.denominator:
         power *= 10

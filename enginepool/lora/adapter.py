@@ -28,8 +28,8 @@ class Adapter:
         config: The fields of adapter_config.json.
         arrays: A `[rank, in]` and B `[out, rank]`, by the path of the linear layer.
         source: The folder or hub id that it came from; None for arrays.
-        line: Of versions that replaced one another, the number of the first. An adapter that is
-            loaded under the name of an unloaded one begins another line.
+        line: The number of the first version in this line of replacements. If an adapter was
+            unloaded, the next one of its name begins another line.
         successor: The version that has replaced this one under running requests, if any.
     """
 
@@ -138,9 +138,9 @@ class Adapters:
         return adapter
 
     def for_start(self, adapter: Adapter | None, *, begun: bool) -> Adapter | None:
-        """The version that a waiting request starts with. A request that has begun keeps its
-        version, or what has replaced that. Others get the newest version of that name, or their
-        own if the adapter was unloaded, whatever was loaded under its name since."""
+        """The version with which a waiting request starts. A request that has begun keeps its
+        version or the latest successor. Other requests get the newest version of the name. If their
+        adapter was unloaded, they keep theirs, even if the name is in use again."""
         if adapter is None:
             return None
         newest = None if begun else self._by_name.get(adapter.name)

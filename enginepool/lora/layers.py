@@ -4,12 +4,12 @@ Reaches into upstream's model runner: `init_lora_manager` is replaced while an e
 
 What breaks: Upstream reads adapters at the start only, and never frees their slots. Loading one
 puts old base weights back. Projections that it does not know are left out silently.
-Why: Its manager has a life of its own beside the model's state.
+Why: Upstream keeps adapters in a manager, apart from the model's state.
 Remove when: Upstream loads and unloads adapters, as arrays, under new weights.
 
-A and B of all slots, of all layers of a kind, are one leaf of the model each. A launch has few
-arguments more then. And XLA keeps arrays that large where they are: smaller ones it copies into a
-TPU's fast memory before it knows whether they are needed.
+One leaf of the model has A of all slots and of all layers of a kind, and another leaf has B. So a
+launch has few additional arguments. XLA leaves such large arrays where they are. It copies smaller
+ones into a TPU's fast memory before it knows whether they are needed.
 Imports sgl_jax: import it only after the patches are applied.
 """
 

@@ -1,7 +1,7 @@
 """Reads a checkpoint's configuration, and tells which of its fields the engines compute."""
 
-# The families that are known: their sizes, and which fields their models compute. Upstream's class
-# by `model_type`.
+# Upstream's class of each known family, by `model_type`. For a known family the package knows the
+# sizes of tensors and the fields that the model computes.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -98,8 +98,8 @@ def _llama3(plain: np.ndarray, rope: Mapping[str, Any], before: int) -> np.ndarr
 
 
 def _pressed(theta: float, dim: int, rope: Mapping[str, Any], before: int) -> np.ndarray:
-    """How far each entry is interpolated. 0 if its wave makes `beta_fast` turns in the original
-    context, 1 if it makes `beta_slow`, linear by index in between.
+    """How much each frequency is interpolated: 0 if its wave makes `beta_fast` turns or more in the
+    original context, 1 if it makes `beta_slow` turns or fewer, and linear by index between these.
     """
     first, last = (
         dim * math.log(before / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -103,7 +103,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         self._state = PoolState.UNOPENED
         self._lock = threading.RLock()
         self._open_runtime: Runtime | None = None
-        self._closing_runtime: Runtime | None = None  # until all of it is given back
+        self._closing_runtime: Runtime | None = None  # until it is closed completely
         self._process: PoolProcess | None = None  # once it opens
         self._at_exit: Callable[[], None] | None = None
         self.name = f"enginepool-{next(_numbers)}"
@@ -183,7 +183,8 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             self._process = None
             runtime.close(None)
             raise
-        # A script that forgets to close: the engines' threads end before Python does.
+        # For a script that does not close the pool. The hook ends the engines' threads before
+        # Python ends.
         self._at_exit = closing_at_exit(runtime)
         atexit.register(self._at_exit)
         return runtime

@@ -63,8 +63,8 @@ class WeightCalls(CallGroup):
                 config.json must be of the same model. False: update only the weights that the
                 source has.
             copy: Share no array with the source.
-            free_kv: Release the KV cache's memory during the update. Engines are stopped all the
-                time.
+            free_kv: Release the KV cache's memory during the update. Engines are stopped during the
+                whole update.
 
         Raises:
             InvalidWeights: The source does not fit. No engine has changed. For an iterator this

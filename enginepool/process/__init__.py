@@ -1,1 +1,1 @@
-"""The process that a pool lives in: left as it was found, tuned if asked, forks noticed."""
+"""The host's process: restores its state, tunes it on request, detects forks."""

@@ -34,7 +34,7 @@ _python_ends = threading.Event()
 
 
 def python_ends() -> None:
-    """Called by a hook at exit: Python ends."""
+    """Record that Python ends. An exit hook calls it."""
     _python_ends.set()
 
 

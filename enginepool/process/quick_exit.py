@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quick_exit() -> Iterator[None]:
-    """Surround a command that ends its process by SystemExit.
+    """End the process at once when the command in the block ends with SystemExit.
 
     Exit hooks that are registered later than this still run. Threads that are not daemons are
     joined. Logs and standard streams are flushed.

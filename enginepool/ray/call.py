@@ -104,7 +104,7 @@ class Output:
 
 
 class RayCall:
-    """The outputs of one call. `finish`, `show` and `fail` from the fleet's thread."""
+    """The outputs of one call. The fleet's thread calls `finish`, `show` and `fail`."""
 
     def __init__(self, *, every: bool, weight_version: int | str = 0) -> None:
         """
@@ -116,7 +116,7 @@ class RayCall:
         self.weight_version = weight_version
         self.outputs: list[Output] = []
         self.failure: Exception | None = None
-        self.homes: dict[Hashable, int] = {}
+        self.last_hosts: dict[Hashable, int] = {}
         self.done = threading.Event()
         self.news: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         self._every = every

@@ -17,7 +17,7 @@ class HostLoad:
 
     Attributes:
         slots: How many outputs it runs at a time.
-        outstanding: How many outputs it has got and not answered.
+        outstanding: How many outputs it was given and has not ended.
         suspect: It has an output that may be the reason for a lost host. It gets no second one.
     """
 
@@ -38,13 +38,13 @@ class Waiting:
 
     Attributes:
         group: Outputs that share a prompt or its beginning. They stay on one host if possible.
-        home: The host that got the last output of the group. None if there is none.
+        last_host: The host that got the last output of the group. None if there is none.
         suspect: It may be the reason for a lost host. A host gets one such output at a time,
             because with two nobody could tell which one it was.
     """
 
     group: Hashable
-    home: int | None = None
+    last_host: int | None = None
     suspect: bool = False
 
 
@@ -60,7 +60,7 @@ def assign(hosts: Sequence[HostLoad], waiting: Sequence[Waiting]) -> list[tuple[
     slots = {host.index: host.slots for host in hosts}
     windows = {host.index: host.window for host in hosts}
     suspected = {host.index for host in hosts if host.suspect}
-    homes: dict[Hashable, int] = {}
+    last_hosts: dict[Hashable, int] = {}
     given: list[tuple[int, int]] = []
     for position, one in enumerate(waiting):
         free = [index for index in loads if loads[index] < windows[index]]
@@ -68,24 +68,24 @@ def assign(hosts: Sequence[HostLoad], waiting: Sequence[Waiting]) -> list[tuple[
             break
         if one.suspect:
             free = [index for index in free if index not in suspected]
-        home = None if one.suspect else homes.get(one.group, one.home)
-        chosen = _choose(home, free, loads, slots)
+        last_host = None if one.suspect else last_hosts.get(one.group, one.last_host)
+        chosen = _choose(last_host, free, loads, slots)
         if chosen is not None:
             loads[chosen] += 1
             if one.suspect:
                 suspected.add(chosen)
-            homes[one.group] = chosen
+            last_hosts[one.group] = chosen
             given.append((position, chosen))
     return given
 
 
 def _choose(
-    home: int | None, free: Sequence[int], loads: dict[int, int], slots: dict[int, int]
+    last_host: int | None, free: Sequence[int], loads: dict[int, int], slots: dict[int, int]
 ) -> int | None:
     idle = [index for index in free if loads[index] < slots[index]]
-    if home in loads:
-        if home in idle or (home in free and not idle):
-            return home
+    if last_host in loads:
+        if last_host in idle or (last_host in free and not idle):
+            return last_host
         if not idle:
-            return None  # it waits for its host: nobody stands idle meanwhile
+            return None  # it waits for that host; no other host is idle
     return min(idle or free, key=lambda index: (loads[index] / slots[index], index), default=None)

@@ -232,7 +232,7 @@ class Host:
 
     @_answering
     async def caught_up(self, number: int, adapters: Sequence[str]) -> None:
-        """It has every update up to this one.
+        """Record that this host has every update up to this one.
 
         Args:
             adapters: The only ones that are loaded.

@@ -1,4 +1,4 @@
-"""Decides which host runs which output, and takes the hosts' reports. On the fleet's loop."""
+"""Decides which host runs which output, and takes the hosts' reports. Runs on the fleet's loop."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class OutputRouter:
         self._forget(call)
 
     def fail_all(self, error: Callable[[], Exception]) -> None:
-        """Raise an error of its own in every call that waits."""
+        """End every waiting call. Each raises a new error, made by `error`."""
         for call in list(self.calls):
             call.fail(error())
             self._forget(call)
@@ -91,14 +91,14 @@ class OutputRouter:
             return
         waiting = self._oldest(len(ready))
         entries = [
-            Waiting(output.group, output.call.homes.get(output.group), output.suspect)
+            Waiting(output.group, output.call.last_hosts.get(output.group), output.suspect)
             for _, output in waiting
         ]
         given: dict[int, list[Output]] = {}
         for position, index in assign([host.load() for host in ready], entries):
             number, output = waiting[position]
             del self._waiting[number]
-            output.call.homes[output.group] = index
+            output.call.last_hosts[output.group] = index
             given.setdefault(index, []).append(output)
         for host in ready:
             attempts = []
@@ -162,7 +162,7 @@ class OutputRouter:
         """
         running, host.running = host.running, {}
         for output in running.values():
-            output.call.homes.pop(output.group, None)
+            output.call.last_hosts.pop(output.group, None)
             if output.done:
                 continue
             if blamed and not output.lost_with(host.index):

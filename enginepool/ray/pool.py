@@ -26,8 +26,8 @@ _CLOSE_SECONDS = 60.0
 class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
     """One Ray actor per host, each with an unchanged `EnginePool`. Methods are thread-safe.
 
-    `ray.init` is the caller's, and comes first. `with`, `async with`, `open()` or the first call
-    opens the pool; `close()` is final. When the driver's process ends, so do the actors.
+    Call `ray.init` first. `with`, `async with`, `open()` or the first call opens the pool;
+    `close()` is final. When the driver's process ends, so do the actors.
 
     Args:
         model: As in `EnginePool`. Every host reads it by itself.

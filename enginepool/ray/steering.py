@@ -76,7 +76,8 @@ class RaySteeringCalls(FleetCalls):
 
         Args:
             source: As in `update_weights`, by PEFT's names. Hosts that come back load it again.
-            config_dict: None, for arrays: that of the version before, if it was given.
+            config_dict: With None, arrays have the `config_dict` of the version before, if it had
+                one.
         """
         if not isinstance(lora_name, str) or not lora_name:
             raise InvalidRequest(f"lora_name={lora_name!r}: expected a name")

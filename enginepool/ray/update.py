@@ -86,7 +86,7 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
         for host in fleet.hosts:
             if host.index in reports:
                 host.number = number
-            elif host.state == "serving":  # no way back after a commit
+            elif host.state == "serving":  # a commit cannot be undone
                 fleet.end(host, f"it did not get update {number}")
     fleet.router.pump()
     ended = time.perf_counter()

@@ -36,7 +36,7 @@ class News:
     """The events on a host since it was last asked.
 
     Attributes:
-        number: Of this news; the next question says which it has seen.
+        number: The number of these events. The next `poll` names the last number that arrived.
         finished: Results, by key.
         progress: The newest result so far of each unfinished output.
         failed: Errors in the place of results.
@@ -66,7 +66,7 @@ class Weights:
         number: Its number, from 1.
         source: A path, or a reference to a tree of `Packed` arrays in Ray's object store.
         options: `strict` and `copy`; `config_dict` of an adapter.
-        lora_name: Of the adapter that is updated. None: the base is.
+        lora_name: The adapter to update. None: the base.
     """
 
     number: int
@@ -77,12 +77,12 @@ class Weights:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """Of `Host.stage` and `Host.update`. Ray puts objects in the place of references only if
-        they are arguments themselves."""
+        """The arguments of `Host.stage` and `Host.update`. `source` is one of them, because Ray
+        resolves a reference only if the reference itself is an argument."""
         return self.number, self.weight_version, self.options, self.lora_name, self.source
 
     def replaces(self, older: Weights) -> bool:
-        """Whether hosts that get this need not have had the other."""
+        """Whether a host that gets this update does not need the older one."""
         whole = self.lora_name is not None or self.options["strict"]
         return whole and self.lora_name == older.lora_name
 
@@ -111,7 +111,7 @@ def unpacked(packed: Packed) -> np.ndarray:
 
 
 def pack_tree(source: Any) -> Any:
-    """A caller's tree of arrays with `Packed` in their places."""
+    """A caller's tree with a `Packed` in the place of each array."""
     import jax
 
     return jax.tree.map(packed, source)

@@ -12,7 +12,7 @@ from enginepool import InvalidRequest
 from enginepool.rl.kept import KeptIds, width
 
 _INT32 = np.iinfo(np.int32)
-# From one output token up to another, and the version that they came from.
+# [first token, end, version]: output tokens that came from one version.
 type _Span = tuple[int, int, int | str]
 
 

@@ -62,8 +62,9 @@ def replay(
             have them. The results may come from any pool, and from calls without a seed.
         prompts: The ids of that call's prompts, by `prompt_index`.
         sampling_params: The parameters of that call: one dict for all prompts, or one per prompt.
-        version: The version to repeat. Tokens of other versions are fed in and not sampled. If they
-            came with `mode="in_place"`, their KV cache was of their weights, and is not now.
+        version: The version to repeat. Tokens of other versions are fed in and not sampled. If the
+            update had `mode="in_place"`, the KV of those tokens came from their weights. In the
+            replay it comes from the weights of `version`, so results may differ.
 
     Raises:
         InvalidRequest: A result was made without `return_logprob`, or its prompt or its parameters
@@ -157,7 +158,7 @@ class _Replayed:
         both = zip(_values(self.meta, end), _values(made["meta_info"], end), strict=False)
         own, *among = (np.abs(np.subtract(*pair)) for pair in both)
         for gaps in among:
-            gaps[[place for _, place in self.other_masks]] = 0.0  # it is of other ids
+            gaps[[place for _, place in self.other_masks]] = 0.0  # not comparable
         self.logprob = max(float(gaps[self.start :].max(initial=0.0)) for gaps in (own, *among))
         before = len(self.prompt) - 1  # the row that the first token was sampled from
         rows = range(before + self.start, before + end)

@@ -75,7 +75,7 @@ class Memory:
 
     @cached_property
     def adapter_slot(self) -> int:
-        """A slot for an adapter."""
+        """The bytes of a slot for an adapter."""
         settings = self.settings
         if not settings.lora_targets:
             return 0
@@ -83,7 +83,7 @@ class Memory:
 
     @property
     def adapters(self) -> int:
-        """All slots."""
+        """The bytes of all slots."""
         return self.adapter_slot * self.settings.lora_slots
 
     @cached_property

@@ -128,7 +128,8 @@ class Shape:
         return found + self._scales(q, kv)
 
     def _scales(self, q: int, kv: int) -> list[Tensor]:
-        """One for each output of a quantized matrix. They are cut where the outputs are."""
+        """The scales of quantized matrices: one for each output. Scales are divided over chips if
+        the outputs are."""
         found, layers, dense = [], self.layers, self.dense_layers
         if self.linear_itemsize is not None:
             found += [
@@ -170,7 +171,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Without scales."""
+        """The number of parameters, without scales."""
         scales = {each.name for each in self._scales(0, 0)}
         found = [each for each in self.tensors() if each.name not in scales]
         return sum(tensor.size * tensor.count for tensor in found)

@@ -26,7 +26,7 @@ def forward(
 
     Args:
         config: what the checkpoint's config.json holds; only the default rotary embedding.
-        params: arrays of any float dtype by Hugging Face name; computed with in float32.
+        params: arrays of any float dtype by Hugging Face name. The computation is in float32.
         input_ids: [B, T] int32.  Right padding needs no mask, since attention is causal.
         mask: [B, T], true at the tokens that may be attended to; None means all of them.
 

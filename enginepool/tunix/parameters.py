@@ -129,7 +129,7 @@ class ParameterMapping:
         return arrays
 
     def _keeps_order(self, name: str, pattern: str, inputs: int) -> bool:
-        """Whether a parameter's inputs, and its outputs, are in the same order afterwards."""
+        """Whether a mapping keeps the order of a parameter's inputs and of its outputs."""
         keys = _keys(name, pattern)
         if any(key in self._hooks for key in keys):
             return False

@@ -56,7 +56,8 @@ class EnginePoolRollout(BaseRollout):
 
     Args:
         rollout_actor: The model that is trained.
-        tokenizer: The tokenizer of the prompts. The engines' own one decodes outputs.
+        tokenizer: The tokenizer of the prompts. Outputs are decoded with the engines' own
+            tokenizer.
         mesh: Each of its devices gets an engine, unless `pool_args` has `devices`.
         rollout_config: `data_type`, `rollout_mapping_config` and, for LoRA,
             `rollout_sglang_jax_lora_scaling` hold for the whole run. Sampling parameters are taken
@@ -66,8 +67,8 @@ class EnginePoolRollout(BaseRollout):
         lora_name: Sync the actor's LoRA parameters as an adapter of this name, and generate with
             it. The base is synced once. The pool needs `enable_lora`, `max_lora_rank` and
             `lora_target_modules`. None: adapters are merged into the weights.
-        return_sampling_mask, return_routed_experts: `generate` returns a `ReplayRolloutOutput`. A
-            pool that returns experts has `enable_return_routed_experts=True`.
+        return_sampling_mask, return_routed_experts: `generate` returns a `ReplayRolloutOutput`. For
+            experts the pool needs `enable_return_routed_experts=True`.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from sgl_jax.srt.utils.weight_utils import WeightLoader, WeightMapping
 
 from enginepool.errors import EnginePoolError
-from enginepool.process.guest import no_progress_bars
+from enginepool.process.host_state import no_progress_bars
 from enginepool.process.upstream import expect
 from enginepool.weights.arrays import jax_dtype, outside_meshes
 from enginepool.weights.converters import Converter, traced

@@ -22,7 +22,7 @@ WAITING = st.lists(
     st.builds(
         Waiting,
         group=st.integers(0, 4),
-        home=st.none() | st.integers(0, 9),
+        last_host=st.none() | st.integers(0, 9),
         suspect=st.sampled_from([False, False, False, True]),
     ),
     max_size=60,
@@ -46,7 +46,7 @@ def test_what_always_holds(hosts: list[HostLoad], waiting: list[Waiting]) -> Non
 
 @given(some_hosts(), st.lists(st.integers(0, 4), max_size=60))
 def test_no_host_stands_idle_beside_what_waits(hosts: list[HostLoad], groups: list[int]) -> None:
-    given = assign(hosts, [Waiting(group, home=group) for group in groups])
+    given = assign(hosts, [Waiting(group, last_host=group) for group in groups])
     if len(given) == len(groups):
         return
     counts = Counter(index for _, index in given)
@@ -63,13 +63,13 @@ def test_suspects_go_one_by_one_and_others_pass() -> None:
 def test_a_group_stays_together_until_somebody_would_stand_idle() -> None:
     hosts = [HostLoad(0, 4, 0), HostLoad(1, 4, 0)]
     two_prompts = [Waiting(group) for group in (*"aaaa", *"bbbb")]
-    homes = Counter((two_prompts[p].group, index) for p, index in assign(hosts, two_prompts))
-    assert len(homes) == 2
-    assert set(homes.values()) == {4}
+    pairs = Counter((two_prompts[p].group, index) for p, index in assign(hosts, two_prompts))
+    assert len(pairs) == 2
+    assert set(pairs.values()) == {4}
     one_prompt = [Waiting("a")] * 8
     assert Counter(index for _, index in assign(hosts, one_prompt)) == {0: 4, 1: 4}
 
 
 def test_others_pass_one_that_waits_for_its_host() -> None:
     hosts = [HostLoad(0, 4, 5), HostLoad(1, 4, 4)]
-    assert assign(hosts, [Waiting("a", home=0), Waiting("b")]) == [(1, 1)]
+    assert assign(hosts, [Waiting("a", last_host=0), Waiting("b")]) == [(1, 1)]

@@ -1,4 +1,4 @@
-"""Which arrays a compiled program reads whatever branches it takes, seen in its text."""
+"""Finds the arrays that a compiled program reads in any case, whichever branches it takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# These pass an array on, or end what has begun to read it.
+# These operations pass an array on, or end a read that another operation has begun.
 _PASSING = frozenset(
     (
         *("parameter", "tuple", "get-tuple-element", "bitcast", "optimization-barrier"),
@@ -32,8 +32,8 @@ class _Instruction(NamedTuple):
 def read_in_any_case(text: str, specs: Collection[jax.ShapeDtypeStruct]) -> int:
     """How many bytes of arrays like these, on one device, are read outside of all branches.
 
-    A branch's instructions run if it is taken. A copy into faster memory that XLA begins before it
-    runs in any case.
+    Instructions of a branch run only if the branch is taken. If XLA begins to copy an array into
+    faster memory before the branch, that copy runs in any case.
 
     Args:
         text: `jax.stages.Compiled.as_text()`.

@@ -87,8 +87,8 @@ class Compiled:
 
     @property
     def allowed(self) -> float:
-        """The most temporaries that docs/tpu.md allows the pool's own programs. Upstream's programs
-        may have as many as fit.
+        """The most temporaries that CONTRIBUTING.md allows the pool's own programs. Upstream's
+        programs may have as many as fit.
         """
         if self.kind == "top_logprobs":
             return self.arguments + _MIB  # a copy of the log-probabilities

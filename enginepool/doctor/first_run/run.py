@@ -98,11 +98,12 @@ class _Run:
             "devices": jax.get("devices", []),
             "patches": scrub(host["patches"]),
         }
-        for entry in host["problems"]:  # with commands and process numbers: for this person only
+        # The report has only their number, because these lines have commands and process ids.
+        for entry in host["problems"]:
             self._say(f"  {entry['problem']}\n    → {entry['remedy']}")
         found.seen["problems"] = len(host["problems"])
         found.expect("error" not in jax, scrub(jax.get("error", "")))
-        found.expect(not host["problems"], "see `enginepool doctor`; standard error says what")
+        found.expect(not host["problems"], "`enginepool doctor` names the problems")
 
     def _stage(self, stage: str, needs: float, **job: Any) -> None:
         """Run a stage in a process of its own, or report that there is no time for it."""

@@ -1,12 +1,14 @@
-"""Which waiting requests an engine may start, if there are more adapters than slots: a pure
-class, without threads, clock or JAX."""
+"""Decides which waiting requests an engine may start, if there are more adapters than slots.
+
+A pure class, without threads, clock or JAX.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 
-class AdapterTurn:
+class SlotPolicy:
     """One look at the queue, oldest request first.
 
     The oldest request whose adapter has no slot gets the first free slot. If no slot is free, the
@@ -14,8 +16,8 @@ class AdapterTurn:
 
     Args:
         held: The adapters in slots, least recently used first.
-        running: How many requests run, by adapter. An adapter with any keeps its slot.
-        slots: How many there are.
+        running: How many requests run, by adapter. Their adapters keep their slots.
+        slots: The number of slots.
     """
 
     def __init__(self, held: Sequence[int], running: Mapping[int, int], slots: int) -> None:
