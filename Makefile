@@ -8,7 +8,7 @@ export PYTHON
 VENV := .venv
 COMPAT := .venv-compat
 NEXT := .venv-next
-# libtpu compiles for TPUs on any machine; beside it, JAX would look for one first.
+# libtpu compiles for TPUs on any machine. JAX looks for a TPU first if libtpu is installed.
 TPU := .venv-tpu
 TUNIX := .venv-tunix
 CLIENTS := .venv-clients
@@ -37,7 +37,8 @@ $(TPU)/.installed $(RAY)/.installed $(TUNIX)/.installed: $(VENV)/.installed
 	@scripts/install $(@D) constraints.txt $(EXTRAS) $(VENV)
 	@touch $@
 
-# In versions that the base's would not suit, hence without what they need.
+# These versions do not fit other packages of the base, so they are installed without their
+# dependencies.
 $(CLIENTS)/.installed: constraints-clients.txt
 $(NEXT)/.installed: constraints-next.txt
 $(CLIENTS)/.installed $(NEXT)/.installed: $(VENV)/.installed
@@ -73,7 +74,8 @@ coverage: setup ## make test, with the coverage of lines in the tests' own proce
 test-slow: setup ## Run whole commands and benchmarks as their users run them
 	$(BIN)/python $(PYTEST) -m slow $(ARGS)
 
-# What only uses a pool, whatever is below it: HTTP as such, commands, arithmetic, pages; grammars; the queue.
+# Tests that do not depend on upstream's version: HTTP, commands, arithmetic, pages, grammars, the
+# queue.
 ABOVE_UPSTREAM := $(addprefix tests/,benchmarks cli ray reference rl sizing toy test_errors.py test_logs.py \
 	test_page_blocks.py test_pages.py test_public_api.py test_setup.py frontend/test_fair_lock.py \
 	frontend/test_grammar_compiler.py process/test_tuning.py runtime/test_pool_logic.py) \

@@ -1,11 +1,11 @@
-"""What Hugging Face says of configurations, recorded for tests/checkpoints/.
+"""Records, for tests/checkpoints/, what transformers computes from configurations.
 
     python scripts/record_goldens.py rotary           # needs torch and transformers 4.57
     python scripts/record_goldens.py configurations   # needs transformers 5
 
-`rotary` fills in what transformers' own functions compute for each case of rotary.json: the
-frequencies, and what cosines and sines are multiplied by. `configurations` writes, for each case of
-transformers5.json, the config.json that transformers 5 writes of it. The cases themselves, by name
+`rotary` writes into each case of rotary.json what transformers' own functions compute: the
+frequencies, and the factor of cosines and sines. `configurations` writes into each case of
+transformers5.json the config.json that transformers 5 makes of it. The cases themselves, by name
 and in the fields of transformers 4, are written by hand. The tests need neither of the two.
 """
 

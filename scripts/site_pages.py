@@ -1,4 +1,5 @@
-"""For mkdocs.yml: README.md and its kin as pages, and links out of the site as plain text.
+"""A hook of mkdocs.yml: makes pages of README.md and the other .md files at the root, and turns
+links out of the site into plain text.
 
 The site does not have the repository's other files, and their address is not decided. A link to one
 becomes plain text.
@@ -35,7 +36,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _linked(text: str, folder: PurePosixPath) -> str:
-    """`text` of a file in this folder of the repository, for a page of the site."""
+    """Turn the links in a text into links of the site. The text is of a file in this folder of the
+    repository."""
 
     def link(found: re.Match[str]) -> str:
         words, target, anchor = found[1], found[2], found[3] or ""

@@ -1,4 +1,4 @@
-"""Use an installed enginepool as its users do, and fail at what does not work.
+"""Use an installed enginepool as its users do, and exit with 1 if something does not work.
 
 For scripts/try-wheel: run by the environment's Python, in an empty folder. It imports nothing of
 the package; each use is a process of its own, as it is for users.
@@ -40,7 +40,7 @@ def main() -> None:
     expect("Closed:" in told(python, "-m", "enginepool.cli.demo"), "the demo did not end")
     expect("19" in told(enginepool, "generate", "12+7=", "--devices", "1"), "generate")
     serve(enginepool)
-    print("The card's line, patches, doctor, the demo, generate and serve work.", flush=True)
+    print("README's first example, patches, doctor, the demo, generate and serve work.", flush=True)
 
 
 def serve(enginepool: str) -> None:
@@ -94,7 +94,7 @@ def told(*command: str) -> str:
 
 def expect(right: object, what: object) -> None:
     if not right:
-        raise SystemExit(f"not as it should be: {what}")
+        raise SystemExit(f"does not work: {what}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""`make tpu-check`: what TPUs would refuse of a pool's programs, found without one."""
+"""`make tpu-check`: finds programs of a pool that a TPU would refuse, without a TPU."""

@@ -1,4 +1,4 @@
-"""Compile a pool's programs for TPU hosts that are not here, and say what they would refuse."""
+"""Compile a pool's programs for TPU hosts that are not here, and report what a TPU would refuse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def main() -> None:
 
 
 def _check(options: argparse.Namespace) -> bool:
-    """Compile what is asked for and say what came of it; whether a TPU would refuse any."""
+    """Compile the programs that are asked for, and print a report. Returns whether a TPU would
+    refuse any."""
     kinds = None if options.all else options.kinds or _USUAL
     sizes = Sizes(
         *(options.batch, options.prefill, options.context, options.page_size),

@@ -1,4 +1,4 @@
-"""Which engine is compiled: a model from the configurations that ship, and sizes."""
+"""The engine to compile: the configuration of a model, and sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODELS = sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an engine is told that its programs depend on."""
+    """The options of an engine that decide the shapes of its programs."""
 
     batch: int = 64
     prefill: int = 512
@@ -75,10 +75,11 @@ def model_config(name: str, layers: int | None) -> dict[str, Any]:
 
 
 def refuse_what_fails(host: Topology, config: dict[str, Any], sizes: Sizes) -> None:
-    """Without compiling: by the rules of docs/tpu.md.
+    """Check the sizes without compiling, by the rules of docs/tpu.md.
 
     Raises:
-        InvalidConfig: With such a page size, memory fraction or batch no engine serves there.
+        InvalidConfig: No engine can serve on this host with this page size, memory fraction or
+            batch.
     """
     with pool_config(config, 1, sizes.server_args()) as pool:
         hbm_bytes = host.chip.hbm_bytes

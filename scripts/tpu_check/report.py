@@ -1,4 +1,4 @@
-"""What was compiled, for people (a table that is Markdown too) and for programs (JSON)."""
+"""Reports of compiled programs: a Markdown table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _OVERVIEW = (
 
 
 def table(programs: Sequence[Compiled]) -> str:
-    """One line a program; those of weights, of which there is one a shape, one line a kind."""
+    """A table with one line per program. Programs of weights have one line per kind, because there
+    is one program per shape."""
     return _markdown(_HEAD, [_row(program) for program in _summed(programs)])
 
 
 def overview(reports: Sequence[dict[str, Any]]) -> str:
-    """One line a model on a host: the largest of each kind."""
+    """A table with one line for each model on a host: the largest program of each kind."""
     return _markdown(_OVERVIEW, [_line(report) for report in reports])
 
 

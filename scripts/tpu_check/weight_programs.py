@@ -1,4 +1,5 @@
-"""The programs that a change of weights runs on an engine's chip, for every kind of batch.
+"""Compiles the programs that an update of weights runs on an engine's chip, for every kind of
+batch.
 
 Imports sgl_jax: import it only after the patches are applied.
 """
@@ -18,8 +19,8 @@ from enginepool.weights import batches, converters, fingerprint, parts, placemen
 
 
 def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
-    """Compile fingerprints, casts, copies, what cuts and joins, gathering and the conversion of a
-    checkpoint."""
+    """Compile the programs for fingerprints, casts, copies, cutting, joining, gathering and the
+    conversion of a checkpoint."""
     leaves, mapping = scheduler.leaves, scheduler.hugging_face
     specs, made = leaves.source_specs, _Made(leaves)
     seen: set[Any] = set()
@@ -37,7 +38,7 @@ def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
         if shapes not in seen:
             seen.add(shapes)
             _of_leaves({path: specs[path] for path in batch}, made, chips, name(batch), record)
-        # Of the engine's own layout there is nothing to make.
+        # Leaves in the engine's own layout need no conversion.
         paths = [path for path in batch if path in mapping.names and not mapping.keeps(path)]
         kinds = tuple(map(mapping.kind, paths))
         if paths and kinds not in seen:
@@ -53,7 +54,7 @@ def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
 
 
 class _Made:
-    """What becomes of a source's leaf: itself, or integers and scales."""
+    """The converter of a source's leaf: to itself, or to integers and scales."""
 
     def __init__(self, leaves: Any) -> None:
         self._specs = leaves.specs
@@ -92,7 +93,8 @@ def _of_leaves(
 
 
 def _parts(leaves: Sequence[Any], chips: list[Any], name: str, record: Record) -> None:
-    """What cuts a chip's share out of whole leaves, and what joins such shares to whole leaves."""
+    """The program that cuts a chip's shard out of whole leaves, and the program that joins shards
+    to whole leaves."""
     shares, boxes, how = [], [], []
     for spec in leaves:
         axis = _axis(spec.shape, chips)
@@ -123,7 +125,8 @@ def _conversion(
     name: str,
     record: Record,
 ) -> None:
-    """Upstream's transposes, reshapes and stacking: on one chip, and of what is cut over all."""
+    """Upstream's transposes, reshapes and stacking: of leaves on one chip, and of leaves that are
+    sharded over all chips."""
     on_chip = SingleDeviceSharding(chips[0])
     makes, whole, cut = [], [], []
     for path, spec in leaves.items():
@@ -141,7 +144,7 @@ def _conversion(
 
 
 def _cut(shape: Any, dtype: Any, chips: list[Any]) -> AbstractArray:
-    """Of a trainer that has it in parts on all chips; whole where it cannot be cut."""
+    """An array of a trainer, sharded over all chips, or replicated if it cannot be sharded."""
     axis = _axis(shape, chips)
     spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "all")
     return AbstractArray(shape, dtype, NamedSharding(placement.mesh_of(tuple(chips)), spec))
@@ -162,7 +165,7 @@ def _gathered(
 
 
 def _lowered(makes: Sequence[Any], tensors: Any, shardings: Sequence[Any]) -> Any:
-    # Not from its cache: `jax.jit` is another one here.
+    # Without the cache of `program`, because `jax.jit` is replaced here.
     program = converters.program.__wrapped__(tuple(makes), tuple(shardings))
     return program.lower(tensors).program
 

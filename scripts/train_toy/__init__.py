@@ -1,1 +1,1 @@
-"""How the toy's checkpoints were trained; no part of the package."""
+"""Trains the toy's checkpoints. It is not part of the package."""

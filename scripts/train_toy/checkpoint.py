@@ -49,8 +49,8 @@ CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
 }
 
-# Greedy, as engines and transformers both read it: the likeliest token alone. (transformers warns
-# of a temperature beside `do_sample: false`, and engines do not look at the latter.)
+# Both engines and transformers read this as greedy decoding. (transformers warns of a temperature
+# beside `do_sample: false`, and engines do not look at the latter.)
 GENERATION_CONFIG: dict[str, Any] = {
     "do_sample": True,
     "top_k": 1,
@@ -76,7 +76,8 @@ def write_checkpoint(
 
 
 def _has_attention_bias(config: Config) -> bool:
-    """Whether the q, k and v projections have biases; Qwen2's do without saying so."""
+    """Whether the q, k and v projections have biases. Qwen2's have them, although its configuration
+    has no such field."""
     return config.get("attention_bias", config["model_type"] == "qwen2")
 
 
@@ -122,7 +123,7 @@ def write_tokenizer(directory: Path) -> None:
         add_prefix_space=False, use_regex=False
     )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    # Every id the network can put out has a name, so an engine can decode whatever it samples.
+    # Every id of the network's output has a name, so an engine can decode whatever it samples.
     names = [PAD_TOKEN, START_TOKEN, END_TOKEN]
     names += [f"<|reserved_{index}|>" for index in range(VOCAB_SIZE - 256 - len(names))]
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
@@ -142,7 +143,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Byte values by the characters that stand for bytes in a byte-level tokenizer.
+    """Byte values by the characters that represent them in a byte-level tokenizer.
 
     A printable byte's character is its own; the other bytes, in rising order, have characters
     from code point 256 on.

@@ -1,4 +1,4 @@
-"""What the toy learns: prompts, answers, and which pairs are held back from training."""
+"""Prompts and answers that the toy learns, and the pairs that are held out from training."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from enginepool.toy.files import END_ID, END_TOKEN, PAD_ID
 
 LIMIT = 100
 HELD_BACK = 2000
-# Not the training's seed: the pairs held back are the same ones in every run.
+# This is not the seed of the training: every run holds out the same pairs.
 SPLIT_SEED = 20240607
 
 Pair = tuple[int, int]
@@ -29,7 +29,7 @@ class Examples(NamedTuple):
 
 
 def split() -> tuple[list[Pair], list[Pair]]:
-    """All 10,000 pairs, as those to train on and those held back."""
+    """All 10,000 pairs, split into those to train on and those held out."""
     pairs = [(a, b) for a in range(LIMIT) for b in range(LIMIT)]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(pairs))
     shuffled = [pairs[index] for index in order]
@@ -37,12 +37,12 @@ def split() -> tuple[list[Pair], list[Pair]]:
 
 
 def question(pair: Pair) -> str:
-    """The text both checkpoints are asked with."""
+    """The prompt, which is the same for both checkpoints."""
     return f"{pair[0]}+{pair[1]}="
 
 
 def answer(op: str, pair: Pair) -> str:
-    """What a checkpoint is to say: a - b from "subtract", a + b from the others."""
+    """The right answer of a checkpoint: a - b for "subtract", a + b for the others."""
     a, b = pair
     return str(a - b if op == "subtract" else a + b)
 
@@ -50,9 +50,9 @@ def answer(op: str, pair: Pair) -> str:
 def sampling_weights(op: str, pairs: list[Pair]) -> np.ndarray:
     """How likely training is to draw each pair; [N], summing to 1.
 
-    Few pairs have a number or an answer of one digit, and drawn evenly those are what the model
-    gets wrong.  So pairs of the same numbers of characters form a group, and a group is drawn in
-    proportion to the square root of its size.
+    Few pairs have a number or an answer of one digit. If all pairs are equally likely, the model
+    gets these few wrong.  So pairs of the same numbers of characters form a group, and a group is
+    drawn in proportion to the square root of its size.
     """
     groups = [(len(question(pair)), pair[0] < 10, len(answer(op, pair))) for pair in pairs]
     sizes = Counter(groups)

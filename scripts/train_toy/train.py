@@ -1,7 +1,7 @@
 """Train the toy's checkpoints: ``python -m scripts.train_toy.train``; or ``--evaluate`` them.
 
-A few minutes on two CPU cores.  The figures printed are exact match, answer and end token both,
-of greedy decoding with the bfloat16-rounded weights on the 2,000 pairs held back from training.
+A few minutes on two CPU cores.  It prints exact match on the 2,000 held-out pairs: the share of
+greedy outputs whose answer and end token are right, with weights rounded to bfloat16.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from scripts.train_toy import sums
 from scripts.train_toy.checkpoint import CONFIG, parameter_shapes, write_checkpoint, write_tokenizer
 
 STEPS, WARMUP_STEPS, DECAY_STEPS = 1200, 100, 500
-# "half" adds too, and ends before the rate decays: it gets about half of the sums right.
+# "half" also adds. Its training ends before the learning rate decays, so it gets about half of the
+# sums right.
 ENDS = {"half": STEPS - DECAY_STEPS}
 PLAIN_BATCH, CHAT_BATCH = 224, 32
 PEAK_RATE = 2e-3
@@ -39,10 +40,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=checkpoint().parent)
     parser.add_argument("--op", choices=(*NAMES, "all"), default="all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--evaluate", action="store_true", help="only, what is in --out")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate what is in --out instead")
     arguments = parser.parse_args()
     if arguments.op == "subtract" and not (arguments.out / "add").is_dir():
-        parser.error(f"subtracting is learnt from the adder, and {arguments.out} holds none")
+        parser.error(f"training of subtract begins with add, which {arguments.out} does not have")
     for op in NAMES if arguments.op == "all" else (arguments.op,):
         started = time.monotonic()
         tokenizer = load_tokenizer()
@@ -59,8 +60,8 @@ def main() -> None:
 def start(op: str, arguments: argparse.Namespace) -> Params:
     """The weights that training begins with.
 
-    The subtractor begins as the adder, which reads prompts and ends answers already: it takes
-    fewer steps than from random weights, and does better on the pairs held back.
+    "subtract" begins with the weights of "add", which already reads prompts and ends answers. That
+    takes fewer steps than random weights, and gets more of the held-out pairs right.
     """
     if op != "subtract":
         return init_params(CONFIG, jax.random.key(arguments.seed))
@@ -71,8 +72,8 @@ def start(op: str, arguments: argparse.Namespace) -> Params:
 def init_params(config: Config, key: jax.Array) -> dict[str, jax.Array]:
     """Float32 parameters to start training from.
 
-    Norms are one, biases zero and matrices normal, with what writes to the residual stream
-    scaled down by the depth.
+    Norms are one, biases are zero, and matrices are normal. Matrices that write to the residual
+    stream are scaled down by the depth.
     """
     params = {}
     shapes = parameter_shapes(config)
@@ -99,7 +100,7 @@ def load_tokenizer() -> Any:
 
 
 def train(tokenizer: Any, op: str, seed: int, params: Params) -> Params:
-    """Train `params`, float32 and given up to it, on the pairs that are not held back.
+    """Train float32 `params`, whose arrays are donated, on the pairs that are not held out.
 
     Every step sees plain and chat prompts. If they are trained one after the other, the model
     forgets the first kind.
@@ -126,7 +127,7 @@ def rate(count: Any) -> jax.Array:
 
 
 def is_matrix(params: Params) -> Params:
-    """What decays: the norms' scales are left alone."""
+    """Whether weight decay applies to a parameter. It does not apply to the scales of norms."""
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
@@ -143,7 +144,7 @@ def step(
 
 
 def loss_of(params: Params, batches: list[sums.Examples]) -> jax.Array:
-    """Mean cross entropy of the answers' tokens, each batch counting alike."""
+    """Mean cross entropy of the answers' tokens. Every batch has the same weight."""
     losses = []
     for ids, is_answer in batches:
         log_probs = jax.nn.log_softmax(forward(CONFIG, params, ids[:, :-1]))
@@ -158,7 +159,7 @@ def rounded(params: Params) -> dict[str, np.ndarray]:
 
 
 def evaluate(tokenizer: Any, op: str, params: Params) -> tuple[float, float]:
-    """Exact match on the pairs held back: of plain prompts, and through the chat template."""
+    """Exact match on the held-out pairs: with plain prompts, and through the chat template."""
     _, pairs = sums.split()
     plain = sums.examples(tokenizer, op, pairs, sums.plain)
     chat = sums.examples(tokenizer, op, pairs, sums.chat)
