@@ -165,7 +165,7 @@ class PoolConfig:
         args = self.server_args
         try:
             config = self.written
-        except InvalidConfig as error:  # `open()` has reported it by then
+        except InvalidConfig as error:  # `open()` reports it
             logger().info("enginepool.model_not_read", reason=str(error))
             return {}
         check_ends(config, f"{self.model}: config.json")
@@ -175,7 +175,7 @@ class PoolConfig:
     def engine_args(
         self, platform: str, free_bytes: int | None, shape: Shape | None
     ) -> dict[str, Any]:
-        """The `ServerArgs` of an engine: the user's, then the platform's defaults.
+        """The `ServerArgs` of an engine: the platform's defaults, overridden by the user's options.
 
         Args:
             shape: The model's shape, if the platform is TPU and the shape is known.

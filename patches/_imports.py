@@ -33,8 +33,8 @@ def _preserved() -> Iterator[None]:
     """Put back the event-loop policy, threading's exit hook, and the root logger's handlers and
     level. Meanwhile no native signal handler can be installed."""
     root = logging.getLogger()
-    # The private name, because get_event_loop_policy() would create a policy, and Python 3.14
-    # deprecates it.
+    # This reads the private name, because get_event_loop_policy() would create a policy, and Python
+    # 3.14 deprecates it.
     policy = asyncio.events._event_loop_policy  # type: ignore[attr-defined]
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
     handlers, level = list(root.handlers), root.level

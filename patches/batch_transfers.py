@@ -6,9 +6,9 @@ quarter of the time for which the step holds the GIL, and other engines of the p
 Why: `device_array` calls `jax.make_array_from_callback` for each array. It checks shape, dtype and
 sharding again at every step, which takes three times as long as the transfer.
 
-What we change: What JAX found for a shape, a dtype and a sharding is kept. From the second time on
-an array goes to `batched_device_put` at once, where JAX's own way ends too. This is only for arrays
-that every device of an engine gets whole.
+What we change: The result of JAX's checks is kept for each shape, dtype and sharding. From the
+second time on, an array goes directly to `batched_device_put`, with which JAX's own path ends too.
+This applies only to arrays that are replicated over an engine's devices.
 
 Remove when: Upstream sends a batch's arrays together, or JAX's own way costs no more.
 """

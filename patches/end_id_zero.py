@@ -1,4 +1,4 @@
-"""End ids are all that config.json and generation_config.json name.
+"""Every id that config.json or generation_config.json names as an end id ends an output.
 
 What breaks: Id 0 does not end an output, whichever file names it. If config.json names 0 alone and
 generation_config.json another id, building an engine raises a TypeError.

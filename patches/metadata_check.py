@@ -37,7 +37,7 @@ def _is_needed(original) -> bool:
 
 def _replace(original):
     def __setattr__(self, name, value):
-        # `vars` has no property, and nothing that was never set.
+        # `vars` finds neither a property nor an attribute that was never set.
         if name == _ATTRIBUTE and type(vars(self).get(name, self)) is type(value):
             object.__setattr__(self, name, value)
         else:

@@ -23,7 +23,8 @@ _MODULE = "sgl_jax.srt.sampling.sampling_batch_info"
 
 
 def _is_needed(original) -> bool:
-    """Merge a batch with min_p .5 as the scheduler does, and build the metadata on no device."""
+    """Merge a batch with min_p .5 as the scheduler does, and build the metadata without a
+    device."""
     schedule_batch = module("sgl_jax.srt.managers.schedule_batch")
     info = SimpleNamespace(
         reqs=[],

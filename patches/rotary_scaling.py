@@ -2,7 +2,7 @@
 
 What breaks: Qwen3 and Qwen3-MoE ignore `rope_scaling`, and so does Qwen2 on sglang-jax 0.0.3rc99.
 YaRN, by which their model cards extend the context, does nothing. Other families ignore YaRN's
-`attention_factor`, and do not ignore an `mscale` that stands alone.
+`attention_factor`, and use `mscale` even without `mscale_all_dim`.
 
 Why: These attentions get the scaling and make a plain `RotaryEmbedding`. `get_rope` knows the
 scaling, but not `attention_factor`, which YaRN's configuration got later.

@@ -10,9 +10,9 @@ file descriptor of multiprocessing's resource tracker to -1.
 
 What we change: In that module the name `signal` is a namespace whose `signal()` does nothing off
 the main thread. Python's signal module itself stays as it is. Off the main thread the resource
-tracker's descriptor is put back, because the process belongs to someone else. Limits on files and
-stack stay raised, and so does the start method: they take nothing from the host. On the main thread
-nothing changes: there an Engine owns the process.
+tracker's descriptor is put back, because the process belongs to the host. The raised limits on
+files and stack and the start method of multiprocessing stay, because they do no harm to the host.
+On the main thread nothing changes: there an Engine owns the process.
 
 Remove when: Upstream installs handlers on the main thread only, as SGLang does since
 https://github.com/sgl-project/sglang/pull/18752, and leaves the resource tracker.

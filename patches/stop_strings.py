@@ -10,9 +10,9 @@ the longest stop string, and one more. `Req.check_finished` looks at the length 
 What we change: A request with stop strings keeps the end of its text, as far as a stop string may
 begin there. Each token is decoded once, behind the tokens that its text depends on. Bytes of an
 incomplete character wait for the rest. The text with special tokens is searched, and also the text
-without them if the caller gets that. The stop string that is complete first counts, of two the
-longest. In outputs that a request had before it resumed, only a stop string that the last token
-completes counts, as with stop ids.
+without them if the caller gets that. The stop string that is complete first counts. If several end
+at the same character, the longest counts. In outputs that a request had before it resumed, only a
+stop string that the last token completes counts, as with stop ids.
 
 Remove when: Upstream searches the text and not a number of tokens.
 """

@@ -1,8 +1,9 @@
 """A tokenizer that transformers 5 saved is what its tokenizer.json says.
 
 What breaks: Transformers 5 names a tokenizer's class `TokenizersBackend`. The prompts of such a
-checkpoint get other ids: a Llama's begin with a new token, `<s>`, behind the vocabulary's last.
-Such a tokenizer does not load from a relative folder, or if its special tokens are objects.
+checkpoint get other ids. With a Llama they begin with `<s>`, a new token whose id follows the last
+id of the vocabulary. Such a tokenizer does not load from a relative folder, or if its special
+tokens are objects.
 
 Why: With an older transformers `get_tokenizer` copies the folder without the class, which is then
 guessed from the model's. Llama's class adds its own special tokens. The copy consists of links to

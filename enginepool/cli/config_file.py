@@ -74,7 +74,8 @@ class _NoDuplicates(yaml.SafeLoader):
 
 
 def _as_given(path: Path, option: Any, value: Any) -> Any:
-    """The value as on the command line: a list as `0,2`. True and false are no numbers."""
+    """The value in the form of the command line: a list becomes `0,2,`. Only flags take true and
+    false."""
     if isinstance(value, bool) != bool(option.is_flag):
         expected = "true or false" if option.is_flag else "its value"
         raise InvalidConfig(f"--config {path}: {option.name}={shown(value)}: expected {expected}")

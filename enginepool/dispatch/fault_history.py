@@ -38,15 +38,15 @@ class FaultHistory:
         self._outputs = -1
 
     def add(self, engine_index: int, reason: str, outputs: int) -> None:
-        """An engine failed while it held the request, which has `outputs` output tokens."""
+        """Record that an engine failed while it held the request, which has `outputs` output
+        tokens."""
         self.reasons[engine_index] = f"engine {engine_index}: {reason}"
         self.count = 1 if outputs > self._outputs else self.count + 1
         self._outputs = outputs
 
     def add_not_finite(self, engine_index: int, reason: str, update: int) -> bool:
-        """Its numbers were not finite in a step that no other request shared.
-
-        Returns whether this is the second time under this update of weights.
+        """Record that its numbers were not finite in a step that no other request shared. Returns
+        whether this is the second time under this update of weights.
         """
         again = self.nonfinite_under == update
         if not again:
@@ -58,7 +58,7 @@ class FaultHistory:
         return again
 
     def proved(self, update: int) -> None:
-        """It got finite numbers in a step that no other request shared."""
+        """Record that it got finite numbers in a step that no other request shared."""
         self.starts_alone = False
         self.nonfinite_under, self.finite_under = None, update
 

@@ -75,7 +75,8 @@ class Grammar:
 
     @property
     def nbytes(self) -> int:
-        """An upper bound. All states share one lexer, which grows while they advance."""
+        """An upper bound of its bytes. All states share one lexer, which grows while they
+        advance."""
         return self._compiled_bytes + int(_GROWTH * self.seconds)
 
     def matcher(self) -> LLMatcher:

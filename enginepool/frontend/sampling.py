@@ -115,7 +115,7 @@ def make_sampling(
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"sampling parameters {shown(given)}: {error}") from error
     stops = {*end_ids, *(built.stop_token_ids or ())}
-    if built.min_new_tokens and len(stops) >= vocab_size:  # nothing is left but NaN
+    if built.min_new_tokens and len(stops) >= vocab_size:  # every logit would be masked
         raise InvalidRequest(
             f"min_new_tokens={built.min_new_tokens}: stop_token_ids and the model's end tokens are "
             f"all {vocab_size} tokens of the vocabulary, so no token may be sampled; leave one out"

@@ -37,7 +37,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, [], ()),
     "arrow_config": (None,),
 }
-# These begin with other base weights than the model's.
+# Values of `init_lora_weights` with which PEFT changes the base's weights.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 _NAME = re.compile(
     r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight$"

@@ -66,8 +66,8 @@ def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
     try:
         if kind == "llama3":
             return Rotation(plain * _llama3(plain, rope, before), 1.0)
-        pressed = _pressed(theta, dim, rope, before)
-        scaled = plain * (1 - pressed + pressed / rope["factor"])
+        weight = _interpolation(theta, dim, rope, before)
+        scaled = plain * (1 - weight + weight / rope["factor"])
         return Rotation(scaled, _temperature(rope, rope["factor"]))
     except KeyError as error:
         raise InvalidConfig(f"config.json: {field} of rope_type={kind!r} lacks {error}") from error
@@ -97,7 +97,7 @@ def _llama3(plain: np.ndarray, rope: Mapping[str, Any], before: int) -> np.ndarr
     return kept + (1 - kept) / rope["factor"]
 
 
-def _pressed(theta: float, dim: int, rope: Mapping[str, Any], before: int) -> np.ndarray:
+def _interpolation(theta: float, dim: int, rope: Mapping[str, Any], before: int) -> np.ndarray:
     """How much each frequency is interpolated: 0 if its wave makes `beta_fast` turns or more in the
     original context, 1 if it makes `beta_slow` turns or fewer, and linear by index between these.
     """

@@ -34,7 +34,7 @@ class FleetReport:
 
     Attributes:
         seconds: By phase: "put" into the object store, "stage", "commit", "total".
-        hosts: What each host's pool says.
+        hosts: The report of each host's pool.
         missing: Hosts that were lost before or during the update, with the reason. They get it
             before they serve again.
     """

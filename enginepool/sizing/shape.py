@@ -39,19 +39,19 @@ class Tensor:
 
     Attributes:
         size: The elements of one tensor.
-        cut: Whether it is divided over the chips of an engine. Otherwise each chip has all of it.
+        sharded: Whether it is divided over the chips of an engine. Otherwise each chip has all of it.
     """
 
     name: str
     size: int
     count: int
     itemsize: int
-    cut: bool = True
+    sharded: bool = True
     role: Role = "whole"
 
     def on_chip(self, tp_size: int) -> int:
         """Bytes of all of them on one chip."""
-        size = -(-self.size // tp_size) if self.cut else self.size
+        size = -(-self.size // tp_size) if self.sharded else self.size
         return size * self.count * self.itemsize
 
 
@@ -107,16 +107,16 @@ class Shape:
             Tensor("q", hidden * q, layers, linear),
             Tensor("k, v", hidden * kv, 2 * layers, linear),
             Tensor("o", q * hidden, layers, linear),
-            Tensor("norms", hidden, self._norms * layers + 1, norm, cut=False),
+            Tensor("norms", hidden, self._norms * layers + 1, norm, sharded=False),
         ]
         if not self.tied:
             found.append(Tensor("head", self.vocab * hidden, 1, item))
         if self.attention_bias:
             found += [Tensor("q bias", q, layers, item), Tensor("k, v bias", kv, 2 * layers, item)]
             if self.family != "qwen2":
-                found.append(Tensor("o bias", hidden, layers, item, cut=False))
+                found.append(Tensor("o bias", hidden, layers, item, sharded=False))
         if self.family in ("qwen3", "qwen3_moe"):
-            found.append(Tensor("q, k norms", self.head_dim, 2 * layers, item, cut=False))
+            found.append(Tensor("q, k norms", self.head_dim, 2 * layers, item, sharded=False))
         if self.dense_layers:
             size, count = hidden * self.dense_width, _GATED_MLP * self.dense_layers
             found.append(Tensor("mlp", size, count, linear))
@@ -124,7 +124,7 @@ class Shape:
             size, sparse = self.experts * hidden * self.expert_width, layers - self.dense_layers
             found.append(Tensor("experts", size, _GATED_MLP * sparse, experts, role="expert"))
             # upstream keeps the gate in float32
-            found.append(Tensor("expert gate", hidden * self.experts, sparse, 4, cut=False))
+            found.append(Tensor("expert gate", hidden * self.experts, sparse, 4, sharded=False))
         return found + self._scales(q, kv)
 
     def _scales(self, q: int, kv: int) -> list[Tensor]:
@@ -135,7 +135,7 @@ class Shape:
             found += [
                 Tensor("q scales", q, layers, 4),
                 Tensor("k, v scales", kv, 2 * layers, 4),
-                Tensor("o, down scales", self.hidden, layers + dense, 4, cut=False),
+                Tensor("o, down scales", self.hidden, layers + dense, 4, sharded=False),
                 Tensor("gate, up scales", self.dense_width, 2 * dense, 4),
             ]
         if self.expert_itemsize is not None and self.experts:
@@ -143,7 +143,7 @@ class Shape:
             sparse = layers - dense
             found += [
                 Tensor("gate, up scales of experts", wide, 2 * sparse, 4, role="expert"),
-                Tensor("down scales of experts", narrow, sparse, 4, cut=False, role="expert"),
+                Tensor("down scales of experts", narrow, sparse, 4, sharded=False, role="expert"),
             ]
         return found
 
@@ -152,7 +152,7 @@ class Shape:
         if the layer's outputs are. Otherwise A is."""
         q, hidden = self.heads * self.head_dim, self.hidden
         kv = self.kv_heads_on_chip(tp_size) * tp_size * self.head_dim
-        sizes = {  # what is whole on each chip, what is cut, in how many layers
+        sizes = {  # (replicated width, sharded width, number of layers)
             "q_proj": (hidden, q, self.layers),
             "k_proj": (hidden, kv, self.layers),
             "v_proj": (hidden, kv, self.layers),
@@ -162,7 +162,7 @@ class Shape:
             "down_proj": (hidden, self.dense_width, self.dense_layers),
         }
         wanted = [sizes[name] for name in (sizes if "all" in targets else targets)]
-        widths = ((whole + cut // tp_size) * count for whole, cut, count in wanted)
+        widths = ((whole + sharded // tp_size) * count for whole, sharded, count in wanted)
         return sum(widths) * rank * self.itemsize
 
     @property
