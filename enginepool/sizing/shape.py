@@ -39,7 +39,7 @@ class Tensor:
 
     Attributes:
         size: The elements of one tensor.
-        sharded: Whether it is divided over the chips of an engine. Otherwise each chip has all of it.
+        sharded: Whether it is sharded over the chips of an engine. Otherwise it is replicated.
     """
 
     name: str
