@@ -135,11 +135,11 @@ class Trainer:
     ) -> jax.Array:
         """PPO's clipped objective, the mean over tokens.
 
-        By default the ratio compares with the probability that the token was sampled with, by
-        whichever version of the weights.
+        By default the ratio compares with the probability with which the token was sampled,
+        whichever version of the weights sampled it.
 
         Args:
-            advantages: Of each token, with its weight.
+            advantages: One for each token, multiplied by its importance weight.
         """
         ratio = jnp.exp(self._logprobs(params, base, batch) - batch.logprobs)
         clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)

@@ -38,7 +38,7 @@ class Target:
     Args:
         module: Module that holds the binding.
         attribute: Its name there, `Class.method` for a method.
-        replace: Takes the original and returns its replacement. Of a class method it takes and
+        replace: Takes the original and returns its replacement. For a class method it takes and
             returns the plain function.
         parameters: The parameter names that the original must have. None if it is not a function.
         optional: Upstream versions without this binding do not have the defect.

@@ -45,7 +45,7 @@ def _log_softmax(logits, metadata):
     """The log-probabilities that are reported."""
     jax, jnp = module("jax"), module("jax.numpy")
     divided = logits.astype(jnp.float32) / metadata.temperatures.astype(jnp.float32)
-    # By rounding the largest may come out above 0.
+    # Rounding may give the largest one a value above 0.
     return jax.nn.log_softmax(divided, axis=-1).clip(jnp.finfo(jnp.float32).min, 0.0)
 
 

@@ -1,8 +1,8 @@
 """The persistent compilation cache stays as the host set it.
 
 What breaks: With JAX_COMPILATION_CACHE_DIR set, an engine on a device above 0 switches JAX's
-persistent compilation cache off for the whole process, with the host's trainer. An engine on device
-0 switches it on again and lowers its thresholds.
+persistent compilation cache off for the whole process, also for the host's trainer. An engine on
+device 0 switches it on again and lowers its thresholds.
 
 Why: libtpu crashes when it runs a cached program on devices without device 0
 (https://github.com/jax-ml/jax/issues/38004). So `Scheduler._setup_jit_cache` changes jax.config,

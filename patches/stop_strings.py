@@ -105,7 +105,7 @@ class _Text:
         return self._decode(list(ids))
 
     def _settle(self, ids: tuple[int, ...]) -> None:
-        """These tokens are whole characters. The next ones are decoded behind them."""
+        """Take these tokens as whole characters. The next tokens are decoded after them."""
         self._context = () if self._joined else ids[-_CONTEXT:]
         self._before = self._decode(list(self._context)) if self._context else ""
         self._looked, self._pending = len(self._tail), ()
@@ -182,7 +182,7 @@ def _special(tokenizer) -> frozenset[int]:
     return _known_special[tokenizer]
 
 
-# By tokenizer: asking one takes long.
+# The special ids of each tokenizer, kept because it takes long to ask one.
 _known_special: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 

@@ -43,7 +43,7 @@ class Logprobs:
             scored_only: Nothing is generated.
 
         Raises:
-            InvalidRequest: Only steps that generate have what is wanted.
+            InvalidRequest: The call wants routed experts and generates nothing.
         """
         if scored_only and self.routed_experts:
             raise InvalidRequest(

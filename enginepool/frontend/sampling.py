@@ -30,7 +30,8 @@ _FLOATS: Mapping[str, tuple[float, float, str]] = {
     "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),
     "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
 }
-# In float32 a much smaller one is 0, and leaves no token. This one leaves the most probable.
+# The least `top_p` that engines get. It leaves the most probable token. A much smaller value is 0
+# in float32 and leaves no token.
 _LEAST_TOP_P = 1e-30
 _INTS: Mapping[str, tuple[int, int, str]] = {
     "max_new_tokens": (0, _INT32 - 1, "an integer, 1 or more"),  # the input processor checks 0

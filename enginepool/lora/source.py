@@ -73,10 +73,10 @@ def read_adapter(
     Args:
         config: The fields of adapter_config.json; a folder has its own.
         paths: The model's leaf path for each Hugging Face name.
-        layers: By path of each layer that can be adapted: its sizes, in and out.
+        layers: The input and output size of each layer that can be adapted, by path.
 
     Raises:
-        InvalidWeights: With what does not fit, by name.
+        InvalidWeights: The error names what does not fit.
     """
     if isinstance(source, str | Path):
         folder = find(source, download_dir)

@@ -15,7 +15,7 @@ class Attempt:
 
     Attributes:
         key: The driver's name for this attempt; another attempt has another.
-        options: Of the call, as `EnginePool.stream` takes them, for one prompt.
+        options: The call's options for one prompt, as `EnginePool.stream` takes them.
     """
 
     key: int

@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace) -> bool:
 
 
 def _weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
-    # Not at the top: importing sgl_jax has side effects that the patches must precede.
+    # Imported here, because the patches must be applied before sgl_jax is imported.
     from scripts.tpu_check.weight_programs import weight_programs
 
     weight_programs(scheduler, chips, record)

@@ -80,7 +80,7 @@ def _compile(
     max_decode_steps: int,
     further: Callable[[Any, list[Any], Record], None],
 ) -> None:
-    # Not at the top: importing sgl_jax has side effects that the patches must precede.
+    # Imported here, because the patches must be applied before sgl_jax is imported.
     from enginepool.doctor.ahead_of_time.steps import take_steps
     from enginepool.engine.build import build_engine, dismantle
     from enginepool.engine.warmup import warm_up

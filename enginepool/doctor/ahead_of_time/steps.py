@@ -39,7 +39,7 @@ _SAMPLING: tuple[Mapping[str, Any], ...] = (
 
 def take_steps(scheduler: Any, channel: Channel, record: Record) -> None:
     """Serve requests of every shape. Programs that did not exist before are problems."""
-    # No tokenizer was built. Upstream's penalties ask it only for this.
+    # Upstream's penalties read only these ids of a tokenizer, and no tokenizer was built.
     scheduler.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
     channel.attach(scheduler)
     channel.queue.attach(channel.engine_index, channel.load, channel.wake)
