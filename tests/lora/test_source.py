@@ -119,7 +119,7 @@ def test_arrays_of_every_kind(
         ({**LORA, "max_lora_rank": 0}, "max_lora_rank=0"),
         ({**LORA, "lora_paths": ["x"]}, "load_lora_adapter"),
         ({"enable_static_lora": True}, "enable_lora"),
-        ({**LORA, "lora_eviction_policy": "fifo"}, "longest"),
+        ({**LORA, "lora_eviction_policy": "fifo"}, "least recently used"),
     ],
 )
 def test_options(options: dict[str, Any], said: str) -> None:
