@@ -101,7 +101,7 @@ tpu-check: $(TPU)/.installed ## Compile the programs of an engine for TPUs, with
 
 .PHONY: test-integrations
 test-integrations: setup $(TUNIX)/.installed $(CLIENTS)/.installed $(RAY)/.installed ## Run the tests of Tunix, lm_eval, Ray and clients, and of the TPU's attention kernel, interpreted on CPU
-# tests/integrations is in pyproject.toml's norecursedirs, so that `make test` passes it by.
+# tests/integrations is in pyproject.toml's norecursedirs, so that `make test` skips it.
 	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS) tests/integrations
 	$(TUNIX)/bin/python $(PYTEST) -m "not slow" $(ARGS) tests/integrations/test_tunix.py tests/integrations/test_lm_eval.py \
 		tests/integrations/test_pages.py

@@ -55,7 +55,9 @@ WRONG: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_it_would_see(pool: EnginePool, model_dir: Callable[[str], Any], wrong: str) -> None:
+def test_a_wrong_output_is_found(
+    pool: EnginePool, model_dir: Callable[[str], Any], wrong: str
+) -> None:
     """The same output is right for its own parameters and wrong for others."""
     from llguidance.hf import from_tokenizer
     from transformers import AutoTokenizer

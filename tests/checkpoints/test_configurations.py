@@ -133,7 +133,7 @@ def test_two_kinds_of_scaling(tmp_path: Path) -> None:
         load(str(given), override_args=json.dumps({"rope_scaling": YARN, "rope_parameters": PLAIN}))
 
 
-def test_what_needs_no_translation(tmp_path: Path) -> None:
+def test_configurations_that_need_no_translation(tmp_path: Path) -> None:
     """A configuration of transformers 4 gives no overrides. Nor do names that its class has,
     such as Mixtral's experts."""
     qwen3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 77.0}
@@ -159,7 +159,7 @@ def test_the_family_decides(tmp_path: Path, named: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_overrides_that_are_none(tmp_path: Path, text: str) -> None:
+def test_overrides_that_are_no_object(tmp_path: Path, text: str) -> None:
     folder = write(tmp_path, {"model_type": "qwen3"})
     with pytest.raises(InvalidConfig, match="json_model_override_args="):
         load(str(folder), override_args=text)

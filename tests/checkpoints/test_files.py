@@ -79,7 +79,9 @@ def test_decided_by_index_or_name(
         np.testing.assert_array_equal(checkpoint.load(name), value)
 
 
-def test_said_which_files_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_are_not_read_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = make(tmp_path, "qwen3", shards=3, strays={"a.safetensors": {"x": np.ones(3)}})
     with caplog.at_level("WARNING", logger="enginepool"):
         Checkpoint(folder)
@@ -248,7 +250,7 @@ def test_nothing_is_read_for_a_configuration_that_is_refused(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("change", [rewritten, replaced, Path.unlink])
-def test_changed_while_it_opens(
+def test_a_file_changes_while_a_pool_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any], when: str
 ) -> None:
     """Upstream opens files by name, one after the other. If one changes meanwhile, the pool does

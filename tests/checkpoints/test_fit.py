@@ -30,7 +30,7 @@ def added(name: str, shape: tuple[int, ...] = (256,)) -> Callable[[Tensors], Ten
     return lambda tensors: tensors | {name: np.ones(shape, np.float32)}
 
 
-class Misfit(NamedTuple):
+class BadCheckpoint(NamedTuple):
     """A change of the tensors, and the words of the error."""
 
     edit: Callable[[Tensors], Tensors]
@@ -39,59 +39,63 @@ class Misfit(NamedTuple):
     names: str = EMBEDDING
 
 
-MISFITS = {
-    "torch.compile": Misfit(renamed("", "_orig_mod."), ("without the prefix '_orig_mod.'",)),
-    "PEFT": Misfit(renamed("", "base_model.model."), ("without the prefix 'base_model.model.'",)),
-    "DDP": Misfit(renamed("", "module."), ("without the prefix 'module.'",)),
-    "no prefix": Misfit(renamed("model.", ""), ("with the prefix 'model.'",)),
-    "nothing": Misfit(lambda tensors: {"weight": np.ones(3, np.float32)}, ("missing", "weight")),
-    "no norm": Misfit(dropped(NORM), ("missing 1 name: model.norm.weight",), names=NORM),
-    "another name": Misfit(
+BAD_CHECKPOINTS = {
+    "torch.compile": BadCheckpoint(renamed("", "_orig_mod."), ("without the prefix '_orig_mod.'",)),
+    "PEFT": BadCheckpoint(
+        renamed("", "base_model.model."), ("without the prefix 'base_model.model.'",)
+    ),
+    "DDP": BadCheckpoint(renamed("", "module."), ("without the prefix 'module.'",)),
+    "no prefix": BadCheckpoint(renamed("model.", ""), ("with the prefix 'model.'",)),
+    "nothing": BadCheckpoint(
+        lambda tensors: {"weight": np.ones(3, np.float32)}, ("missing", "weight")
+    ),
+    "no norm": BadCheckpoint(dropped(NORM), ("missing 1 name: model.norm.weight",), names=NORM),
+    "another name": BadCheckpoint(
         renamed("model.norm.", "model.final_norm."),
         ("model.norm.weight is missing, model.final_norm.weight is the nearest",),
         names=NORM,
     ),
-    "short embedding": Misfit(
+    "short embedding": BadCheckpoint(
         cut(EMBEDDING, 200), ("shape (200, 256), expected (272, 256)", EMBEDDING)
     ),
-    "short norm": Misfit(cut(NORM, 40), ("shape (40,), expected (256,)",), names=NORM),
-    "a layer too many": Misfit(
+    "short norm": BadCheckpoint(cut(NORM, 40), ("shape (40,), expected (256,)",), names=NORM),
+    "a layer too many": BadCheckpoint(
         added("model.layers.9.input_layernorm.weight"),
         ("unknown 1 name: model.layers.9.input_layernorm.weight",),
         names="model.layers.9.input_layernorm.weight",
     ),
-    "a bias that is not added": Misfit(
+    "a bias that is not added": BadCheckpoint(
         added("model.layers.0.self_attn.o_proj.bias"),
         ("unknown 1 name: model.layers.0.self_attn.o_proj.bias",),
         names="model.layers.0.self_attn.o_proj.bias",
     ),
-    "integers": Misfit(
+    "integers": BadCheckpoint(
         lambda tensors: tensors | {NORM: np.ones(256, np.int32)},
         ("dtype int32 cannot become the model's float32",),
         names=NORM,
     ),
-    "no bias": Misfit(
+    "no bias": BadCheckpoint(
         dropped("k_proj.bias"),
         ("missing 2 names: model.layers.0.self_attn.k_proj.bias",),
         ("qwen2",),
         "model.layers.0.self_attn.k_proj.bias",
     ),
-    "no head": Misfit(
+    "no head": BadCheckpoint(
         dropped("lm_head"), ("missing 1 name: lm_head",), ("llama",), "lm_head.weight"
     ),
-    "an expert gone": Misfit(
+    "an expert gone": BadCheckpoint(
         dropped("layers.1.mlp.experts.4.up_proj"),
         ("missing 1 name: model.layers.1.mlp.experts.4.up_proj.weight",),
         ("qwen3_moe",),
         "model.layers.1.mlp.experts.4.up_proj.weight",
     ),
-    "a short expert": Misfit(
+    "a short expert": BadCheckpoint(
         cut("model.layers.1.mlp.experts.4.up_proj.weight", 60),
         ("shape (60, 256), expected (64, 256)",),
         ("qwen3_moe",),
         "model.layers.1.mlp.experts.4.up_proj.weight",
     ),
-    "a head of its own beside a tied embedding": Misfit(
+    "a head of its own beside a tied embedding": BadCheckpoint(
         lambda tensors: tensors | {"lm_head.weight": tensors[EMBEDDING] + 1},
         ("lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings"),
         ("qwen2", "qwen3", "gemma2", "qwen3_moe"),
@@ -101,17 +105,18 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "quirk"), [(f, quirk) for quirk, each in MISFITS.items() for f in each.families]
+    ("family", "quirk"),
+    [(f, quirk) for quirk, each in BAD_CHECKPOINTS.items() for f in each.families],
 )
-def test_misfits(tmp_path: Path, family: str, quirk: str) -> None:
+def test_a_checkpoint_that_does_not_fit(tmp_path: Path, family: str, quirk: str) -> None:
     """A checkpoint that does not fit is refused. The error names the tensor."""
-    misfit = MISFITS[quirk]
-    folder = make(tmp_path / "model", family, edit=misfit.edit)
+    bad = BAD_CHECKPOINTS[quirk]
+    folder = make(tmp_path / "model", family, edit=bad.edit)
     with pytest.raises(InvalidWeights) as caught:
         opening.read(folder)
     assert str(folder) in str(caught.value)
-    assert [part for part in misfit.says if part not in str(caught.value)] == []
-    assert misfit.names in caught.value.names
+    assert [part for part in bad.says if part not in str(caught.value)] == []
+    assert bad.names in caught.value.names
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -119,7 +119,9 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("gemma2", {"use_bidirectional_attention": True}),
     ],
 )
-def test_refused_if_nobody_read_it(reads: Any, family: str, fields: dict[str, Any]) -> None:
+def test_a_field_that_nothing_reads_is_refused(
+    reads: Any, family: str, fields: dict[str, Any]
+) -> None:
     name, value = next(iter(fields.items()))
     with pytest.raises(InvalidConfig, match=f"{name}={value!r}: the {family} of this sglang-jax"):
         check_reads(config_of(family, **fields), reads(family), caps=True)

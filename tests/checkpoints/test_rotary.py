@@ -120,7 +120,7 @@ def test_each_form_passes_the_check(
     assert "enginepool.rotary_not_checked" not in [record.message for record in caplog.records]
 
 
-def test_a_context_of_before_beside_the_scaling(tmp_path: Path) -> None:
+def test_an_original_context_beside_the_scaling(tmp_path: Path) -> None:
     """Upstream's Llama reads the original context beside the scaling. Other families and
     transformers 4 read the one inside it."""
     before = {"max_position_embeddings": 512, "original_max_position_embeddings": 32}

@@ -112,7 +112,7 @@ def test_the_command_line_and_the_environment_go_before(
         ("dtype: float32\n'dtype': bfloat16", "'dtype' is there twice"),
     ],
 )
-def test_what_a_file_may_not_say(tmp_path: Path, text: str, why: str) -> None:
+def test_a_file_with_invalid_options(tmp_path: Path, text: str, why: str) -> None:
     """The error is one line, with exit code 2, before anything is built."""
     result = CliRunner().invoke(app, ["serve", "--config", written(tmp_path, text)])
     assert result.exit_code == 2, result.output
@@ -123,7 +123,7 @@ def test_what_a_file_may_not_say(tmp_path: Path, text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"), [("none.yaml", "No such file"), ("serve.ini", "expected a name in .toml")]
 )
-def test_a_file_that_is_none(tmp_path: Path, name: str, why: str) -> None:
+def test_a_missing_file_and_one_of_another_format(tmp_path: Path, name: str, why: str) -> None:
     result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / name)])
     assert result.exit_code == 2
     assert why in result.output

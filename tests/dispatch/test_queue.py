@@ -123,7 +123,7 @@ def test_drain_takes_everything(queue: RequestQueue):
     assert len(queue) == 0
 
 
-def test_what_only_a_detached_engine_could_run_waits_for_it(queue: RequestQueue):
+def test_a_pinned_request_waits_for_its_detached_engine(queue: RequestQueue):
     """Such a request does not count when work is shared out."""
     attach(queue, 0, 0)
     pinned, free = make(2, pinned_to=1), make(4)

@@ -97,7 +97,7 @@ def test_a_request_that_was_in_failures(failures: list[tuple[int, int]], fate: s
     assert decide_request(history(*failures), pinned=True, policy=POLICY) == fate
 
 
-def test_a_request_of_one_engine_ends_with_it_where_none_comes_back() -> None:
+def test_a_pinned_request_ends_with_its_engine_without_restart() -> None:
     """Other requests continue on other engines."""
     policy = Policy(restart=False, max_restarts=5)
     assert decide_request(history((0, 0)), pinned=True, policy=policy) == "engine_failed"
@@ -135,7 +135,7 @@ def test_whose_fault_numbers_that_are_not_finite_are(
     assert found == fault
 
 
-def test_new_weights_are_tried_anew() -> None:
+def test_failures_under_earlier_weights_do_not_count() -> None:
     """A failure under earlier weights does not count for new ones."""
     faults = FaultHistory()
     assert not faults.add_not_finite(0, "not finite", update=1)

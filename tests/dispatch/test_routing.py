@@ -208,7 +208,7 @@ def test_samples_of_one_prompt_occupy_all_engines():
 
 
 @pytest.mark.parametrize("groups", [2, 3, 7])
-def test_nobody_starves(groups: int):
+def test_no_request_starves(groups: int):
     """A request whose prefix no engine has starts, however many requests with cached prefixes
     there are."""
     lengths = [5] * 800

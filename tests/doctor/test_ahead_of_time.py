@@ -77,7 +77,7 @@ ENTRY %main (a: bf16[2,4,8], b: bf16[2,8,4]) -> f32[3] {
 """
 
 
-def test_what_a_program_reads_in_any_case():
+def test_reads_outside_branches_count():
     """A copy that begins before the branch counts once. The branch's own reads do not count."""
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 4, 8), (2, 8, 4)))
     assert read_in_any_case(PREFETCHED, [a, b]) == 128
@@ -168,7 +168,7 @@ def test_nothing_runs_and_everything_is_put_back():
     assert {name: getattr(jax, name) for name in names} == before
 
 
-def test_what_is_imported_meanwhile_is_let_alone():
+def test_modules_imported_among_stand_ins_stay():
     """A module keeps its functions, so they must run normally afterwards."""
     with upstream_without_device(jax.devices()[:1], 2**30, Record(None)):
         assert not isinstance(jax.jit(table), stand_ins._Program)

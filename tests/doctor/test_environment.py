@@ -159,7 +159,7 @@ def test_a_chip_that_enginepool_never_ran_on_is_reported():
     assert "has never been run" in note
 
 
-def test_what_cannot_be_sized_is_still_looked_at(tmp_path):
+def test_an_unknown_chip_or_model_is_still_checked(tmp_path):
     """The page size is checked for an unknown chip and for an unknown model."""
     jax = live(V6E)
     found = warnings(jax, PoolConfig(str(tmp_path / "none"), server_args={"page_size": 1}))

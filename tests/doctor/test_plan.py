@@ -79,7 +79,7 @@ def test_verdicts(model: str, host: str, batch: int, tp_size: int, words: str) -
     assert "no other layout of the host promises clearly more" in again["verdict"]
 
 
-def test_a_layout_that_is_smaller_than_it_need_be() -> None:
+def test_a_layout_that_is_smaller_than_necessary() -> None:
     plan = make(CONFIGS["0.6B"], "v6e-8", context=1024, batch=2048, tp_size=8)
     assert plan["verdict"].startswith("take tp_size=1 × 8 engines: smaller engines")
 

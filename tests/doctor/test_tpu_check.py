@@ -195,7 +195,7 @@ print(json.dumps(Counter(program.kind for program in programs)))
 
 @needs_libtpu
 @pytest.mark.parametrize("most", [1, 8])
-def test_steps_need_what_the_warm_up_compiles(most: int) -> None:
+def test_steps_need_only_programs_that_the_warm_up_compiles(most: int) -> None:
     """Requests of every shape run on a chip that is not there, with one and with several decode
     steps a dispatch."""
     code, report, said = check("--kind", "kv_zeros", "--max-decode-steps", str(most))

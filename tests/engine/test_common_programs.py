@@ -104,7 +104,7 @@ def test_unlike(one: Any, other: Any) -> None:
     assert alike(one, one)
 
 
-def test_what_is_unlike_is_made_anew() -> None:
+def test_different_programs_are_made_again() -> None:
     programs = CommonPrograms()
     first = programs.common(["step", 1], object)
     assert programs.common(["step", 1], object) is first
@@ -142,7 +142,7 @@ def test_a_program_is_given_no_device() -> None:
     assert caches[1].mesh == mesh(1)
 
 
-def test_functions_that_are_kept_elsewhere_stay() -> None:
+def test_functions_in_another_place_stay() -> None:
     runner = SimpleNamespace(jitted_run_model=print, jitted_sampler=print)
     before = vars(runner).copy()
     share(runner, CommonPrograms())

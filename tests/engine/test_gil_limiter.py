@@ -76,7 +76,7 @@ def test_so_many_at_a_time(at_once: int) -> None:
         taker.end()
 
 
-def test_nobody_waits_for_a_thread_that_hangs() -> None:
+def test_no_thread_waits_for_one_that_hangs() -> None:
     """That thread has lost its slot. When it releases the slot later, no second slot appears."""
     those = Limiter(1, 0.01)
     hanging = Taker(those)

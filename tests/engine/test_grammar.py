@@ -42,7 +42,7 @@ def allowed(grammar: RequestGrammar, rows: int = 3, row: int = 1) -> set[int]:
     return set(np.flatnonzero(bits).tolist())
 
 
-def test_what_may_follow_is_a_function_of_the_output(vocabulary: LLTokenizer) -> None:
+def test_allowed_tokens_are_a_function_of_the_output(vocabulary: LLTokenizer) -> None:
     """It does not matter whether tokens came one by one, or were there when the engine got the
     request."""
     grammar = compiled(vocabulary, "json_schema", json.dumps({"enum": [12, 13, 'a"é']}))

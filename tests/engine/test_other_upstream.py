@@ -76,7 +76,7 @@ def docstrings(path: Path) -> list[str]:
     return [doc for node in nodes if isinstance(node, kinds) and (doc := ast.get_docstring(node))]
 
 
-def test_each_says_what_for() -> None:
+def test_each_module_says_why_it_reaches_into_upstream() -> None:
     """The reasons are at the top of the file, with a patch's headings. These are all such files."""
     said = set()
     for path in PACKAGE.rglob("*.py"):
@@ -90,7 +90,7 @@ def test_each_says_what_for() -> None:
     assert said == REACHES
 
 
-def test_nobody_else_imports_from_jaxs_own() -> None:
+def test_no_other_module_imports_from_jax_src() -> None:
     """`jax._src` is imported only inside functions, where it is used. (What compiles without a
     device runs by hand, with the JAX that the constraints name.)"""
     places = {"engine/executable_cache.py", "doctor/ahead_of_time/stand_ins.py"}

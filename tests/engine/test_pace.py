@@ -25,14 +25,14 @@ def test_several_steps_where_the_device_waits_and_one_is_tried_again() -> None:
     assert launch(pace, 2, idle=True)[-1] == 8
 
 
-def test_it_may_wait_now_and_then() -> None:
+def test_the_device_may_wait_now_and_then() -> None:
     pace = Pace(8)
     for _ in range(20):
         assert set(launch(pace, 1, idle=True) + launch(pace, 15, idle=False)) == {1}
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_never_more_than_is_allowed(idle: bool) -> None:
+def test_never_more_steps_than_allowed(idle: bool) -> None:
     assert set(launch(Pace(1), 1000, idle=idle)) == {1}
 
 

@@ -104,7 +104,7 @@ def test_the_users_choice_comes_before_upstreams(
         assert lowered() == {"HIGH"}
 
 
-def test_what_the_host_sets_later_is_not_the_engines(lowered: Lowered, model: Path) -> None:
+def test_later_settings_of_the_host_do_not_reach_engines(lowered: Lowered, model: Path) -> None:
     pool = EnginePool(str(model), devices=1, warmup="none", **SIZES)
     with pool, set_by_the_host("highest"):
         use_everything(pool, model)

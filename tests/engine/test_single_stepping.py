@@ -63,7 +63,7 @@ def test_an_engine_in_flight_is_waited_for() -> None:
     assert inside.is_set()
 
 
-def test_nobody_waits_for_an_engine_that_hangs() -> None:
+def test_no_engine_waits_for_one_that_hangs() -> None:
     hangs = SingleStepping()
     with hangs.steps_in_flight(), one_step_at_a_time([hangs]):
         assert hangs.on
@@ -117,7 +117,7 @@ def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.Monke
 
 
 @steady_decode
-def test_nobody_waits_for_an_engine_at_rest(eight_at_once: EnginePool) -> None:
+def test_no_engine_waits_for_an_idle_one(eight_at_once: EnginePool) -> None:
     pool = eight_at_once
     ask(pool, LONG)
     until(lambda: at_rest(pool))

@@ -255,7 +255,7 @@ def test_an_abort_in_flight(steady_pool: EnginePool) -> None:
     assert at_rest(steady_pool)
 
 
-def test_what_is_taken_ahead_is_given_up(
+def test_pages_allocated_ahead_are_freed_for_a_request(
     make_pool: MakePool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request starts at once if it fits only without pages that were allocated ahead."""

@@ -66,7 +66,7 @@ def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
     assert at_rest(kind)
 
 
-def test_they_come_and_go(kind: EnginePool, joined: list[int]) -> None:
+def test_grammars_join_and_leave(kind: EnginePool, joined: list[int]) -> None:
     """Requests with a grammar or named ids join a batch that has several steps in flight, and
     leave it. The other requests are as without them."""
     prompts = [[7 + i, *range(3, 3 + 11 * (i % 4))] for i in range(48)]
@@ -93,7 +93,7 @@ def test_they_come_and_go(kind: EnginePool, joined: list[int]) -> None:
     assert steps(kind)[1] == before[1]
 
 
-def test_whatever_goes_on_beside(
+def test_no_step_is_upstreams_own_under_load(
     make_pool: MakePool, options: dict[str, Any], retracted: list[int]
 ) -> None:
     """More outputs than fit the KV cache, long prompts that are prefilled and scored in pieces,

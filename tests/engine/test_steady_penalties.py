@@ -105,7 +105,7 @@ def test_upstream_goes_on_where_steady_decode_has_stopped(steady_pool: EnginePoo
     assert all(now > then + 8 for now, then in zip(steps(steady_pool), before, strict=True))
 
 
-def test_nobody_falls_back_for_penalties(
+def test_penalties_need_no_step_of_upstreams_own(
     steady_pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device computes penalties only while a request with penalties runs."""

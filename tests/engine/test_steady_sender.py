@@ -22,7 +22,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return there
 
 
-def test_a_batch_may_be_changed_once_it_is_sent() -> None:
+def test_a_batch_may_change_after_it_was_sent() -> None:
     """The host ends rows and allocates pages while steps that read the batch are in flight."""
     mesh = Mesh(
         np.array(jax.devices()[:1]).reshape(1, 1),

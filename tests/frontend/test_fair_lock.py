@@ -28,7 +28,7 @@ class Slow:
         return getattr(self._hf, name)
 
 
-def test_a_large_call_lets_others_in(pool: EnginePool) -> None:
+def test_a_small_call_does_not_wait_for_a_large_one(pool: EnginePool) -> None:
     """What is asked for meanwhile is encoded before the rest of it; the ids are the same."""
     hf = pool.engines[0].tokenizer_manager.tokenizer
     large = ["ab" * 20_000] * 20

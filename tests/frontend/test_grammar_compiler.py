@@ -72,7 +72,9 @@ def children() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_ends_or_holds_a_process_is_refused(compiler: GrammarCompiler, name: str) -> None:
+def test_grammars_that_end_or_block_a_process_are_refused(
+    compiler: GrammarCompiler, name: str
+) -> None:
     """With the limit and the remedy, and the next grammar compiles."""
     params, words = HOSTILE[name]
     with pytest.raises(InvalidGrammar) as caught:
@@ -82,7 +84,7 @@ def test_what_ends_or_holds_a_process_is_refused(compiler: GrammarCompiler, name
     compiler.compile(GrammarSource.of("regex", f"[a-z]{{{len(name)}}}"))
 
 
-def test_a_grammar_that_takes_long_is_in_nobodys_way(
+def test_a_slow_grammar_delays_no_other(
     make: MakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others compile while it does."""
@@ -104,7 +106,7 @@ def test_a_grammar_that_takes_long_is_in_nobodys_way(
 
 @pytest.mark.usefixtures("unlimited")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_it_ends_with_the_last_who_waits(make: MakeCompiler, backend: str) -> None:
+def test_a_compilation_ends_with_its_last_caller(make: MakeCompiler, backend: str) -> None:
     compiler = make()
     jobs: list[Job] = []
 

@@ -214,7 +214,7 @@ def test_instructor_streams(running: Running, mode: str) -> None:
     Answer.model_validate(partial[-1].model_dump())
 
 
-def test_instructor_says_what_is_wrong(running: Running) -> None:
+def test_instructor_raises_the_servers_error(running: Running) -> None:
     client = instructor.from_openai(running.openai(), mode=instructor.Mode.TOOLS)
     with pytest.raises(Exception, match="too many"):
         client.create(model="toy", messages=TOO_LONG, response_model=Answer, max_retries=0)

@@ -96,7 +96,7 @@ def test_generate_by_folder(client: httpx.Client, world: World) -> None:
     check(world, PROMPTS[:3], ["a", None, "b"], made)
 
 
-def test_never_outside(
+def test_never_outside_the_folder(
     client: httpx.Client, folder: Path, adapted: EnginePool, world: World
 ) -> None:
     outside = world.folders["a"]
@@ -190,7 +190,7 @@ def test_checkpoints_that_were_deleted(
         adapted.unload_lora_adapter(name)
 
 
-def test_none_to_drop(
+def test_no_adapter_can_be_dropped(
     client: httpx.Client, adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One adapter is in use and one came from elsewhere. The reply is 503 until one can be

@@ -79,7 +79,7 @@ def test_under_other_adapters_and_the_base(adapted: EnginePool, world: World) ->
 
 
 @pytest.mark.parametrize("between", ["drain", "in_place", "unload"])
-def test_retracted_ones(between: Any, adapted: EnginePool, world: World) -> None:
+def test_retracted_requests(between: Any, adapted: EnginePool, world: World) -> None:
     """They wait with tokens of the earlier version while it is replaced or unloaded."""
     adapted.load_lora_adapter("x", world.folders["a"], weight_version=1)
     with callers() as threads:

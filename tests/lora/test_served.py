@@ -203,7 +203,7 @@ def test_vllms_loads(client: httpx.Client, world: World) -> None:
     assert "no such directory" in error["message"]
 
 
-def test_who_may_load(adapted: EnginePool, world: World) -> None:
+def test_only_administrators_load(adapted: EnginePool, world: World) -> None:
     """As for weights: administrators, from below --model-root."""
     routes = ["/load_lora_adapter", "/unload_lora_adapter"]
     routes += [f"/v1{route}" for route in routes]

@@ -19,7 +19,7 @@ def test_running_adapters_keep_their_slots() -> None:
     assert started(policy, [1, 2, 3]) == [1, 2]
 
 
-def test_who_waits_for_a_slot_gets_one() -> None:
+def test_a_request_that_waits_for_a_slot_gets_one() -> None:
     """While none is free, nobody starts behind him under the adapter with the fewest running."""
     running = {1: 2, 2: 1}
     policy = SlotPolicy([1, 2], running, slots=2)
@@ -28,6 +28,6 @@ def test_who_waits_for_a_slot_gets_one() -> None:
     assert started(SlotPolicy([1, 2], running, slots=2), [3, 1, 2]) == [3, 1]
 
 
-def test_a_slot_that_nobody_uses_is_taken_by_age() -> None:
+def test_the_least_recently_used_free_slot_is_taken() -> None:
     policy = SlotPolicy([1, 2], {}, slots=2)
     assert started(policy, [3, 2, 1]) == [3, 2]

@@ -90,7 +90,7 @@ def test_other_platforms_cache_for_every_device(cache):
     assert any(cache.iterdir())
 
 
-def test_what_is_compiled_without_a_device_is_let_alone():
+def test_compiling_without_a_device_is_not_changed():
     """A backend that only compiles, for chips elsewhere, has no first device."""
     elsewhere = SimpleNamespace(platform="tpu", local_devices=list)
     chips = np.array([SimpleNamespace(id=3)])

@@ -6,7 +6,7 @@ import pytest
 
 import patches
 from patches import end_id_zero
-from tests.support.ends import FILES, model_ends
+from tests.support.end_ids import FILES, model_ends
 
 PATCH = end_id_zero.PATCH
 

@@ -19,7 +19,7 @@ def test_upstream_samples_them(run):
     assert all(ENDS & set(ids[:5]) for ids in run())
 
 
-def test_they_are_banned(run):
+def test_end_ids_are_banned(run):
     """While the request has too few tokens, and no longer."""
     patches.apply([end_ids_not_banned.PATCH])
     outputs = run()

@@ -247,7 +247,7 @@ def test_after_a_pool_that_could_not_open_the_next_gets_its_patches(no_pool_open
     assert not any(map(patches.is_applied, patches.ALL))
 
 
-def test_what_a_pool_could_not_revert_the_next_one_does(no_pool_open, monkeypatch):
+def test_the_next_pool_reverts_patches_that_one_could_not(no_pool_open, monkeypatch):
     """Somebody patched over a patch. When they have undone it, the next pool that closes
     restores upstream."""
     [target] = seeded_sampler.PATCH.replaced

@@ -73,7 +73,7 @@ def test_upstream_misses_some(tokenizer):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_none_is_missed(tokenizer, skip):
+def test_no_stop_string_is_missed(tokenizer, skip):
     """2,000 texts of letters, broken characters, special tokens and merged tokens."""
     patches.apply([stop_strings.PATCH])
     draw, found = random.Random(int(skip)), 0

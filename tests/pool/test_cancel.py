@@ -208,7 +208,7 @@ def test_close_iterator(pool: EnginePool) -> None:
     assert pool.stats()["aborted"] == aborted + 8
 
 
-def test_iterator_never_started(pool: EnginePool) -> None:
+def test_an_iterator_that_was_never_started(pool: EnginePool) -> None:
     """An iterator whose first chunk nobody asked for has started nothing."""
     until(lambda: idle(pool))
     before = pool.stats()

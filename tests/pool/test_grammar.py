@@ -119,7 +119,7 @@ def test_each_request_has_a_state_of_its_own(pool: EnginePool) -> None:
         assert [call.result(SECONDS) for call in calls] == [expected] * 6
 
 
-def test_what_was_compiled_is_kept_within_bounds(pool: EnginePool) -> None:
+def test_the_grammar_cache_is_bounded(pool: EnginePool) -> None:
     """The same grammar is compiled once. If there are very many, the oldest is dropped."""
     compiler = pool.runtime.input_processor.grammars
     pool.generate("a", {"regex": "[0-9]kept", "max_new_tokens": 8})

@@ -42,7 +42,7 @@ def test_the_models_end_token_ends_it(model_dir: Callable[[str], Path], tmp_path
             assert len(result["output_ids"]) == len(result["text"]) + 1
 
 
-def test_none_could_end(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_grammar_without_an_end_token(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """No file names an end token. A grammar that would fill the output up is refused, and
     nothing else is."""
     model = without_end(model_dir("qwen3"), tmp_path / "model", eos_token_id=None)

@@ -24,7 +24,7 @@ from tests.support.marks import slow
 from tests.support.pools import SMALL
 
 LONG = {"temperature": 0.0, "max_new_tokens": 300, "ignore_eos": True}
-SCRIPT = Path(__file__).parents[1] / "support" / "guest_script.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "host_state_script.py"
 
 MakeUnopened = Callable[..., EnginePool]
 

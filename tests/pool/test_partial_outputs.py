@@ -82,7 +82,7 @@ def test_an_output_goes_on_as_if_it_had_run_in_one_go(pool: EnginePool, rule: st
         assert one["meta_info"]["cached_tokens"] <= one["meta_info"]["prompt_tokens"]
 
 
-def test_one_that_has_stopped_stays_as_it_is(pool: EnginePool) -> None:
+def test_a_stopped_part_stays_as_it_is(pool: EnginePool) -> None:
     free = whole(pool, {"temperature": 0.0, "max_new_tokens": 12})
     end = free[0]["output_ids"][4]
     params = {"temperature": 0.0, "max_new_tokens": 12, "stop_token_ids": [end]}
@@ -94,7 +94,7 @@ def test_one_that_has_stopped_stays_as_it_is(pool: EnginePool) -> None:
         same(whole(pool, params, partial_outputs=parts), expected)
 
 
-def test_a_stop_string_may_begin_in_what_is_there(pool: EnginePool) -> None:
+def test_a_stop_string_may_begin_in_the_part(pool: EnginePool) -> None:
     free = whole(pool, {"temperature": 0.0, "max_new_tokens": 24})
     middles = [r["text"][len(r["text"]) // 2 :][:3] for r in free]
     params = {"temperature": 0.0, "max_new_tokens": 24, "stop": [m for m in middles if m]}
@@ -157,7 +157,7 @@ def test_the_spans_of_versions_go_on(pool: EnginePool) -> None:
     assert got[0]["meta_info"]["prompt_weight_versions"] == ["elsewhere"]
 
 
-def test_a_stream_goes_on_behind_what_is_there(pool: EnginePool) -> None:
+def test_a_stream_continues_after_the_part(pool: EnginePool) -> None:
     params = {"temperature": 0.0, "max_new_tokens": 8}
     (expected,) = whole(pool, params, input_ids=PROMPTS[:1])
     chunks = list(

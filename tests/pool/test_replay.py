@@ -65,7 +65,7 @@ def test_of_two_versions(
     assert old.tokens + new.tokens == 600
 
 
-def test_what_differs_is_told(pool: EnginePool) -> None:
+def test_differences_are_reported(pool: EnginePool) -> None:
     """Other ids, another mask, another number. Also for results without log-probabilities."""
     params = {"temperature": 1.0, "top_k": 5, "max_new_tokens": 12, "ignore_eos": True}
     results = ask(pool, PROMPTS[:4], params)
@@ -84,7 +84,7 @@ def test_what_differs_is_told(pool: EnginePool) -> None:
     assert again.logprob == pytest.approx(1.0, abs=1e-3)
 
 
-def test_what_is_missing(pool: EnginePool) -> None:
+def test_missing_fields_are_named(pool: EnginePool) -> None:
     """The error names it. A call without parameters had the checkpoint's defaults, not
     upstream's."""
     params = {"temperature": 1.0, "max_new_tokens": 3}

@@ -274,7 +274,7 @@ def test_with_masks_of_any_output(one: EnginePool, models: list[Path]) -> None:
     alike(results, again)
 
 
-def test_they_are_replayed(pool: EnginePool, one: EnginePool) -> None:
+def test_experts_are_replayed(pool: EnginePool, one: EnginePool) -> None:
     """From the results alone."""
     results = ask(pool, PROMPTS, SAMPLED, return_logprob=True)
     again = rl.replay(one, results, PROMPTS, SAMPLED, version=0)
@@ -286,7 +286,7 @@ def test_they_are_replayed(pool: EnginePool, one: EnginePool) -> None:
     assert rl.replay(one, results, PROMPTS, SAMPLED, version=0).other_experts == [(2, 4)]
 
 
-def test_all_is_replayed(
+def test_everything_is_replayed(
     pool: EnginePool, one: EnginePool, models: list[Path], own_weights: None
 ) -> None:
     """After a swap, with and without a seed: ids, masks, experts and log-probabilities of both

@@ -350,7 +350,7 @@ def test_reference_is_independent(model_dir: ModelDir) -> None:
     assert np.abs(chosen(rows, ids(5, 1)) - shifted).max() > 100 * LOGPROB_TOLERANCE
 
 
-def test_of_what_was_sampled_in_bfloat16() -> None:
+def test_scores_equal_samples_in_bfloat16() -> None:
     """Logits are rounded as in a decode step, so nearly all values are equal to the sampled
     token's, to the last bit. (Batches of other shapes round differently inside the model.)"""
     prompts = [list(f"{a}+{b}=".encode()) for a in (1, 12, 77) for b in (3, 40, 55, 8)]

@@ -149,7 +149,7 @@ def test_special_tokens_are_shown_on_request(scripted: EnginePool):
     assert (stopped["text"], stopped["output_ids"]) == ("z", [ord("z"), END_ID])
 
 
-def test_index_tells_samples_apart(pool: EnginePool):
+def test_index_identifies_samples(pool: EnginePool):
     """With n > 1 `index` is the position of the output in the list that `generate_all` returns."""
     sampling = {"n": 3, "max_new_tokens": 12, "sampling_seed": 7, "ignore_eos": True}
     outputs = by_output(pool.stream(["a", "b"], sampling))

@@ -103,7 +103,7 @@ def test_each_serves(
     assert set(both[0]["devices"]).isdisjoint(both[1]["devices"])
 
 
-def test_what_lies_there_is_shared(both: list[dict[str, Any]]) -> None:
+def test_replicated_arrays_are_shared(both: list[dict[str, Any]]) -> None:
     """A replicated global array is not copied for this process's engines."""
     for found in both:
         for name in ("replicated", "gathered"):
@@ -115,7 +115,7 @@ def test_what_lies_there_is_shared(both: list[dict[str, Any]]) -> None:
         assert found["names checksum"] == found["gathered checksum"]
 
 
-def test_what_is_not_whole_here_is_refused(both: list[dict[str, Any]]) -> None:
+def test_a_partial_array_is_refused(both: list[dict[str, Any]]) -> None:
     """The error has the collective that the trainer must run. Nothing was changed."""
     for found in both:
         assert "has 2 of the 4 parts" in found["across"]

@@ -38,7 +38,7 @@ def test_a_call_is_its_samples_in_order() -> None:
     assert [r["output_ids"] for r in call.results()] == [[0], [1], [2]]
 
 
-def test_an_attempt_goes_on_with_what_was_reported() -> None:
+def test_an_attempt_continues_with_reported_tokens() -> None:
     (output,) = call_of(1).outputs
     assert "partial_outputs" not in output.attempt(0).options
     output.latest = result(output, [7, 8], None)
@@ -54,7 +54,7 @@ def test_it_is_not_blamed_while_it_gains_tokens() -> None:
         assert not output.suspect
 
 
-def test_a_suspect_says_at_once_that_it_goes_on() -> None:
+def test_a_suspect_reports_at_once_that_it_continues() -> None:
     (output,) = call_of(1).outputs
     first = output.attempt(0).sampling_params
     output.lost_with(0)
@@ -64,7 +64,7 @@ def test_a_suspect_says_at_once_that_it_goes_on() -> None:
     assert first["stream_interval"] > again["stream_interval"] == 1
 
 
-def test_what_takes_two_hosts_down_is_poisoned() -> None:
+def test_an_output_that_takes_two_hosts_down_is_poison() -> None:
     (output,) = call_of(1).outputs
     output.gain(result(output, [3], None))
     assert output.lost_with(0)
@@ -109,7 +109,7 @@ def test_arrays_travel_without_a_copy(dtype: Any) -> None:
     np.testing.assert_array_equal(other["c"][0], source["c"][0])
 
 
-def test_what_ends_without_a_token_says_as_much_as_a_pools() -> None:
+def test_a_result_without_tokens_has_the_fields_of_a_pools() -> None:
     call = RayCall(every=False, weight_version="new")
     call.fill([([1, 2], 1)], None, {}, None)
     call.outputs[0].end("poisoned", "why")

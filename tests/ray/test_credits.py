@@ -30,7 +30,7 @@ WAITING = st.lists(
 
 
 @given(some_hosts(), WAITING)
-def test_what_always_holds(hosts: list[HostLoad], waiting: list[Waiting]) -> None:
+def test_properties_of_every_assignment(hosts: list[HostLoad], waiting: list[Waiting]) -> None:
     given = assign(hosts, waiting)
     assert given == assign(hosts, waiting)  # a function of its arguments
     positions = [position for position, _ in given]
@@ -45,7 +45,7 @@ def test_what_always_holds(hosts: list[HostLoad], waiting: list[Waiting]) -> Non
 
 
 @given(some_hosts(), st.lists(st.integers(0, 4), max_size=60))
-def test_no_host_stands_idle_beside_what_waits(hosts: list[HostLoad], groups: list[int]) -> None:
+def test_no_host_is_idle_while_outputs_wait(hosts: list[HostLoad], groups: list[int]) -> None:
     given = assign(hosts, [Waiting(group, last_host=group) for group in groups])
     if len(given) == len(groups):
         return
@@ -60,7 +60,7 @@ def test_suspects_go_one_by_one_and_others_pass() -> None:
     assert assign([HostLoad(0, 4, 1, suspect=True)], waiting[:3]) == []
 
 
-def test_a_group_stays_together_until_somebody_would_stand_idle() -> None:
+def test_a_group_stays_together_until_a_host_would_be_idle() -> None:
     hosts = [HostLoad(0, 4, 0), HostLoad(1, 4, 0)]
     two_prompts = [Waiting(group) for group in (*"aaaa", *"bbbb")]
     pairs = Counter((two_prompts[p].group, index) for p, index in assign(hosts, two_prompts))

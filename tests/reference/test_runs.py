@@ -111,8 +111,8 @@ def ended(wandb_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     wandb = {"WANDB_MODE": "offline", "WANDB_DIR": str(wandb_dir)}
     offline = ("--wandb", "--wandb-project", "tests")
 
-    def misfit() -> Ended:
-        model = make_random_model(tmp_path_factory.mktemp("misfit"), "qwen3", num_layers=1)
+    def does_not_fit() -> Ended:
+        model = make_random_model(tmp_path_factory.mktemp("other-shapes"), "qwen3", num_layers=1)
         return start("swap", "--devices", "1", "--weights", str(model))
 
     runs: dict[str, Callable[[], Ended]] = {
@@ -128,7 +128,7 @@ def ended(wandb_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         "hot-update": lambda: start(
             *("hot-update", "--devices", "1", "--wandb", "--wandb-project", "a/b"), **wandb
         ),
-        "misfit": misfit,
+        "does not fit": does_not_fit,
         "faults": lambda: start(
             *("kv-cycle", "--devices", "1", "--verify-param-sharing"),
             *("--temperature", "5", "--max-new-tokens", "16"),
@@ -266,7 +266,7 @@ def test_hot_update(ended: Callable[[str], Ended]) -> None:
 @pytest.mark.slow
 def test_weights_that_do_not_fit(ended: Callable[[str], Ended]) -> None:
     """A phase has the error and the remedy, then the run ends."""
-    run = ended("misfit")
+    run = ended("does not fit")
     assert run.code == 1
     assert list(run.phases)[-1] == "weights_swap_error"
     error = run.phases["weights_swap_error"]
@@ -295,7 +295,7 @@ def test_failed_checks(ended: Callable[[str], Ended]) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_changed_and_nothing_said(ended: Callable[[str], Ended]) -> None:
+def test_noise_that_changes_nothing_is_a_failed_check(ended: Callable[[str], Ended]) -> None:
     run = ended("no change")
     assert run.code == 1
     assert run.phases["perturb"]["checksum_delta"] == 0

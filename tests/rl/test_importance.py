@@ -25,7 +25,7 @@ def test_weights(made: tuple[rl.RolloutBatch, np.ndarray], cap: float) -> None:
         assert weights[row, position] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_it_corrects() -> None:
+def test_the_expectation_that_weights_correct() -> None:
     """If no weight is truncated, the mean of weight × gain under the rollout's law is the mean
     of the gain under the trainer's."""
     rollout, trainer = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.35, 0.25])

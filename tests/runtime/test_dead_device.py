@@ -66,7 +66,7 @@ def test_the_others_go_on(
     pool.update_weights(pool.config.model)  # on the engine that is left
 
 
-def test_all_of_them(pool: EnginePool, dead: set[int]) -> None:
+def test_all_engines_on_dead_devices(pool: EnginePool, dead: set[int]) -> None:
     """Every call gets an error with the reason, and the pool closes."""
     calls: list[Callable[[], Any]] = [
         lambda: ask(pool),

@@ -87,7 +87,7 @@ def test_cached_tokens_are_those_of_the_prefill(one: EnginePool, versions: list[
     assert results[-1]["meta_info"]["cached_tokens"] >= len(SHARED) - 1
 
 
-def test_nobody_reads_the_prefix_of_a_prompt_that_straddled(
+def test_the_prefix_of_a_prompt_of_two_versions_is_never_found(
     one: EnginePool, versions: list[Path]
 ) -> None:
     """Half of its KV cache is of the old weights, so the new ones never find it."""

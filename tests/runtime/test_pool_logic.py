@@ -718,7 +718,7 @@ def take(queue: RequestQueue, engine: int, load: int) -> list[Request]:
     return queue.take(engine, load=load, room=ROOM, cached=lambda request: 0)
 
 
-def test_suspect_goes_to_another_engine_when_the_one_that_empties_itself_leaves() -> None:
+def test_a_suspect_goes_to_another_engine_if_the_reserved_one_leaves() -> None:
     """The reservation ends with the engine."""
     queue, request = RequestQueue(), suspect()
     for engine in (0, 1):

@@ -390,7 +390,9 @@ def test_failure_while_a_swap_waits(
     pool.update_weights(old)
 
 
-def test_a_sibling_takes_what_a_draining_engine_loses(pool: EnginePool) -> None:
+def test_another_engine_takes_the_requests_of_one_that_fails_while_draining(
+    pool: EnginePool,
+) -> None:
     """The other engine was idle and could have been swapped at once. Now the swap waits for it,
     too."""
     import jax.numpy as jnp

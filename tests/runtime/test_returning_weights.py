@@ -148,7 +148,7 @@ def test_weights_come_with_the_sibling_that_has_them(pool: EnginePool, target: P
 
 
 @pytest.mark.parametrize("change", ["update", "release"])
-def test_what_only_a_failed_engine_may_run_is_not_waited_for(
+def test_a_change_does_not_wait_for_requests_pinned_to_a_failed_engine(
     pool: EnginePool, target: Path, change: str
 ) -> None:
     """The change does not wait for its request, which is continued there when the engine comes
@@ -173,7 +173,7 @@ def test_what_only_a_failed_engine_may_run_is_not_waited_for(
     pool.checksum()
 
 
-def test_what_a_rebuild_puts_in_place_is_nobodys_weights(
+def test_the_checkpoints_weights_after_a_failed_copy_are_not_current(
     two: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine is rebuilt to copy another engine's weights. Before it has any of them, its
@@ -239,7 +239,7 @@ def test_an_engine_that_fails_while_an_update_rolls(pool: EnginePool, target: Pa
     serves(pool, target)
 
 
-def test_what_waits_for_weights_outlives_an_engine_that_misses_them(
+def test_requests_that_wait_for_weights_survive_an_engine_that_misses_them(
     pool: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights were released, and one of three engines cannot take the new ones, in whatever

@@ -306,7 +306,7 @@ def test_the_engine_that_converts_fails_meanwhile(
     serves(llama, target("llama"))
 
 
-def test_one_comes_back_while_the_other_is_out(
+def test_one_engine_comes_back_while_the_other_is_out(
     llama: EnginePool, target: Callable[[str], Path]
 ) -> None:
     """The second engine fails right after the update that the first one missed. It has the new

@@ -98,7 +98,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, lis
 
 
 @pytest.mark.parametrize("call", ["update", "close"])
-def test_meanwhile(opened: Any, held: Any, call: str):
+def test_what_waits_for_the_compiling_thread(opened: Any, held: Any, call: str):
     """Opening and generation do not wait for the thread. A swap and `close` wait for the batch
     that it compiles, and it skips the rest."""
     go, batches = held

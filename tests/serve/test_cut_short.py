@@ -197,7 +197,7 @@ def test_replies(
     logged(caplog, how)
 
 
-def test_what_never_ran_has_no_tokens(
+def test_a_request_that_never_ran_counts_no_tokens(
     one_sum: EnginePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was aborted while it waited. The metrics, the log and the pool's own figures count no

@@ -164,7 +164,9 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "field", "part"), IGNORED)
-def test_what_would_be_ignored(plain: Running, path: str, field: dict[str, Any], part: str) -> None:
+def test_a_field_without_effect_is_refused(
+    plain: Running, path: str, field: dict[str, Any], part: str
+) -> None:
     with plain.http() as client:
         reply = client.post(path, json=BODIES[path] | field)
     assert reply.status_code == 400, reply.text
@@ -172,7 +174,7 @@ def test_what_would_be_ignored(plain: Running, path: str, field: dict[str, Any],
 
 
 @pytest.mark.parametrize(("path", "field", "where"), NESTED)
-def test_what_would_be_ignored_inside(
+def test_an_inner_field_without_effect_is_refused(
     plain: Running, path: str, field: dict[str, Any], where: str
 ) -> None:
     with plain.http() as client:
@@ -278,7 +280,9 @@ def test_a_field_with_its_default_value_is_accepted(
         (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "reasoning.encrypted_content"),
     ],
 )
-def test_what_asks_for_more(plain: Running, path: str, field: dict[str, Any], part: str) -> None:
+def test_other_values_of_ignored_fields_are_refused(
+    plain: Running, path: str, field: dict[str, Any], part: str
+) -> None:
     """The same fields with values that would change the answer are refused by name."""
     with plain.http() as client:
         reply = client.post(path, json=BODIES[path] | field)
@@ -314,13 +318,15 @@ def test_what_asks_for_more(plain: Running, path: str, field: dict[str, Any], pa
         (COMPLETIONS, {"model": None}),
     ],
 )  # fmt: skip
-def test_what_clients_send_along(plain: Running, path: str, field: dict[str, Any]) -> None:
+def test_fields_that_clients_add_are_accepted(
+    plain: Running, path: str, field: dict[str, Any]
+) -> None:
     with plain.http() as client:
         reply = client.post(path, json=BODIES[path] | field)
     assert reply.status_code == 200, reply.text
 
 
-def test_what_asks_for_log_probabilities(plain: Running) -> None:
+def test_fields_that_request_log_probabilities(plain: Running) -> None:
     """On /generate, a field that says which log-probabilities are wanted also requests them."""
     with plain.http() as client:
         for field in ({"top_logprobs_num": 2}, {"token_ids_logprob": [49]}):

@@ -70,7 +70,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "part"), WRONG)
-def test_a_refusal_says_where_and_not_what(
+def test_a_refusal_names_the_field_and_not_the_value(
     plain: Running, caplog: pytest.LogCaptureFixture, path: str, body: Any, part: str
 ) -> None:
     with caplog.at_level(logging.DEBUG), plain.http() as client:
@@ -83,7 +83,7 @@ def test_a_refusal_says_where_and_not_what(
         assert "zebra" not in told
 
 
-def test_a_query_that_nobody_reads(plain: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_query_parameter(plain: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "enginepool"), plain.http() as client:
         reply = client.post(GENERATE, params={"text": WORDS}, json={})
     assert "unknown field text" in reply.json()["error"]["message"]

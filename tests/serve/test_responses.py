@@ -229,7 +229,7 @@ def test_cut_by_an_abort(one_sum: EnginePool) -> None:
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_it_has_not(plain: Running, body: dict[str, Any], part: str) -> None:
+def test_unsupported_fields_are_refused(plain: Running, body: dict[str, Any], part: str) -> None:
     with plain.http() as client:
         reply = client.post("/v1/responses", json={"model": "toy", "input": SUM, **body})
     assert reply.status_code == 400, reply.text

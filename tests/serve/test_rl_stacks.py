@@ -122,7 +122,7 @@ def test_skyrl(administered: Running, sums: EnginePool) -> None:
         assert post(client, "/v1/completions", {"prompt": SUM} | kept)["choices"][0]["text"] == "19"
 
 
-def test_what_others_send(administered: Running) -> None:
+def test_bodies_of_other_rl_stacks(administered: Running) -> None:
     """verl's abort, AReaL's completion without a model, slime's seed in `custom_params`."""
     with administered.http() as client:
         post(client, "/abort_request", {"rid": "", "abort_all": True})

@@ -86,7 +86,7 @@ def test_chat(plain: Running) -> None:
         ("/v1/responses", {"input": SUM}),
     ],
 )
-def test_not_where_it_could_not_be_read(plain: Running, path: str, body: dict[str, Any]) -> None:
+def test_routes_without_masks(plain: Running, path: str, body: dict[str, Any]) -> None:
     """OpenAI's streams, and responses."""
     for name in ("return_sampling_mask", "return_routed_experts"):
         with plain.http() as client:

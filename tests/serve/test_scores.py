@@ -233,7 +233,7 @@ def test_score_of_many_labels(plain: Running, sums: EnginePool) -> None:
         assert np.abs(row - np.exp(expected[labels])).max() < 1e-4
 
 
-def test_what_one_reply_may_say(plain: Running) -> None:
+def test_a_reply_has_a_limited_number_of_values(plain: Running) -> None:
     """A reply may have only so many log-probabilities of prompts: each costs time, and every
     sample repeats them."""
     body = {

@@ -56,7 +56,7 @@ def test_browsers_and_proxies_there(headers: dict[str, str]) -> None:
     assert status(options, "10.1.2.3", headers) == 403
 
 
-def test_beside_a_token() -> None:
+def test_trusted_addresses_with_a_token() -> None:
     """Requests from trusted addresses may also bring the token."""
     options = ServeOptions(
         host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK, admin_token="secret"
@@ -68,7 +68,7 @@ def test_beside_a_token() -> None:
     assert status(options, "10.1.2.3", {"Origin": "http://x"}) == 401
 
 
-def test_beside_a_key() -> None:
+def test_trusted_addresses_with_an_api_key() -> None:
     """The API key is required for every call, also for this one."""
     options = ServeOptions(host="0.0.0.0", enable_admin=True, trusted_admins=NETWORK, api_key="key")
     assert status(options, "10.1.2.3") == 401
@@ -76,7 +76,7 @@ def test_beside_a_key() -> None:
 
 
 @pytest.mark.parametrize("address", ["pool.example", "10.1.2.3/16", "0.0.0.0/0", "::/0", ""])
-def test_what_names_nobody(address: str) -> None:
+def test_invalid_trusted_addresses(address: str) -> None:
     with pytest.raises(InvalidConfig, match="--trusted-admins"):
         ServeOptions(host="0.0.0.0", enable_admin=True, trusted_admins=(address,))
     with pytest.raises(InvalidConfig, match="--enable-admin"):

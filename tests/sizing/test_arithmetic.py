@@ -133,7 +133,7 @@ def test_no_room_for_one_request_is_where_upstream_fails() -> None:
         FlashAttention.get_max_running_reqests(200_000, 1)
 
 
-def test_upstreams_defaults_are_as_they_are_taken() -> None:
+def test_upstreams_defaults_are_known() -> None:
     from sgl_jax.srt.server_args import ServerArgs
     from sgl_jax.srt.utils import common_utils
 
@@ -145,7 +145,7 @@ def test_upstreams_defaults_are_as_they_are_taken() -> None:
     assert fields["page_size"] == 1
 
 
-def test_upstreams_fraction_is_as_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstreams_default_fraction_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     from sgl_jax.srt.server_args import ServerArgs
 
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")  # its default depends on the device alone

@@ -8,7 +8,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # for tests and benchmarks
 
-from tests.support.guest_script import differences, snapshot, watch_atexit  # first: it prepares JAX
+from tests.support.host_state_script import (  # first: it prepares JAX
+    differences,
+    snapshot,
+    watch_atexit,
+)
 
 # isort: split
 import contextlib

@@ -1,4 +1,4 @@
-"""Starts programs of guest_script.py, each in a process of its own."""
+"""Starts programs of host_state_script.py, each in a process of its own."""
 
 import json
 import subprocess
@@ -10,11 +10,11 @@ from enginepool import toy
 from tests.support.liveness import SECONDS
 from tests.support.pools import SMALL
 
-SCRIPT = Path(__file__).with_name("guest_script.py")
+SCRIPT = Path(__file__).with_name("host_state_script.py")
 
 
 class Program:
-    """A program of guest_script.py that was started."""
+    """A program of host_state_script.py that was started."""
 
     def __init__(self, name: str, **options: Any) -> None:
         arguments = [name, toy.checkpoint(), json.dumps(SMALL | options)]

@@ -116,7 +116,9 @@ def test_every_layout(
 
 
 @pytest.mark.parametrize("layout", ["FSDP", *slow("replicated", "2-D", "last")])
-def test_they_serve(engines: EnginePool, target: Callable[[str], Path], layout: str) -> None:
+def test_engines_serve_the_weights(
+    engines: EnginePool, target: Callable[[str], Path], layout: str
+) -> None:
     """Engines give the answers of a plain JAX forward pass on the checkpoint, also after several
     updates. The next update of the same shapes compiles nothing."""
     engines.update_weights(LAYOUTS[layout].of(leaves(target(MODEL))), strategy="rolling")

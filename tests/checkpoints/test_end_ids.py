@@ -82,7 +82,7 @@ def test_a_checkpoint_without_the_file(tmp_path: Path) -> None:
         ({"min_new_tokens": 200}, "min_new_tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_call(
+def test_impossible_defaults_are_refused_by_the_call(
     tmp_path: Path, fields: dict[str, Any], named: str
 ) -> None:
     """The call that needs the value is refused. The error says where the value is from and what

@@ -1,4 +1,4 @@
-"""Programs that tests run as processes: `python -P guest_script.py NAME MODEL OPTIONS`.
+"""Programs that tests run as processes: `python -P host_state_script.py NAME MODEL OPTIONS`.
 
 They print one line, of JSON or a word. If they print anything else, a test fails.
 """
@@ -62,7 +62,7 @@ def leave(ending: str, model: str, options: dict[str, Any]) -> None:
         sys.exit(3)
 
 
-# A good guest
+# The state of the host process
 
 
 def native_threads() -> list[str]:
@@ -186,7 +186,7 @@ def use(pool: Any) -> None:
         list(threads.map(lambda p: pool.generate(p, SHORT), ["12+7=", "30+4="]))
 
 
-def guest(model: str, options: dict[str, Any]) -> dict[str, Any]:
+def pool_lives(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Two lives of a pool. Reports what has changed."""
     child = prepare_host()
     before = snapshot()
@@ -338,7 +338,7 @@ def start(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 PROGRAMS: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
-    "guest": guest,
+    "pool": pool_lives,
     "upstream": upstream,
     "cards": cards,
     "idle": idle,

@@ -1,5 +1,5 @@
 """A pool leaves its process as it found it. Upstream's own start-up, checked in the same way,
-does not. Each program runs in its own process (guest_script.py)."""
+does not. Each program runs in its own process (host_state_script.py)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +23,12 @@ def at_exit(difference: dict[str, Any]) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_good_guest() -> None:
+def test_the_host_state_stays() -> None:
     """After a pool's life the process is as before, in everything that a library could change.
     While the pool is open, the exceptions are its threads, the process that tries grammars, its
     memory and its event loop. Nothing is printed. Upstream's Engine, started as its users do,
     changes most of the list."""
-    ours, theirs = Program("guest", warmup="none"), Program("upstream")
+    ours, theirs = Program("pool", warmup="none"), Program("upstream")
     report, printed = ours.report()
     assert printed == ""
     assert report["import"].keys() <= {"random"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from enginepool import EnginePool
-from tests.support.handed_over import watching
+from tests.support.host_memory import watching
 from tests.support.liveness import SECONDS, callers, idle, until
 from tests.support.marks import slow, steady_decode
 from tests.support.pools import NATIVE_PAGES, MakePool
@@ -54,7 +54,7 @@ def load(pool: EnginePool, joined: list[int]) -> None:
             future.result(SECONDS)
 
 
-def test_it_would_be_seen() -> None:
+def test_an_early_write_is_noticed() -> None:
     """A write before the device has read the array is noticed. A later write is allowed."""
     import jax
     import numpy as np
