@@ -16,7 +16,7 @@ after the other, the most important first. Each has its own process and time lim
 
 `enginepool doctor --first-run` tries the rest, such as releasing the KV cache, with the toy.
 
-The JSON file is written anew after every result.
+The JSON file is rewritten after every result.
 """
 
 from __future__ import annotations

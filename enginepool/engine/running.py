@@ -187,7 +187,7 @@ class RunningRequests:
             request.call.finish(request, reason)
 
     def end(self, internal_rid: str, reason: dict[str, Any]) -> None:
-        """End a request with what it has, if it is here. Its own reason to abort has precedence."""
+        """End a request with its tokens, if it is here. Its own reason to abort has precedence."""
         with self.lock:
             request = self.held.pop(internal_rid, None)
             if request is not None:

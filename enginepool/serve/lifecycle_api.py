@@ -36,7 +36,7 @@ def _one[T: BaseModel](raw: Request, query: T, body: T | None) -> T:
 
 class PauseQuery(BaseModel, extra="forbid"):
     """`keep` lets running requests go on after `/resume`; with `clear_cache` they are computed
-    anew."""
+    again."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
@@ -54,7 +54,7 @@ class WakeQuery(BaseModel, extra="forbid"):
 
 
 class ResetQuery(BaseModel, extra="forbid"):
-    """Running requests are always computed anew. There is no external cache."""
+    """Running requests are always computed again. There is no external cache."""
 
     reset_running_requests: bool = False
     reset_external: bool = False

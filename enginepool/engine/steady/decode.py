@@ -46,7 +46,7 @@ class SteadyDecode:
 
     Attributes:
         program: The step program. None if upstream runs all steps.
-        prefill: Runs prefills. None likewise.
+        prefill: Runs prefills. None if upstream runs all steps.
         admission: Who joins the steps in flight.
     """
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def put(mesh: AbstractMesh, array: jax.Array, *spec: Any) -> jax.Array:
-    """Inside a program: lay an array out by this partition."""
+    """Inside a program: give an array this sharding."""
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
