@@ -4,7 +4,7 @@ Reaches into upstream's prefix cache and its KV allocator: `evict` is replaced.
 
 What breaks: Where the KV cache is full of old prompts, prefills and decode steps walk
 over all leaves of the cache, to evict a few tokens.
-Why: Upstream's `evict` collects and sorts the leaves each time, and frees no more than it is asked for.
+Why: Upstream's `evict` collects and sorts the leaves each time, and frees no more than asked for.
 Remove when: Upstream keeps its leaves in order.
 """
 
