@@ -105,7 +105,7 @@ class PauseAsSglang(BaseModel):
     mode: PauseMode = "abort"
 
 
-class Said(BaseModel):
+class StatusMessage(BaseModel):
     message: str
     status: str = "ok"
 
@@ -199,14 +199,14 @@ def sglang_router(service: Service) -> APIRouter:
     @routes.post("/pause_generation")
     async def pause_generation(
         body: PauseAsSglang | None = None,
-    ) -> Said:
+    ) -> StatusMessage:
         await admin.pause((body or PauseAsSglang()).mode)
-        return Said(message="Generation is paused.")
+        return StatusMessage(message="Generation is paused.")
 
     @routes.post("/continue_generation")
-    async def continue_generation() -> Said:
+    async def continue_generation() -> StatusMessage:
         await admin.resume()
-        return Said(message="Generation goes on.")
+        return StatusMessage(message="Generation goes on.")
 
     @routes.get("/flush_cache")
     @routes.post("/flush_cache")

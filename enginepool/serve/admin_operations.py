@@ -136,9 +136,9 @@ class AdminOperations:
     async def release_memory(self, tags: Sequence[str] | None) -> None:
         """Release the memory of these tags; without tags, all of it."""
         async with self._lock:
-            if _meant("kv_cache", tags):
+            if _selected("kv_cache", tags):
                 await self._pool.async_release_memory_occupation()
-            if _meant("weights", tags):
+            if _selected("weights", tags):
                 await self._pool.async_release_weights()
 
     async def resume_memory(self, tags: Sequence[str] | None) -> None:
@@ -149,7 +149,7 @@ class AdminOperations:
             InvalidRequest: The weights did not come from a checkpoint.
         """
         async with self._lock:
-            if _meant("weights", tags) and self._desired.no_weights is not None:
+            if _selected("weights", tags) and self._desired.no_weights is not None:
                 version = self._desired.weight_version
                 if self._desired.update != self._read:
                     raise InvalidRequest(
@@ -158,7 +158,7 @@ class AdminOperations:
                     )
                 report = await self._reload(self.model_path, "in_place", version)
                 self._on_update(report)
-            if _meant("kv_cache", tags):
+            if _selected("kv_cache", tags):
                 await self._pool.async_resume_memory_occupation()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -191,5 +191,5 @@ class AdminOperations:
         return found
 
 
-def _meant(tag: str, tags: Sequence[str] | None) -> bool:
+def _selected(tag: str, tags: Sequence[str] | None) -> bool:
     return not tags or tag in tags

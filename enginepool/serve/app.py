@@ -67,13 +67,13 @@ def make_app(service: Service) -> FastAPI:
         BodyLimit,
         limit=service.options.max_body_bytes,
         seconds=service.options.body_timeout,
-        told=service.refused,
+        on_refusal=service.refused,
     )
     app.add_middleware(
         Guard,
         options=service.options,
         admin_paths=frozenset(admin_paths),
-        told=service.refused,
+        on_refusal=service.refused,
     )
     _document(app)
     return app

@@ -36,10 +36,10 @@ class Guard:
         app: ASGIApp,
         options: ServeOptions,
         admin_paths: frozenset[str],
-        told: Callable[[str, Refused], None],
+        on_refusal: Callable[[str, Refused], None],
     ) -> None:
         self.app = app
-        self._told = told
+        self._on_refusal = on_refusal
         self._options = options
         self._admin_paths = admin_paths
 
@@ -54,7 +54,7 @@ class Guard:
         if refused is None:
             await self.app(scope, receive, send)
         else:
-            self._told(scope["path"], refused)
+            self._on_refusal(scope["path"], refused)
             form = has_admin_form(scope["path"], self._admin_paths)
             await error_reply(refused, admin=form)(scope, receive, send)
 
@@ -66,7 +66,7 @@ class Guard:
         options = self._options
         secret, name = options.api_key, "API key"
         if admin is not None:
-            reason = _passed_on(headers) or _elsewhere(headers, options, admin)
+            reason = _forwarded_because(headers) or _untrusted_because(headers, options, admin)
             if options.admin_token is not None:
                 # Clients of trusted networks need no token. All others do.
                 if reason is not None or not options.trusts(admin):
@@ -90,7 +90,7 @@ def has_admin_form(path: str, admin_paths: Collection[str]) -> bool:
     return path in admin_paths and not path.startswith("/v1/")
 
 
-def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | None:
+def _untrusted_because(headers: Headers, options: ServeOptions, address: str) -> str | None:
     """The reason why a request may come from an untrusted machine; None if there is none."""
     if options.trusts(address):
         # A browser there may show a page of another site, whose host name resolves to this machine.
@@ -106,7 +106,7 @@ def _elsewhere(headers: Headers, options: ServeOptions, address: str) -> str | N
     return None
 
 
-def _passed_on(headers: Headers) -> str | None:
+def _forwarded_because(headers: Headers) -> str | None:
     """The sign that a browser or a proxy passed a request on; None if there is none."""
     for name in _FOREIGN:
         if name in headers:

@@ -42,14 +42,14 @@ class _Answer:
     def of(self, text: str, *, last: bool) -> Iterator[DeltaMessage]:
         more, self._text = text[len(self._text) :], text
         if self._reasoning is None:
-            yield from self._said(more, last=last)
+            yield from self._text_deltas(more, last=last)
             return
         for thought, said in self._reasoning.of(more, last=last):
             if thought:
                 yield DeltaMessage(reasoning_content=thought)
             if said:
-                yield from self._said(said, last=False)
-        yield from self._said("", last=last)
+                yield from self._text_deltas(said, last=False)
+        yield from self._text_deltas("", last=last)
 
     def take(self, output: dict[str, Any], logprobs: Any) -> None:
         """Keep the log-probabilities of new tokens for the next chunk."""
@@ -57,7 +57,7 @@ class _Answer:
         if since < self._tokens:
             self.logprobs += logprobs(output, since).content
 
-    def _said(self, more: str, *, last: bool) -> Iterator[DeltaMessage]:
+    def _text_deltas(self, more: str, *, last: bool) -> Iterator[DeltaMessage]:
         if self.calls is not None:
             yield from self.calls.of(more, last=last)
         elif more:

@@ -126,11 +126,11 @@ def _invalid_body(errors: Sequence[Any]) -> Refused:
             return Refused(400, f"the body is not JSON: {error['ctx']['error']}")
         where = ".".join(str(part) for part in error["loc"][1:])
         params.append(str(error["loc"][1]) if len(error["loc"]) > 1 else None)
-        told.append(f"{where or 'body'}{_given(error)}: {error['msg']}")
+        told.append(f"{where or 'body'}{_describe_value(error)}: {error['msg']}")
     return Refused(400, "; ".join(told), param=params[0] if params else None)
 
 
-def _given(error: Any) -> str:
+def _describe_value(error: Any) -> str:
     """Describe the value that was sent. A word is quoted where one of a few was expected."""
     value = error.get("input")
     if error["type"] == "missing":

@@ -21,7 +21,7 @@ Tag = Literal["kv_cache", "weights", "cuda_graph"]
 Tags = list[Tag] | None
 
 
-def _one[T: BaseModel](raw: Request, query: T, body: T | None) -> T:
+def _merged_options[T: BaseModel](raw: Request, query: T, body: T | None) -> T:
     """The options of a request. vLLM has them in the query, its clients in the query or the body.
 
     Raises:
@@ -87,7 +87,7 @@ def router(service: Service) -> APIRouter:
         raw: Request, query: Annotated[PauseQuery, Query()], body: PauseQuery | None = None
     ) -> Status:
         """Stop generating; new requests wait for `/resume`."""
-        query = _one(raw, query, body)
+        query = _merged_options(raw, query, body)
         await admin.pause_as_vllm(query.mode, clear_cache=query.clear_cache)
         return Status(status="paused")
 
@@ -106,7 +106,7 @@ def router(service: Service) -> APIRouter:
     async def reset_prefix_cache(
         raw: Request, query: Annotated[ResetQuery, Query()], body: ResetQuery | None = None
     ) -> Status:
-        query = _one(raw, query, body)
+        query = _merged_options(raw, query, body)
         if query.reset_external:
             raise InvalidRequest("reset_external=True: there is no cache elsewhere; leave it out")
         await admin.flush_cache()
@@ -124,7 +124,7 @@ def _memory_routes(routes: APIRouter, service: Service) -> None:
         raw: Request, query: Annotated[SleepQuery, Query()], body: SleepQuery | None = None
     ) -> Status:
         """Release memory until `/wake_up`. Requests wait."""
-        query = _one(raw, query, body)
+        query = _merged_options(raw, query, body)
         await admin.sleep(query.mode, weights=query.level == 2)
         return Status(status="asleep")
 
@@ -133,7 +133,7 @@ def _memory_routes(routes: APIRouter, service: Service) -> None:
         raw: Request, query: Annotated[WakeQuery, Query()], body: WakeQuery | None = None
     ) -> Status:
         """The weights are read again from their checkpoint."""
-        await admin.resume_memory(_one(raw, query, body).tags)
+        await admin.resume_memory(_merged_options(raw, query, body).tags)
         return Status(status="awake")
 
     @routes.post("/release_memory_occupation")

@@ -128,15 +128,15 @@ class _Serving:
         pieces = streamed.body_iterator
         if body.return_token_ids:
             ids = StreamedIds(call, chat=chat)
-            exchange.watchers.append(ids.saw)
-            pieces = ids.dressed(pieces)
+            exchange.watchers.append(ids.observe)
+            pieces = ids.with_fields(pieces)
         if body.stream_options and body.stream_options.continuous_usage_stats:
             usage = UsageSoFar()
-            exchange.watchers.append(usage.saw)
-            pieces = usage.dressed(pieces)
+            exchange.watchers.append(usage.observe)
+            pieces = usage.with_fields(pieces)
         if not chat and body.echo:
             echoed = EchoedPrompts(lambda index: self.echo_text(body, index))
-            exchange.watchers.append(echoed.saw)
+            exchange.watchers.append(echoed.observe)
         return exchange.stream(pieces)
 
     def _adapt(self: Any, body: Any) -> Any:

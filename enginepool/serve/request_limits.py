@@ -33,10 +33,10 @@ class BodyLimit:
     that takes longer than `seconds`."""
 
     def __init__(
-        self, app: ASGIApp, limit: int, seconds: float, told: Callable[[str, Refused], None]
+        self, app: ASGIApp, limit: int, seconds: float, on_refusal: Callable[[str, Refused], None]
     ) -> None:
         self.app = app
-        self._told = told
+        self._on_refusal = on_refusal
         self._limit, self._seconds = limit, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +46,7 @@ class BodyLimit:
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced) > self._limit:
             refused = Refused(413, self._message(f"{announced} bytes"))
-            self._told(scope["path"], refused)
+            self._on_refusal(scope["path"], refused)
             await error_reply(refused)(scope, receive, send)
             return
         await self.app(scope, self._counted(receive), send)

@@ -54,13 +54,13 @@ class Answer:
 
     def begun(self) -> dict[str, Any]:
         """The response before its output."""
-        return self._said(status="in_progress", output=[])
+        return self._response(status="in_progress", output=[])
 
     def ended(self, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """The response at its end."""
         reason = self._reason
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
-        return self._said(
+        return self._response(
             status="failed" if error else status,
             error=error,
             incomplete_details={"reason": "max_output_tokens"} if reason == "length" else None,
@@ -68,7 +68,7 @@ class Answer:
             usage=self._usage(),
         )
 
-    def _said(self, **fields: Any) -> dict[str, Any]:
+    def _response(self, **fields: Any) -> dict[str, Any]:
         return ResponsesReply(**self._about, **fields).model_dump(by_alias=True)
 
     @property

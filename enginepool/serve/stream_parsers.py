@@ -70,12 +70,12 @@ class Calls:
         self._waiting = ""
         self._fed = 0  # since the last marker or text
         self._whole = self._text = ""
-        self._told: list[tuple[str, str]] = []  # name and arguments of each call
+        self._sent: list[tuple[str, str]] = []  # name and arguments of each call
         self._places: dict[int, int] = {}  # in that list, by the parser's own number
 
     @property
     def any(self) -> bool:
-        return bool(self._told)
+        return bool(self._sent)
 
     def of(self, more: str, *, last: bool) -> Iterator[DeltaMessage]:
         self._whole += more
@@ -104,19 +104,19 @@ class Calls:
                 self._text, self._fed = self._text + said, 0
                 yield DeltaMessage(content=said)
             for item in items:
-                yield from self._told_of(item.tool_index, item.name, item.parameters or "")
+                yield from self._call_deltas(item.tool_index, item.name, item.parameters or "")
             if not (said or items):
                 return
             text = ""
 
-    def _told_of(self, number: int, name: str | None, arguments: str) -> Iterator[DeltaMessage]:
+    def _call_deltas(self, number: int, name: str | None, arguments: str) -> Iterator[DeltaMessage]:
         if name:
-            self._places[number] = len(self._told)
-            self._told.append((name, arguments))
-            yield _call(len(self._told) - 1, name, arguments)
+            self._places[number] = len(self._sent)
+            self._sent.append((name, arguments))
+            yield _call(len(self._sent) - 1, name, arguments)
         elif arguments and number in self._places:
             place = self._places[number]
-            self._told[place] = (self._told[place][0], self._told[place][1] + arguments)
+            self._sent[place] = (self._sent[place][0], self._sent[place][1] + arguments)
             yield _call(place, None, arguments)
 
     def _rest(self) -> Iterator[DeltaMessage]:
@@ -133,11 +133,11 @@ class Calls:
             logger().warning("enginepool.tool_calls", error=type(error).__name__)
             return
         for place, (name, forms) in enumerate(found):
-            if place == len(self._told):
-                self._told.append((name, forms[0]))
+            if place == len(self._sent):
+                self._sent.append((name, forms[0]))
                 yield _call(place, name, forms[0])
                 continue
-            told_name, told = self._told[place]
+            told_name, told = self._sent[place]
             left = [form[len(told) :] for form in forms if form.startswith(told)]
             if told_name == name and left and left[0]:
                 yield _call(place, None, left[0])

@@ -130,7 +130,7 @@ class EchoedPrompts:
         self._text = text
         self._texts: dict[int, str] = {}
 
-    def saw(self, output: dict[str, Any]) -> None:
+    def observe(self, output: dict[str, Any]) -> None:
         index, meta = output["index"], output["meta_info"]
         if index not in self._texts:
             self._texts[index] = self._text(index)
@@ -149,20 +149,20 @@ class StreamedIds:
         self._sent: dict[int, int] = {}
         self._last: dict[str, Any] = {}
 
-    def saw(self, output: dict[str, Any]) -> None:
+    def observe(self, output: dict[str, Any]) -> None:
         """Called with every output before upstream's class makes chunks of it."""
         self._ids[output["index"]] = output["output_ids"]
 
-    async def dressed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async def with_fields(self, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
         async for piece in pieces:
             if piece.startswith(_DONE):
                 for rest in self._unsent():
                     yield rest
                 yield piece
             else:
-                yield self._dressed(json.loads(piece[len(_DATA) :]))
+                yield self._with_fields(json.loads(piece[len(_DATA) :]))
 
-    def _dressed(self, chunk: dict[str, Any]) -> str:
+    def _with_fields(self, chunk: dict[str, Any]) -> str:
         for choice in chunk.get("choices", ()):
             index = choice["index"]
             if index not in self._sent:
@@ -198,11 +198,11 @@ class UsageSoFar:
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
 
-    def saw(self, output: dict[str, Any]) -> None:
+    def observe(self, output: dict[str, Any]) -> None:
         meta = output["meta_info"]
         self._counts[output["index"]] = meta["prompt_tokens"], meta["completion_tokens"]
 
-    async def dressed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async def with_fields(self, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
         async for piece in pieces:
             chunk = json.loads(piece[len(_DATA) :]) if _is_chunk(piece) else {}
             for choice in chunk.get("choices", ()):

@@ -159,7 +159,7 @@ def test_an_echo_without_text() -> None:
     for place in (values, []):
         meta: dict[str, Any] = {"output_token_logprobs": [], "input_token_logprobs": values}
         meta["input_top_logprobs"] = []
-        echoed.saw({"index": 0, "text": "", "meta_info": meta})
+        echoed.observe({"index": 0, "text": "", "meta_info": meta})
         assert meta["input_token_logprobs"] == place
 
 
