@@ -1,4 +1,4 @@
-"""Conversations: text as a string or as parts, for whatever the checkpoint's template takes."""
+"""Conversations: text as a string or in parts, for any checkpoint's template."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def chatting(make_pool: Any) -> Iterator[EnginePool]:
-    """One engine; its tokenizer's template is put back."""
+    """One engine. Its tokenizer's template is put back afterwards."""
     pool = make_pool("toy", 1, max_queued=2, when_full="raise", stream_interval=2)
     hf = pool.engines[0].tokenizer_manager.tokenizer
     own = hf.chat_template
@@ -32,7 +32,7 @@ def chatting(make_pool: Any) -> Iterator[EnginePool]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_text_parts_are_the_text(tokenizer: Tokenizer, template: str) -> None:
-    """A string and one part of it give the same ids, in every role."""
+    """A string and a single part with that text give the same ids, in every role."""
     tokenizer.hf.chat_template = TEMPLATES[template]
     turns = [("system", "be short"), ("user", "12+7="), ("assistant", "19"), ("user", "1+1=")]
     expected = tokenizer.hf(rendered(*turns), add_special_tokens=False)["input_ids"]
@@ -46,7 +46,7 @@ def test_text_parts_are_the_text(tokenizer: Tokenizer, template: str) -> None:
     [("adds strings", "12 +7="), ("strings or parts", "12+7="), ("parts", "12+7=")],
 )
 def test_several_parts(tokenizer: Tokenizer, template: str, text: str) -> None:
-    """A template that takes parts joins them itself; for others a space is between."""
+    """A template that takes parts joins them itself. For others they are joined by a space."""
     tokenizer.hf.chat_template = TEMPLATES[template]
     messages = [{"role": "user", "content": parts("12", "+7=")}]
     expected = tokenizer.hf(rendered(("user", text)), add_special_tokens=False)["input_ids"]
@@ -79,7 +79,8 @@ def test_other_parts_are_refused(chatting: EnginePool, part: Any, named: str) ->
 
 
 def test_a_template_of_the_hosts_own(chatting: EnginePool) -> None:
-    """The host's code may bring one; what changes the kind of result stays the pool's."""
+    """The host's code may pass its own template. Arguments that change the type of the result
+    are refused."""
     messages = [{"role": "user", "content": parts("12+7=")}]
     template = "{{ messages[0]['content'] }}"
     answer = chatting.chat(

@@ -1,4 +1,4 @@
-"""The tokenizer is shared fairly: a large call does not keep it from a small one."""
+"""Calls share the tokenizer fairly: a large call does not block a small one."""
 
 import threading
 from typing import Any
@@ -10,7 +10,7 @@ from tests.support.liveness import callers, until
 
 
 class Slow:
-    """The tokenizer of the pool; the first call waits until it is let go."""
+    """The pool's tokenizer. Its first call waits for an event."""
 
     def __init__(self, hf: Any) -> None:
         self._hf = hf
@@ -29,7 +29,7 @@ class Slow:
 
 
 def test_a_small_call_does_not_wait_for_a_large_one(pool: EnginePool) -> None:
-    """What is asked for meanwhile is encoded before the rest of it; the ids are the same."""
+    """Texts of other calls are encoded before the rest of the large call. The ids are the same."""
     hf = pool.engines[0].tokenizer_manager.tokenizer
     large = ["ab" * 20_000] * 20
     expected = hf(large)["input_ids"]
@@ -60,5 +60,5 @@ def test_the_longest_wait_goes_first() -> None:
             threads.submit(take, number)
             until(lambda: len(lock.waiting) == number + 1)  # noqa: B023
     assert order == list(range(8))
-    with lock:  # it is free again
+    with lock:  # the lock is free again
         pass

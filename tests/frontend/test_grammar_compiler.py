@@ -1,4 +1,4 @@
-"""Grammars from strangers: whatever they do to a compiler, they do not do it to this process."""
+"""Grammars of any kind may break a compiler's process, but never this process."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 @pytest.fixture
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar may take any time."""
+    """Grammars have no time limit."""
     monkeypatch.setattr(grammar_compiler, "_SHORT_SECONDS", 1000.0)
     monkeypatch.setattr(grammar_compiler, "_SECONDS", 1000.0)
 
@@ -75,7 +75,7 @@ def children() -> list[psutil.Process]:
 def test_grammars_that_end_or_block_a_process_are_refused(
     compiler: GrammarCompiler, name: str
 ) -> None:
-    """With the limit and the remedy, and the next grammar compiles."""
+    """The error has the limit and the remedy, and the next grammar compiles."""
     params, words = HOSTILE[name]
     with pytest.raises(InvalidGrammar) as caught:
         compiler.compile(GrammarSource.of(*form_of(params)))
@@ -87,7 +87,7 @@ def test_grammars_that_end_or_block_a_process_are_refused(
 def test_a_slow_grammar_delays_no_other(
     make: MakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others compile while it does."""
+    """Other grammars compile meanwhile."""
     monkeypatch.setattr(grammar_compiler, "_SECONDS", 1000.0)
     compiler = make()
     with ThreadPoolExecutor(2) as threads:
@@ -128,7 +128,7 @@ def test_a_compilation_ends_with_its_last_caller(make: MakeCompiler, backend: st
 
 @pytest.mark.usefixtures("unlimited")
 def test_only_so_many_wait(make: MakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more is told so; what is compiled already is there for everybody."""
+    """One more is refused. Grammars that are compiled already are still available."""
     monkeypatch.setattr(grammar_compiler, "_MOST_WAIT", 2)
     compiler = make()
     known = GrammarSource.of("regex", "[ab]{3}")
@@ -145,12 +145,13 @@ def test_only_so_many_wait(make: MakeCompiler, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_its_processes_end_with_it(make: MakeCompiler) -> None:
-    """There is one from the first grammar on; one that is ended from outside is replaced."""
+    """There is one process from the first grammar on. If it is ended from outside, another one
+    replaces it."""
     others, threads = set(children()), threading.active_count()
     compiler = make()
     assert set(children()) == others
     compiler.compile(GrammarSource.of("regex", "a"))
-    # Process ids start again from below at some point: the newest need not be the highest.
+    # Process ids wrap around, so the newest need not be the highest.
     (mine,) = set(children()) - others
     mine.kill()
     psutil.wait_procs([mine], SECONDS)
@@ -188,7 +189,9 @@ def test_a_host_that_is_killed_leaves_none() -> None:
 
 def _is_dead(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # of whoever adopted it
+        return (
+            psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        )  # of the process that adopted it
     except psutil.NoSuchProcess:
         return True
 
@@ -205,7 +208,8 @@ def test_there_is_no_jax_where_grammars_are_tried() -> None:
 
 
 def test_grammars_are_kept_by_their_size(make: MakeCompiler) -> None:
-    """What their states have grown by counts; those used longest ago go first."""
+    """The size that their states have reached counts. The least recently used ones are dropped
+    first."""
     compiler = make()
     sources = [GrammarSource.of("regex", f"[ab]{{{number}}}") for number in range(1, 4)]
     old, large, new = (compiler.compile(source) for source in sources)
@@ -223,7 +227,7 @@ def test_grammars_are_kept_by_their_size(make: MakeCompiler) -> None:
 
 
 def test_schemas_of_every_depth_that_is_allowed(compiler: GrammarCompiler) -> None:
-    """Chains by all ways; of the longest that is let through, none is too long for the stack."""
+    """Chains of every kind. The longest one that is accepted does not overflow the stack."""
     links: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
         lambda one: one,
         lambda one: {"anyOf": [one, {"type": "null"}]},
@@ -247,7 +251,7 @@ def test_schemas_of_every_depth_that_is_allowed(compiler: GrammarCompiler) -> No
 
 
 def test_bytes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a grammar that has been compiled; without a process of its own."""
+    """The bytes of a compiled grammar, without its own process."""
     text = (toy.checkpoint() / "tokenizer.json").read_text(encoding="utf-8")
     trial = Trial(LLTokenizer(text, n_vocab=272, eos_token=258), {}, 1000.0)
     assert trial.answer("regex", "[ab]{3}")["bytes"] > 1000

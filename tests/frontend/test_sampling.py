@@ -1,4 +1,4 @@
-"""Sampling parameters are checked, and every sample has a random stream of its own."""
+"""Sampling parameters are checked, and every sample has its own random stream."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ def outputs(results: list[dict[str, Any]]) -> list[tuple[int, ...]]:
 
 @given(INT32)
 def test_derived_seeds_differ_within_a_call(seed: int):
-    """No two samples of a call share a seed, whatever the caller's."""
+    """No two samples of a call share a seed, whatever seed the caller gives."""
     made = [Seeds.derived(seed, prompt, sample) for prompt in range(40) for sample in range(40)]
     assert len(set(made)) == len(made)
     assert all(-(2**31) <= one < 2**31 for one in made)
 
 
 def test_derived_seeds_differ_in_large_calls():
-    """Not for 20,000 prompts, and not for 20,000 samples of one."""
+    """For 20,000 prompts, and for 20,000 samples of one."""
     made = {Seeds.derived(42, prompt, 0) for prompt in range(20_000)}
     made |= {Seeds.derived(42, 0, sample) for sample in range(1, 20_000)}
     assert len(made) == 39_999
@@ -36,13 +36,13 @@ def test_derived_seeds_differ_in_large_calls():
 
 @given(INT32, INT32)
 def test_derived_seeds_of_two_callers_seeds_differ(one: int, other: int):
-    """The first samples of two calls share a seed only if the calls do."""
+    """The first samples of two calls share a seed only if the calls have the same seed."""
     assert (Seeds.derived(one, 0, 0) == Seeds.derived(other, 0, 0)) == (one == other)
     assert Seeds.given(Seeds.derived(one, 7, 3), 7, 3) == one
 
 
 def test_fresh_seeds_never_repeat():
-    """Within a pool; and two pools start at different places."""
+    """Within a pool. Two pools start at different seeds."""
     seeds, others = Seeds(), Seeds()
     made = {seeds.fresh() for _ in range(20_000)}
     assert len(made) == 20_000
@@ -53,8 +53,8 @@ def test_fresh_seeds_never_repeat():
 def test_same_seed_gives_the_same_samples_from_any_number_of_engines(
     make_pool: MakePool, engines: int
 ):
-    """They depend on seed, prompt index and sample index, not on engines, neighbours or the
-    history of the pool."""
+    """They depend on the seed, the prompt index and the sample index, not on engines, other
+    requests or earlier calls."""
     prompts = ["a", "bcd", "你是谁", "x" * 70]
     sampling = SAMPLED | {"sampling_seed": 11, "n": 4}
     four = make_pool("qwen3", 4)
@@ -62,17 +62,17 @@ def test_same_seed_gives_the_same_samples_from_any_number_of_engines(
     assert len(set(expected)) == len(expected)
     pool = make_pool("qwen3", engines, warmup="none")
     assert outputs(pool.generate_all(prompts, sampling)) == expected
-    # Among others, which make the batches different ones.
+    # Beside other requests, which change the batches.
     each = [sampling] * 4 + [SAMPLED | {"max_new_tokens": 5 + i} for i in range(8)]
     together = four.generate_all(prompts + ["z" * i for i in range(1, 9)], each)
     assert outputs(together)[:16] == expected
-    # A sample is what it is also as one of fewer.
+    # A sample is the same if there are fewer samples.
     fewer = four.generate_all(prompts[:2], sampling | {"n": 2})
     assert outputs(fewer) == [expected[i] for i in (0, 1, 4, 5)]
 
 
 def test_another_seed_gives_other_samples(pool: EnginePool):
-    """Also one that differs in a single bit, and a negative one."""
+    """Also a seed that differs in a single bit, and a negative one."""
     prompts = ["a", "b"]
     seen = [
         tuple(outputs(pool.generate_all(prompts, SAMPLED | {"sampling_seed": seed})))
@@ -82,13 +82,13 @@ def test_another_seed_gives_other_samples(pool: EnginePool):
 
 
 def test_equal_prompts_of_a_seeded_call_get_their_own_samples(pool: EnginePool):
-    """The prompt's index is part of what a sample depends on."""
+    """A sample also depends on the prompt's index."""
     results = pool.generate_all(["a"] * 8, SAMPLED | {"sampling_seed": 5})
     assert len(set(outputs(results))) == 8
 
 
 def test_unseeded_samples_differ_across_engines_and_calls(pool: EnginePool):
-    """Sixteen samples of a prompt, on all engines, and those of a second call: no two equal."""
+    """Sixteen samples of a prompt on all engines, and those of a second call: no two are equal."""
     first = pool.generate_all("a", SAMPLED | {"n": 16})
     second = pool.generate_all(["a"] * 16, SAMPLED)
     assert {result["meta_info"]["engine_index"] for result in first} == {0, 1, 2, 3}
@@ -96,7 +96,7 @@ def test_unseeded_samples_differ_across_engines_and_calls(pool: EnginePool):
 
 
 def test_parameters_apply_each_to_its_prompt(pool: EnginePool):
-    """top_k=1 draws what temperature 0 does, next to prompts that really sample."""
+    """top_k=1 chooses what temperature 0 does, beside prompts that really sample."""
     each = [SAMPLED | {"top_k": 1}, SAMPLED, SAMPLED | {"temperature": 0}, SAMPLED]
     results = outputs(pool.generate_all(["a"] * 4, each))
     assert results[0] == results[2]
@@ -104,7 +104,7 @@ def test_parameters_apply_each_to_its_prompt(pool: EnginePool):
 
 
 def test_harmless_values_are_accepted():
-    """None means not given; what upstream ignores may have its neutral value."""
+    """None means not given. A parameter that upstream ignores may have its neutral value."""
     made = make_sampling(
         {"temperature": None, "repetition_penalty": 1.0, "logit_bias": {}, "top_k": -1, "n": 3},
         vocab_size=272,
@@ -115,8 +115,8 @@ def test_harmless_values_are_accepted():
 
 
 def test_some_token_must_be_left_to_sample(pool: EnginePool) -> None:
-    """Stop ids that are the whole vocabulary cannot be kept from an output: all logits would be
-    masked, and NaN resets engines. With one id left, that one is sampled."""
+    """Stop ids may not be the whole vocabulary: all logits would be masked, and NaN resets
+    engines. If one id is left, it is sampled."""
     size = pool.runtime.input_processor.limits.vocab_size
     everything = {"min_new_tokens": 2, "max_new_tokens": 2, "stop_token_ids": list(range(size))}
     with pytest.raises(InvalidRequest, match="no token may be sampled; leave one out"):
