@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # those that are current into `kept`.
 _KEEPING = (EngineState.QUARANTINED, EngineState.RESETTING)
 
-_NOWHERE = "its weights are gone, and no other engine has them; update_weights"
+_NOWHERE = "its weights are gone, and no other engine has them; call update_weights"
 
 
 class CurrentWeights:

@@ -55,8 +55,8 @@ class EngineLeaves(Mapping[str, jax.Array]):
             a is not b for a, b in zip(held, leaves, strict=True) if isinstance(a, jax.Array)
         ):
             raise EnginePoolError(
-                "this sglang-jax is unlike what enginepool knows: a model's Variables do not hold "
-                "the arrays of its runner's model_state_leaves, in the same order"
+                "this sglang-jax is not supported: a model's Variables do not hold the arrays of "
+                "its runner's model_state_leaves, in the same order"
             )
         # Quantized models have 8-bit leaves and placeholders among them.
         self.quantized = [

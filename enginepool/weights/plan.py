@@ -54,9 +54,9 @@ class Plan:
         self._tied = TiedHead(leaves.specs if strict else {})
         if leaves.quantized and leaves.quantization is None:
             raise InvalidWeights(
-                "update_weights: the checkpoint of this model is quantized, or in blocks; start a "
-                "new pool on the new weights, or open one on weights that are not quantized, with "
-                "quantization_config_path='int8.yaml'",
+                "update_weights: the checkpoint of this model is quantized, or its scales are in "
+                "blocks; start a new pool on the new weights, or open one on weights that are not "
+                "quantized, with quantization_config_path='int8.yaml'",
                 names=leaves.quantized,
             )
         self._quantizers = self._known = (

@@ -1,4 +1,5 @@
-"""What becomes of an engine that failed, and of what it held: decisions alone, no engine."""
+"""What happens to an engine that failed and to its requests: the decisions alone, without an
+engine."""
 
 import math
 from typing import Any

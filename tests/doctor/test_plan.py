@@ -96,7 +96,7 @@ def test_a_model_that_fits_nowhere() -> None:
 
 
 def test_experts_are_bounded_by_those_of_one_token() -> None:
-    """No routing reads less than one token's experts; a uniform one reads most of them."""
+    """Any routing reads at least the experts of one token. A uniform routing reads most experts."""
     plan = make(CONFIGS["30B-A3B"], "v6e-8", context=1024, batch=64, tp_size=4)
     layers, hidden, width, vocab = 48, 2048, 768, 151_936
     experts = 3 * 128 * hidden * width * layers * 2 // 4

@@ -59,7 +59,8 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 
 def held_in_flight(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Two events: steps were launched; the engine may go on, for which it waits."""
+    """Two events. The first is set when steps were launched. The engine then waits for the
+    second."""
     program, launched = faults.scheduler_of(pool, 0).steady.program, 0
     launched_some, may_go_on, step = threading.Event(), threading.Event(), program.step
 

@@ -20,7 +20,8 @@ def test_running_adapters_keep_their_slots() -> None:
 
 
 def test_a_request_that_waits_for_a_slot_gets_one() -> None:
-    """While none is free, nobody starts behind him under the adapter with the fewest running."""
+    """While no slot is free, no later request starts with the adapter that has the fewest
+    running requests."""
     running = {1: 2, 2: 1}
     policy = SlotPolicy([1, 2], running, slots=2)
     assert started(policy, [1, 2, 3, 1, 2, None, 2]) == [1, 2, 1, None]

@@ -335,7 +335,7 @@ def test_processes_that_never_close(model_dir: Callable[[str], Path]) -> None:
     options = json.dumps(SMALL | {"warmup": "none"})
     processes = {
         ending: subprocess.Popen(
-            # -P: or the folder tests/support would stand before every package.
+            # -P: otherwise the folder tests/support comes before every package.
             [sys.executable, "-P", SCRIPT, f"leave-by-{ending}", model_dir("qwen3"), options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -251,7 +251,7 @@ class Program:
     def __init__(self, name: str, model: Path, **options: Any) -> None:
         arguments = [name, model, json.dumps(SMALL | {"warmup": "none"} | options)]
         self.process = subprocess.Popen(
-            # -P: or the folder tests/support would stand before every package.
+            # -P: otherwise the folder tests/support comes before every package.
             [sys.executable, "-P", SCRIPT, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

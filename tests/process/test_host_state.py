@@ -34,8 +34,8 @@ def test_the_host_state_stays() -> None:
     assert report["import"].keys() <= {"random"}
     assert "sgl_jax.srt.entrypoints.engine" not in report["imported"]
 
-    # Libraries that a first life imports register what they do at exit, and XLA and the tokenizer
-    # start thread pools of their own that never end; a second life finds them there.
+    # Libraries that the first pool imports register exit callbacks, and XLA and the tokenizer
+    # start thread pools that never end. They are there when the second pool opens.
     once = {"native threads", "atexit", "jax config"}
     assert report["constructor"].keys() <= {"atexit"}
     # JAX keeps a number from the first step with a mask.

@@ -1,9 +1,9 @@
-"""The pool's logic, driven one move at a time: every request is in one place and ends once.
+"""The pool's logic, one move at a time: every request is in one place and ends once.
 
-Queue, its limit, routing, channel, worker and recovery are the real ones, in a real `Runtime`, and
-each worker runs its own loop on its own thread; only the engines are scripted. One thread runs at
-a time: an engine's waits where it may lose its turn, and goes on when the test says so. So the test
-makes the moves of engines, callers and the watchdog in an order that Hypothesis chooses.
+Queue, queue limit, routing, channel, worker and recovery are the real ones, in a real `Runtime`.
+Each worker runs its own loop on its own thread. Only the engines are scripted. One thread runs at a
+time: an engine's thread waits wherever another thread could run, and goes on when the test says so.
+So Hypothesis chooses the order in which engines, callers and the watchdog make their moves.
 """
 
 import logging
@@ -34,18 +34,18 @@ from enginepool.weights.leaves import EngineLeaves
 
 ROOM = 3
 LIVENESS = 60.0  # seconds
-# Of a step: it succeeds; it fails before it has sampled, when it has sampled for some, when it has
+# A step succeeds, or it fails: before it has sampled, when it has sampled for some, when it has
 # for all, or when it has handed over some.
 FAULTS = ["before", "half", "after", "delivering"]
 OUTCOMES = ["ok", "ok", "ok", *FAULTS]
 
 
 class Fault(RuntimeError):
-    """What the scripted engines raise."""
+    """The exception that scripted engines raise."""
 
 
 class Baton:
-    """One thread runs at a time: an engine's, or whoever lets it go on."""
+    """Lets one thread run at a time: an engine's, or the test's."""
 
     def __init__(self) -> None:
         self._forth, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -56,17 +56,17 @@ class Baton:
         assert self._back.acquire(timeout=LIVENESS), "the engine's thread neither waits nor ends"
 
     def wait(self) -> None:
-        """On the engine's thread."""
+        """Called on the engine's thread."""
         self._back.release()
         self._forth.acquire()
 
     def end(self) -> None:
-        """On the engine's thread, at its end."""
+        """Called on the engine's thread, at its end."""
         self._back.release()
 
 
 class Bell(threading.Event):
-    """What wakes an engine that is idle: it sleeps by waiting for the test."""
+    """The event that wakes an idle engine, which sleeps by waiting for the test."""
 
     def __init__(self, baton: Baton) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Bell(threading.Event):
 
 
 class Stopping(threading.Event):
-    """Where a failed engine waits before it is made anew, for as long as the test wants."""
+    """A failed engine waits here before it is reset or rebuilt, as long as the test wants."""
 
     def __init__(self, baton: Baton) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Stopping(threading.Event):
 
 
 class Req:
-    """Stands for upstream's request."""
+    """Replaces upstream's request."""
 
     def __init__(self, request: Request) -> None:
         self.rid = request.internal_rid
@@ -113,7 +113,7 @@ class Req:
         return self.finished_reason is not None
 
     def sample(self) -> None:
-        """The next token of the request's script, or its end."""
+        """Append the next token of the request's script, or end it."""
         if self.aborted:
             self.finished_reason = SimpleNamespace(to_json=lambda: {"type": "abort"})
             return
@@ -139,7 +139,7 @@ class Leaves(dict[str, Any]):
 
 
 class ScriptedScheduler:
-    """Stands for upstream's scheduler: what it samples is known beforehand."""
+    """Replaces upstream's scheduler. Its samples are known beforehand."""
 
     def __init__(self, worker: "ScriptedWorker", queue: RequestQueue) -> None:
         self.index, self.running, self.queue = worker.index, worker.channel.running, queue
@@ -160,17 +160,17 @@ class ScriptedScheduler:
         return bool(self.reqs)
 
     def has_scores(self) -> bool:
-        """Nobody asks for any."""
+        """No request asks for scores."""
         return False
 
     def look_at_weights(self) -> None:
-        """They are there: `disturb` unloads an engine by itself."""
+        """Weights are there, because `disturb` itself unloads engines."""
 
     def room(self, load: int) -> int:
         return ROOM - load
 
     def prefilling(self) -> bool:
-        """A step does all there is."""
+        """A step prefills all prompts."""
         return False
 
     def may_start(self) -> Callable[[Request], bool]:
@@ -182,7 +182,7 @@ class ScriptedScheduler:
     def admit(self, request: Request) -> Req:
         assert request.pinned_to in (None, self.index)
         if request.pinned_to is None and self.index in request.faults.reasons:
-            # It failed here before; then it has everywhere.
+            # It failed here before, so it has failed on all engines.
             assert request.faults.reasons.keys() >= self.queue._engines.keys()
         self.prefixes.add(request.candidate.prefix)
         self.reqs[request.internal_rid] = Req(request)
@@ -198,7 +198,7 @@ class ScriptedScheduler:
     reset = release_all
 
     def step(self, outcome: str) -> None:
-        """Sample a token for each request and hand over, or fail on the way."""
+        """Sample a token for each request and hand over, or fail in between."""
         batch = list(self.reqs.values())
         if any(req.poison for req in batch) and outcome not in ("before", "half"):
             outcome = "before"
@@ -206,7 +206,7 @@ class ScriptedScheduler:
             raise Fault("no device")
         for number, req in enumerate(batch):
             if outcome == "half" and (req.poison or number == len(batch) // 2):
-                req.output_ids.append(-1)  # without its log-probability
+                req.output_ids.append(-1)  # its log-probability is missing
                 raise Fault("half a step")
             req.sample()
         if outcome == "after":
@@ -226,7 +226,7 @@ class ScriptedScheduler:
 
 
 class ScriptedAssembly(Assembly):
-    """Makes scripted engines, or fails to as often as it is told."""
+    """Makes scripted engines, and fails as often as it is told."""
 
     def __init__(self, worker: "ScriptedWorker", queue: RequestQueue) -> None:
         super().__init__({}, (), worker.channel, StartStages())
@@ -240,7 +240,7 @@ class ScriptedAssembly(Assembly):
         self._channel.attach(self.scheduler)
 
     def warm_up(self, *, compile_programs: bool) -> None:
-        """There is nothing to compile."""
+        """Nothing needs to be compiled."""
 
     def reset(self) -> None:
         self._fail()
@@ -260,9 +260,9 @@ class ScriptedAssembly(Assembly):
 
 
 class ScriptedWorker(EngineWorker):
-    """A worker whose thread makes a `move` when it is told to: on to the next place where it may
-    lose its turn, at the beginning of a step, in a step, after it, when there is nothing to do, or
-    before a failed engine is made anew."""
+    """A worker whose thread makes a `move` on request: it runs to the next place where another
+    thread could run. These places are the beginning of a step, inside a step, after it, when it
+    is idle, and before a failed engine is reset or rebuilt."""
 
     def __init__(self, index: int, runtime: Runtime) -> None:
         super().__init__(
@@ -279,9 +279,9 @@ class ScriptedWorker(EngineWorker):
         self.baton, self.outcome = Baton(), "ok"
         self.bell = self.channel._wake = Bell(self.baton)
         self.stopping = Stopping(self.baton)
-        self.channel.limiter = Limiter(sys.maxsize, LIVENESS)  # a step lasts as long as it lasts
+        self.channel.limiter = Limiter(sys.maxsize, LIVENESS)  # no step is overdue
         self.assembly: Any = ScriptedAssembly(self, runtime.dispatch.queue)
-        # By request: in how many failures it was, without a token in between, and how many it had.
+        # By request: the number of failures without a token in between, and how many tokens it had.
         self.strikes: dict[str, tuple[int, int]] = {}
         self.gone = False
         self._moving = False
@@ -326,7 +326,7 @@ class ScriptedWorker(EngineWorker):
 
 
 def innocent_suspect(worker: ScriptedWorker) -> bool:
-    """A request without blame runs alone: chance must not hit it a third time."""
+    """A request that is not poison runs alone. A third fault must not hit it by chance."""
     return any(
         r.faults.runs_alone and not r.sampling.poison for r in worker.channel.running.held.values()
     )
@@ -367,10 +367,10 @@ class PoolLogic(RuleBasedStateMachine):
         self.runtime.add_engines(self.workers)
         self.let_in = self.dispatch.queue.on_taken
         self.dispatch.queue.on_taken = self.on_taken
-        self.on_the_way: list[Request] = []  # to be cancelled when requests leave the queue next
+        self.on_the_way: list[Request] = []  # cancelled when requests next leave the queue
         self.closes = closes
         self.calls: list[Call] = []
-        self.tokens: dict[str, int] = {}  # that a request is known to have
+        self.tokens: dict[str, int] = {}  # how many tokens a request is known to have
         self.ended: dict[str, Any] = {}
 
     # What callers do
@@ -414,7 +414,7 @@ class PoolLogic(RuleBasedStateMachine):
             self.nowhere(call)
         else:
             self.calls.append(call)
-            if behind and not call.done:  # those who came first go first
+            if behind and not call.done:  # earlier calls go first
                 assert call in self.dispatch.queue_limit._outside
 
     @rule(
@@ -427,8 +427,8 @@ class PoolLogic(RuleBasedStateMachine):
     def cancel(
         self, which: int, every: bool, racing: int | None, later: bool, outcome: str
     ) -> None:
-        """By a caller who leaves, or by a timeout; perhaps just when an engine makes a move, or
-        when it has taken requests from the queue and nobody has them."""
+        """A caller leaves, or a timeout ends its requests: perhaps just when an engine makes a
+        move, or when an engine has taken requests from the queue and does not hold them yet."""
         calls = [call for call in self.calls if not call.done]
         if not calls:
             return
@@ -450,7 +450,7 @@ class PoolLogic(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.dispatch.queue, "discard", interrupted)
             self.dispatch.abort(group, "the caller left", "cancelled")
-        if racing is None:  # what no engine has ends at once
+        if racing is None:  # a request that no engine has ends at once
             assert all(r in held or r.finish_reason is not None for r in group)
 
     def on_taken(self) -> None:
@@ -467,7 +467,7 @@ class PoolLogic(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 3))
     def serve(self, engine: int) -> None:
-        """Three moves in a row, so that requests get further."""
+        """Three moves in a row, so that requests make progress."""
         for _ in range(3):
             self.move(engine, "ok", 0)
 
@@ -476,8 +476,8 @@ class PoolLogic(RuleBasedStateMachine):
         what=st.sampled_from(["hang", "retract", "lose weights", "get weights", "get weights"]),
     )
     def disturb(self, engine: int, what: str) -> None:
-        """The watchdog finds a step that does not return; requests are retracted at a step
-        boundary, as by a pause, a flush or a swap; weights are deleted, and put there again."""
+        """The watchdog finds a step that does not return. Or requests are retracted at a step
+        boundary, as by a pause, a flush or a swap. Or weights are deleted and put back."""
         worker = self.workers[engine % len(self.workers)]
         since = worker.condition.stepping_since
         if since is not None:
@@ -499,7 +499,7 @@ class PoolLogic(RuleBasedStateMachine):
         return [request for call in self.calls for request in call.requests]
 
     def served(self, pinned: int | None) -> bool:
-        """Whether an engine serves, or will, that may run such a request."""
+        """Whether an engine serves, or will serve, that may run such a request."""
         workers = self.workers if pinned is None else [self.workers[pinned]]
         return any(worker.condition.will_serve for worker in workers)
 
@@ -517,13 +517,13 @@ class PoolLogic(RuleBasedStateMachine):
         return found
 
     def nowhere(self, call: Call) -> None:
-        """A call that was refused has left nothing."""
+        """A refused call has left nothing."""
         assert [self.places(request) for request in call.requests] == [[]] * len(call.requests)
         assert call not in self.dispatch._calls
 
     @invariant()
     def one_place(self) -> None:
-        """Queue, in front of it, one engine, or ended."""
+        """In the queue, in front of it, on one engine, or ended."""
         for request in self.requests():
             assert len(self.places(request)) == 1, self.places(request)
 
@@ -568,8 +568,8 @@ class PoolLogic(RuleBasedStateMachine):
 
     @invariant()
     def tokens_only_grow(self) -> None:
-        """What a request has is the beginning of its script, also while an engine has it, and never
-        less than it was; so is what the reader of a stream sees."""
+        """A request's tokens are the beginning of its script, also while an engine has it, and
+        never become fewer. The same holds for the reader of a stream."""
         for request in self.requests():
             script = request.sampling.script
             assert request.output_ids == script[: len(request.output_ids)]
@@ -586,9 +586,8 @@ class PoolLogic(RuleBasedStateMachine):
 
     @invariant()
     def room(self) -> None:
-        """No engine has more than it can run, and a suspect is with nobody else; the queue knows
-        exactly those that serve. An engine has heard of what was cancelled, or will at the next
-        step boundary."""
+        """No engine has more than it can run, and a suspect is alone. The queue knows exactly the
+        serving engines. An engine knows its cancelled requests, or will at its next boundary."""
         serving = {worker.index for worker in self.workers if worker.condition.serving}
         assert self.dispatch.queue._engines.keys() == serving
         for worker in self.workers:
@@ -604,8 +603,8 @@ class PoolLogic(RuleBasedStateMachine):
 
     @invariant()
     def suspects(self) -> None:
-        """A request is one after two failures without a token in between; an engine that empties
-        itself for one serves, and the suspect waits."""
+        """A request is a suspect after two failures without a token in between. An engine that
+        is being emptied for one serves, and the suspect waits."""
         for request in self.requests():
             strikes, _ = self.workers[0].strikes.get(request.internal_rid, (0, 0))
             assert request.faults.runs_alone == (strikes >= 2) or request.finish_reason is not None
@@ -615,8 +614,8 @@ class PoolLogic(RuleBasedStateMachine):
 
     @invariant()
     def queue_length(self) -> None:
-        """At most `max_queued`, but for what has run already and for a call that is larger itself;
-        nothing waits in front of an empty queue."""
+        """At most `max_queued`, not counting requests that ran before, and except for a single
+        call that is larger. Nothing waits in front of an empty queue."""
         queue, limit = self.dispatch.queue, self.runtime.config.max_queued
         new = [r for group in queue._groups() for r in group.values() if not r.retracted]
         if limit is not None and len(new) > limit:
@@ -648,8 +647,8 @@ class PoolLogic(RuleBasedStateMachine):
             worker.join(None)
 
     def run_out(self) -> None:
-        """With nothing but poison to disturb them the engines come to rest and everything has
-        ended: what is no poison and was not cancelled with all its tokens, or because no engine
+        """With no other disturbance than poison the engines become idle and all requests have
+        ended. A request that is no poison and was not cancelled has all its tokens, or no engine
         was left."""
         self.on_the_way = []
         for _ in range(1000):
@@ -671,8 +670,8 @@ class PoolLogic(RuleBasedStateMachine):
         self.queue_length()
 
     def close(self) -> None:
-        """Every caller that waits hears of it at once; what engines do afterwards changes nothing,
-        and all of them leave."""
+        """Every waiting caller gets PoolClosed at once. Later moves of engines change nothing,
+        and all of them end."""
         waited = [request for request in self.requests() if request.finish_reason is None]
         gone = [worker for worker in self.workers if worker.gone]
         for worker in gone:
@@ -692,11 +691,11 @@ class PoolLogic(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """No report of thousands of warnings."""
+    """Do not report thousands of warnings."""
     caplog.set_level(logging.CRITICAL, "enginepool")
 
 
-TestPoolLogic = pytest.mark.timeout(900)(PoolLogic.TestCase)  # should it fail, shrinking takes long
+TestPoolLogic = pytest.mark.timeout(900)(PoolLogic.TestCase)  # if it fails, shrinking takes long
 TestPoolLogic.settings = settings(
     max_examples=120,
     stateful_step_count=60,
@@ -731,7 +730,7 @@ def test_a_suspect_goes_to_another_engine_if_the_reserved_one_leaves() -> None:
 
 
 def test_suspect_that_only_one_engine_may_run_is_taken_out_with_it() -> None:
-    """As any other request that is pinned."""
+    """Like any other pinned request."""
     queue, pinned, free = RequestQueue(), suspect(pinned_to=0), suspect()
     queue.put([pinned, free])
     assert queue.take_pinned_to(0) == [pinned]

@@ -1,8 +1,8 @@
-"""Checkpoints with a quirk: another configuration, other tensors, another lay-out of files.
+"""Checkpoints with another configuration, other tensors, or another layout of files.
 
-`make` writes one of random weights, as `make_random_model` does, and changes what it is told to.
-What is asked of an engine then is held against `reference_greedy`; the reference reads one file, so
-a checkpoint in several is asked about by the plain one that has the same weights.
+`make` writes a checkpoint of random weights, as `make_random_model` does, with the given changes.
+Its engines are compared with `reference_greedy`. The reference reads one file, so for a checkpoint
+of several files it reads the plain checkpoint with the same weights.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Grammars that end a process which compiles them or hold it, and what is said of them."""
+"""Grammars that end a process which compiles them or block it, and the words of their errors."""
 
 import json
 from typing import Any
@@ -24,6 +24,6 @@ HOSTILE: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def form_of(params: dict[str, Any]) -> tuple[str, str]:
-    """Its kind and its text."""
+    """The grammar's kind and its text."""
     ((kind, value),) = params.items()
     return kind, value if isinstance(value, str) else json.dumps(value)

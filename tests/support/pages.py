@@ -22,7 +22,7 @@ class Block:
     """Code of a page.
 
     Attributes:
-        line: Of the page, where the code begins.
+        line: The line of the page where the code begins.
         needs: A package that only some environments have, from a comment before the block.
     """
 

@@ -30,7 +30,7 @@ FAMILIES = [
         ("qwen3_moe", "untied"),
     ),
 ]
-# A tensor that only this family has, or has under a name of its own; each with the layout that
+# A tensor that only this family has, or that it names differently. Each has the layout that
 # upstream turns it into.
 TENSORS = {
     "qwen2": "model.layers.0.self_attn.k_proj.bias",

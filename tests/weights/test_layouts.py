@@ -30,7 +30,8 @@ class Layout(NamedTuple):
     spec: tuple[Any, ...]
 
     def of(self, params: dict[str, np.ndarray], dtype: Any = np.float32) -> dict[str, jax.Array]:
-        """What has one axis is cut as the first of two; what cannot be cut evenly is not."""
+        """An array of one axis is sharded by the first part of the spec. An array that cannot be
+        sharded evenly is replicated."""
         devices = np.array(jax.devices())[self.devices]
         mesh = Mesh(devices.reshape(self.shape), ("x", "y")[: len(self.shape)])
         placed = {}
