@@ -42,6 +42,7 @@ def profile(
     params = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True} for n in each]
     engine.generate(input_ids=prompts, sampling_params=params, **options)
     engine.flush_cache()
+    pool.runtime.swap_programs.join()  # what it compiles ahead would count, and take the GIL
     compiled = pool.stats()["executables"]
     started = time.perf_counter()
     with profiled(pool.runtime.workers[0]) as found:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,10 @@ from enginepool.doctor.first_run import cache, goldens, pools, process
 from enginepool.doctor.first_run.checklist import Checklist, Finding
 from enginepool.doctor.first_run.run import first_run
 from enginepool.doctor.first_run.scrub import scrub
+from enginepool.engine.executable_cache import ExecutableCache
+from enginepool.runtime import swap_programs
+from enginepool.runtime.runtime import Runtime
+from enginepool.runtime.swap_programs import SwapPrograms
 from enginepool.server_args import REFUSED_ENVIRONMENT
 from enginepool.toy.files import PAD_ID, read_checkpoint
 from enginepool.toy.model import forward
@@ -184,6 +189,33 @@ def test_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     found = looked(lambda checklist: pools.check_pool([1], checklist, said.append))
     assert list(found) == list(pools.NAMES)
     assert {found[name]["status"] for name in pools.NAMES[1:]} == {"skipped"}
+
+
+def test_checks_wait_for_programs_that_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache
+) -> None:
+    """A check counts the programs that engines compile to serve. The programs of the first update,
+    which the pool compiles ahead, are compiled before checks begin."""
+    waited, put, join = threading.Event(), swap_programs.put, SwapPrograms.join
+
+    def put_late(*args: Any, **kwargs: Any) -> Any:
+        assert waited.wait(60)
+        return put(*args, **kwargs)
+
+    def told(programs: SwapPrograms, timeout: float | None = None) -> bool:
+        waited.set()
+        return join(programs, timeout)
+
+    monkeypatch.setattr(
+        EnginePool,
+        "make_runtime",
+        staticmethod(lambda config, name: Runtime(config, name, one_cache)),
+    )
+    monkeypatch.setattr(swap_programs, "put", put_late)
+    monkeypatch.setattr(SwapPrograms, "join", told)
+    with pools.opened(1, Finding(), print) as pool:
+        assert waited.is_set()
+        assert join(pool.runtime.swap_programs, 0)
 
 
 @pytest.mark.skipif(NATIVE_PAGES, reason="this upstream's native attention knows pages")

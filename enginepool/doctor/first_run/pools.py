@@ -122,6 +122,8 @@ def opened(
             say(engine_line(engine))
 
         pool.open(on_engine=on_engine)
+    # The pool compiles ahead for updates. Checks would count these programs as compiled to serve.
+    pool.runtime.swap_programs.join()
     args: Any = pool.engines[0].server_args
     names = ("page_size", "dtype", "attention_backend", "mem_fraction_static", *SERVER_ARGS)
     found.seen["server_args"] = {name: getattr(args, name, None) for name in names}
