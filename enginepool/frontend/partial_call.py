@@ -133,8 +133,8 @@ def _check_length(index: int, partial: Partial, sampling: PromptSampling, room: 
     # `room` is negative for a long prompt that is only scored.
     if len(partial.output_ids) > max(0, most):
         raise InvalidRequest(
-            f"its partial output has {len(partial.output_ids)} tokens already, but "
-            f"max_new_tokens={wanted} with room for {room} allows {max(0, most)} in all",
+            f"its partial output has {len(partial.output_ids)} tokens, and at most {max(0, most)} "
+            f"are allowed (max_new_tokens={wanted}, room for {room})",
             prompt_index=index,
         )
 

@@ -196,7 +196,7 @@ def partial(ids: Any = (5, 6), **meta: Any) -> dict[str, Any]:
         ({"partial_outputs": [None, 7]}, "prompt 1: partial_outputs: 7: expected a dict"),
         ({"partial_outputs": [None, partial("ab")]}, "prompt 1: .*expected a list of token ids"),
         ({"partial_outputs": [None, partial([5, -1])]}, "prompt 1: token id -1 is outside"),
-        ({"partial_outputs": [partial([5] * 9), None]}, "9 tokens already, .* allows 8"),
+        ({"partial_outputs": [partial([5] * 9), None]}, "9 tokens, and at most 8 are allowed"),
         (
             {"partial_outputs": [partial(), None], "return_logprob": True},
             "None: expected one entry for each of 2 output_ids, because of return_logprob=True",
