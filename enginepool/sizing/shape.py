@@ -128,8 +128,7 @@ class Shape:
         return found + self._scales(q, kv)
 
     def _scales(self, q: int, kv: int) -> list[Tensor]:
-        """The scales of quantized matrices: one for each output. Scales are divided over chips if
-        the outputs are."""
+        """The scales of quantized matrices: one for each output, sharded as the outputs are."""
         found, layers, dense = [], self.layers, self.dense_layers
         if self.linear_itemsize is not None:
             found += [

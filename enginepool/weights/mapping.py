@@ -1,9 +1,8 @@
 """Makes a model's leaves from Hugging Face tensors, by upstream's WeightLoader fed from memory.
 
 Every model's `load_weights` makes a WeightLoader and gives it a mapping. Here that function runs
-with our subclass of WeightLoader. It keeps the mapping. For one leaf at a time it runs upstream's
-transposes, reshapes, stacking and head padding on a caller's arrays. It reads nothing from disk
-and writes nothing into the model.
+with our subclass, which keeps the mapping. For one leaf at a time it runs upstream's transposes,
+reshapes, stacking and head padding on a caller's arrays. It reads no file and changes no model.
 
 Reaches into upstream's WeightLoader (`_scan_weight_info`, `_create_lazy_tensors`,
 `_create_stacked_moe_lazy_tensor`, `_get_param` and `_shard_weight` are overridden and probed), and
