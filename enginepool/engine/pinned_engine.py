@@ -78,7 +78,7 @@ class PinnedEngine:
 
     @property
     def scheduler(self) -> PinnedScheduler:
-        """Upstream's Scheduler, of an engine that was built."""
+        """Upstream's Scheduler. The engine must be built."""
         scheduler = self.assembly.scheduler
         assert scheduler is not None, "there is no engine"
         return scheduler

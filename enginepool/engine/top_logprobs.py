@@ -54,7 +54,7 @@ class TopLogprobs:
         replaced.compute_logprobs = self._compute
 
     def warm(self, warming: bool) -> None:
-        """Run the program in every step, whatever the batch; or stop that."""
+        """Run the program in every step, even if no request wants its values; False ends this."""
         self._warming = warming
         self._latest = None  # nobody collects it
 

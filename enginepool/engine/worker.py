@@ -33,7 +33,7 @@ _current = threading.local()
 
 
 def on_engine_thread() -> bool:
-    """Whether the calling thread is an engine's, of whichever pool."""
+    """Whether the calling thread is the thread of an engine, in any pool."""
     return getattr(_current, "is_engine", False)
 
 

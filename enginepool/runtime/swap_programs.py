@@ -31,7 +31,7 @@ class SwapPrograms:
     def __init__(self, name: str, fits: Fits, cache: ExecutableCache) -> None:
         """
         Args:
-            name: Of the pool.
+            name: The name of the pool.
         """
         self._name = name
         self._fits = fits

@@ -31,7 +31,7 @@ class QuantizedMatrix:
 
     Attributes:
         relative_error: The norm of the error relative to the norm of the matrix (Frobenius).
-        largest_error: Of any element.
+        largest_error: The largest error of an element.
     """
 
     relative_error: float

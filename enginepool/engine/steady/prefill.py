@@ -38,7 +38,7 @@ class LaunchedPrefill:
     """A prefill that is launched.
 
     Attributes:
-        experts: Of each id, if the engine returns them.
+        experts: The experts of each id, if the engine returns them.
         joining: The requests that can decode before the host knows their first ids, each with its
             row in the prefill. The others have a grammar, or more chunks.
         rows: The rows of these in a decode batch, if they are in one.
