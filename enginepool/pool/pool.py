@@ -141,7 +141,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             f"engines serving | {running} running, {len(runtime.dispatch.queue)} waiting]>"
         )
 
-    # Life
+    # Opening and closing
 
     def open(self, *, on_engine: Callable[[dict[str, Any]], None] | None = None) -> Self:
         """Build and warm up all engines. On an open pool it does nothing.

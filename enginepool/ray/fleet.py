@@ -29,13 +29,13 @@ _BACKOFF = 1.0
 
 
 class Fleet:
-    """The hosts. Methods that are coroutines run on the loop; `run` brings one there.
+    """The hosts. Coroutine methods run on the fleet's event loop. Other threads call them with `run`.
 
     Attributes:
         number: The number of the update that every host should have.
         undone: The numbers of failed updates. A host may still have one of them.
-        updates: For hosts that come back, in order: the last full update of the base and all later
-            ones, and the last of each adapter.
+        updates: The updates that a host gets when it comes back, in order: the last full update of
+            the base and all later ones, and the last update of each adapter.
         changing: Held while hosts get other weights, or are paused.
         paused: Whether hosts should be paused.
     """
@@ -57,7 +57,7 @@ class Fleet:
         )
         self._thread.start()
 
-    # From other threads
+    # Called from other threads
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """
@@ -80,7 +80,7 @@ class Fleet:
         self._thread.join()
         self._loop.close()
 
-    # Life
+    # Opening, listening and closing
 
     async def open(self) -> None:
         """Start every host, and wait until all serve.
@@ -107,7 +107,7 @@ class Fleet:
 
     async def _start(self, host: HostLink) -> None:
         host.state = "starting"
-        await host.ask("ping")  # until Ray has placed it, which may take any time
+        await host.ask("ping")  # Ray answers when it has placed the actor, which may take long
         about = await host.ask("start", watched=True)
         host.starts += 1
         host.pid, host.node, host.slots = about["pid"], about["node"], about["slots"]
@@ -223,7 +223,7 @@ class Fleet:
                     "loads one"
                 )
 
-    # Asking
+    # Calls to hosts
 
     async def check(self, prompts: Any, sampling_params: Any, options: Any) -> Any:
         """`Host.check`, on any host that serves. Waits for one."""

@@ -58,7 +58,7 @@ class Host:
         self._told = News()  # sent, and not acknowledged by the driver
         self._is_news = asyncio.Event()
 
-    # Life
+    # Opening and closing
 
     @_answering
     async def start(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Host:
             seen: The number of the last events that arrived. Later ones are sent again.
 
         Raises:
-            PoolClosed: This process has replaced the one that was asked before.
+            PoolClosed: Ray has restarted the process, and its pool is not open yet.
         """
         self._open()
         if seen >= self._told.number:
@@ -175,7 +175,7 @@ class Host:
                 self._is_news.set()
         except EnginePoolError as error:
             self._news.failed.append((key, error))
-        except Exception as error:  # whatever it is: others go on, and the driver hears of it
+        except Exception as error:  # other outputs continue; the driver gets the error
             why = f"host {self._index}: {type(error).__name__}: {error}"
             self._news.failed.append((key, EnginePoolError(why)))
         self._is_news.set()

@@ -87,7 +87,7 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
             state = f"{len(fleet.serving())} of {self._count} hosts serving"
         return f"<RayEnginePool [{state}]>"
 
-    # Life
+    # Opening and closing
 
     def open(self) -> Self:
         """Start every host's actor and pool. Idempotent while open.
