@@ -29,7 +29,7 @@ _BACKOFF = 1.0
 
 
 class Fleet:
-    """The hosts. Coroutine methods run on the fleet's event loop. Other threads call them with `run`.
+    """The hosts. Coroutine methods run on the fleet's loop. Other threads call them by `run`.
 
     Attributes:
         number: The number of the update that every host should have.
