@@ -19,6 +19,7 @@ Workloads:
   streams   decode, with every output streamed to one caller (upstream's are not streamed)
   sampled   decode, at temperature 1 with top_k 20 and top_p 0.95
   masks     sampled, with the sampling mask of every token (upstream's have none)
+  grammars  decode, with a regular expression for every output (without upstream)
 
 "Thread" is the processor time of an engine's thread for a step. It includes prefill, admission and
 the ends of requests. "Of a steady step" is the part that steady decode takes. "Fell back" is the
@@ -42,8 +43,9 @@ from benchmarks.synthetic import nano_config, write_model
 
 _LAYERS = 36  # as Qwen3-4B: 400 leaves
 _KINDS = {"pool": "pool", "processes": "upstream"}
-_WORKLOADS = ("decode", "arrivals", "streams", "sampled", "masks")
+_WORKLOADS = ("decode", "arrivals", "streams", "sampled", "masks", "grammars")
 _SAMPLED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95}
+_GRAMMAR = {"regex": "[0-9a-f]{512}"}  # longer than any output
 # Tokens of a prompt and of an output, at least and at most; "decode" outputs have --tokens.
 _PROMPT, _SHORT_PROMPT, _OUTPUT = (3, 60), (3, 3), (20, 199)
 # Tokens of KV cache beside a request's own: an engine takes some ahead.
@@ -90,7 +92,8 @@ def _contest(
             contestants.append(stack.enter_context(closing(contestant)))
         for workload in args.workload:
             for step_ms in args.step_ms:
-                found = _measure(contestants, engines, batch, workload, step_ms, args)
+                those = [c for c in contestants if workload != "grammars" or c.kind == "pool"]
+                found = _measure(those, engines, batch, workload, step_ms, args)
                 _show(f"{workload}, batches of {batch}", found)
                 rows += found
     return rows
@@ -161,6 +164,8 @@ def _job(
     job = random_job(running, _SHORT_PROMPT, (args.tokens, args.tokens), step_ms, seed)
     if workload in ("sampled", "masks"):
         job["params"] = [one | _SAMPLED for one in job["params"]]
+    if workload == "grammars":
+        job["params"] = [one | _GRAMMAR for one in job["params"]]
     return job | {"streams": workload == "streams", "masks": workload == "masks"}
 
 

@@ -37,7 +37,7 @@ class Contestant:
             engines: How many engines a pool has, or how many processes upstream has.
             options: See `peer_process.py`.
         """
-        self.name = name
+        self.name, self.kind = name, kind
         env = dict(os.environ)
         if kind != "pool":
             env["JAX_COMPILATION_CACHE_DIR"] = str(model.with_name("compiled"))

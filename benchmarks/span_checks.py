@@ -102,14 +102,6 @@ def _check_spans(finished: Finished, spans: list[list[Any]]) -> list[str]:
     return found
 
 
-def check_every_version(finished: Finished) -> list[str]:
-    """With swaps that retract, an output gains a token between two of them."""
-    versions = [version for *_, version in finished.spans]
-    if versions and versions != list(range(versions[0], versions[-1] + 1)):
-        return [f"{finished}: gained no token in a swap, {finished.spans}"]
-    return []
-
-
 def check_tokens(
     outputs: Sequence[Finished], model_of: Callable[[int, int | None], Path]
 ) -> Compared:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.command import CORES, limited_by_cores
 from benchmarks.soak_checks import check_end, check_stop, stopped_at
-from benchmarks.span_checks import Finished, check_every_version, check_spans, check_tokens
+from benchmarks.span_checks import Finished, check_spans, check_tokens
 from tests.support.reference import make_random_model, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -23,14 +23,17 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
     """A simulated device is never busier than all of the time."""
     file = tmp_path / "figures.json"
     options = ["--engines", 2, "--step-ms", 3, "--batch", 2, "--tokens", 12, "--rounds", 1]
-    workloads = ["decode", "arrivals", "streams", "sampled", "masks"]
+    workloads = ["decode", "arrivals", "streams", "sampled", "masks", "grammars"]
     printed = run("benchmarks.busy", *options, "--workload", *workloads, "--json", file)
     assert "arrivals, batches of 2" in printed
     assert "fell back" in printed
     rows = json.loads(file.read_text())["rows"]
     names = ("pool", "ceiling", "processes")
     assert [(row["workload"], row["name"]) for row in rows] == [
-        (workload, name) for workload in workloads for name in names
+        (workload, name)
+        for workload in workloads
+        for name in names
+        if (workload, name) != ("grammars", "processes")
     ]
     for row in rows:
         assert 0 < row["busy_share"] <= 1
@@ -189,26 +192,6 @@ def test_weight_update_benchmark_moves_what_it_says(tmp_path):
         assert row["steps"] == pytest.approx(row["pause"] / row["step"])
 
 
-def test_swap_soak_finds_every_output_right(tmp_path):
-    file = tmp_path / "figures.json"
-    options = ["--engines", 2, "--requests", 6, "--swaps", 3, "--json", file]
-    modes = [word for mode in ("retract", "abort", "in_place") for word in ("--mode", mode)]
-    run("benchmarks.swap_soak", *options, *modes)
-    retract, abort, in_place = json.loads(file.read_text())["rows"]
-    for row in (retract, abort, in_place):
-        assert row["violations"] == []
-        assert row["swaps"] == 3
-        assert row["requests"] >= 6
-        assert row["cached"] > 0
-        assert 0 < row["compared"] + row["ties"] <= row["tokens"]
-        if row is not in_place:
-            assert row["compared"] + row["ties"] == row["tokens"]
-            assert not row["mixed"]
-    assert retract["retracts"] > 0
-    assert retract["aborted"] == 0
-    assert abort["aborted"] > 0
-
-
 def finished(ids: list[int], spans: list[list[int]], kind: str = "length") -> Finished:
     meta = {
         "id": "x",
@@ -241,11 +224,6 @@ def test_soak_notices_what_a_mode_rules_out(mode, spans, kind):
     modes = dict.fromkeys(range(5), mode)
     assert check_end(finished([1, 2, 3, 4], spans, kind), 4, (), modes)
     assert not check_end(finished([1, 2, 3, 4], [[0, 4, 1]]), 4, (), modes)
-
-
-def test_soak_notices_a_swap_in_which_an_output_gained_no_token():
-    assert check_every_version(finished([1, 2, 3, 4], [[0, 2, 1], [2, 4, 3]]))
-    assert not check_every_version(finished([1, 2, 3, 4], [[0, 2, 1], [2, 4, 2]]))
 
 
 WRONG_STOPS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,6 @@ import pytest
 from llguidance import LLTokenizer
 from transformers import AutoTokenizer
 
-from benchmarks.hostile_grammars import without_end
 from enginepool import InvalidGrammar, PoolClosed, QueueFull, toy
 from enginepool.dispatch.grammar import GrammarSource
 from enginepool.frontend import grammar_compiler, grammar_trial
@@ -24,7 +23,7 @@ from enginepool.frontend.grammar_helper import NobodyWaits
 from enginepool.frontend.grammar_lane import Job
 from enginepool.frontend.grammar_trial import Trial
 from enginepool.frontend.tokenizer import Tokenizer
-from tests.support.grammars import HOSTILE, form_of
+from tests.support.grammars import HOSTILE, form_of, without_end
 from tests.support.liveness import SECONDS, until
 
 MakeCompiler = Callable[[], GrammarCompiler]

@@ -11,11 +11,10 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from benchmarks.hostile_grammars import multiples
 from enginepool import EnginePool, InvalidGrammar, InvalidRequest
 from enginepool.toy.files import END_ID
 from tests.support.forced import output_logits
-from tests.support.grammars import HOSTILE
+from tests.support.grammars import HOSTILE, multiples
 from tests.support.liveness import SECONDS, callers
 from tests.support.marks import slow
 from tests.support.pools import compilations, same

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.hostile_client import BODIES, CHAT, CONNECTIONS, GENERATE, SUM, body
+from tests.support.attacks import BODIES, CHAT, CONNECTIONS, GENERATE, SUM, body
 from tests.support.liveness import callers, until
 from tests.support.marks import slow
 from tests.support.servers import Running
@@ -81,7 +81,7 @@ def test_others_are_answered_meanwhile(plain: Running, attack: str) -> None:
 def test_others_are_answered_beside_connections(plain: Running, attack: str) -> None:
     """Two hundred connections that send nothing or slowly, and streams that nobody reads."""
     url = plain.url()
-    command = [sys.executable, "-m", "benchmarks.hostile_client", url, attack]
+    command = [sys.executable, "-m", "tests.support.attacks", url, attack]
     with plain.http() as client, subprocess.Popen(command) as attacker:
         try:
             until(lambda: len(psutil.Process(attacker.pid).net_connections("tcp")) > 5)

@@ -10,10 +10,10 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from benchmarks.hostile_grammars import without_end
 from enginepool.frontend import grammar_compiler
 from enginepool.frontend.grammar_compiler import GrammarCompiler
 from enginepool.frontend.grammar_helper import NobodyWaits
+from tests.support.grammars import without_end
 from tests.support.liveness import SECONDS, until
 from tests.support.pools import MakePool
 from tests.support.servers import Running, serving

@@ -1,8 +1,8 @@
-"""The attacks of `hostile` and of the tests.
+"""Attacks on a server: bodies that it refuses, below its limit of 16 MiB, and connections.
 
-    python -m benchmarks.hostile_client http://127.0.0.1:30000 "slow bodies"
+    python -m tests.support.attacks http://127.0.0.1:30000 "slow bodies"
 
-attacks until it is ended. Bodies are below the server's limit of 16 MiB.
+holds the connections until it is ended.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
-from benchmarks import hostile_grammars as grammars
+from tests.support import grammars
 
 SUM = [{"role": "user", "content": "12+7="}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 TOKENS, SCORE = "/inference/v1/generate", "/v1/score"
-_SENDERS = 2
 _CONNECTIONS = 200
 _STREAMS = 8  # fewer than run at a time, so that other requests run too
 
@@ -192,33 +189,12 @@ def _connected(url: str, receive: int | None = None) -> Iterator[socket.socket]:
         yield one
 
 
-def post(url: str, name: str) -> None:
-    """Send the same body again and again, two at a time."""
-    path, content = body(name)
-
-    def send() -> None:
-        headers = {"Content-Type": "application/json"}
-        with httpx.Client(base_url=url, timeout=600, headers=headers) as client:
-            while True:
-                reply = client.post(path, content=content)
-                assert reply.status_code == 400, reply.text[:300]
-
-    threads = [threading.Thread(target=send) for _ in range(_SENDERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile_client")
+    parser = argparse.ArgumentParser(prog="python -m tests.support.attacks")
     parser.add_argument("url")
-    parser.add_argument("attack", choices=[*BODIES, *CONNECTIONS])
+    parser.add_argument("attack", choices=CONNECTIONS)
     options = parser.parse_args()
-    if options.attack in CONNECTIONS:
-        CONNECTIONS[options.attack](options.url)
-    else:
-        post(options.url, options.attack)
+    CONNECTIONS[options.attack](options.url)
 
 
 if __name__ == "__main__":
