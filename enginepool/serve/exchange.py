@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from anyio.to_thread import run_sync
 from fastapi import Request, Response
@@ -19,6 +19,7 @@ from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.connections import while_present
 from enginepool.serve.error_replies import error_object, error_reply
+from enginepool.serve.open_exchanges import OpenExchanges
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.record import (
     CLIENT_GONE,
@@ -48,21 +49,6 @@ if TYPE_CHECKING:
 _DONE = "data: [DONE]\n\n"
 
 
-class ExchangeHost(Protocol):
-    """What an exchange needs of `Service`, whose module imports this one."""
-
-    max_queued: int | None
-    models: ServedModels
-
-    def check_open(self) -> None: ...
-
-    def claim(self, exchange: Exchange, rids: frozenset[str]) -> None: ...
-
-    def began(self, exchange: Exchange) -> None: ...
-
-    def ended(self, exchange: Exchange, record: ExchangeRecord) -> None: ...
-
-
 class Exchange:
     """Replaces the TokenizerManager of upstream's serving classes.
 
@@ -83,14 +69,16 @@ class Exchange:
 
     def __init__(
         self,
-        host: ExchangeHost,
+        running: OpenExchanges,
         front: FrontEnd,
         rendering: Rendering,
+        models: ServedModels,
         options: ServeOptions,
         raw: Request,
     ) -> None:
-        self._host, self._front, self._options, self._raw = host, front, options, raw
-        self.tokenizer, self.models = rendering, host.models
+        self._running, self._front, self._options, self._raw = running, front, options, raw
+        self.tokenizer, self.models = rendering, models
+        self._max_queued = front.runtime.config.max_queued
         self.call: Call | None = None
         self.rids: frozenset[str] = frozenset()
         self.token_names: Callable[[int], str] = rendering.token_text
@@ -110,7 +98,7 @@ class Exchange:
 
     async def run(self, reply: Callable[[], Awaitable[Response]]) -> Response:
         """The reply, or an error's reply. If the client leaves, its requests are aborted."""
-        self._host.began(self)
+        self._running.began()
         try:
             response = await while_present(self._raw, reply())
         except Exception as error:
@@ -143,13 +131,13 @@ class Exchange:
                 has an id of its own.
             prompt_logprobs, thinking, special_tokens: See `FrontEnd.make_call`.
         """
-        self._host.check_open()
+        self._running.check_open()
         obj.sampling_params = as_taken(obj.sampling_params)
         prompts = count_prompts(obj)
-        check_counts(obj, prompts, self._options, self._host.max_queued)
+        check_counts(obj, prompts, self._options, self._max_queued)
         given, rids = obj.rid, rids_of(obj.rid, prompts, id_prefix)
         if given is not None:
-            self._host.claim(self, frozenset(rids or ()))
+            self.rids = self._running.claim(frozenset(rids or ()))
         obj.rid = rids
         self._texts = obj.return_text_in_logprobs
         limiter = self.tokenizer.large if prompt_size(obj) > LARGE else None
@@ -234,7 +222,7 @@ class Exchange:
             first_output_seconds=self._first_output_seconds,
             outputs=() if self.call is None else outputs_of(self.call),
         )
-        self._host.ended(self, record)
+        self._running.ended(record, self.rids)
 
     def _early_end(self) -> Exception | None:
         if self.failure is None and self.call is not None:

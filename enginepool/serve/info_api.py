@@ -135,7 +135,7 @@ def _state_routes(routes: APIRouter, service: Service) -> None:
     @routes.get("/health_generate", response_class=PlainTextResponse, responses=errors(503))
     async def health_generate(raw: Request) -> Response:
         """Whether every engine generates now (on an engine's own port: that engine)."""
-        if service.draining:
+        if service.exchanges.draining:
             raise Refused(503, "the server is shutting down")
         await check_engines(service.runtime, service.engine_of(raw))
         return PlainTextResponse("ok")

@@ -41,7 +41,7 @@ class ScoreExchange(Exchange):
         """
         del request
         try:
-            self._host.check_open()
+            self._running.check_open()
             labels = list(label_token_ids or ())
             prompts = self._prompts(query, items, labels, item_first)
             async with self.models.loaded(self.adapter):
@@ -72,7 +72,7 @@ class ScoreExchange(Exchange):
         items = [items] if isinstance(items, str) else items
         if not items:
             raise InvalidRequest("items: give at least one")
-        limits = self._options.max_prompts, self._host.max_queued
+        limits = self._options.max_prompts, self._max_queued
         if len(items) > limits[0]:
             raise InvalidRequest(
                 f"{len(items)} items: at most {limits[0]} are taken in one request (--max-prompts)"

@@ -133,7 +133,7 @@ class Server:
 
     async def _drain(self, service: Service) -> None:
         assert self._hurry is not None
-        service.draining = True
+        service.exchanges.draining = True
         logger().info("enginepool.draining", requests=len(service.exchanges))
         idle = asyncio.create_task(_idle(service))
         with contextlib.suppress(TimeoutError):

@@ -9,7 +9,6 @@ from fastapi import Request
 from sgl_jax.srt.managers.template_manager import TemplateManager
 
 from enginepool.dispatch.condition import EngineState
-from enginepool.errors import InvalidRequest
 from enginepool.runtime import statistics
 from enginepool.serve.admin_operations import AdminOperations
 from enginepool.serve.error_replies import Refused
@@ -17,13 +16,13 @@ from enginepool.serve.exchange import Exchange
 from enginepool.serve.history import History
 from enginepool.serve.log import log_exchange
 from enginepool.serve.metrics import GENERATING, Metrics
+from enginepool.serve.open_exchanges import OpenExchanges
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.prompt_limits import PromptLimits
 from enginepool.serve.record import ExchangeRecord
 from enginepool.serve.rendering import Rendering
 from enginepool.serve.scoring import ScoreExchange
 from enginepool.serve.served_models import ServedModels
-from enginepool.values import shown
 
 if TYPE_CHECKING:
     from enginepool.pool.pool import EnginePool
@@ -40,7 +39,6 @@ class Service:
         front: The front end of the whole pool.
         models: The names that requests can have as `model` or `lora_path`.
         exchanges: Requests that are being served.
-        draining: Whether new requests are refused while running ones finish.
     """
 
     def __init__(
@@ -72,9 +70,7 @@ class Service:
         base = self.front.served_model_name or self.front.model_path
         self.models = ServedModels(pool, self.runtime, base, options)
         self.history = History(self.runtime)
-        self.max_queued = pool.config.max_queued
-        self.exchanges: set[Exchange] = set()
-        self.draining = False
+        self.exchanges = OpenExchanges(options, self.admin, self._note)
         self._last_update: dict[str, Any] | None = None
         self.started = time.time()
 
@@ -87,24 +83,19 @@ class Service:
         return self._by_port.get(_port(raw), self.front)
 
     def exchange(self, raw: Request) -> Exchange:
-        return Exchange(self, self.front_of(raw), self._rendering, self.options, raw)
+        return Exchange(*self._of_exchanges(raw))
 
     def score_exchange(self, raw: Request) -> ScoreExchange:
-        return ScoreExchange(self, self.front_of(raw), self._rendering, self.options, raw)
+        return ScoreExchange(*self._of_exchanges(raw))
 
-    def check_open(self) -> None:
-        """Raise if new requests are not taken now."""
-        if self.draining:
-            raise Refused(
-                503, "the server is shutting down and takes no new requests", code="draining",
-                retry_after=10,
-            )  # fmt: skip
-        if self.options.reject_while_reloading and self.admin.reloading:
-            raise Refused(503, "new weights are being loaded", code="reloading", retry_after=1)
+    def _of_exchanges(self, raw: Request) -> Any:
+        return (
+            self.exchanges, self.front_of(raw), self._rendering, self.models, self.options, raw
+        )  # fmt: skip
 
     def not_ready(self, raw: Request) -> str | None:
         """The reason why nothing can be served; None if something can."""
-        if self.draining:
+        if self.exchanges.draining:
             return "the server is shutting down"
         index = self.engine_of(raw)
         workers = self.runtime.workers if index is None else [self.runtime.workers[index]]
@@ -112,22 +103,6 @@ class Service:
         if {EngineState.SERVING, EngineState.DRAINING}.intersection(states):
             return None
         return f"no engine can serve: {', '.join(state.value for state in states)}"
-
-    def claim(self, exchange: Exchange, rids: frozenset[str]) -> None:
-        """Keep a client's ids for this exchange until it ends; raise if one is taken."""
-        for other in self.exchanges:
-            for rid in rids & other.rids:
-                raise InvalidRequest(
-                    f"rid={shown(rid)}: a request of that id has not ended; give another, or none"
-                )
-        exchange.rids = rids
-
-    def began(self, exchange: Exchange) -> None:
-        self.exchanges.add(exchange)
-
-    def ended(self, exchange: Exchange, record: ExchangeRecord) -> None:
-        self.exchanges.discard(exchange)
-        self._note(record)
 
     def refused(self, path: str, why: Refused) -> None:
         """Record a request that was refused before it became an exchange."""
@@ -161,7 +136,7 @@ class Service:
             "model_path": self.admin.model_path,
             "time": time.time(),
             "uptime": time.time() - self.started,
-            "draining": self.draining,
+            "draining": self.exchanges.draining,
             "reloading": self.admin.reloading,
             "weight_version": self.runtime.desired.weight_version,
             "waiting": self.runtime.dispatch.waiting,
