@@ -1,9 +1,11 @@
 """Four virtual CPU devices for every test, pinned here and nowhere else, before JAX starts."""
 
+import fcntl
 import gc
 import os
 import signal
 import tempfile
+import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -30,14 +32,20 @@ from tests.support.reference import LARGER, make_random_model
 
 
 class Kept(dict[bytes, bytes]):
-    """Executables by program, each of them also in a file."""
+    """Executables by program, each of them also in a file. While a process compiles one, the others
+    of this run wait for its file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._compiling: dict[bytes, Any] = {}  # by program, a file that this process has locked
 
     def get(self, key: bytes, default: Any = None) -> Any:
-        if key not in self and (file := self._folder / key.hex()).exists():
-            super().__setitem__(key, file.read_bytes())
+        if key not in self:
+            if key not in self._compiling and not (self._folder / key.hex()).exists():
+                self._lock(key)
+            if (file := self._folder / key.hex()).exists():
+                super().__setitem__(key, file.read_bytes())
+                self._unlock(key)
         return super().get(key, default)
 
     def __setitem__(self, key: bytes, executable: bytes) -> None:
@@ -45,6 +53,24 @@ class Kept(dict[bytes, bytes]):
         with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as part:
             part.write(executable)
         Path(part.name).rename(self._folder / key.hex())
+        self._unlock(key)
+
+    def _lock(self, key: bytes) -> None:
+        """Not for ever: whoever compiles it may have failed."""
+        lock = (self._folder / f"{key.hex()}.lock").open("w")
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        self._compiling[key] = lock
+
+    def _unlock(self, key: bytes) -> None:
+        if lock := self._compiling.pop(key, None):
+            Path(lock.name).unlink(missing_ok=True)
+            lock.close()
 
 
 class Latest(CommonPrograms):

@@ -148,7 +148,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     set_json(folder / "tokenizer_config.json", saved, without=("additional_special_tokens",))
     generation(folder, {"eos_token_id": [ord("5"), "你".encode()[0]], "top_k": 0, "max_length": 9,
                         "do_sample": False, "transformers_version": "4.57.6"})  # fmt: skip
-    with EnginePool(str(folder), devices=1, **SMALL) as pool:
+    with EnginePool(str(folder), devices=1, warmup="none", **SMALL) as pool:
         yield pool
 
 

@@ -99,11 +99,11 @@ def test_fp8_of_other_names(tmp_path: Path) -> None:
     [("llama", "fp8.yaml"), ("qwen2", "int8_w8a8.yaml"), ("gemma2", "int8.yaml")],
 )
 def test_quantized_while_it_opens(tmp_path: Path, family: str, kind: str) -> None:
-    """A pool that opens serves, and takes new weights."""
+    """A pool that opens serves, and takes new weights. A prefill uses every layer."""
     folder = make(tmp_path, family)
     with pool_on(folder, quantization_config_path=kind) as pool:
-        params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+        params = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
         [result] = pool.generate_all(["a"], params)
         checksum = pool.checksum()
         assert pool.update_weights(tensors(folder)).staged == checksum
-    assert len(result["output_ids"]) == 4
+    assert len(result["output_ids"]) == 1

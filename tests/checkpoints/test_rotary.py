@@ -94,7 +94,7 @@ def test_engines_rotate_by_the_configurations_frequencies(
 ) -> None:
     """Ids and log-probabilities agree with the reference, which reads the same config.json."""
     folder = checkpoint(family, **(LARGER if tp_size > 1 else {}))
-    with EnginePool(str(folder), devices=1, tp_size=tp_size, **SMALL) as pool:
+    with EnginePool(str(folder), devices=1, tp_size=tp_size, warmup="none", **SMALL) as pool:
         results = pool.generate_all(
             input_ids=PROMPTS,
             sampling_params={"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True},

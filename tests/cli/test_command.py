@@ -18,6 +18,7 @@ from enginepool.cli.prompt_file import Format, PromptLine, decode, read_jsonl, r
 from enginepool.cli.result_lines import ResultLines
 from enginepool.errors import InvalidConfig, InvalidRequest
 from enginepool.frontend.progress_bar import progress_bar
+from tests.support.pools import SMALL
 
 # One program of each kind: the smallest engine that answers the toy's sums.
 TINY = [
@@ -314,9 +315,11 @@ def test_unknown_option_is_named():
 
 
 def test_prompt_that_fails_keeps_its_place_and_fails_the_command():
+    # Shapes of other tests, for which programs are compiled.
+    known = [arg for pair in SMALL.items() for arg in ("--server-arg", "{}={}".format(*pair))]
     result = invoke(
         *("generate", "12+7=", "--output", "jsonl", "--devices", "1", "--warmup", "none"),
-        *("--timeout", "0.001", *TINY),
+        *("--timeout", "0.001", *known),
     )
     assert result.exit_code == 1
     (line,) = result.stdout.splitlines()

@@ -73,7 +73,7 @@ def test_ties(tmp_path: Path) -> None:
         return tensors
 
     folder = make(tmp_path, "qwen3", seed=1, edit=twins)
-    with EnginePool(str(folder), devices=1, **SMALL) as pool:
+    with EnginePool(str(folder), devices=1, warmup="none", **SMALL) as pool:
         alone = first_of(pool, [GREEDY])
         for company in COMPANY.values():
             for greedy in (GREEDY, LAWS["best at a temperature"]):

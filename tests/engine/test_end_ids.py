@@ -24,7 +24,7 @@ def many_ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     folder = make_random_model(tmp_path_factory.mktemp("ends"), "qwen3", seed=1)
     set_config(folder, {"eos_token_id": CONFIG})
     set_json(folder / "generation_config.json", {"eos_token_id": GENERATION})
-    with EnginePool(str(folder), devices=1, **SMALL) as pool:
+    with EnginePool(str(folder), devices=1, warmup="none", **SMALL) as pool:
         yield pool
 
 

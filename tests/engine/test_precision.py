@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from enginepool import EnginePool
+from enginepool.engine.executable_cache import ExecutableCache
 from tests.support import faults
 from tests.support.layouts import tensors
-from tests.support.pools import SMALL
+from tests.support.pools import SMALL, open_with
 
 # Shapes that no other test has, because compiled programs are not lowered again.
 SIZES = SMALL | {"max_total_tokens": 1088}
@@ -104,8 +105,11 @@ def test_the_users_choice_comes_before_upstreams(
         assert lowered() == {"HIGH"}
 
 
-def test_later_settings_of_the_host_do_not_reach_engines(lowered: Lowered, model: Path) -> None:
-    pool = EnginePool(str(model), devices=1, warmup="none", **SIZES)
+def test_later_settings_of_the_host_do_not_reach_engines(
+    monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache, lowered: Lowered, model: Path
+) -> None:
+    open_with(monkeypatch, ExecutableCache(one_cache.serialized))  # nothing is lowered yet
+    pool = EnginePool(str(model), devices=1, warmup="none", **SMALL)
     with pool, set_by_the_host("highest"):
         use_everything(pool, model)
         assert pool.stats()["engines"][0]["matmul_precision"] == "default"

@@ -38,6 +38,7 @@ PAGES: dict[str, Any] = OPTIONS | {
     "chunked_prefill_size": CHUNK,
     "precompile_token_paddings": [CHUNK],
     "precompile_bs_paddings": [8],
+    "warmup": "none",
 }
 
 

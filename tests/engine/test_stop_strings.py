@@ -21,7 +21,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     """An engine that spells, byte by byte: letters up to z, digits, and 你是谁🙂 for ever."""
     folder = write_scripted_model(tmp_path_factory.mktemp("spelling"))
     give_merges(folder, ["efg", "谁🙂"], first_id=259)
-    with several_at_once(), EnginePool(str(folder), devices=1, **SMALL) as pool:
+    with several_at_once(), EnginePool(str(folder), devices=1, warmup="none", **SMALL) as pool:
         yield pool
 
 

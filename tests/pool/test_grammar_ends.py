@@ -34,7 +34,7 @@ def without_end(source: Path, folder: Path, **config: Any) -> str:
 def test_the_models_end_token_ends_it(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """The end token that config.json names ends a complete output. No other id does."""
     model = without_end(model_dir("qwen3"), tmp_path / "model", eos_token_id=END_ID)
-    with EnginePool(model, devices=1, **SMALL) as pool:
+    with EnginePool(model, devices=1, warmup="none", **SMALL) as pool:
         for result in pool.generate_all(["a"] * 8, WORD):
             assert result["output_ids"][-1] == END_ID
             assert 2 <= len(result["text"]) <= 5
@@ -46,7 +46,7 @@ def test_a_grammar_without_an_end_token(model_dir: Callable[[str], Path], tmp_pa
     """No file names an end token. A grammar that would fill the output up is refused, and
     nothing else is."""
     model = without_end(model_dir("qwen3"), tmp_path / "model", eos_token_id=None)
-    with EnginePool(model, devices=1, **SMALL) as pool:
+    with EnginePool(model, devices=1, warmup="none", **SMALL) as pool:
         with pytest.raises(InvalidGrammar, match="needs an end token"):
             pool.generate("a", WORD)
         [result] = pool.generate_all(["a"], {"max_new_tokens": 3})

@@ -350,16 +350,16 @@ def test_reference_is_independent(model_dir: ModelDir) -> None:
     assert np.abs(chosen(rows, ids(5, 1)) - shifted).max() > 100 * LOGPROB_TOLERANCE
 
 
-def test_scores_equal_samples_in_bfloat16() -> None:
+def test_scores_equal_samples_in_bfloat16(make_pool: MakePool) -> None:
     """Logits are rounded as in a decode step, so nearly all values are equal to the sampled
     token's, to the last bit. (Batches of other shapes round differently inside the model.)"""
     prompts = [list(f"{a}+{b}=".encode()) for a in (1, 12, 77) for b in (3, 40, 55, 8)]
     params = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True, "sampling_seed": 1}
-    with EnginePool(devices=1, warmup="none", **SMALL | {"dtype": "bfloat16"}) as pool:
-        results = pool.generate_all(input_ids=prompts, sampling_params=params, return_logprob=True)
-        scores = pool.score(
-            input_ids=prompts, continuation_ids=[result["output_ids"] for result in results]
-        )
+    pool = make_pool("qwen3", 1, dtype="bfloat16", warmup="none")
+    results = pool.generate_all(input_ids=prompts, sampling_params=params, return_logprob=True)
+    scores = pool.score(
+        input_ids=prompts, continuation_ids=[result["output_ids"] for result in results]
+    )
     sampled = [value for one in results for value, *_ in one["meta_info"]["output_token_logprobs"]]
     scored = [value for one in scores for value in one["logprobs"]]
     assert np.mean(np.float32(sampled) == np.float32(scored)) > 0.9

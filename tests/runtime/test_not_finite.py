@@ -28,7 +28,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[16 if NATIVE_PAGES else 1, *slow(1, 128)])
 def pool(spoiled: Path, request: pytest.FixtureRequest) -> Iterator[EnginePool]:
     """Engines that may fail only once, so failures of requests must not count for them."""
-    options = SMALL | {"max_running_requests": 8, "precompile_bs_paddings": [8]}
+    options = SMALL | {"max_running_requests": 8, "precompile_bs_paddings": [8], "warmup": "none"}
     if request.param == 128:
         options |= dict.fromkeys(("max_prefill_tokens", "chunked_prefill_size"), 128)
         options |= {"precompile_token_paddings": [128], "max_total_tokens": 2048}

@@ -28,7 +28,7 @@ SHORT = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def pool(model_dir: Callable[[str], Path]) -> Iterator[EnginePool]:
     """Two engines with little KV cache, which reserve little of it for later tokens."""
-    options = {**SMALL, "context_length": 256, "max_total_tokens": KV_TOKENS}
+    options = {**SMALL, "warmup": "none", "context_length": 256, "max_total_tokens": KV_TOKENS}
     options["schedule_conservativeness"] = 0.3
     with EnginePool(str(model_dir("qwen3")), devices=2, **options) as pool:
         yield pool

@@ -53,7 +53,7 @@ def test_opens(int8: EnginePool, model_dir: Model) -> None:
 
 
 def test_activations_too(make_pool: MakePool, model_dir: Model, target: Model) -> None:
-    pool = make_pool("qwen3", 1, **BOTH)
+    pool = make_pool("qwen3", 1, warmup="none", **BOTH)
     has(pool, model_dir("qwen3"))
     serves_quantized(pool, model_dir("qwen3"), activations=True)
     pool.update_weights(target("qwen3"))
@@ -102,10 +102,10 @@ def test_sources(int8: EnginePool, target: Model, source: Any, staging: Any) -> 
 
 def test_same_as_a_new_pool(make_pool: MakePool, target: Model) -> None:
     """Into bfloat16 from float32: rounded to bfloat16 first, as a checkpoint is."""
-    pool = make_pool("qwen3", 1, **WEIGHTS, dtype="bfloat16")
+    options: dict[str, Any] = WEIGHTS | {"dtype": "bfloat16", "warmup": "none"}
+    pool = make_pool("qwen3", 1, **options)
     report = pool.update_weights(from_a_device(tensors(target("qwen3"))))
-    options: dict[str, Any] = SMALL | WEIGHTS | {"dtype": "bfloat16"}
-    with EnginePool(str(target("qwen3")), devices=1, **options) as fresh:
+    with EnginePool(str(target("qwen3")), devices=1, **SMALL | options) as fresh:
         assert fresh.checksum() == pool.checksum() == report.staged
         own = fresh.get_weights_by_name("model.layers.0.self_attn.q_proj.weight")
     near = tensors(target("qwen3"))["model.layers.0.self_attn.q_proj.weight"]
@@ -114,7 +114,7 @@ def test_same_as_a_new_pool(make_pool: MakePool, target: Model) -> None:
 
 def test_engines_of_two_devices(make_pool: MakePool, model_dir: Model, target: Model) -> None:
     """They serve while new weights are quantized."""
-    pool = make_pool("larger qwen3", 2, tp_size=2, **WEIGHTS)
+    pool = make_pool("larger qwen3", 2, tp_size=2, warmup="none", **WEIGHTS)
     has(pool, model_dir("larger qwen3"))
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
     with callers(1) as executor:
@@ -198,7 +198,7 @@ def test_failed_stream(int8: EnginePool, target: Model) -> None:
 
 def test_only_engine_of_a_stream(make_pool: MakePool, model_dir: Model, target: Model) -> None:
     """As on a chip without room for a second set. Calls raise until the next update."""
-    pool = make_pool("llama", 1, **WEIGHTS)
+    pool = make_pool("llama", 1, warmup="none", **WEIGHTS)
     with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
         pool.update_weights(tensors(target("llama")), staging="stream")
     with pytest.raises(NoWeights, match=FULL):
@@ -240,7 +240,7 @@ def test_opening_takes_one_set_and_a_matrix(
 
     monkeypatch.setattr(Quantizer, "quantized", looking)
     model = make_random_model(tmp_path, "qwen3", num_layers=2, num_heads=2)
-    with EnginePool(str(model), devices=1, **SMALL, **WEIGHTS) as pool:
+    with EnginePool(str(model), devices=1, warmup="none", **SMALL, **WEIGHTS) as pool:
         its = scheduler_of(pool, 0).leaves
         largest = max(spec.size * 4 for spec in its.source_specs.values())
         assert len(seen) == 14  # seven matrices of two layers
@@ -274,7 +274,7 @@ def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         EnginePool(str(narrow), devices=1, **SMALL, **WEIGHTS).open()
     monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
     models = [make_random_model(tmp_path / str(seed), "qwen3_moe", seed) for seed in (1, 2)]
-    with EnginePool(str(models[0]), devices=2, **SMALL, **WEIGHTS) as pool:
+    with EnginePool(str(models[0]), devices=2, warmup="none", **SMALL, **WEIGHTS) as pool:
         serves_quantized(pool, models[0])
         checksums = [pool.checksum()]
         for source, model in ((from_shards, models[1]), (dict, models[0])):
