@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from enginepool.dispatch.request import MAX_NAMED_IDS
-from enginepool.engine.score_head import pack_wanted
+from enginepool.engine.score_head import Scores, pack_wanted
 from enginepool.lora.adapter import Adapter
 from enginepool.process.upstream import expect
 
@@ -87,7 +87,7 @@ class PrefillProgram:
         self.refusal = _refusal(runner, manager)
         self._runner: Any = runner
         self._everywhere = NamedSharding(runner.mesh, PartitionSpec())
-        self._nothing: dict[int, Any] = dict.fromkeys(self.buckets)
+        self._nothing: dict[int, jax.Array | None] = dict.fromkeys(self.buckets)
         if self.refusal is None:
             self._nothing = {bucket: self._wanted(bucket, [], False) for bucket in self.buckets}
 
@@ -108,7 +108,7 @@ class PrefillProgram:
         """The bucket for this many tokens."""
         return next(bucket for bucket in self.buckets if bucket >= tokens)
 
-    def run(self, pieces: Sequence[PrefillPiece], *, top: bool) -> Any:
+    def run(self, pieces: Sequence[PrefillPiece], *, top: bool) -> Scores:
         """Compute pieces together and fill their KV cache. `fetch` takes what this returns.
 
         Args:
@@ -117,7 +117,7 @@ class PrefillProgram:
         return self._run(self.bucket(sum(len(piece.ids) for piece in pieces)), pieces, top=top)
 
     @staticmethod
-    def fetch(pieces: Sequence[PrefillPiece], results: Any, *, top: bool) -> list[Values]:
+    def fetch(pieces: Sequence[PrefillPiece], results: Scores, *, top: bool) -> list[Values]:
         """Fetch what `run` has computed for each piece."""
         wanted = True, top, top, any(piece.named for piece in pieces)
         logprobs, *others = jax.device_get(
@@ -131,7 +131,7 @@ class PrefillProgram:
         ]
 
     @abstractmethod
-    def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Any:
+    def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Scores:
         """Compute pieces in the program of this bucket."""
 
     def _wanted(self, bucket: int, pieces: Sequence[PrefillPiece], top: bool) -> jax.Array:

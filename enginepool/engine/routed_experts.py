@@ -27,20 +27,21 @@ from enginepool.errors import InvalidConfig
 from enginepool.process.upstream import expect
 
 if TYPE_CHECKING:
+    from sgl_jax.srt.configs.model_config import ModelConfig
     from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
     from sgl_jax.srt.managers.scheduler import Scheduler
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-def stacked(layers: Sequence[Any], dtype: Any) -> jax.Array:
+def stacked(layers: Sequence[jax.Array | None], dtype: np.dtype) -> jax.Array:
     """Inside a program: the experts that a model returns, by token, by layer with experts."""
     everywhere = PartitionSpec(None, None)
     found = [jax.sharding.reshard(layer, everywhere) for layer in layers if layer is not None]
     return jnp.stack(found, axis=1).astype(dtype)
 
 
-def expert_dtype(model_config: Any) -> np.dtype:
+def expert_dtype(model_config: ModelConfig) -> np.dtype:
     """The smallest type for the experts' numbers.
 
     Raises:
@@ -83,7 +84,7 @@ class RoutedExperts:
         slots = scheduler.max_total_num_tokens + scheduler.page_size
         # The operating system allocates memory only for entries that are written.
         self._by_slot = np.zeros((slots, *routing.shape), routing.dtype)
-        self._latest: Any = None
+        self._latest: jax.Array | Sequence[jax.Array | None] | None = None
         self._wrap(scheduler.tp_worker.worker.model_runner, scheduler.tree_cache)
 
     def _wrap(self, runner: Any, tree_cache: Any) -> None:
@@ -131,7 +132,7 @@ class RoutedExperts:
             self._take(req, int(start), rows[place : place + count])
             place += count
 
-    def _fetched(self, latest: Any) -> np.ndarray:
+    def _fetched(self, latest: jax.Array | Sequence[jax.Array | None]) -> np.ndarray:
         """The experts on the host. Upstream's own decode steps return a list by layer."""
         if isinstance(latest, list | tuple):
             found = jax.device_get([layer for layer in latest if layer is not None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.layers.embeddings import Embed
+    from sgl_jax.srt.layers.logits_processor import LogitsProcessor
+
+# By target: its log-probability, those of the most probable ids, these ids, and those of named ids.
+type Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 # Logits (float32, of the whole vocabulary) are computed for a slice of positions at a time. A slice
 # has at most this many bytes, and at most the rows of a full sampling batch; at least 8 positions.
@@ -72,21 +79,23 @@ class ScoreHead:
         batch: How many rows the largest sampling batch has.
     """
 
-    def __init__(self, processor: Any, numbers: jax.Array, *, vocab_size: int, batch: int) -> None:
+    def __init__(
+        self, processor: LogitsProcessor, numbers: jax.Array, *, vocab_size: int, batch: int
+    ) -> None:
         self._processor, self._wanted = processor, _unpack_wanted(numbers, batch)
         wanted = self._wanted
         rows = max(_LEAST_ROWS, _power_of_two(min(LOGITS_BYTES // (4 * vocab_size), batch)))
         self._rows = min(rows, len(wanted["targets"]))
         self._width = min(MAX_TOP_LOGPROBS, vocab_size)
 
-    def __call__(self, hidden_states: jax.Array, lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, hidden_states: jax.Array, lm_head: Embed, *args: Any, **kwargs: Any) -> Any:
         """The processor's result, and the scores. These are, for each target: its log-probability,
         the most probable ids' log-probabilities, these ids, and the named ids' log-probabilities.
         Scores that are not wanted are zeros."""
         output = self._processor(hidden_states, lm_head, *args, **kwargs)
         return output, self._scores(hidden_states, lm_head)
 
-    def _scores(self, hidden_states: jax.Array, lm_head: Any) -> Any:
+    def _scores(self, hidden_states: jax.Array, lm_head: Embed) -> Scores:
         wanted, rows = self._wanted, self._rows
         slices = -(-len(wanted["targets"]) // rows)
         padding = slices * rows - len(wanted["targets"])
@@ -95,7 +104,7 @@ class ScoreHead:
         }
         hidden_states = jax.sharding.reshard(hidden_states, PartitionSpec("data", None))
 
-        def one(place: jax.Array, scores: Any) -> Any:
+        def one(place: jax.Array, scores: Scores) -> Scores:
             part = {
                 name: jax.lax.dynamic_slice_in_dim(array, place * rows, rows)
                 for name, array in padded.items()
@@ -114,7 +123,7 @@ class ScoreHead:
         needed = (wanted["count"] + rows - 1) // rows
         return jax.lax.fori_loop(0, needed, one, self._no_scores(slices * rows))
 
-    def _slice(self, lm_head: Any, hidden: jax.Array, ids: jax.Array, whose: jax.Array) -> Any:
+    def _slice(self, lm_head: Embed, hidden: jax.Array, ids: jax.Array, whose: jax.Array) -> Scores:
         replicated = PartitionSpec(None)
         logits = self._processor._get_logits(hidden, lm_head)
         if logits.dtype == jnp.bfloat16:
@@ -127,7 +136,7 @@ class ScoreHead:
         total = jax.sharding.reshard(jnp.log(jnp.exp(logits).sum(axis=-1)), replicated)
         own = logits.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
 
-        def top(logits: jax.Array) -> Any:
+        def top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
             whole = jax.sharding.reshard(logits, PartitionSpec(None, None))
             values, best = jax.lax.top_k(whole, self._width)
             return values - total[:, None], best
@@ -143,7 +152,7 @@ class ScoreHead:
         of_named = jax.lax.cond(self._wanted["named"], named, lambda _: no_named, logits)
         return own - total, *best, of_named
 
-    def _no_scores(self, count: int) -> Any:
+    def _no_scores(self, count: int) -> Scores:
         width = self._width
         zeros = (
             jnp.zeros(count, jnp.float32),

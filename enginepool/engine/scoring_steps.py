@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from enginepool.dispatch.request import Request, aborted
 from enginepool.dispatch.scoring import Scored
+
+if TYPE_CHECKING:
+    from sgl_jax.srt.managers.schedule_batch import Req
+
+    from enginepool.dispatch.condition import EngineCondition
+    from enginepool.engine.device_wait import DeviceWait
+    from enginepool.engine.running import RunningRequests
+    from enginepool.engine.scoring import Scorer
 
 
 class ScoringBetweenSteps:
     """The methods of a scheduler that score prompts, on the engine's thread."""
 
-    scorer: Any
-    running: Any
-    condition: Any
-    device_wait: Any
-    admit: Any
+    scorer: Scorer
+    running: RunningRequests
+    condition: EngineCondition
+    device_wait: DeviceWait
+    admit: Callable[[Request], Req | None]
 
     def has_scores(self) -> bool:
         """Whether `score` would compute something. Takes KV cache for prompts."""

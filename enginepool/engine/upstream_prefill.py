@@ -28,11 +28,12 @@ from enginepool.engine.common_programs import OnAnyDevice, WithoutDevices
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.prefill_program import PrefillPiece, PrefillProgram
 from enginepool.engine.routed_experts import routing_of, stacked
-from enginepool.engine.score_head import ScoreHead
+from enginepool.engine.score_head import ScoreHead, Scores
 from enginepool.errors import InvalidConfig
 from enginepool.lora.layers import on_batch
 
 if TYPE_CHECKING:
+    from jax.tree_util import PyTreeDef
     from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
     from sgl_jax.srt.managers.tp_worker import ModelWorker
 
@@ -89,7 +90,7 @@ class UpstreamPrefill(PrefillProgram):
             )
         return routing_of(layers, self._experts, runner.model_config.hf_config)
 
-    def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Any:
+    def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Scores:
         runner = self._runner
         forward_batch, metadata = self._arguments(bucket, pieces)
         wanted = self._wanted(bucket, pieces, top)
@@ -109,7 +110,9 @@ class UpstreamPrefill(PrefillProgram):
         (output, _), *others = self._instead(nothing, forward_batch, metadata)
         return output, *others
 
-    def _instead(self, wanted: Any, forward_batch: ForwardBatch, metadata: LogitsMetadata) -> Any:
+    def _instead(
+        self, wanted: jax.Array | None, forward_batch: ForwardBatch, metadata: LogitsMetadata
+    ) -> Any:
         runner = self._runner
         backend: Any = WithoutDevices(forward_batch.attn_backend)
         forward_batch.attn_backend = backend
@@ -164,8 +167,13 @@ class UpstreamPrefill(PrefillProgram):
 
 
 def _layers_of_experts(
-    definition: Any, structure: Any, leaves: Any, forward_batch: Any, pools: Any, metadata: Any
-) -> Any:
+    definition: nnx.GraphDef,
+    structure: PyTreeDef,
+    leaves: list[jax.Array],
+    forward_batch: ForwardBatch,
+    pools: Any,
+    metadata: LogitsMetadata,
+) -> Sequence[jax.Array | None]:
     """Inside a program: the experts of each layer, as the model returns them."""
     model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
     *_, layers = model(forward_batch, pools, metadata)
@@ -178,13 +186,13 @@ def _program(vocab_size: int, batch: int, experts: np.dtype | None) -> OnAnyDevi
     # Without the runner: in a cycle its arrays would outlive a closed engine.
     @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["structure"])
     def prefill(
-        definition: Any,
-        structure: Any,
-        leaves: Any,
+        definition: nnx.GraphDef,
+        structure: PyTreeDef,
+        leaves: list[jax.Array],
         forward_batch: ForwardBatch,
         memory_pools: Any,
         logits_metadata: LogitsMetadata,
-        wanted: Any,
+        wanted: jax.Array,
     ) -> Any:
         model = nnx.merge(definition, jax.tree.unflatten(structure, leaves))
         # Set through `vars`: nnx would count the head's arrays as the model's.
@@ -196,7 +204,7 @@ def _program(vocab_size: int, batch: int, experts: np.dtype | None) -> OnAnyDevi
     return OnAnyDevice(prefill)
 
 
-def _padded(length: int, parts: Sequence[Any], fill: int = 0) -> np.ndarray:
+def _padded(length: int, parts: Sequence[Sequence[int] | np.ndarray], fill: int = 0) -> np.ndarray:
     """Concatenate the parts and pad them to a length."""
     array = np.full(length, fill, np.int32)
     end = 0

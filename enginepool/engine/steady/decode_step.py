@@ -25,6 +25,7 @@ from enginepool.engine.steady.device_batch import (
     DecodeState,
     DeviceBatch,
     SentBatch,
+    StepOutput,
 )
 from enginepool.engine.steady.forward import Forward, put
 from enginepool.engine.steady.packing import limits_of, rest_of, rows_of, state_and_origin, unpack
@@ -50,8 +51,8 @@ def build_step(
 
     @partial(jax.jit, donate_argnames=("kv", "state"))
     def step(
-        leaves: Any,
-        sampler: Any,
+        leaves: list[jax.Array],
+        sampler: list[jax.Array],
         kv: list[jax.Array],
         state: DecodeState,
         sent: SentBatch,
@@ -85,7 +86,13 @@ def build_step(
 
 
 def _build_one_step(mesh: AbstractMesh, forward: Forward, sample: Sample) -> Callable[..., Any]:
-    def one(leaves: Any, sampler: Any, kv: Any, state: DecodeState, batch: DeviceBatch) -> Any:
+    def one(
+        leaves: list[jax.Array],
+        sampler: list[jax.Array],
+        kv: list[jax.Array],
+        state: DecodeState,
+        batch: DeviceBatch,
+    ) -> tuple[DecodeState, list[jax.Array], StepOutput]:
         ids, lengths = state.rows
         lengths = jnp.where(batch.limits[:, 0] > 0, lengths, 0)
         output, kv, positions, experts = forward(

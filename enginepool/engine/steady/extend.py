@@ -64,7 +64,7 @@ class Extend:
 
     def __call__(
         self,
-        leaves: Any,
+        leaves: list[jax.Array],
         kv: list[jax.Array],
         prompts: Prompts,
         head: Callable[[Any], Any] | None,

@@ -84,7 +84,7 @@ class Model:
 
     def __call__(
         self,
-        leaves: Any,
+        leaves: list[jax.Array],
         kv: list[jax.Array],
         batch: ForwardBatch,
         wanted: LogitsMetadata,
@@ -143,7 +143,7 @@ class Forward:
 
     def __call__(
         self,
-        leaves: Any,
+        leaves: list[jax.Array],
         kv: list[jax.Array],
         ids: jax.Array,
         lengths: jax.Array,

@@ -25,7 +25,7 @@ from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.common_programs import CommonPrograms, OnAnyDevice
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.prefill_program import PrefillPiece, PrefillProgram
-from enginepool.engine.score_head import ScoreHead
+from enginepool.engine.score_head import ScoreHead, Scores
 from enginepool.engine.steady.device_batch import (
     FROM_TABLE,
     Features,
@@ -140,7 +140,7 @@ class PrefillStep(PrefillProgram):
         sent: SentBatch,
         tallies: jax.Array | None = None,
         wanted: jax.Array | None = None,
-    ) -> tuple[StepOutput, Any, jax.Array | None]:
+    ) -> tuple[StepOutput, Scores, jax.Array | None]:
         """Launch a prefill.
 
         Args:
@@ -175,7 +175,7 @@ class PrefillStep(PrefillProgram):
             prompts.table.state[1, 0] = prompts.pages[0] = 1
             self.launch(bucket, self.send(prompts, Features()))
 
-    def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Any:
+    def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Scores:
         prompts = self.prompts(bucket)
         pages = [piece.slots[:: self.page_size] // self.page_size for piece in pieces]
         prompts.prefixes[: len(pieces)] = [piece.prefix for piece in pieces]
@@ -209,8 +209,8 @@ def _build(
 
     @partial(jax.jit, donate_argnames="kv")
     def prefill(
-        leaves: Any,
-        sampler: Any,
+        leaves: list[jax.Array],
+        sampler: list[jax.Array],
         kv: list[jax.Array],
         tallies: jax.Array,
         sent: SentBatch,

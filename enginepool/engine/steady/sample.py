@@ -48,7 +48,11 @@ class Sample:
         self._unused_rng = np.asarray(runner._sampler_base_rng)  # every row has a seed
 
     def __call__(
-        self, leaves: Any, output: LogitsProcessorOutput, positions: jax.Array, batch: DeviceBatch
+        self,
+        leaves: list[jax.Array],
+        output: LogitsProcessorOutput,
+        positions: jax.Array,
+        batch: DeviceBatch,
     ) -> tuple[jax.Array, StepOutput]:
         """
         Args:
