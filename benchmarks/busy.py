@@ -45,7 +45,7 @@ _LAYERS = 36  # as Qwen3-4B: 400 leaves
 _KINDS = {"pool": "pool", "processes": "upstream"}
 _WORKLOADS = ("decode", "arrivals", "streams", "sampled", "masks", "grammars")
 _SAMPLED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95}
-_GRAMMAR = {"regex": "[0-9a-f]{512}"}  # longer than any output
+_GRAMMAR = {"regex": "[0-9a-f]{512}", "ignore_eos": False}  # longer than any output
 # Tokens of a prompt and of an output, at least and at most; "decode" outputs have --tokens.
 _PROMPT, _SHORT_PROMPT, _OUTPUT = (3, 60), (3, 3), (20, 199)
 # Tokens of KV cache beside a request's own: an engine takes some ahead.
