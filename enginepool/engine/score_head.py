@@ -14,7 +14,6 @@ from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from sgl_jax.srt.layers.embeddings import Embed
-    from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 
 # By target: its log-probability, those of the most probable ids, these ids, and those of named ids.
 type Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -79,9 +78,7 @@ class ScoreHead:
         batch: How many rows the largest sampling batch has.
     """
 
-    def __init__(
-        self, processor: LogitsProcessor, numbers: jax.Array, *, vocab_size: int, batch: int
-    ) -> None:
+    def __init__(self, processor: Any, numbers: jax.Array, *, vocab_size: int, batch: int) -> None:
         self._processor, self._wanted = processor, _unpack_wanted(numbers, batch)
         wanted = self._wanted
         rows = max(_LEAST_ROWS, _power_of_two(min(LOGITS_BYTES // (4 * vocab_size), batch)))
