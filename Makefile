@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 # Three processes for two cores, because tests also wait. Each has engines of its own, which the tests
 # of a file share.
-PYTEST := -m pytest -n 3 --dist loadfile --durations=10
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help
 help: ## Show this list
