@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
     add("--contestants", nargs="+", choices=list(_KINDS), default=list(_KINDS))
     add("--max-decode-steps", type=int, nargs="+", help="a pool for each; default: the pool's own")
-    add("--turns", type=int, nargs="+", help="a pool for each: engines in a step's host part")
+    add("--limiter-slots", type=int, nargs="+", help="a pool for each: engines in Python at once")
     add("--tokens", type=int, default=200, help="of an output of decode; default: 200")
     add("--rounds", type=int, default=3)
     return parser.parse_args(argv)
@@ -106,8 +106,8 @@ def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]
         if kind != "pool":
             yield name, kind, {}
             continue
-        for steps, turns in product(args.max_decode_steps or [None], args.turns or [None]):
-            told = {"max_decode_steps": steps, "turns": turns}
+        for steps, slots in product(args.max_decode_steps or [None], args.limiter_slots or [None]):
+            told = {"max_decode_steps": steps, "limiter_slots": slots}
             extra: dict[str, Any] = {key: value for key, value in told.items() if value is not None}
             yield ", ".join([name, *(f"{key}={extra[key]}" for key in extra)]), kind, extra
 

@@ -5,7 +5,7 @@ Every other line is a job. Its answer is a JSON object with what the run took. A
 steps is the device alone: one decode program, dispatched again and again.
 
 Setup: `kind`, `engines`, `model`, `server_args`; `hollow` (see `simulated.install`); of a pool,
-`max_decode_steps` and `turns`: engines in the host's part of a step at once, 0 for all.
+`max_decode_steps` and `limiter_slots`: how many engines run Python at once, 0 for all.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class _Pool:
         options = dict(setup["server_args"])
         if "max_decode_steps" in setup:
             options["max_decode_steps"] = setup["max_decode_steps"]
-        if "turns" in setup:
+        if "limiter_slots" in setup:
             from enginepool.engine import pinned_engine
             from enginepool.engine.gil_limiter import STEP_PATIENCE, Limiter
 
-            limiter = Limiter(setup["turns"] or sys.maxsize, STEP_PATIENCE)
+            limiter = Limiter(setup["limiter_slots"] or sys.maxsize, STEP_PATIENCE)
             pinned_engine.process_limiter = lambda: limiter
         self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
         self._workers = self._pool.runtime.workers

@@ -55,11 +55,13 @@ class Descriptors:
         self._none_left = none_left
 
 
-def patient_for(seconds: float, on_connection: Callable[[], None]) -> type[asyncio.Protocol]:
+def protocol_with_header_timeout(
+    seconds: float, on_connection: Callable[[], None]
+) -> type[asyncio.Protocol]:
     """uvicorn's protocol with a limit on how long the headers of a request may take to come. Time
     counts from the connection's beginning, or from the request's first byte."""
 
-    class Patient(AutoHTTPProtocol):
+    class HeaderTimeoutProtocol(AutoHTTPProtocol):
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
@@ -94,7 +96,7 @@ def patient_for(seconds: float, on_connection: Callable[[], None]) -> type[async
             self._timer = None
             self.transport.close()
 
-    return Patient
+    return HeaderTimeoutProtocol
 
 
 async def while_present(raw: Request, work: Awaitable[Response]) -> Response | None:

@@ -177,9 +177,9 @@ class Exchange:
         del obj, request
         assert self._outputs is not None
         try:
-            yield await self._dress(self._first)
+            yield await self._with_token_names(self._first)
             async for output in self._outputs:
-                yield await self._dress(output)
+                yield await self._with_token_names(output)
         except Exception as error:
             self.failure = error
             raise ValueError(str(error)) from error  # all of upstream's classes catch only this
@@ -193,9 +193,9 @@ class Exchange:
     def stream(self, pieces: AsyncIterator[Any]) -> StreamingResponse:
         """Server-sent events. An error, or an output that was cut short, is an error object at the
         end, which OpenAI's clients raise."""
-        return _Stream(self, self._told(pieces))
+        return _Stream(self, self._with_error_at_end(pieces))
 
-    async def _told(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def _with_error_at_end(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for piece in pieces:
             if self.failure is not None:
                 break
@@ -229,31 +229,31 @@ class Exchange:
             return cut_short(self.call)
         return self.failure
 
-    async def beside[T](self, make: Callable[[], T], outputs: Sequence[Any]) -> T:
+    async def on_thread_if_large[T](self, make: Callable[[], T], outputs: Sequence[Any]) -> T:
         """Call `make`, on a thread if these outputs have many log-probabilities."""
         assert self.call is not None
         return await run_sync(make) if takes_long(self.call, outputs) else make()
 
-    async def _dress(self, output: Any) -> Any:
+    async def _with_token_names(self, output: Any) -> Any:
         assert self.call is not None
         if self.reads_new and self.call.requests[0].scoring is None:
-            return self._dressed(output)
+            return self._with_names(output)
         outputs = output if isinstance(output, list) else [output]
-        return await self.beside(lambda: self._dressed(output), outputs)
+        return await self.on_thread_if_large(lambda: self._with_names(output), outputs)
 
-    def _dressed(self, output: Any) -> Any:
+    def _with_names(self, output: Any) -> Any:
         """Put token names into log-probabilities, as upstream's classes expect them, and the
         prompt's into the first chunk of a stream."""
         for one in output if isinstance(output, list) else [output]:
             meta = one["meta_info"]
-            since = 0 if (index := one.get("index")) is None else self._see(one, index)
+            since = 0 if (index := one.get("index")) is None else self._note_tokens(one, index)
             name = self.token_names if self._texts else None
             for kind, first in (("input", 0), ("output", since if self.reads_new else 0)):
                 if f"{kind}_token_logprobs" in meta:
                     name_tokens(meta, kind, name, own=self.names_own, since=first)
         return output
 
-    def _see(self, chunk: dict[str, Any], index: int) -> int:
+    def _note_tokens(self, chunk: dict[str, Any], index: int) -> int:
         """Note a chunk of an output. Returns how many tokens the chunk before it had."""
         assert self.call is not None
         request = self.call.requests[index]

@@ -99,7 +99,7 @@ def router(service: Service) -> APIRouter:
         """Upstream's ServerArgs of the engines, and what each engine does now."""
         front = service.front_of(raw)
         return {
-            **_told(dataclasses.asdict(front.server_args)),
+            **_without_secrets(dataclasses.asdict(front.server_args)),
             "weight_version": service.runtime.desired.weight_version,
             "internal_states": await front.get_internal_state(),
             "version": version("sglang-jax"),
@@ -165,7 +165,7 @@ def _loads(service: Service, raw: Request) -> Loads:
     return Loads(timestamp=time.time(), dp_rank_count=len(each), loads=each)
 
 
-def _told(args: dict[str, Any]) -> dict[str, Any]:
+def _without_secrets(args: dict[str, Any]) -> dict[str, Any]:
     """ServerArgs without secrets, as JSON."""
     told = {k: v for k, v in args.items() if not any(part in k for part in _SECRET)}
     return json.loads(json.dumps(told, default=str))

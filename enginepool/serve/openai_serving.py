@@ -117,7 +117,7 @@ class _Serving:
                 reply = made.model_dump_json()
             return Response(reply, media_type="application/json")
 
-        return await exchange.beside(whole, results)
+        return await exchange.on_thread_if_large(whole, results)
 
     async def _stream_reply(self: Any, body: Any, adapted: Any, raw: Request) -> Response:
         exchange: Exchange = self.tokenizer_manager

@@ -17,7 +17,7 @@ import uvloop
 from enginepool.devices import resolve_devices
 from enginepool.errors import InvalidConfig
 from enginepool.logs import logger
-from enginepool.serve.connections import Descriptors, patient_for
+from enginepool.serve.connections import Descriptors, protocol_with_header_timeout
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.request_id import RequestId
 
@@ -107,7 +107,7 @@ class Server:
                 lifespan="off",
                 proxy_headers=False,
                 server_header=False,
-                http=patient_for(self._options.header_timeout, descriptors.look),
+                http=protocol_with_header_timeout(self._options.header_timeout, descriptors.look),
                 timeout_keep_alive=self._options.keep_alive_timeout,
                 # uvicorn declares an int. asyncio waits for it, and takes a float.
                 timeout_graceful_shutdown=_CLOSE_SECONDS,  # pyright: ignore[reportArgumentType]

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def chain_of_schemas(count: int) -> dict[str, Any]:
-    """Definitions, each of which is a list of the next."""
+    """A chain of definitions. Each is a list of the next."""
     chain = {
         f"d{i}": {"type": "array", "items": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]}}
         for i in range(count)
@@ -14,13 +14,13 @@ def chain_of_schemas(count: int) -> dict[str, Any]:
 
 
 def chain_of_rules(count: int) -> str:
-    """Rules, each of which is the next."""
+    """A chain of rules. Each refers to the next."""
     chain = "\n".join(f"r{i} ::= r{i + 1}" for i in range(count))
     return f'root ::= r0\n{chain}\nr{count} ::= "x"'
 
 
 def without_end(count: int = 30) -> str:
-    """0.8 KB of Lark whose automaton has two to the power of so many states."""
+    """0.8 KB of Lark whose automaton has 2**count states."""
     return "start: X\nX: " + " & ".join(f"/(a|b)*a(a|b){{{i}}}.*/" for i in range(1, count + 1))
 
 
@@ -36,7 +36,7 @@ def multiples(count: int) -> dict[str, Any]:
 
 
 def long_expression() -> str:
-    """An expression for which the allowed tokens take the longer to find, the longer it is."""
+    """A long expression. The time to find the allowed tokens grows with its length."""
     return "a" * 250_000
 
 
