@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -13,7 +15,7 @@ from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EnginePoolError, WeightUpdateFailed
 from enginepool.weights.arrays import Array
 from enginepool.weights.conversion import Piece
-from enginepool.weights.placement import free_bytes, lies_there
+from enginepool.weights.placement import free_bytes, lies_there, moves
 from enginepool.weights.plan import Plan
 
 
@@ -48,16 +50,20 @@ def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, 
         InvalidWeights: A streamed source is wrong.
     """
     staged = {worker.index: Staged() for worker in workers}
-    running: list[dict[str, jax.Array]] = []
+    running: deque[list[dict[str, jax.Array]]] = deque()
     for batch in plan.batches(by_leaf=False):
-        wait(workers, running)  # so that at most one batch exists beside the new set
-        running = []
-        for worker, arrays, shared in put(plan, batch, workers, copy):
+        # One batch at most has memory beside the new set. A batch that only moves needs none, so it
+        # follows the one before without a pause. More would keep an engine's step waiting on CPU.
+        while len(running) > plan.only_moves(batch):
+            wait(workers, running.popleft())
+        made = put(plan, batch, workers, copy)
+        for worker, arrays, shared in made:
             staged[worker.index].arrays |= arrays
             staged[worker.index].shared |= shared
-            running.append(arrays)
+        running.append([arrays for _, arrays, _ in made])
         del batch  # else it is kept while the next tensors are read
-    wait(workers, running)
+    while running:
+        wait(workers, running.popleft())
     return staged
 
 
@@ -98,14 +104,19 @@ def _put(
     for worker in workers:
         specs = worker.leaves.specs
         with naming(worker, name):
-            if worker is not lead:  # from the first engine's arrays, unless they are there already
+            if worker is not lead:  # from the first engine's arrays, unless the source's will do
                 first = made[0][1]
                 arrays = {
-                    path: array if lies_there(array, specs[path].sharding) else first[path]
+                    path: array if _own_copy(array, specs[path]) else first[path]
                     for path, array in ready.items()
                 }
             made.append((worker, *plan.put(batch, arrays, specs, copy=copy)))
     return made
+
+
+def _own_copy(array: Array, spec: Any) -> bool:
+    """Whether an engine takes a leaf from the source itself, as the first engine does."""
+    return moves(array, spec) or lies_there(array, spec.sharding)
 
 
 def wait(workers: Sequence[EngineWorker], made: Sequence[Mapping[str, jax.Array]]) -> None:

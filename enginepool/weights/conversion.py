@@ -13,13 +13,8 @@ from jax.sharding import Sharding
 
 from enginepool.weights.arrays import Array, jax_dtype, lies_in, same_buffer
 from enginepool.weights.converters import Converter, cast, convert
-from enginepool.weights.placement import (
-    first_of,
-    gathered,
-    gathering_devices,
-    place,
-    place_all,
-)
+from enginepool.weights.gathering import gathered, gathering_devices
+from enginepool.weights.placement import first_of, place, place_all
 from enginepool.weights.sources import Specs
 
 if TYPE_CHECKING:

@@ -4,28 +4,23 @@ This relies on three facts about `jax.device_put`, measured with JAX 0.8.1 and 0
 - Between two shardings of the same one device it keeps the buffer.
 - On the CPU platform it reads a NumPy array in place. Writing to that array then changes weights.
 - It moves an array through host memory if the array's parts are not the wanted parts.
-In the last case the array is joined from its parts here. If all of its devices want the whole
-array, one program over these devices gathers it.
+In the last case the array is joined from its parts here.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from enginepool.weights.arrays import Array, for_jax, jax_dtype, outside_meshes
-from enginepool.weights.converters import COPY, Converter, cast, convert, program
+from enginepool.weights.converters import COPY, Converter, cast, convert
 from enginepool.weights.parts import boxes, resharded
-
-# Two programs of several devices that two threads start at once may wait for each other for ever.
-_gathering = threading.Lock()
 
 # Pairs of a device that wants a part and a device that has exactly that part.
 Route = tuple[tuple[jax.Device, jax.Device], ...]
@@ -171,57 +166,20 @@ def lies_there(array: Any, sharding: Sharding) -> bool:
     return way is not None and all(device == source for device, source in way)
 
 
+def moves(array: Any, spec: jax.ShapeDtypeStruct) -> bool:
+    """Whether `place` only copies the array's own parts to the devices, or shares them."""
+    if not isinstance(array, jax.Array) or array.dtype != spec.dtype:
+        return False
+    assert spec.sharding is not None
+    return route(array.sharding, spec.sharding, array.shape) is not None
+
+
 def lends(array: Array, sharding: Sharding, dtype: Any) -> bool:
     """Whether `place` would use one of the array's own buffers."""
     if not isinstance(array, jax.Array) or array.dtype != dtype:
         return False
     way = route(array.sharding, sharding, array.shape)
     return way is not None and any(device == source for device, source in way)
-
-
-def gathering_devices(
-    arrays: Iterable[Array], shardings: Sequence[Sharding]
-) -> tuple[jax.Device, ...] | None:
-    """The devices that all of these arrays are sharded over, in order. One program over these
-    devices can then gather the arrays. None if the arrays do not share the devices and their order,
-    or if an engine has several devices."""
-    found: set[tuple[jax.Device, ...] | None] = set()
-    for array in arrays:
-        if not isinstance(array, jax.Array) or array.is_fully_replicated:
-            return None
-        found.add(_cut_over(array.sharding, array.shape, tuple(shardings)))
-    return found.pop() if len(found) == 1 else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _cut_over(
-    source: Sharding, shape: tuple[int, ...], shardings: tuple[Sharding, ...]
-) -> tuple[jax.Device, ...] | None:
-    theirs = {device for sharding in shardings for device in sharding.device_set}
-    alone = all(len(sharding.device_set) == 1 for sharding in shardings)
-    if not alone or source.memory_kind != shardings[0].memory_kind:
-        return None
-    # In the sharding's own order, which `jit` needs. The shape of its mesh does not matter.
-    return tuple(source.devices_indices_map(shape)) if source.device_set <= theirs else None
-
-
-def gathered(
-    converters: Sequence[Converter],
-    tensors: Sequence[Sequence[jax.Array]],
-    devices: tuple[jax.Device, ...],
-) -> list[tuple[jax.Array, ...]]:
-    """Make leaves from sharded tensors, whole on each of the devices. Waits for the devices, so
-    that temporary memory is free before the next leaves are gathered."""
-    everywhere = NamedSharding(mesh := mesh_of(devices), PartitionSpec())
-    make = program(tuple(converters), (everywhere,) * len(converters))
-    with _gathering, jax.set_mesh(mesh):
-        return jax.block_until_ready(make([list(group) for group in tensors]))
-
-
-@functools.cache
-def mesh_of(devices: tuple[jax.Device, ...]) -> Mesh:
-    """A mesh of these devices with one axis, "all"."""
-    return Mesh(np.array(devices), ("all",))
 
 
 def free_bytes(device: jax.Device) -> int | None:

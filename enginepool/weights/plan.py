@@ -18,7 +18,7 @@ from enginepool.weights.arrays import Array, jax_dtype
 from enginepool.weights.conversion import Measured, Piece, in_layout
 from enginepool.weights.fingerprint import Summed
 from enginepool.weights.fit import Fit, Fits
-from enginepool.weights.placement import lends, lies_there, place_all
+from enginepool.weights.placement import lends, lies_there, moves, place_all
 from enginepool.weights.sources import Source, Specs
 from enginepool.weights.tied import HEAD, TiedHead
 
@@ -158,6 +158,14 @@ class Plan:
                 self._piece(path, {name: load(name) for name in self._parts[path]})
                 for path in paths
             ]
+
+    def only_moves(self, batch: Sequence[Piece]) -> bool:
+        """Whether the leaves of a batch are copied or shared as they are, which takes no memory
+        beside them."""
+        return all(
+            piece.quantizer is None and moves(piece.array, self._leaves[piece.path])
+            for piece in batch
+        )
 
     def ready(self, batch: Sequence[Piece], engines: Sequence[Specs]) -> dict[str, Array]:
         """The leaves of a batch in the model's layout. See `in_layout`."""

@@ -6,6 +6,7 @@ Imports sgl_jax: import it only after the patches are applied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from enginepool.doctor.ahead_of_time.record import Record
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray
-from enginepool.weights import batches, converters, fingerprint, parts, placement, tied
+from enginepool.weights import batches, converters, fingerprint, gathering, parts, tied
+from enginepool.weights.arrays import outside_meshes
 
 
 def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
@@ -147,7 +149,7 @@ def _cut(shape: Any, dtype: Any, chips: list[Any]) -> AbstractArray:
     """An array of a trainer, sharded over all chips, or replicated if it cannot be sharded."""
     axis = _axis(shape, chips)
     spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "all")
-    return AbstractArray(shape, dtype, NamedSharding(placement.mesh_of(tuple(chips)), spec))
+    return AbstractArray(shape, dtype, NamedSharding(gathering.mesh_of(tuple(chips)), spec))
 
 
 def _axis(shape: Sequence[int], chips: Sequence[Any]) -> int | None:
@@ -158,10 +160,46 @@ def _axis(shape: Sequence[int], chips: Sequence[Any]) -> int | None:
 def _gathered(
     makes: Sequence[Any], tensors: Any, chips: list[Any], name: str, record: Record
 ) -> None:
-    mesh = placement.mesh_of(tuple(chips))
+    """What packs small parts, and what joins all parts, of the leaves that can be cut."""
+    cut = [
+        (make, group)
+        for make, group in zip(makes, tensors, strict=True)
+        if not any(tensor.sharding.is_fully_replicated for tensor in group)
+    ]
+    if not cut:
+        return
+    devices, count = tuple(chips), len(chips)
+    mesh = gathering.mesh_of(devices)
+    kinds = tuple(
+        gathering.kind_of(tensor.shape, tensor.dtype, tensor.sharding, devices)
+        for _, group in cut
+        for tensor in group
+    )
+    small = tuple(kind for kind in kinds if kind.small)
+    shapes = [(kind.part, kind.dtype) for kind in kinds if not kind.small]
+    if small:
+        sharding = NamedSharding(mesh, PartitionSpec("all"))
+        stacked = [
+            AbstractArray((count * kind.part[0], *kind.part[1:]), kind.dtype, sharding)
+            for kind in small
+        ]
+        with outside_meshes():
+            lowered: Any = gathering.pack_program.__wrapped__(small, devices)
+            record.add("gather", f"pack {name}", lowered.lower(stacked).program)
+        sizes: dict[Any, int] = {}
+        for kind in small:
+            sizes[kind.dtype] = sizes.get(kind.dtype, 0) + math.prod(kind.part)
+        shapes += [((size,), dtype) for dtype, size in sizes.items()]
     everywhere = NamedSharding(mesh, PartitionSpec())
-    with jax.set_mesh(mesh):
-        record.add("gather", name, _lowered(makes, tensors, [everywhere] * len(makes)))
+    sent = [
+        [AbstractArray(shape, dtype, everywhere) for _ in senders]
+        for (shape, dtype), senders in zip(shapes, gathering.senders_of(kinds), strict=True)
+    ]
+    converters_ = tuple(make for make, _ in cut)
+    lengths = tuple(len(group) for _, group in cut)
+    with outside_meshes():
+        lowered = gathering.join_program.__wrapped__(converters_, lengths, kinds, devices)
+        record.add("gather", name, lowered.lower(sent).program)
 
 
 def _lowered(makes: Sequence[Any], tensors: Any, shardings: Sequence[Any]) -> Any:

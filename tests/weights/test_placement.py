@@ -126,6 +126,26 @@ def test_arrays_on_one_device(four: EnginePool, target: Callable[[str], Path]) -
     serves(four, target("qwen3"))
 
 
+def test_every_engine_copies_from_the_source(
+    llama: EnginePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies on a trainer's device, in the model's layout, goes from there to each engine. No
+    engine waits for another's copy."""
+    trainer = jax.devices()[3]
+    tree = {k: jax.device_put(v, trainer) for k, v in leaves(target("llama")).items()}
+    put, sources = jax.device_put, []
+
+    def noted(arrays: Any, *args: Any, **kwargs: Any) -> Any:
+        sources.extend(array.devices() for array in arrays)
+        return put(arrays, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", noted)
+        report = llama.update_weights(tree, mode="abort", staging="double")
+    assert sources == [{trainer}] * (2 * len(tree))
+    assert {engine.fingerprint for engine in report.engines} == {report.staged}
+
+
 def test_numpy_is_copied(four: EnginePool, target: Callable[[str], Path]) -> None:
     """Writing to an array after the update changes no engine."""
     mine = {name: np.array(value) for name, value in tensors(target("qwen3")).items()}
