@@ -8,13 +8,13 @@ Qwen3-0.6B's shape and random weights, which are written first; nothing is downl
 after the other, the most important first. Each has its own process and time limit:
 
 - exact: greedy ids and log-probabilities in float32 against plain JAX;
-- pool: start, tokens/s, new weights beside plain JAX, bfloat16 against float32, a failed step,
-  memory, and last the device's busy share by JAX's profiler;
+- pool: start, tokens/s, new weights beside plain JAX, bfloat16 against float32, a failed step, the
+  KV cache released and made again, memory, and last the device's busy share by JAX's profiler;
 - single, default: upstream's Engine with overlap scheduling, in one process, and in processes as it
-  starts them;
+  starts them, into which the profiler cannot look;
 - all: a pool on all devices, if there are several.
 
-`enginepool doctor --first-run` tries the rest, such as releasing the KV cache, with the toy.
+`enginepool doctor --first-run` tries the rest with the toy.
 
 The JSON file is rewritten after every result.
 """
@@ -140,6 +140,8 @@ def _rows(results: _Results) -> list[list[str]]:
         both = f"{swap['gb_per_second']:.2f} (plain JAX {swap['plain_gb_per_second']:.2f})"
         rows.append([f"new weights, {source}, GB/s", both, "", ""])
     rows.append(alone("failed step to serving, s", "pool_fault", "seconds"))
+    rows.append(alone("KV cache made again, s", "pool_kv", "resume_seconds"))
+    rows.append(alone("memory in use, GB", "pool_memory", "gb"))
     all_devices = results.seen("all_decode")
     if all_devices:
         rows.append(alone("all devices: decode, tokens/s", "all_decode", "tokens_per_second"))

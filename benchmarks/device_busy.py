@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,21 @@ _GAP = 50.0  # microseconds; a shorter gap is not counted
 
 def busy_share(folder: Path, seconds: float, work: Callable[[], Any]) -> dict[str, Any]:
     """Trace this many seconds in the middle of `work`. On CPU there are no figures, because its
-    trace has no device."""
-    thread = threading.Thread(target=work)
+    trace has no device. `work` runs on this thread, because upstream's Engine needs its loop."""
     started = time.perf_counter()
     work()  # to learn how long it takes
     pause = max(0.0, (time.perf_counter() - started - seconds) / 2)
-    thread.start()
-    time.sleep(pause)
-    jax.profiler.start_trace(str(folder), create_perfetto_trace=True)
-    time.sleep(seconds)
-    jax.profiler.stop_trace()
-    thread.join()
+
+    def trace() -> None:
+        time.sleep(pause)
+        jax.profiler.start_trace(str(folder), create_perfetto_trace=True)
+        time.sleep(seconds)
+        jax.profiler.stop_trace()
+
+    with ThreadPoolExecutor(1) as thread:
+        traced = thread.submit(trace)
+        work()
+        traced.result()
     (file, *_) = sorted(folder.glob("**/perfetto_trace.json.gz"))
     with gzip.open(file) as opened:
         return shares(json.load(opened))

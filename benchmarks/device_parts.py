@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.device_load import WORKLOADS, options, requests
@@ -18,6 +20,7 @@ from enginepool.doctor.first_run.checklist import Checklist, Finding
 from enginepool.doctor.first_run.stages import Line, standard_output
 
 Job = dict[str, Any]
+_TRACED_SECONDS = 2.0
 
 
 def main(job: Job, line: Line) -> None:
@@ -51,8 +54,9 @@ def _pool(job: Job, checklist: Checklist) -> None:
         "swaps": device_pool.swaps,
         "bfloat16": device_pool.bfloat16,
         "fault": device_pool.fault,
+        "kv": device_pool.kv,
         "memory": device_pool.memory,
-        "busy": device_pool.busy,
+        "busy": lambda job, pool, found: _busy(job, pool.generate_all, found),
     }
     _open_pool(job, checklist, "pool", 1, checks)
 
@@ -74,8 +78,8 @@ def _open_pool(
     how: dict[str, Any] = {"warmup": "parallel"} if devices is None else {}
     opening = partial(device_pool.start, job, pools, devices=devices, **how)
     if not checklist.run(f"{name}_start", opening):
-        for rest in [*WORKLOADS, *checks]:
-            checklist.skip(f"{name}_{rest}", "the pool did not open")
+        for rest in _PARTS[name][0][1:]:
+            checklist.skip(rest, "the pool did not open")
         return
     with pools[0] as pool:
         _speeds(job, checklist, name, pool.generate_all, len(pool.engines))
@@ -107,19 +111,32 @@ def _upstream(job: Job, checklist: Checklist) -> None:
         found.seen["seconds"] = time.perf_counter() - started
 
     if not checklist.run(f"{name}_start", start):
-        for kind in WORKLOADS:
-            checklist.skip(f"{name}_{kind}", "the Engine did not start")
+        for rest in _PARTS[name][0][1:]:
+            checklist.skip(rest, "the Engine did not start")
         return
     _speeds(job, checklist, name, engines[0].generate, 1)
+    if name == "single":  # the profiler sees this process only
+        checklist.run("single_busy", partial(_busy, job, engines[0].generate))
+
+
+def _busy(job: Job, generate: Callable[..., Any], found: Finding) -> None:
+    """The device's busy share in decode. Last: a process was seen to end under the profiler."""
+    from benchmarks.device_busy import busy_share
+
+    prompts, params = requests("decode", _vocab_size(job), 1, small=job["small"])
+    with tempfile.TemporaryDirectory(prefix="device-trace-") as folder:
+        found.seen |= busy_share(
+            Path(folder),
+            0.1 if job["small"] else _TRACED_SECONDS,
+            lambda: generate(input_ids=prompts, sampling_params=params),
+        )
 
 
 def _speeds(
     job: Job, checklist: Checklist, name: str, generate: Callable[..., Any], engines: int
 ) -> None:
     def speed(kind: str, found: Finding) -> None:
-        with open(os.path.join(job["model"], "config.json"), encoding="utf-8") as file:
-            vocab_size = json.load(file)["vocab_size"]
-        prompts, params = requests(kind, vocab_size, engines, small=job["small"])
+        prompts, params = requests(kind, _vocab_size(job), engines, small=job["small"])
         runs, tokens = [], 0
         for _ in range(2):
             started = time.perf_counter()
@@ -135,16 +152,20 @@ def _speeds(
         checklist.run(f"{name}_{kind}", partial(speed, kind))
 
 
+def _vocab_size(job: Job) -> int:
+    return json.loads(Path(job["model"], "config.json").read_text(encoding="utf-8"))["vocab_size"]
+
+
 def _named(name: str, *checks: str) -> list[str]:
     return [f"{name}_{check}" for check in ("start", *WORKLOADS, *checks)]
 
 
-_POOL_CHECKS = ("swaps", "bfloat16", "fault", "memory", "busy")
+_POOL_CHECKS = ("swaps", "bfloat16", "fault", "kv", "memory", "busy")
 _PARTS: dict[str, tuple[list[str], Callable[[Job, Checklist], None]]] = {
     "devices": (["devices"], _devices),
     "exact": (["exact"], _exact),
     "pool": (_named("pool", *_POOL_CHECKS), _pool),
-    "single": (_named("single"), _upstream),
+    "single": (_named("single", "busy"), _upstream),
     "default": (_named("default"), _upstream),
     "all": (_named("all"), _all),
 }

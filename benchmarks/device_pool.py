@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import jax
 
-from benchmarks.device_busy import busy_share
 from benchmarks.device_exact import compared
 from benchmarks.device_load import options, requests
 from benchmarks.synthetic import leaf, read_model
@@ -21,7 +19,6 @@ from tests.support import faults
 
 Job = dict[str, Any]
 _SWAPS = 3  # of each source, after one that compiles
-_TRACED_SECONDS = 2.0
 
 
 def start(
@@ -93,20 +90,22 @@ def fault(job: Job, pool: EnginePool, found: Finding) -> None:
     found.expect(same, "the outputs differ")
 
 
+def kv(job: Job, pool: EnginePool, found: Finding) -> None:
+    """The KV cache is released and made again. The outputs must be those of before."""
+    before = _answers(job, pool)
+    started = time.perf_counter()
+    released = pool.release_memory_occupation()
+    between = time.perf_counter()
+    resumed = pool.resume_memory_occupation()
+    found.seen |= {"release_seconds": between - started, "gb": released / 1e9}
+    found.seen["resume_seconds"] = time.perf_counter() - between
+    found.expect(resumed == released > 0, f"{released} bytes were released, {resumed} made again")
+    found.expect(_answers(job, pool) == before, "the outputs differ")
+
+
 def memory(_: Job, pool: EnginePool, found: Finding) -> None:
     found.seen |= pool.stats()["memory"]
-
-
-def busy(job: Job, pool: EnginePool, found: Finding) -> None:
-    """The device's busy share in decode. It runs last, because the profiler has ended a process."""
-    with tempfile.TemporaryDirectory(prefix="device-trace-") as folder:
-        prompts, params = requests("decode", _vocab_size(pool), 1, small=job["small"])
-        share = busy_share(
-            Path(folder),
-            _TRACED_SECONDS if not job["small"] else 0.1,
-            lambda: pool.generate_all(input_ids=prompts, sampling_params=params),
-        )
-    found.seen |= share
+    found.seen["gb"] = found.seen["sum"]["bytes_in_use"] / 1e9
 
 
 def _answers(job: Job, pool: EnginePool) -> list[list[int]]:

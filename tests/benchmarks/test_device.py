@@ -12,8 +12,8 @@ from benchmarks.device_busy import shares
 ROOT = Path(__file__).parents[2]
 CHECKS = (
     *("devices", "exact", "pool_start", "pool_decode", "pool_sampled", "pool_arrivals"),
-    *("pool_swaps", "pool_bfloat16", "pool_fault", "pool_memory", "pool_busy"),
-    *("single_start", "single_decode", "single_sampled", "single_arrivals"),
+    *("pool_swaps", "pool_bfloat16", "pool_fault", "pool_kv", "pool_memory", "pool_busy"),
+    *("single_start", "single_decode", "single_sampled", "single_arrivals", "single_busy"),
 )
 
 
@@ -40,6 +40,7 @@ def test_command(tmp_path: Path) -> None:
     assert 0 < seen["pool_bfloat16"]["mean_error"] < seen["pool_bfloat16"]["largest_error"] < 0.5
     assert list(seen["pool_swaps"]["sources"]) == ["on the device", "NumPy", "files"]
     assert seen["pool_fault"]["by"] == "reset"
+    assert 0 < seen["pool_kv"]["gb"] < seen["pool_memory"]["gb"]
     for who in ("pool", "single"):
         assert seen[f"{who}_start"]["seconds"] > 0
         assert seen[f"{who}_decode"]["tokens"] == 4 * 16
