@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import patches
 from enginepool import EnginePool, InvalidRequest, rl
 from tests.lora.conftest import LORA, TOKENS, World, make_world
 from tests.support import faults
@@ -67,7 +68,8 @@ def test_mixed_batch(adapted: EnginePool, world: World) -> None:
         input_ids=PROMPTS, sampling_params=GREEDY, lora_path=NAMES, return_logprob=True
     )
     check(world, PROMPTS, NAMES, results)
-    assert adapted.stats()["engines"][0]["fallback_steps"] == before
+    upstreams = adapted.stats()["engines"][0]["fallback_steps"] > before
+    assert upstreams is not patches.optimising()
     for name, result in zip(NAMES, results, strict=True):
         meta = result["meta_info"]
         assert meta.get("lora_path") == name

@@ -41,7 +41,7 @@ ZERO = "model.layers.0.mlp.down_proj.weight"
 
 @pytest.fixture
 def int8(make_pool: MakePool) -> EnginePool:
-    return make_pool("qwen3", 2, **WEIGHTS, dtype="float32")
+    return make_pool("qwen3", 2, warmup="none", dtype="float32", **WEIGHTS)
 
 
 def from_two_shards(params: Params) -> Any:
@@ -123,7 +123,7 @@ def test_tied_head(int8: EnginePool, target: Model) -> None:
 @pytest.mark.parametrize("own", ["float32", "bfloat16"])
 def test_dtypes(make_pool: MakePool, target: Model, source: Any, dtype: Any, own: str) -> None:
     """A source is rounded to the model's dtype, and then quantized in float32."""
-    pool = make_pool("qwen3", 2, **WEIGHTS, dtype=own)
+    pool = make_pool("qwen3", 2, warmup="none", dtype=own, **WEIGHTS)
     params = {name: value.astype(dtype) for name, value in tensors(target("qwen3")).items()}
     report = pool.update_weights(source(params))
     params = {name: value.astype(jax.numpy.dtype(own)) for name, value in params.items()}
