@@ -72,13 +72,15 @@ def swap_under_load(
     with callers(in_flight) as executor:
         try:
             calls = [executor.submit(call, number) for number in range(in_flight)]
+            done = steps(pool)
             for number in range(1, swaps + 1):
+                until(lambda done=done: steps(pool) >= done + STEPS)
                 until(lambda: running(pool) + waiting(pool) > 0.75 * in_flight)
                 pool.update_weights(
                     versions[number % 2], mode=mode, weight_version=number, **options
                 )
                 done = steps(pool)
-                until(lambda done=done: steps(pool) >= done + STEPS)
+            until(lambda: steps(pool) >= done + STEPS)
         finally:
             over.set()
         pairs = [pair for call in calls for pair in call.result(SECONDS)]
