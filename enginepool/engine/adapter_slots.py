@@ -27,6 +27,8 @@ from enginepool.lora.layers import layers_by_kind
 from enginepool.weights.placement import place
 
 if TYPE_CHECKING:
+    from flax import nnx
+
     from enginepool.weights.leaves import EngineLeaves
 
 # An adapter on an engine's device: A and B by the layer's path, padded to a slot's size.
@@ -42,7 +44,7 @@ class AdapterSlots:
         rank: The highest rank of an adapter.
     """
 
-    def __init__(self, model: Any, leaves: EngineLeaves) -> None:
+    def __init__(self, model: nnx.Module, leaves: EngineLeaves) -> None:
         self.layers: dict[str, tuple[int, int]] = {}  # in, out
         self._leaves = leaves
         # The layers of each leaf, in the leaf's order.

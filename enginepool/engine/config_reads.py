@@ -25,6 +25,7 @@ from enginepool.model_config.unsupported import check_reads, refuse_unread
 from enginepool.process.thread_override import ThreadOverride
 
 if TYPE_CHECKING:
+    from sgl_jax.srt.configs.model_config import ModelConfig
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
     from sgl_jax.srt.server_args import ServerArgs
 
@@ -69,7 +70,7 @@ def _install() -> Callable[[], None]:
 _override = ThreadOverride(_install)
 
 
-def _assign(model_config: Any, config: Any) -> None:
+def _assign(model_config: ModelConfig, config: Any) -> None:
     vars(model_config)["hf_config"] = config
     notes = _notes.get()
     if notes is not None and type(config).__module__ != __name__:

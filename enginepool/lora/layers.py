@@ -189,7 +189,7 @@ def _module(model: Any, parts: list[str]) -> Any:
     return model
 
 
-def layers_by_kind(model: Any) -> list[dict[str, AdaptedLinear]]:
+def layers_by_kind(model: nnx.Module) -> list[dict[str, AdaptedLinear]]:
     """The adapted layers of a model by path: those that share leaves, in their order."""
     found: dict[int, dict[str, AdaptedLinear]] = {}
     for path, node in nnx.iter_graph(model):

@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
+from sgl_jax.srt.configs.load_config import LoadConfig
+from sgl_jax.srt.configs.model_config import ModelConfig
 from sgl_jax.srt.model_loader.loader import JAXModelLoader
 
 from enginepool.errors import EnginePoolError
@@ -91,13 +93,13 @@ def loader_for(
     class Loader(JAXModelLoader):
         quantization: Quantization | None = None
 
-        def __init__(self, load_config: Any) -> None:
+        def __init__(self, load_config: LoadConfig) -> None:
             super().__init__(load_config, mesh)
 
-        def _initialize_model(self, model_config: Any) -> Any:
+        def _initialize_model(self, model_config: ModelConfig) -> Any:
             return _of_ours(super()._initialize_model(model_config))
 
-        def load_model(self, model_config: Any) -> Any:
+        def load_model(self, model_config: ModelConfig) -> Any:
             made: list[Quantization] = []
             token = _loading.set(_Loading(source, mesh, check, reading, dummy, made))
             try:
@@ -115,7 +117,7 @@ def loader_for(
 
     class SiblingLoader(Loader):
         @staticmethod
-        def _warmup_safetensors_cache(model_config: Any) -> None:
+        def _warmup_safetensors_cache(model_config: ModelConfig) -> None:
             """Do nothing. Upstream would read the files once more here, to cache them."""
 
     return Loader if source is None and not dummy else SiblingLoader
@@ -136,7 +138,7 @@ def _of_ours(model_class: Any) -> Any:
     class Model(model_class):
         replaced_class = model_class
 
-        def load_weights(self, model_config: Any) -> None:
+        def load_weights(self, model_config: ModelConfig) -> None:
             source, mesh, check, reading, dummy, quantized = _loading.get()
             own = model_class.load_weights
             quantization = quantize_model(
@@ -152,7 +154,9 @@ def _of_ours(model_class: Any) -> Any:
     return Model
 
 
-def _fill(model: Any, load_weights: Callable[..., None], model_config: Any, mesh: Mesh) -> None:
+def _fill(
+    model: nnx.Module, load_weights: Callable[..., None], model_config: Any, mesh: Mesh
+) -> None:
     """Fill a model with placeholders, as upstream's dummy loader does."""
     model_config._dummy_mode = True
     load_weights(model, model_config)
@@ -167,7 +171,7 @@ def _fill(model: Any, load_weights: Callable[..., None], model_config: Any, mesh
     nnx.update(model, state)
 
 
-def _copy(model: Any, source: EngineLeaves, mesh: Mesh) -> bool:
+def _copy(model: nnx.Module, source: EngineLeaves, mesh: Mesh) -> bool:
     """Fill an empty model with copies. False if they do not fit; the model is still empty then."""
     state = nnx.state(model)
     variables = {".".join(map(str, path)): each for path, each in nnx.to_flat_state(state)}

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from sgl_jax.srt.configs.model_config import ModelConfig
 from sgl_jax.srt.utils.weight_utils import WeightLoader, WeightMapping
 
 from enginepool.errors import EnginePoolError
@@ -66,7 +67,7 @@ class HuggingFaceMapping:
     def __init__(
         self,
         model: Any,
-        model_config: Any,
+        model_config: ModelConfig,
         specs: Mapping[str, jax.ShapeDtypeStruct],
         load_weights: Any = None,
     ) -> None:
@@ -262,7 +263,9 @@ class _FedLoader(WeightLoader):
         return stacked.swapaxes(-1, -2) if do_transpose else stacked
 
 
-def _capture(model: Any, model_config: Any, load_weights: Any) -> tuple[_FedLoader, dict[str, Any]]:
+def _capture(
+    model: nnx.Module, model_config: ModelConfig, load_weights: Any
+) -> tuple[_FedLoader, dict[str, Any]]:
     """Run the model's `load_weights` with our loader in place of upstream's."""
     loading = with_loader(load_weights, _FedLoader)
     try:
