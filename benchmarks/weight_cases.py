@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.synthetic import tensors
 from benchmarks.weight_peers import Leaves, convert, gather, put
-from enginepool import EnginePool, SwapReport
+from enginepool import EnginePool, InvalidConfig, SwapReport
+from enginepool.devices import resolve_devices
 from tests.support.adapters import config, random_adapter
 
 
@@ -102,6 +103,16 @@ def _further_cases(directory: Path, devices: Sequence[jax.Device]) -> list[Case]
             lambda source: convert(source.items(), devices, dtype=jnp.float32),
         ),
     ]
+
+
+def devices_and_another(engines: int) -> tuple[list[jax.Device], jax.Device]:
+    """A device for each engine, and one for the trainer: an engine's if there is no other."""
+    try:
+        *groups, (other,) = resolve_devices(engines + 1, 1)
+    except InvalidConfig:
+        groups = resolve_devices(engines, 1)
+        (other,) = groups[-1]
+    return [device for (device,) in groups], other
 
 
 def own_layout(directory: Path, device: jax.Device) -> Leaves:

@@ -35,11 +35,10 @@ import psutil
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.load import Load
 from benchmarks.synthetic import sized_config, weight_bytes, write_model
-from benchmarks.weight_cases import cases, measure, measure_adapter, own_layout
+from benchmarks.weight_cases import cases, devices_and_another, measure, measure_adapter, own_layout
 from benchmarks.weight_leaves import measure as measure_leaves
 from benchmarks.weight_peers import Leaves, memcpy_seconds
-from enginepool import EnginePool, InvalidConfig
-from enginepool.devices import resolve_devices
+from enginepool import EnginePool
 from enginepool.runtime.quiesce import SwapMode
 
 # Two programs, and a KV cache that is small beside any weights.
@@ -84,7 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     _return_memory_at_once()
-    devices, other = _devices(args.engines)
+    devices, other = devices_and_another(args.engines)
     if args.leaves:
         measure_leaves(args, devices, other)
         return
@@ -151,16 +150,6 @@ def _fitting(wanted: int, sets: int, nbytes: int) -> int:
     if engines < wanted:
         print(f"{engines} engines instead of {wanted}: {need}")
     return engines
-
-
-def _devices(engines: int) -> tuple[list[jax.Device], jax.Device]:
-    """A device for each engine, and one for the trainer: an engine's if there is no other."""
-    try:
-        *groups, (other,) = resolve_devices(engines + 1, 1)
-    except InvalidConfig:
-        groups = resolve_devices(engines, 1)
-        (other,) = groups[-1]
-    return [device for (device,) in groups], other
 
 
 def _pauses(pool: EnginePool, leaves: Leaves, rounds: int) -> list[dict[str, Any]]:
