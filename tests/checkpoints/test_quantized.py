@@ -13,6 +13,7 @@ from enginepool import EnginePool, InvalidConfig, InvalidWeights
 from tests.support.checkpoints import FILE, Tensors, make
 from tests.support.layouts import tensors
 from tests.support.pools import SMALL
+from tests.support.quantized import held, quantize
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FLOAT = {"quant_method": "compressed-tensors", "format": "float-quantized"}
@@ -99,11 +100,17 @@ def test_fp8_of_other_names(tmp_path: Path) -> None:
     [("llama", "fp8.yaml"), ("qwen2", "int8_w8a8.yaml"), ("gemma2", "int8.yaml")],
 )
 def test_quantized_while_it_opens(tmp_path: Path, family: str, kind: str) -> None:
-    """A pool that opens serves, and takes new weights. A prefill uses every layer."""
+    """A pool that opens has NumPy's numbers, bit by bit, serves, and takes new weights. A prefill
+    uses every layer."""
     folder = make(tmp_path, family)
+    name = "model.layers.0.mlp.up_proj.weight"
     with pool_on(folder, quantization_config_path=kind) as pool:
         params = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
         [result] = pool.generate_all(["a"], params)
         checksum = pool.checksum()
+        found = held(pool, 0)
+        numbers, scales = quantize(tensors(folder)[name], found[f"{name}_q"].dtype)
+        np.testing.assert_array_equal(found[f"{name}_q"], numbers, strict=True)
+        np.testing.assert_array_equal(found[f"{name}_scale"], scales, strict=True)
         assert pool.update_weights(tensors(folder)).staged == checksum
     assert len(result["output_ids"]) == 1

@@ -19,16 +19,16 @@ from tests.support.layouts import PROMPTS, answers, own_layout, tensors
 
 _LENGTH = 48
 _ONE = np.float32(1)
-_STEP = _ONE / np.float32(127)
 
 
-def quantize(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The integers and scales of a matrix that is stored (out, in), with a scale for each
-    output."""
+def quantize(weight: np.ndarray, to: Any = np.int8) -> tuple[np.ndarray, np.ndarray]:
+    """The integers, or numbers of fp8, and scales of a matrix that is stored (out, in), with a
+    scale for each output."""
     wide = weight.astype(np.float32)
-    scale = np.abs(wide).max(axis=1) * _STEP
-    step = _ONE / np.where(scale == 0, _ONE, scale)
-    return np.rint(np.nan_to_num(wide * step[:, None])).astype(np.int8), scale
+    most = np.float32((np.iinfo if to == np.int8 else jnp.finfo)(to).max)
+    scale = np.abs(wide).max(axis=1) * (_ONE / most)
+    exact = np.nan_to_num(wide * (_ONE / np.where(scale == 0, _ONE, scale))[:, None])
+    return (np.rint(exact) if to == np.int8 else exact).astype(to), scale
 
 
 def errors(weight: np.ndarray) -> tuple[float, float]:

@@ -40,9 +40,11 @@ Params = dict[str, np.ndarray]
 
 
 @pytest.fixture
-def int8(make_pool: MakePool, model_dir: Model) -> Iterator[EnginePool]:
+def int8(
+    make_pool: MakePool, model_dir: Model, request: pytest.FixtureRequest
+) -> Iterator[EnginePool]:
     """Four engines, which get their own weights back afterwards."""
-    pool = make_pool("qwen3", 4, **WEIGHTS)
+    pool = make_pool("qwen3", getattr(request, "param", 4), **WEIGHTS)
     yield pool
     pool.update_weights(model_dir("qwen3"), weight_version=0)
 
@@ -149,6 +151,7 @@ def test_staged(int8: EnginePool, target: Model) -> None:
     check_report(report, int8, tensors(target("qwen3")))
 
 
+@pytest.mark.parametrize("int8", [pytest.param(1, marks=pytest.mark.slow), 4], indirect=True)
 def test_every_mode_under_load(int8: EnginePool, model_dir: Model, target: Model) -> None:
     """Ten updates while engines generate. The last weights are NumPy's, and serve."""
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
