@@ -27,12 +27,15 @@ class Converter:
         steps: The operations, as text.
         shape: The leaf's shape; None if it is the tensor's shape.
         does_nothing: Whether the leaf is its only tensor, unchanged.
+        in_turn: Whether it waits for the converter before it in a program, because it needs much
+            temporary memory.
     """
 
     steps: str
     shape: Any
     does_nothing: bool
     _make: Callable[..., tuple[jax.Array, ...]] = field(compare=False, repr=False)
+    in_turn: bool = False
 
     def __call__(self, *tensors: jax.Array) -> tuple[jax.Array, ...]:
         return self._make(*tensors)
@@ -86,6 +89,11 @@ def program(converters: tuple[Converter, ...], shardings: tuple[Any, ...]) -> An
     """The program that makes leaves from each list of tensors. See `convert`."""
 
     def convert_leaves(tensors: list[list[jax.Array]]) -> list[tuple[jax.Array, ...]]:
-        return [make(*group) for make, group in zip(converters, tensors, strict=True)]
+        made: list[tuple[jax.Array, ...]] = []
+        for make, group in zip(converters, tensors, strict=True):
+            if make.in_turn and made:
+                group, made[-1] = jax.lax.optimization_barrier((group, made[-1]))
+            made.append(make(*group))
+        return made
 
     return jax.jit(convert_leaves, out_shardings=list(shardings))

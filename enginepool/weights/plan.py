@@ -107,8 +107,11 @@ class Plan:
                 parts.append(part)
                 # Conversion first makes the whole leaf on each device.
                 beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
-        for path in self._quantizers:  # the matrix, in its source's dtype, until it is quantized
-            beside.append(self._specs[path].size * self._specs[path].dtype.itemsize)
+        for path in self._quantizers:  # the source's matrix, and that in the model's dtype
+            if self._source.stream is None and path not in self._parts:
+                continue
+            own, wide = self._specs[path].size * self._specs[path].dtype.itemsize, self._size(path)
+            beside.append(wide + (own if wide > own else 0))
         return sum(parts) + max(*beside, min(sum(beside), batches.BYTES))
 
     def again(self, made: Mapping[str, jax.Array], specs: Specs) -> Plan:

@@ -115,14 +115,14 @@ def test_a_steady_step_takes_kv_cache_and_state_over():
         *((kind, 10**9, 0) for kind in ("kv_zeros", *WEIGHTS) if kind != "gather"),
         ("top_logprobs", 10**8, 10**9),
         ("gather", 10**8, 10**8),
-        ("cast", 10**8, 10**9 // 16),
+        ("cast", 10**8, 10**8 + 10**9 // 16),
         ("convert", 10**8, 10**9 // 16),
     ],
 )
 def test_more_memory_than_documented_is_a_problem(kind, results, most):
     """The pool's own programs need hardly more memory than they read and write. Two need that
     twice, and those that make int8 need a part more. Upstream's programs have no limit."""
-    sizes = {"arguments": 10**9, "results": results}
+    sizes = {"arguments": 10**9, "largest": 2 * 10**8, "results": results}
     assert Compiled(kind, "", **sizes, temporaries=most + 2**20).problem is None
     wrong = Compiled(kind, "", **sizes, temporaries=most + 2**20 + 1).problem
     assert f"{most + 2**20:,} are documented" in wrong

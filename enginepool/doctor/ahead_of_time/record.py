@@ -50,6 +50,7 @@ class Compiled:
         lowering_seconds: CPU seconds of tracing and lowering.
         seconds: Wall seconds of compiling. Other work of the machine adds to them.
         cpu_seconds: CPU seconds of compiling.
+        largest: The largest argument.
         temporaries: The memory beside arguments and results while it runs.
         donated: Arguments whose memory the results must take over: the KV cache, and the state that
             a steady step leaves to the next one.
@@ -65,6 +66,7 @@ class Compiled:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     arguments: int = 0
+    largest: int = 0
     results: int = 0
     temporaries: int = 0
     code: int = 0
@@ -95,8 +97,9 @@ class Compiled:
         if self.kind == "gather":
             return self.results + _MIB  # a copy of the leaf
         narrower = {"cast": 0.5, "convert": 0.9}.get(self.kind, 0)
-        if self.results < self.arguments * narrower:
-            return self.arguments // 16 + _MIB  # a matrix or sums that int8 is made with
+        if self.results < self.arguments * narrower:  # sums that int8 is made with
+            matrix = self.largest // 2 if self.kind == "cast" else 0  # in the model's dtype
+            return matrix + self.arguments // 16 + _MIB
         if self.kind in ("kv_zeros", *WEIGHTS):
             return _MIB
         return math.inf
@@ -176,10 +179,11 @@ class Record:
             return
         self._seen.add(key)
         state, kept = map(jax.tree.leaves, _to_take_over(kind, lowered))
-        donated = sum(math.prod(array.shape) * array.dtype.itemsize for array in state)
+        donated = sum(map(_nbytes, state))
         if kind in FORWARD:
             donated += self.kv_bytes
-        program = Compiled(kind, size, lowering_seconds, donated=donated)
+        largest = max(map(_nbytes, jax.tree.leaves(lowered.args_info)), default=0)
+        program = Compiled(kind, size, lowering_seconds, largest=largest, donated=donated)
         if any(array.donated for array in kept):
             program.error = "it donates a buffer that the next step still needs"
         self._measure(program, lowered)
@@ -207,6 +211,10 @@ class Record:
         program.aliased = memory.alias_size_in_bytes
         if program.kind in FORWARD and self.adapter_specs:
             program.adapters = read_in_any_case(compiled.as_text(), self.adapter_specs)
+
+
+def _nbytes(array: Any) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def _to_take_over(kind: str, lowered: Any) -> tuple[Any, Any]:
