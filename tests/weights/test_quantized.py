@@ -168,8 +168,8 @@ def test_every_mode_under_load(int8: EnginePool, model_dir: Model, target: Model
             results = call.result(SECONDS)
             if mode != "abort":
                 assert [len(result["output_ids"]) for result in results] == [200] * 8
-    has(int8, model)
-    serves_quantized(int8, model)
+    has(int8, model_dir("qwen3"))
+    serves_quantized(int8, model_dir("qwen3"))
 
 
 def test_failed_commit(int8: EnginePool, target: Model) -> None:
