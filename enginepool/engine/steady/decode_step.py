@@ -71,7 +71,10 @@ def build_step(
         def another(carried: Any) -> Any:
             done, state, kv, sampled = carried
             state, kv, new = one(leaves, sampler, kv, state, batch)
-            return done + 1, state, kv, jax.tree.map(lambda a, b: a.at[done].set(b), sampled, new)
+            sampled = jax.tree.map(
+                lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, done, axis=0), sampled, new
+            )
+            return done + 1, state, kv, sampled
 
         nothing = sample.nothing(most_steps, rows)
         if routing is not None:

@@ -101,7 +101,9 @@ class Extend:
         rows = len(lengths)
         aligned = (lengths + size - 1) // size * size
         token = jnp.arange(len(ids), dtype=jnp.int32)
-        row = jnp.clip(jnp.searchsorted(ends, token, side="right"), 0, rows - 1)
+        row = jnp.clip(
+            jnp.searchsorted(ends, token, side="right", method="compare_all"), 0, rows - 1
+        )
         there = token < ends[-1]
         positions = jnp.where(there, prefixes[row] + token - (ends - computed)[row], 0)
         first = ((jnp.cumsum(aligned) - aligned) // size)[row]

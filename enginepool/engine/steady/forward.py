@@ -204,7 +204,9 @@ def _pages_of(lengths: jax.Array, block_table: jax.Array, page_size: int, places
     pages = (lengths + page_size - 1) // page_size
     ends = jnp.cumsum(pages)
     place = jnp.arange(places // page_size)
-    row = jnp.clip(jnp.searchsorted(ends, place, side="right"), 0, len(lengths) - 1)
+    row = jnp.clip(
+        jnp.searchsorted(ends, place, side="right", method="compare_all"), 0, len(lengths) - 1
+    )
     within = jnp.clip(place - (ends - pages)[row], 0, block_table.shape[1] - 1)
     return jnp.where(place < ends[-1], block_table[row, within], 0).astype(jnp.int32)
 

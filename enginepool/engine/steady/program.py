@@ -109,6 +109,13 @@ class StepProgram:
         leaves, (state, batch) = self._runner.model_state_leaves, self._empty(rows)
         return lambda: self._step.compile(leaves, self.sampler, kv, state, batch, self._counts[1])
 
+    def compile_small(self) -> None:
+        """Compile what sets rows, which takes XLA less time than a step. `ahead` may compile steps
+        meanwhile."""
+        for rows in self.buckets:
+            state, batch = self._empty(rows)
+            self.set_rows(state, batch.numbers, None)
+
     def compile(self) -> None:
         """Run every program once, on batches without requests. The engine does not change."""
         for rows in self.buckets:
