@@ -37,7 +37,7 @@ _PREFILL_STEP = {"send": "transfers", "launch": "prefill"}
 # Sections of steady decode. They begin with the launch.
 _DEVICE_WAIT = {"until_ready": "device"}
 _STEADY = {"append": "tokens"}
-_STEADY_PROGRAM = {"step": "launch", **dict.fromkeys(("begin", "set_rows", "tally"), "join")}
+_STEADY_PROGRAM = {"step": "launch", **dict.fromkeys(("begin", "tally"), "join")}
 _SENDER = {"batch": "join"}
 _PREFILLS, _STEPS = ("forward_batch_generation", "launch"), ("step",)
 # The cost of decode steps, with or without prefills between them.

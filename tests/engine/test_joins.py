@@ -52,12 +52,12 @@ class Order:
         step, append, launch = steady.program.step, steady.append, prefill.launch
         sampled_first = running.sampled_first
 
-        def stepping(state: Any, batch: Any, steps: int) -> Any:
+        def stepping(state: Any, batch: Any, steps: int, **new: Any) -> Any:
             if len(self.launched) == _LAUNCHES:
                 self.reached.set()
                 assert self.go_on.wait(SECONDS)
             self.launched.append(steps)
-            return step(state, batch, steps)
+            return step(state, batch, steps, **new)
 
         def appending(*args: Any) -> Any:
             ended = append(*args)
@@ -141,10 +141,10 @@ def test_two_prefills_before_a_launch(
             assert go_on.wait(SECONDS)
         return launch(*args, **kwargs)
 
-    def stepping(*args: Any) -> Any:
+    def stepping(*args: Any, **new: Any) -> Any:
         order.append("step")
         decoding.set()
-        return step(*args)
+        return step(*args, **new)
 
     monkeypatch.setattr(prefill, "launch", launching)
     monkeypatch.setattr(steady.program, "step", stepping)

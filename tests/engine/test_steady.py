@@ -267,13 +267,13 @@ def test_pages_allocated_ahead_are_freed_for_a_request(
     program, launched = faults.scheduler_of(pool, 0).steady.program, 0
     launched_some, arrived, step = threading.Event(), threading.Event(), program.step
 
-    def until_it_has_come(*args: Any) -> Any:
+    def until_it_has_come(*args: Any, **new: Any) -> Any:
         nonlocal launched
         launched += 1
         if launched == 9:
             launched_some.set()
             assert arrived.wait(SECONDS)
-        return step(*args)
+        return step(*args, **new)
 
     monkeypatch.setattr(program, "step", until_it_has_come)
     before = steps(pool)
@@ -431,11 +431,11 @@ def test_arrays_that_are_gone(
         program, happened = faults.scheduler_of(pool, 1).steady.program, threading.Event()
         step = program.step
 
-        def without(*args: Any) -> Any:
+        def without(*args: Any, **new: Any) -> Any:
             if not happened.is_set():
                 fault(pool, 1)
                 happened.set()
-            return step(*args)
+            return step(*args, **new)
 
         program.step = without
         try:

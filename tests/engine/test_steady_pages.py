@@ -65,13 +65,13 @@ def held_in_flight(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> tuple[A
     program, launched = faults.scheduler_of(pool, 0).steady.program, 0
     launched_some, may_go_on, step = threading.Event(), threading.Event(), program.step
 
-    def waiting_once(*args: Any) -> Any:
+    def waiting_once(*args: Any, **new: Any) -> Any:
         nonlocal launched
         launched += 1
         if launched == 9:
             launched_some.set()
             assert may_go_on.wait(SECONDS)
-        return step(*args)
+        return step(*args, **new)
 
     monkeypatch.setattr(program, "step", waiting_once)
     return launched_some, may_go_on
@@ -147,11 +147,11 @@ def test_a_request_that_comes_between_two_chunks(
     program = scheduler.steady.program
     begun, may_go_on, step = threading.Event(), threading.Event(), program.step
 
-    def between_chunks(*args: Any) -> Any:
+    def between_chunks(*args: Any, **new: Any) -> Any:
         if any(scheduler.chunked_reqs) and not begun.is_set():
             begun.set()
             assert may_go_on.wait(SECONDS)
-        return step(*args)
+        return step(*args, **new)
 
     monkeypatch.setattr(program, "step", between_chunks)
     with callers() as executor:

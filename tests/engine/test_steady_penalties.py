@@ -113,10 +113,10 @@ def test_penalties_need_no_step_of_upstreams_own(
     program, looked_at = faults.scheduler_of(steady_pool, 0).steady.program, list[bool]()
     step = program.step
 
-    def looking(state: Any, batch: Any, at_once: int) -> Any:
+    def looking(state: Any, batch: Any, at_once: int, **new: Any) -> Any:
         features = Features(*np.asarray(batch.numbers)[: len(Features._fields)])
         looked_at.extend([bool(features.penalised)] * at_once)
-        return step(state, batch, at_once)
+        return step(state, batch, at_once, **new)
 
     monkeypatch.setattr(program, "step", looking)
     before = steps(steady_pool)

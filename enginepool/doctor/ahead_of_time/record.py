@@ -26,7 +26,7 @@ WEIGHTS = (
     "write_adapter",
 )
 FORWARD = ("decode", "steady", "prefill")
-STEP = (*FORWARD, "begin", "set_rows", "tally", "sampler", "logprobs", "top_logprobs")
+STEP = (*FORWARD, "begin", "tally", "sampler", "logprobs", "top_logprobs")
 KINDS = (*STEP, "kv_zeros", *WEIGHTS)
 
 _MIB = 2**20
@@ -34,7 +34,6 @@ _MIB = 2**20
 # The donated arguments, if they are not only the KV cache.
 _IN_PLACE = {
     "steady": "KV cache and state",
-    "set_rows": "state",
     "tally": "state",
     "write_adapter": "slots",
 }
@@ -223,7 +222,7 @@ def _to_take_over(kind: str, lowered: Any) -> tuple[Any, Any]:
     if kind == "steady":
         (leaves, sampler, _, state, *others), _ = lowered.args_info
         return state, (leaves, sampler, others)
-    if kind in ("set_rows", "tally", "write_adapter"):
+    if kind in ("tally", "write_adapter"):
         (state, *others), _ = lowered.args_info
         return state, others
     return (), ()

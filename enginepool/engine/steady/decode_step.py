@@ -56,9 +56,12 @@ def build_step(
         kv: list[jax.Array],
         state: DecodeState,
         sent: SentBatch,
-        steps: jax.Array,
+        samples: jax.Array,
+        launch: jax.Array,
     ) -> Any:
+        steps, seat = launch
         rows = state.rows.shape[1]
+        state = _with_new_rows(mesh, state, sent.numbers, samples, seat > 0)
         batch = unpack(mesh, sent, rows, rest_of(sent.numbers, rows).reshape(rows, -1))
         if most_steps == 1:
             state, kv, sampled = one(leaves, sampler, kv, state, batch)
@@ -128,22 +131,29 @@ def build_begin(mesh: AbstractMesh, vocab_size: int, pages: int) -> Callable[...
     return OnAnyDevice(begin)
 
 
-def build_set_rows(mesh: AbstractMesh) -> Callable[..., Any]:
-    """See `StepProgram.set_rows`."""
+def _with_new_rows(
+    mesh: AbstractMesh,
+    state: DecodeState,
+    numbers: jax.Array,
+    samples: jax.Array,
+    wanted: jax.Array,
+) -> DecodeState:
+    """Inside a program: the state, with the rows that have an origin in the batch that was sent.
 
-    @partial(jax.jit, donate_argnames="state")
-    def set_rows(state: DecodeState, numbers: jax.Array, samples: jax.Array) -> DecodeState:
-        rows = state.rows.shape[1]
-        (ids, lengths), origin = state_and_origin(numbers, rows)
-        sampled = origin >= FROM_PREFILL
-        ids = jnp.where(sampled, samples[0, jnp.maximum(origin - FROM_PREFILL, 0)], ids)
-        # The first id may end a row.
-        over = sampled & _ended(ids, lengths, limits_of(numbers, rows))
-        given = jnp.where(over, 0, jnp.stack([ids, lengths]))
-        counted = state.tallies.at[jnp.arange(rows), ids].add(sampled.astype(jnp.int32))
-        return DecodeState(
-            put(mesh, jnp.where(origin == UNCHANGED, state.rows, given), None, None),
-            put(mesh, counted, None, None),
-        )
-
-    return OnAnyDevice(set_rows)
+    Args:
+        samples: The `StepOutput.ids` of the prefill that rows come from, if any does.
+        wanted: Whether there are such rows. Otherwise the state stays as it is.
+    """
+    rows = state.rows.shape[1]
+    (ids, lengths), origin = state_and_origin(numbers, rows)
+    origin = jnp.where(wanted, origin, UNCHANGED)
+    sampled = origin >= FROM_PREFILL
+    ids = jnp.where(sampled, samples[0, jnp.maximum(origin - FROM_PREFILL, 0)], ids)
+    # The first id may end a row.
+    over = sampled & _ended(ids, lengths, limits_of(numbers, rows))
+    given = jnp.where(over, 0, jnp.stack([ids, lengths]))
+    counted = state.tallies.at[jnp.arange(rows), ids].add(sampled.astype(jnp.int32))
+    return DecodeState(
+        put(mesh, jnp.where(origin == UNCHANGED, state.rows, given), None, None),
+        put(mesh, counted, None, None),
+    )

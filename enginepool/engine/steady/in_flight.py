@@ -79,6 +79,7 @@ class StepsInFlight:
         self._state: DecodeState | None = None
         self._new: list[int] = []  # rows of which the device's state knows nothing
         self._samples: jax.Array | None = None  # the first ids of some of them
+        self._replaces = False  # the next launch puts new rows into the device's state
         self.add_requests(reqs)
 
     @property
@@ -165,19 +166,18 @@ class StepsInFlight:
         if ended:
             self.remove(ended)
 
-    def _set_new_rows(self, numbers: jax.Array) -> None:
-        """Put the new rows into the device's state, and count the tokens that they already have in
-        their tallies.
+    def _begin_rows(self, numbers: jax.Array) -> None:
+        """Prepare the new rows' state on the device. A new batch begins with them. Another batch
+        gets them in its next launch. The tokens that they already have enter their tallies.
 
         Args:
             numbers: The batch as it was sent.
         """
         program, batch = self._program, self.batch
+        self._replaces = self._state is not None
         state = program.begin(numbers) if self._state is None else self._state
         if penalised := [row for row in self._new if row in batch.penalised]:
             state = program.tally(state, penalised, entries(penalised, batch.reqs))
-        if self._state is not None:  # last, because it counts the ids of a prefill
-            state = program.set_rows(state, numbers, self._samples)
         self._state = state
         batch.table.origin[self._new] = UNCHANGED
         self._new = []
@@ -203,7 +203,7 @@ class StepsInFlight:
             self._on_device = sender.batch(batch.table, pages, batch.names, batch.features)
             self._stale = False
         if self._new:
-            self._set_new_rows(self._on_device.numbers)
+            self._begin_rows(self._on_device.numbers)
         if self.batch.grammars:
             self._on_device = sender.masked(self._on_device, self.batch.grammars)
         return steps
@@ -211,7 +211,9 @@ class StepsInFlight:
     def launch(self, steps: int) -> None:
         """Launch as many steps as were prepared."""
         assert self._state is not None  # prepared
-        self._state, output = self._program.step(self._state, self._on_device, steps)
+        args = self._state, self._on_device, steps
+        new_rows, self._replaces = self._replaces, False
+        self._state, output = self._program.step(*args, new_rows=new_rows, samples=self._samples)
         self._in_order.append(LaunchedSteps(output, steps))
         self.launched, self.launches = self.launched + steps, self.launches + 1
 

@@ -31,7 +31,7 @@ from enginepool.engine.adapter_slots import AdapterSlots
 from enginepool.engine.executable_cache import common_programs
 from enginepool.engine.kv_cache import spec_of
 from enginepool.engine.steady.block_table import BlockTable
-from enginepool.engine.steady.decode_step import build_begin, build_set_rows, build_step
+from enginepool.engine.steady.decode_step import build_begin, build_step
 from enginepool.engine.steady.device_batch import (
     DecodeState,
     Features,
@@ -84,13 +84,16 @@ class StepProgram:
         self.sender = BatchSender(self._runner, self.buckets)
         self._pages = BlockTable.width(scheduler)
         self._place = self.sender.place
-        # Sent once. A Python number would be sent with every launch.
-        self._counts = [self._place(np.int32(steps)) for steps in range(most_steps + 1)]
+        # By the number of steps, by whether there are new rows. Sent once: a Python number would be
+        # sent with every launch.
+        self._launches = [
+            [self._place(np.array([steps, new], np.int32)) for new in (False, True)]
+            for steps in range(most_steps + 1)
+        ]
         self._no_samples = self._place(np.zeros((2, manager.max_padded_batch_size), np.int32))
         mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
         about = mesh, vocab_size, self._pages
         self._begin = programs.common(["begin", *about], lambda: build_begin(*about))
-        self._set_rows = programs.common(["set_rows", mesh], lambda: build_set_rows(mesh))
         self._tally = programs.common(["tally", mesh], lambda: build_tally(mesh))
 
     def bucket(self, requests: int) -> int:
@@ -107,7 +110,8 @@ class StepProgram:
         """
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
         leaves, (state, batch) = self._runner.model_state_leaves, self._empty(rows)
-        return lambda: self._step.compile(leaves, self.sampler, kv, state, batch, self._counts[1])
+        args = leaves, self.sampler, kv, state, batch, self._no_samples, self._launches[1][False]
+        return lambda: self._step.compile(*args)
 
     def compile_small(self) -> None:
         """Compile what sets rows, which takes XLA less time than a step. `ahead` may compile steps
@@ -120,9 +124,7 @@ class StepProgram:
         """Run every program once, on batches without requests. The engine does not change."""
         for rows in self.buckets:
             state, batch = self._empty(rows)
-            state, _ = self.step(state, batch, 1)
-            state = self.set_rows(state, batch.numbers, None)
-            state, sampled = self.step(state, batch, 1)
+            _, sampled = self.step(state, batch, 1)
             sampled.ids.block_until_ready()
 
     def empty(self, rows: int) -> SentBatch:
@@ -142,17 +144,6 @@ class StepProgram:
         """The state of a new batch, which was sent. All tallies are zero."""
         return DecodeState(*self._begin(numbers))
 
-    def set_rows(
-        self, state: DecodeState, numbers: jax.Array, samples: jax.Array | None
-    ) -> DecodeState:
-        """Replace the rows that have an origin in this batch, which was sent. It takes the old
-        state's buffers over.
-
-        Args:
-            samples: The `StepOutput.ids` of the prefill that rows come from, if any does.
-        """
-        return self._set_rows(state, numbers, self._no_samples if samples is None else samples)
-
     def tally(self, state: DecodeState, rows: Sequence[int], found: np.ndarray) -> DecodeState:
         """Replace the tallies of these rows. It takes the old state's buffers over.
 
@@ -169,9 +160,19 @@ class StepProgram:
         return DecodeState(state.rows, tallies)
 
     def step(
-        self, state: DecodeState, batch: SentBatch, steps: int
+        self,
+        state: DecodeState,
+        batch: SentBatch,
+        steps: int,
+        *,
+        new_rows: bool = False,
+        samples: jax.Array | None = None,
     ) -> tuple[DecodeState, StepOutput]:
         """Launch this many steps at once. They take over the old state's buffers.
+
+        Args:
+            new_rows: First replace the rows that have an origin in the batch.
+            samples: The `StepOutput.ids` of the prefill that new rows come from, if any does.
 
         Returns:
             The state after them, and their output, by step.
@@ -183,7 +184,8 @@ class StepProgram:
             self._pool.kv_buffer,
             state,
             batch,
-            self._counts[steps],
+            self._no_samples if samples is None else samples,
+            self._launches[steps][new_rows],
         )
         runner.memory_pools.replace_all(buffers)
         return state, sampled
