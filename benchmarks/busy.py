@@ -11,7 +11,8 @@ turns in every round; the table has medians.
 "Busy" is steps times step time over wall time, from the begin of the first step to the end of the
 last. "Ceiling" is the busy share of a decode program that is launched again and again without a
 gap. "Limited by cores" means that N engines need more than 60 % of the cores for their steps. Such
-a figure proves nothing.
+a figure proves nothing. "Tokens/s" is by wall time: a contestant that takes more steps for the same
+outputs is busier, not faster.
 
 Workloads:
   decode    full batches that begin and end together
@@ -173,7 +174,7 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print(f"{title}, on {CORES} cores:", flush=True)
     plain(
         [
-            *("engines", "step ms", "", "busy", "of each round"),
+            *("engines", "step ms", "", "busy", "of each round", "tokens/s"),
             *("thread ms a step", "of a steady step", "CPU ms a step", "fell back"),
         ],
         [
@@ -183,6 +184,7 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 row["name"] + (" (limited by cores)" if row["limited_by_cores"] else ""),
                 f"{100 * row['busy_share']:.1f} %",
                 " ".join(f"{100 * share:.1f}" for share in row["spread"]),
+                f"{row['tokens_per_sec']:,.0f}" if row["name"] != "ceiling" else "",
                 f"{row['thread_ms_per_step']:.2f}" if row["thread_ms_per_step"] else "",
                 f"{row['steady_ms_per_step']:.2f}" if row["steady_ms_per_step"] else "",
                 f"{row['cpu_ms_per_step']:.2f}",

@@ -50,8 +50,8 @@ def _log_softmax(logits, metadata):
 
 
 def _most_probable(logits):
-    """The first of the best ids. On CPU, XLA makes a scalar loop of `argmax`, which takes a third of
-    a small model's step. A row with NaN gets its last id there."""
+    """The first of the best ids. On CPU, XLA makes `argmax` a scalar loop, which takes a third of a
+    small model's step. A row with NaN gets its last id there."""
     jax, jnp = module("jax"), module("jax.numpy")
 
     def on_cpu(logits):
