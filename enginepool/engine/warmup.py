@@ -76,7 +76,6 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
             scheduler.kv_cache.compile()
             if scheduler.adapters is not None:
                 scheduler.adapters.compile()
-            scheduler.steady.compile_small()
         scheduler.steady.compile()
     finally:
         scheduler.warm_top_logprobs(False)

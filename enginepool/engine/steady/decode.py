@@ -73,11 +73,6 @@ class SteadyDecode:
             return []
         return [self.program.ahead(rows) for rows in self.program.buckets]
 
-    def compile_small(self) -> None:
-        """Compile the programs beside the step program, while `ahead` compiles that."""
-        if self.program is not None:
-            self.program.compile_small()
-
     def compile(self) -> None:
         """Run the step program once for each bucket. Later steps compile nothing."""
         if self.program is not None:

@@ -113,13 +113,6 @@ class StepProgram:
         args = leaves, self.sampler, kv, state, batch, self._no_samples, self._launches[1][False]
         return lambda: self._step.compile(*args)
 
-    def compile_small(self) -> None:
-        """Compile what sets rows, which takes XLA less time than a step. `ahead` may compile steps
-        meanwhile."""
-        for rows in self.buckets:
-            state, batch = self._empty(rows)
-            self.set_rows(state, batch.numbers, None)
-
     def compile(self) -> None:
         """Run every program once, on batches without requests. The engine does not change."""
         for rows in self.buckets:
