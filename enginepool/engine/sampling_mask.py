@@ -39,21 +39,20 @@ def find_kept(logprobs: jax.Array, params: Any, ids: jax.Array, width: int) -> j
             itself, rounding may decide otherwise here than in the sampler.
         width: How many ids there is room for.
     """
-    rows, vocab = jnp.arange(len(ids)), jnp.arange(logprobs.shape[1])
+    rows = jnp.arange(len(ids))
     logprobs = logprobs.astype(jnp.float32)
     left = jnp.where(logprobs > NEVER, logprobs, -jnp.inf)
     left = _filtered(left, params)
     least = jnp.max(left, axis=1) + jnp.log(params.min_ps)
     kept = (left > -jnp.inf) & (left >= least[:, None]) & (params.top_ks > 1)[:, None]
-    kept = kept | (vocab == ids[:, None])
-    mass = jnp.where(kept, jnp.exp(logprobs), 0).sum(axis=1)
-    own = logprobs[rows, ids] - jnp.log(mass)
-    # The lowest ids are the greatest of these numbers, which float32 has exactly.
-    found, _ = jax.lax.top_k(jnp.where(kept, -vocab.astype(jnp.float32), -jnp.inf), width)
-    listed = jnp.where(found > -jnp.inf, -found, 0).astype(jnp.int32)
-    count = kept.sum(axis=1, dtype=jnp.int32)
-    head = jnp.stack([count, jax.lax.bitcast_convert_type(own, jnp.int32)], axis=1)
-    return jnp.concatenate([head, listed], axis=1)
+    kept = kept.at[rows, ids].set(True)
+    log_mass = jax.nn.logsumexp(jnp.where(kept, logprobs, -jnp.inf), axis=1)
+    own = logprobs[rows, ids] - log_mass
+    count = jnp.cumsum(kept, axis=1, dtype=jnp.int32)
+    place = jnp.arange(1, width + 1)
+    listed = jax.vmap(lambda one: jnp.searchsorted(one, place))(count)
+    head = jnp.stack([count[:, -1], jax.lax.bitcast_convert_type(own, jnp.int32)], axis=1)
+    return jnp.concatenate([head, listed.astype(jnp.int32)], axis=1)
 
 
 def _filtered(left: jax.Array, params: Any) -> jax.Array:
