@@ -190,7 +190,7 @@ class Soak:
             modes = self._swaps.mode_of, self._adapters.mode_of
             found += check_end(finished, wanted, answer.may_end, *modes)
             self.violations += found
-            if mixed_prompt(finished, self._adapters.mode_of):
+            if mixed_prompt(finished, self._args.page_size, self._adapters.mode_of):
                 mixed += 1
             elif not found and finished.output:
                 trusted.append(verifiable(finished, *modes))

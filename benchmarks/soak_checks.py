@@ -93,7 +93,9 @@ def check_stop(finished: Finished, stop: str, at: int | None, tokenizer: Any) ->
     entries = finished.result["meta_info"]["output_token_logprobs"]
     if [token for _, token, _ in entries] != output:
         found.append(f"{len(entries)} log-probabilities, not those of its {len(output)} tokens")
-    if reason.get("err_type") != "tokenizer":
+    # An output that has ended early keeps its reason where the tokenizer fails on it.
+    unread = reason["type"] == "abort" and not finished.result["text"]
+    if reason.get("err_type") != "tokenizer" and not unread:
         text, _, _ = _text(output, tokenizer).partition(stop)
         if finished.result["text"] != text:
             found.append(f"says {finished.result['text']!r}, its ids {text!r}")
@@ -121,10 +123,11 @@ def verifiable(
     return Finished(finished.prompt, {**finished.result, "meta_info": meta})
 
 
-def mixed_prompt(finished: Finished, adapters: AdapterModes | None = None) -> bool:
+def mixed_prompt(finished: Finished, page_size: int, adapters: AdapterModes | None = None) -> bool:
     """Whether a swap in place fell between two chunks of the prompt, by the pool's own record. The
-    pool has no record for adapters. For them, whether it is possible."""
-    if finished.adapter is not None and finished.output and len(finished.prompt) > 64:
+    pool has no record for adapters. For them, whether it is possible: a prompt that is prefilled
+    after others may be split after any page."""
+    if finished.adapter is not None and finished.output and len(finished.prompt) > page_size:
         version = finished.lora_spans[0][2]
         if (adapters or {})[finished.adapter][version] == "in_place":
             return True
