@@ -48,9 +48,7 @@ _OVERRIDDEN = (
     "_get_param",
     "_shard_weight",
 )
-_REMEDY = (
-    "Hugging Face names cannot be mapped; update_weights takes an nnx.State or a list of leaves"
-)
+_REMEDY = "Hugging Face names cannot be mapped; update_weights takes leaves, or an nnx.State"
 
 _GROUP = "__MOE_EXPERTS__"  # upstream's mark of a leaf that is stacked from many tensors
 
@@ -78,9 +76,8 @@ class HuggingFaceMapping:
         expect(WeightLoader, *_OVERRIDDEN, remedy=_REMEDY)
         self.directory = Path(model_config.model_path)
         self._specs = specs
-        self._loader, mapping = _capture(
-            model, model_config, load_weights or type(model).load_weights
-        )
+        load_weights = load_weights or type(model).load_weights
+        self._loader, mapping = _capture(model, model_config, load_weights)
         self._entries: dict[str, tuple[str, Any]] = {}
         self.names: dict[str, tuple[str, ...]] = {}
         for key, entry in mapping.items():

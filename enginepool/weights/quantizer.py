@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from enginepool.weights.converters import Converter, convert
 from enginepool.weights.fingerprint import distinct_boxes, part_sums
 from enginepool.weights.placement import first_of, place, place_all
-from enginepool.weights.rounding_error import largest, rounding_error
+from enginepool.weights.rounding_error import rounding_error
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Quantizer:
             # The barrier keeps the compiler from leaving out the cast to the matrix's dtype.
             tensors, make = (jax.lax.optimization_barrier(make(*tensors)),), lambda made: made
         wide = lambda *tensors: make(*tensors).astype(jnp.float32)  # noqa: E731
-        scale = largest(wide(*tensors), axis) * np.float32(1 / np.float32(most))
+        scale = jnp.abs(wide(*tensors)).max(axis=axis, keepdims=True)
+        scale = scale * np.float32(1 / np.float32(most))
         inverse = 1 / jnp.where(scale == 0, 1, scale)
         # XLA for CPU would store the matrix in float32 for its several uses. To make it again for
         # each use is cheaper. The barriers make each use a computation of its own.

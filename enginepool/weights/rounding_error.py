@@ -11,27 +11,6 @@ import numpy as np
 from enginepool.weights.fingerprint import folded
 
 
-def largest(matrix: jax.Array, axis: int) -> jax.Array:
-    """The largest absolute value of each output of a float32 matrix.
-
-    Args:
-        axis: The inputs: -1 or -2.
-    """
-
-    def at_once(values: jax.Array) -> jax.Array:
-        return values.max(axis=axis, keepdims=True)
-
-    def in_groups(values: jax.Array) -> jax.Array:
-        """XLA for CPU compares integers faster, and these numbers are ordered as their bits are."""
-        some, zero = folded(jax.lax.bitcast_convert_type(values, np.int32), axis), np.int32(0)
-        larger = lambda one, other: (jnp.maximum(one[0], other[0]),)  # noqa: E731
-        (most,) = jax.lax.reduce((some,), (zero,), larger, (some.ndim + axis - 1,))
-        most = jax.lax.optimization_barrier(most)
-        return at_once(jax.lax.bitcast_convert_type(most, np.float32))
-
-    return jax.lax.platform_dependent(jnp.abs(matrix), cpu=in_groups, default=at_once)
-
-
 def rounding_error(
     exact: jax.Array, rest: jax.Array, scale: jax.Array, axis: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -59,9 +59,9 @@ def build_step(
         samples: jax.Array,
         launch: jax.Array,
     ) -> Any:
-        steps, seat = launch
+        steps, new_rows = launch
         rows = state.rows.shape[1]
-        state = _with_new_rows(mesh, state, sent.numbers, samples, seat > 0)
+        state = _with_new_rows(mesh, state, sent.numbers, samples, new_rows > 0)
         batch = unpack(mesh, sent, rows, rest_of(sent.numbers, rows).reshape(rows, -1))
         if most_steps == 1:
             state, kv, sampled = one(leaves, sampler, kv, state, batch)
