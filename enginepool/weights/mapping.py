@@ -48,7 +48,7 @@ _OVERRIDDEN = (
     "_get_param",
     "_shard_weight",
 )
-_REMEDY = "Hugging Face names cannot be mapped; update_weights takes leaves, or an nnx.State"
+_REMEDY = "Hugging Face names cannot be mapped; update_weights takes an nnx.State or leaves"
 
 _GROUP = "__MOE_EXPERTS__"  # upstream's mark of a leaf that is stacked from many tensors
 

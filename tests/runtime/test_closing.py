@@ -90,6 +90,11 @@ def assert_pool_closed_for(calls: list[Future[Any]]) -> None:
             call.result(MOST)
 
 
+def unfinished_calls(pool: EnginePool) -> int:
+    """The number of calls that wait for a request. A caller returns after its last one."""
+    return len({id(request.call) for request in pool.runtime.dispatch.unfinished()})
+
+
 def load(pool: EnginePool, executor: Any) -> list[Future[Any]]:
     """Callers of every kind, with more requests than the engines run at a time."""
 
@@ -262,6 +267,7 @@ def test_in_the_commit_of_a_swap(make: Callable[..., EnginePool]) -> None:
         calls = load(pool, executor)
         calls.append(executor.submit(pool.update_weights, weights(pool), mode="retract"))
         assert hang.begun.wait(SECONDS)
+        until(lambda: sum(not call.done() for call in calls[:-1]) == unfinished_calls(pool))
         wait = [call for call in calls if not call.done()]  # some may have ended before
         assert calls[-1] in wait
         closed_in_time(pool)
