@@ -57,14 +57,14 @@ def test_input_of_any_sharding(mesh: Mesh) -> None:
 def test_nearest(mesh: Mesh, activations: Any) -> None:
     """Without the patch, a product of positive numbers is always too small."""
     rng = np.random.default_rng(0)
-    x = rng.uniform(0.5, 1, (4, 512)).astype(np.float32)
-    weight = rng.uniform(0.5, 1, (512, 8)).astype(np.float32)
     applied = patches.apply([quantized_input.PATCH])
     errors = []
     try:
-        for more in ([], [int8_truncation.PATCH]):
+        # JAX traces the patched functions, because their arguments have another shape.
+        for size, more in ((8, []), (16, [int8_truncation.PATCH])):
             applied += patches.apply(more)
-            jax.clear_caches()
+            x = rng.uniform(0.5, 1, (size, 512)).astype(np.float32)
+            weight = rng.uniform(0.5, 1, (512, size)).astype(np.float32)
             with jax.set_mesh(mesh):
                 result, _ = matrix(weight, mesh, activations)(jnp.asarray(x))
             errors.append(np.asarray(result) / (x @ weight) - 1)
