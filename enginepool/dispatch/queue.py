@@ -39,6 +39,10 @@ class RequestQueue:
     def __len__(self) -> int:
         return sum(map(len, self._groups()))
 
+    def share(self) -> int:
+        """How many of the waiting requests each serving engine can expect, at least."""
+        return len(self) // max(1, len(self._engines))
+
     def _groups(self) -> list[dict[str, Request]]:
         return [self._alone, self._resumed, self._fresh, *self._pinned.values()]
 

@@ -123,7 +123,7 @@ def test_a_request_that_is_prefilled_in_part_does_not_join(
 
 def test_upstream_has_the_last_word(paged: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that upstream splits for its own reasons does not join."""
-    monkeypatch.setattr(faults.scheduler_of(paged, 0).steady.admission, "_may_join", lambda _: True)
+    monkeypatch.setattr(faults.scheduler_of(paged, 0).steady.admission, "_fit_one_prefill", len)
     assert ask_late(paged, prompts_of([100, 200]), monkeypatch) == []
 
 
@@ -173,7 +173,7 @@ def test_a_request_that_is_prefilled_in_part_is_refused(
 ) -> None:
     """If one joined all the same, the engine is reset, and the answers are right."""
     admission = faults.scheduler_of(paged, 0).steady.admission
-    monkeypatch.setattr(admission, "_may_join", lambda _: True)
+    monkeypatch.setattr(admission, "_fit_one_prefill", len)
     monkeypatch.setattr(admission, "_in_chunks", dict)
     (error,) = ask_late(paged, prompts_of([100, 300]), monkeypatch, given)
     assert "cannot decode" in error

@@ -14,7 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from enginepool.engine.steady.in_flight import StepsInFlight
+from enginepool.engine.steady.pace import Pace
+from enginepool.engine.steady.prefill_delay import PrefillDelay
 from enginepool.engine.steady.upstream_batch import drop_ended, join
 
 if TYPE_CHECKING:
@@ -33,17 +37,27 @@ class Admission:
     """Admits requests of one engine. Used on the engine's thread."""
 
     def __init__(
-        self, scheduler: Scheduler, channel: Channel, scorer: Scorer, prefill: Prefill | None
+        self,
+        scheduler: Scheduler,
+        channel: Channel,
+        scorer: Scorer,
+        prefill: Prefill | None,
+        pace: Pace,
     ) -> None:
-        self._scheduler, self._channel = scheduler, channel
+        self._scheduler, self._channel, self._pace = scheduler, channel, pace
         self._scorer, self._prefills = scorer, prefill
         self._left = 0  # requests in the pool's queue for which there was no room
         self._arrived = False  # there are more now
         self._freed = False  # a request has ended since upstream last looked for room
+        self._delay = PrefillDelay()
+        self._put_off = 0  # the next prefill, for so many steps
+        self._looked_at = 0  # the step after which `look` was called last
 
     def begin(self) -> None:
         """Report that steps are launched next. All requests that can start have started."""
         self._left, self._freed = self._channel.queued(), False
+        self._delay.restart()
+        self._put_off = self._looked_at = 0
 
     def most_steps(self) -> int | None:
         """How many steps may run until the next step boundary. None: any number."""
@@ -56,15 +70,31 @@ class Admission:
         """Report that a request has ended, so that there is more room."""
         self._freed = True
 
-    def look(self) -> None:
-        """Read the length of the pool's queue."""
-        queued = self._channel.queued()
+    def look(self, in_flight: StepsInFlight) -> None:
+        """Read the length of the pool's queue. Decide how long the next prefill is put off."""
+        channel, batch = self._channel, in_flight.batch
+        queued = channel.queued()
         self._arrived = queued > self._left
         self._left = min(queued, self._left)
+        running = len(batch.active)
+        free = self._scheduler.max_running_requests - running
+        self._delay.ran(batch.steps - self._looked_at, free=free)
+        self._looked_at = batch.steps
+        self._put_off = 0
+        if not batch.streamed:  # the caller of a stream waits for its first token
+            self._put_off = self._delay.left(
+                waiting=channel.queue.share() + len(self._scheduler.waiting_queue),
+                free=free,
+                running=running,
+                length=self._pace.length,
+                ahead=in_flight.steps,
+            )
 
     @property
     def wanted(self) -> bool:
-        """Whether requests wait that may find room."""
+        """Whether requests wait that may find room now."""
+        if self._put_off:
+            return False
         return self._arrived or (self._freed and bool(self._scheduler.waiting_queue))
 
     @property
@@ -74,10 +104,14 @@ class Admission:
         return scorer.has_prompts and (self._freed or not scorer.waits_for_room)
 
     @property
-    def nobody_waits(self) -> bool:
-        """Whether no request and no prompt waits, with room or without."""
+    def unnoticed(self) -> int:
+        """How many steps a launch may have before a request or a prompt waits longer for it."""
+        if self._scorer.has_prompts:
+            return 1
+        if self._put_off:
+            return self._put_off
         waits = self._scheduler.waiting_queue or len(self._channel.queue)
-        return not (waits or self._scorer.has_prompts)
+        return 1 if waits else self._channel.max_decode_steps
 
     def admit(
         self, in_flight: StepsInFlight, launch_next: Callable[[StepsInFlight], object]
@@ -100,14 +134,19 @@ class Admission:
             return True
         running = scheduler.running_batch
         drop_ended(running)
-        if running.is_empty() or len(waiting) > in_flight.room or not self._may_join(waiting):
+        fit = self._fit_one_prefill(waiting)
+        if running.is_empty() or len(waiting) > in_flight.room or not fit:
             return False
+        # The others come next: they are not cut into chunks.
+        others, waiting[fit:] = waiting[fit:], []
         batch = scheduler.get_new_batch_prefill()
+        scheduler.waiting_queue += others
         if batch is None:
             # The KV cache is full, perhaps with pages that were allocated ahead. Upstream would
             # not look again before a request has ended.
             running.reqs_info[0].batch_is_full = False
             return False
+        self._delay.restart()
         self._channel.steps += 1
         self._freed = bool(scheduler.waiting_queue)  # try the others again after a step
         assert self._prefills is not None
@@ -138,13 +177,13 @@ class Admission:
         yield
         self._scheduler.cur_batch = decoding
 
-    def _may_join(self, reqs: Sequence[Req]) -> bool:
-        """Whether one prefill can compute all these prompts. Upstream counts whole pages."""
+    def _fit_one_prefill(self, reqs: Sequence[Req]) -> int:
+        """How many of these prompts one prefill can compute. Upstream counts whole pages."""
         args, page = self._scheduler.server_args, self._scheduler.page_size
-        lengths = (len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
-        tokens = sum(-(-length // page) * page for length in lengths)
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
-        return tokens <= min(limit for limit in limits if limit and limit > 0)
+        lengths = (len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
+        ends = np.cumsum([-(-length // page) * page for length in lengths])
+        return int((ends <= min(limit for limit in limits if limit and limit > 0)).sum())
 
     def _in_chunks(self) -> list[Req]:
         """The request that is prefilled in chunks, if there is one."""

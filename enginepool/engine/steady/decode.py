@@ -62,8 +62,8 @@ class SteadyDecode:
         self._scheduler, self._channel = scheduler, channel
         self._device_wait = device_wait
         self.program, self.prefill = program, prefill
-        self.admission = Admission(scheduler, channel, scorer, prefill)
         self._pace = Pace(channel.max_decode_steps)
+        self.admission = Admission(scheduler, channel, scorer, prefill, self._pace)
         self._read_at: float | None = None  # when the last output was read, in this run
 
     def ahead(self) -> list[Callable[[], None]]:
@@ -178,7 +178,7 @@ class SteadyDecode:
         if self._channel.single_stepping.on:
             return 1
         busy = behind_prefill or in_flight.batch.streamed
-        return self._pace.steps(calm=not busy and self.admission.nobody_waits)
+        return self._pace.steps(unnoticed=1 if busy else self.admission.unnoticed)
 
     # Reading
 
@@ -244,7 +244,7 @@ class SteadyDecode:
         """Admit requests that wait. Launch no more if something needs a step boundary."""
         channel, admission = self._channel, self.admission
         channel.single_stepping.in_flight(in_flight.steps)
-        admission.look()
+        admission.look(in_flight)
         may_admit = in_flight.prefill is None and admission.wanted
         if (
             channel.has_jobs()

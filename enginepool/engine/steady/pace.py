@@ -22,28 +22,31 @@ class Pace:
 
     - A launch has one step, unless the device was idle when earlier launches came. Then the device
       waits for the host, and launches have as many steps as they may.
-    - While nobody streams and nobody waits, a launch has as many steps as take about 40 ms. The
-      host then has time for other threads.
+    - While nobody notices, a launch has as many steps as take about 40 ms. The host then has time
+      for other threads. A request that streams or waits notices.
     - A launch has few steps where outputs are short.
+
+    Attributes:
+        length: Tokens of an output, on average. None: no output has ended.
     """
 
     def __init__(self, most: int) -> None:
         self._steps, self._most = 1, most
         self._seen = self._idle = 0
-        self._length: float | None = None  # of outputs, on average
+        self.length: float | None = None
         self._seconds: float | None = None  # of steps, on average
 
-    def steps(self, *, calm: bool) -> int:
+    def steps(self, *, unnoticed: int) -> int:
         """How many steps the next launch has at most.
 
         Args:
-            calm: Nobody streams and nobody waits.
+            unnoticed: How many steps it may have before somebody notices.
         """
         steps = self._steps
-        if steps == 1 and calm and self._seconds:
-            steps = min(self._most, round(_PATIENCE / self._seconds))
-        if self._length is not None:
-            steps = min(steps, int(self._length / _SHARE))
+        if steps == 1 and self._seconds:
+            steps = min(self._most, unnoticed, round(_PATIENCE / self._seconds))
+        if self.length is not None:
+            steps = min(steps, int(self.length / _SHARE))
         return max(1, steps)
 
     def took(self, seconds: float) -> None:
@@ -53,8 +56,8 @@ class Pace:
 
     def ended(self, tokens: int) -> None:
         """Report the length of an output that has ended."""
-        before = tokens if self._length is None else self._length
-        self._length = before + (tokens - before) / _OUTPUTS
+        before = tokens if self.length is None else self.length
+        self.length = before + (tokens - before) / _OUTPUTS
 
     def launched(self, *, idle: bool) -> None:
         """Report a launch, and whether it found the device idle."""

@@ -1,0 +1,51 @@
+"""How long a prefill is put off, so that more requests share it."""
+
+from __future__ import annotations
+
+# The most steps that a prefill is put off.
+_STEPS = 32
+
+
+class PrefillDelay:
+    """Puts the prefills of one engine off. Used on the engine's thread.
+
+    A prefill costs every running request a step. A step without a prefill costs every free row one.
+    So a prefill is due when the free rows have lost as many steps as there are running requests:
+    then the sum of both is smallest (F. W. Harris, 1913, on the size of orders). A prefill is put
+    off only while more requests wait than there are free rows, and only if two outputs often end
+    within the time that it is worth: an output ends every `length / running` steps, and a free row
+    is worth `running` steps.
+    """
+
+    def __init__(self) -> None:
+        self._lost = self._steps = 0  # since there are free rows
+
+    def restart(self) -> None:
+        """Report a prefill."""
+        self._lost = self._steps = 0
+
+    def ran(self, steps: int, *, free: int) -> None:
+        """Report that steps have run while so many rows were free."""
+        if free:
+            self._lost, self._steps = self._lost + free * steps, self._steps + steps
+        else:
+            self.restart()
+
+    def left(
+        self, *, waiting: int, free: int, running: int, length: float | None, ahead: int
+    ) -> int:
+        """How many more steps the next prefill is put off. 0: it is due.
+
+        Args:
+            waiting: How many requests wait for this engine.
+            free: How many more requests could run.
+            running: How many run.
+            length: Tokens of an output, on average. None: that is not known yet.
+            ahead: How many steps are in flight. A prefill runs behind them.
+        """
+        if waiting <= free or length is None or running**2 <= length:
+            return 0
+        if not free:
+            return min(running, _STEPS)
+        lost = self._lost + free * ahead
+        return max(0, min(-((lost - running) // free), _STEPS - self._steps - ahead))
