@@ -23,6 +23,7 @@ from tests.support.steady import (
     ask,
     ask_without_flush,
     decoding,
+    joins,
     several_at_once,
 )
 
@@ -113,12 +114,16 @@ def cut(result: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("given", [0, 5])
-def test_a_request_that_is_prefilled_in_part_does_not_join(
-    paged: EnginePool, given: int, monkeypatch: pytest.MonkeyPatch
+def test_requests_that_do_not_fit_one_prefill(
+    paged: EnginePool, size: int, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a new request nor one that resumes with outputs."""
+    """New requests, or requests that resume with outputs. Upstream would cut the last. It comes
+    with the next prefill, and each joins the steps in flight."""
     late = prompts_of([length - given for length in LENGTHS])
-    assert ask_late(paged, late, monkeypatch, given) == []
+    with joins() as counts:
+        assert ask_late(paged, late, monkeypatch, given) == []
+    alone = [1] * (len(FIRST) + len(late))
+    assert counts == [*alone, len(FIRST), *([2] if size == 1 else [1, 1])]
 
 
 def test_upstream_has_the_last_word(paged: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
