@@ -124,10 +124,10 @@ def apply(patches: Sequence[Patch] | None = None) -> list[Patch]:
 
 
 def revert(patches: Sequence[Patch] | None = None) -> None:
-    """Put back the very objects that upstream had, the patch applied last first.
+    """Put back the very objects that upstream had. The patch that was applied last goes first.
 
     Args:
-        patches: By default all. Those that are not applied are passed over.
+        patches: By default all. Patches that are not applied are skipped.
 
     Raises:
         PatchError: Someone replaced a target again. That patch and those before it stay.

@@ -55,8 +55,8 @@ def _preserved() -> Iterator[None]:
 
 
 def _signal_handler_installer() -> Any:
-    """Where JAX's test utilities find what installs a native signal handler. A JAX without that
-    place is left alone."""
+    """The module whose `install_failure_signal_handler` JAX's test utilities call. A stand-in if
+    this JAX has no such module."""
     try:
         util = importlib.import_module("jax._src.util")
     except ImportError:

@@ -122,7 +122,7 @@ class Patch:
         probe: Takes the originals of `replaced`, in order. Tells whether they have the defect.
             Must not start a JAX backend.
         prepare: Called once when the patch is applied. A revert does not undo it.
-        concerns: The targets in the table, of a patch that replaces nothing.
+        concerns: For a patch that replaces nothing: its targets in the table.
         optimisation: Without it nothing is wrong, only slow.
     """
 

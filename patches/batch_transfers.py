@@ -7,7 +7,7 @@ Why: `device_array` calls `jax.make_array_from_callback` for each array. It chec
 sharding again at every step, which takes three times as long as the transfer.
 
 What we change: The result of JAX's checks is kept for each shape, dtype and sharding. From the
-second time on, an array goes directly to `batched_device_put`, with which JAX's own path ends too.
+second time on, an array goes directly to `batched_device_put`. JAX's own path ends there, too.
 This applies only to arrays that are replicated over an engine's devices.
 
 Remove when: Upstream sends a batch's arrays together, or JAX's own way costs no more.

@@ -2,8 +2,8 @@
 
 What breaks: Ray cannot read errors (`Unpacker` does not know `strict_map_key`). A call that should
 end with a lost host's error ends with a `DeserializationError`.
-Why: sglang-jax needs `msgpack-python`, whose last version, 0.5.6, has the module of `msgpack`. The
-package that is installed last wins.
+Why: sglang-jax needs `msgpack-python`. Its last version, 0.5.6, installs a module with the name
+`msgpack`, as the package `msgpack` does. The package that is installed last wins.
 Remove when: sglang-jax asks for `msgpack`.
 """
 

@@ -1,7 +1,7 @@
 """Rotary frequencies are not rounded to the model's dtype.
 
-What breaks: In bfloat16, sglang-jax 0.0.3rc99 computes rotary angles from frequencies of eight
-bits. At position 1000 an angle is off by up to two radians.
+What breaks: In bfloat16, sglang-jax 0.0.3rc99 computes rotary angles from frequencies with eight
+significant bits. At position 1000 an angle is off by up to two radians.
 
 Why: The forward casts the frequencies to the embedding's `dtype` before it multiplies them by the
 positions. Later versions cast the cosines and sines instead.

@@ -8,7 +8,7 @@ Why: `Req._check_str_based_finish` decodes only the last tokens: as many as the 
 the longest stop string, and one more. `Req.check_finished` looks at the length first and returns.
 
 What we change: A request with stop strings keeps the end of its text, as far as a stop string may
-begin there. Each token is decoded once, behind the tokens that its text depends on. Bytes of an
+begin there. Each token is decoded once, after the tokens that its text depends on. Bytes of an
 incomplete character wait for the rest. The text with special tokens is searched, and also the text
 without them if the caller gets that. The stop string that is complete first counts. If several end
 at the same character, the longest counts. In outputs that a request had before it resumed, only a

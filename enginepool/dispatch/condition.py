@@ -1,4 +1,4 @@
-"""The condition of each engine, and the state that all engines should have: one object each."""
+"""`EngineCondition`: the condition of one engine. `DesiredState`: what all engines should have."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class EngineState(Enum):
     PAUSED = "paused"
     UNLOADED = "unloaded"  # it has no weights; the next update_weights brings them
     QUARANTINED = "quarantined"  # a step failed; it gets no requests
-    RESETTING = "resetting"  # its scheduler state and KV cache are made anew
-    REBUILDING = "rebuilding"  # all of it is made anew
+    RESETTING = "resetting"  # its scheduler state and KV cache are replaced
+    REBUILDING = "rebuilding"  # the whole engine is built again
     ABANDONED = "abandoned"  # a step does not return
     CLOSED = "closed"
 
 
 @dataclass
 class DesiredState:
-    """The state that every engine of a pool should have. An engine that recovers is brought to it.
+    """The state that every engine of a pool should have. A recovering engine is brought to it.
 
     A thread that holds the `SteeringLock` writes it. Any thread may read it.
 

@@ -121,8 +121,8 @@ class Dispatch:
         """Check that the caller may wait for outputs.
 
         Raises:
-            InvalidRequest: The caller is the iterator that `update_weights` reads, and no engine
-                that may run the call takes a step until it returns.
+            InvalidRequest: The caller runs inside the iterator that `update_weights` reads. No
+                engine that may run the call takes a step until `update_weights` returns.
         """
         if (outer := self._steering.inside()) is None:
             return
@@ -164,7 +164,7 @@ class Dispatch:
         return [r for call in calls for r in call.requests if r.finish_reason is None]
 
     def resume(self, requests: Iterable[Request]) -> None:
-        """Queue requests again that were taken from an engine."""
+        """Put requests that were taken from an engine back into the queue."""
         again = []
         for request in requests:
             if request.abort_reason is not None:
@@ -218,7 +218,7 @@ class Dispatch:
                 self._calls.discard(request.call)
 
     def will_be_served(self, pinned_to: int | None) -> bool:
-        """Whether an engine serves, or will serve, that may run such a request."""
+        """Whether an engine that may run such a request serves or will serve."""
         engines = self.engines if pinned_to is None else [self.engines[pinned_to]]
         return any(engine.condition.will_serve for engine in engines)
 

@@ -14,7 +14,7 @@ class FaultHistory:
     Attributes:
         reasons: Why each engine failed, by engine index.
         count: How many failures in a row it was part of, without an output token in between.
-        runs_alone: Whether no other request may run beside it, because it may make engines fail.
+        runs_alone: Whether it must run without other requests, because it may make engines fail.
         starts_alone: Whether its prompt must be prefilled alone. It was in a step that gave NaN or
             infinity, and it has had no finite numbers since.
         nonfinite_under: The update of weights under which its own numbers were not finite.
@@ -64,7 +64,7 @@ class FaultHistory:
 
     def may_run_on(self, engine_index: int, serving: AbstractSet[int]) -> bool:
         """Whether an engine may run the request. An engine that failed while it held the request
-        may run it only if every serving engine failed so."""
+        may run it only if every serving engine has failed while it held the request."""
         return engine_index not in self.reasons or self.reasons.keys() >= serving
 
     def __str__(self) -> str:

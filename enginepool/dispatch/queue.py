@@ -47,7 +47,7 @@ class RequestQueue:
         return [self._alone, self._resumed, self._fresh, *self._pinned.values()]
 
     def attach(self, engine_index: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
-        """Register a serving engine. It must call `take` right after.
+        """Register a serving engine. The engine must call `take` right after.
 
         Args:
             load: Says how many requests the engine holds.
@@ -55,8 +55,8 @@ class RequestQueue:
         """
         with self._lock:
             self._engines[engine_index] = (load, wake)
-            # A request in `_alone` may have failed on every engine but this one. If another engine
-            # has reserved it, that engine may not run it, and this one could not take it.
+            # A request in `_alone` may have failed on every engine but this one. An engine that has
+            # reserved it may then not run it, and its reservation would keep this engine from it.
             self._reserved.clear()
 
     def detach(self, engine_index: int) -> None:
@@ -247,7 +247,7 @@ class RequestQueue:
     ) -> list[Request] | None:
         """Take a request that must run or start alone.
 
-        Returns an empty list while the engine must first finish others, and None if no such
+        Returns an empty list while the engine must first finish others. Returns None if no such
         request is for this engine.
         """
         for request in self._alone.values():

@@ -32,10 +32,10 @@ class Decision:
     """The decision about an engine that failed.
 
     Attributes:
-        action: "reset": make the scheduler's state and the KV cache anew, in milliseconds.
-            "rebuild": make the whole engine anew. "stay out": do nothing.
+        action: "reset": replace the scheduler's state and the KV cache, in milliseconds.
+            "rebuild": build the whole engine again. "stay out": do nothing.
         delay: Seconds to wait before the action.
-        attempt: Which recovery it is in this row of failures, from 1.
+        attempt: The number of this recovery in the row of failures, from 1.
         why: Why it stays out, if there is a reason other than its failure.
     """
 
@@ -51,10 +51,10 @@ class EngineHistory:
 
     Attributes:
         failures: How many failures in a row there were within `WINDOW_SECONDS`, this one included.
-            Numbers that are not finite do not count, since a request may cause them.
+            A failure by non-finite numbers does not count, since a request may cause it.
         not_made_anew: Whether the latest failure was a failed reset or rebuild.
-        weights_broken: Whether a request that was alone and got no finite numbers on this engine
-            later got finite ones on another engine.
+        weights_broken: Whether the engine's weights are the likely fault: a request that was alone
+            got no finite numbers on this engine, and later got finite ones on another engine.
         no_answer: The device that does not answer any more, and why. None if all answer.
     """
 

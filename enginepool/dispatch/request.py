@@ -88,7 +88,7 @@ class Request:
     return_routed_experts: bool = False
     stream: bool = False
     extra_key: str | None = None
-    adapter: Adapter | None = None  # that it runs under; None: the base alone
+    adapter: Adapter | None = None  # the adapter that it runs under; None: the base alone
     pinned_to: int | None = None  # the only engine that may run it
     scoring: Scoring | None = None  # the prompt scores that are wanted
     grammar: Grammar | None = None  # the grammar of its output
@@ -104,7 +104,7 @@ class Request:
     kept: list[Kept] = field(default_factory=list)  # by token, with `return_sampling_mask`
     experts: RoutedTokens | None = None  # of its positions, if engines return them
     weight_versions: list[list[Any]] = field(default_factory=list)
-    lora_versions: list[list[Any]] = field(default_factory=list)  # likewise, of its adapter
+    lora_versions: list[list[Any]] = field(default_factory=list)  # the same for its adapter
     prompt_weight_versions: list[int | str] = field(default_factory=list)
     cached_tokens: int | None = None
     scored: Scored | None = None  # the result of `scoring`
@@ -136,7 +136,7 @@ class Request:
 
     @property
     def wants_more(self) -> bool:
-        """Whether it wants more of each token than its id and its log-probability."""
+        """Whether it wants more values per token than the id and the log-probability."""
         return bool(self.top_logprobs_num or self.named_ids or self.return_sampling_mask)
 
     @property
@@ -171,7 +171,7 @@ class Request:
 
 def _extend(spans: list[list[Any]], given: int, count: int, version: int | str) -> None:
     """Extend an output's spans [start, end, version] to `count` tokens, with this version. The
-    first `given` tokens came with the request, and the last of these may have no span."""
+    first `given` tokens came with the request. The last of these tokens may have no span."""
     while spans and spans[-1][0] >= count:
         spans.pop()
     end = spans[-1][1] if spans else 0

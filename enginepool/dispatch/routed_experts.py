@@ -30,7 +30,7 @@ class Routing:
 
 class RoutedTokens:
     """The experts of a request's tokens, from its first position on. A request that resumes has its
-    tokens computed again. Their experts stay those of the first time.
+    tokens computed again. The experts of the first computation stay.
 
     Attributes:
         count: The number of positions whose experts are known.

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 
 from enginepool.errors import InvalidRequest
 
-# The turns (of the locks of all pools) that the running code holds. A context variable, because a
-# call may go to an event loop or, with anyio, to another thread.
+# The locks, of all pools, that the running code holds. This is a context variable, because a call
+# may go to an event loop or, with anyio, to another thread.
 _inside: ContextVar[tuple[_Turn, ...]] = ContextVar("_inside", default=())
 
 

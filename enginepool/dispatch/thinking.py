@@ -13,7 +13,7 @@ class Thinking:
 
     Attributes:
         begin_ids: The ids of the mark before the thinking.
-        end: The text of the mark behind it. A model may spell it with any tokens.
+        end: The text of the mark after the thinking. A model may spell this mark with any tokens.
         begun: Whether the output begins inside the thinking. Otherwise it begins with the mark, or
             it has no thinking.
         token_text: Returns the text of a token.
@@ -43,11 +43,12 @@ class Thought:
     def take(self, token: int, *, fits_answer: bool) -> str | None:
         """Take the next token.
 
-        Returns the part of its text that belongs to the answer: what follows the end mark, an
-        empty string while the thinking goes on. None if the whole token belongs to the answer.
-
         Args:
             fits_answer: Whether an answer may begin with the token.
+
+        Returns:
+            The part of the token's text that follows the end mark. It is empty while the thinking
+            goes on. None if the whole token belongs to the answer.
         """
         if self.state == "may begin":
             self.state = "is over" if fits_answer else "goes on"

@@ -216,7 +216,7 @@ class AdapterSlots:
 
     @staticmethod
     def fill(batch: Any, rows: Sequence[tuple[int, float]], lengths: Any) -> None:
-        """`prepare`, where the slot and the scale of each row are known.
+        """Do what `prepare` does, for rows whose slots and scales are known.
 
         Args:
             lengths: How many tokens each row has. None: each has one.
@@ -239,7 +239,8 @@ def _of_one_slot(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _with(leaf: jax.Array, layers: Sequence[jax.Array], slot: jax.Array) -> jax.Array:
-    """Write the layers one after the other. XLA then writes in place and makes no array of all."""
+    """Write the layers one after the other. XLA then writes in place, without an array of all
+    layers."""
     for index, one in enumerate(layers):
         where = index, slot, *(0,) * one.ndim
         leaf = jax.lax.dynamic_update_slice(leaf, one[None, None], where)

@@ -10,8 +10,8 @@ that lives as long as the process.
 Remove when: An Engine takes a scheduler that its caller runs, and gives back what it holds.
 
 None of that is needed when the scheduler runs on a thread of ours. So the object is made without
-`__init__`, and gets the attributes that its methods read; a test compares these with what upstream
-sets. The cache is cleared if this upstream has it.
+`__init__`, and gets the attributes that its methods read. A test compares these with the attributes
+that upstream sets. The cache of zero penalties is cleared if this upstream has it.
 
 Functions import sgl_jax when they are called: its import has side effects, and the patches must
 come first.
@@ -233,7 +233,7 @@ def _check_pages(args: ServerArgs) -> None:
     What breaks: With pages of several tokens 0.0.3rc99 answers wrongly.
     Why: Its native attention mistakes the tail of one request's last page for the next request of
     the batch.
-    Remove when: No such version is supported; one that knows pages takes `page_size`.
+    Remove when: Every supported version knows pages: its `forward_attention` takes `page_size`.
     """
     from sgl_jax.srt.layers.attention import native_backend
 

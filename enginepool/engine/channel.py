@@ -36,7 +36,7 @@ class Channel:
     Attributes:
         condition: What the engine may do. It is read before every step.
         running: The requests that the engine has.
-        adapters: The pool's.
+        adapters: The pool's adapters.
         max_decode_steps: How many decode steps one launch may have.
         single_stepping: Whether the engine launches one step at a time, so that it can stop at the
             same time as other engines.
@@ -291,7 +291,8 @@ class Channel:
             if request is None:
                 continue
             if self.condition.paused and request.abort_reason is not None:
-                # A paused engine takes no step that would end it. Its caller should not wait.
+                # A paused engine takes no step, and a step would end the request. Its caller should
+                # not wait for that.
                 self.running.take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)
             scheduler.abort(internal_rid)

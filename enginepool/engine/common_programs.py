@@ -55,8 +55,8 @@ class CommonPrograms:
             return made
 
     def split(self, module: Any) -> tuple[Any, Any]:
-        """`nnx.split` into a definition that names no device, shared by engines, and the module's
-        own state."""
+        """Split a module by `nnx.split`. The definition names no device, and engines share it. The
+        state is the module's own."""
         from flax import nnx  # not with the package: it takes a second
 
         with _without_devices(module):
@@ -126,7 +126,7 @@ class OnAnyDevice:
 
 @jax.tree_util.register_pytree_node_class
 class WithoutDevices:
-    """Wraps an object that a program gets. Inside the program it is that object again, on an
+    """Wraps an object that is an argument of a program. The program gets the object itself, on an
     abstract mesh."""
 
     def __init__(self, whole: Any) -> None:

@@ -80,8 +80,8 @@ def _assign(model_config: ModelConfig, config: Any) -> None:
 
 
 def check_made(server_args: ServerArgs) -> None:
-    """Check that the model that this thread has just made has read every field of its configuration
-    that matters. Called before the weights are read.
+    """Check the model that this thread has just made: it must have read every field of its
+    configuration that matters. Called before the weights are read.
 
     Raises:
         InvalidConfig: The model has not read a field. The error names it.

@@ -216,8 +216,8 @@ def _compile_and_load(
 
 
 def _host_caches(backend: Any) -> bool:
-    """Whether JAX would write the executable to the host's persistent cache. If this cache loaded
-    the executable, it cannot be serialized again: the copy would lack functions and could not run.
+    """Whether JAX would write the executable to the host's persistent cache. An executable that was
+    loaded from there cannot be serialized again: the copy would lack functions and could not run.
 
     JAX keeps the cache that it first used, whatever its configuration says later.
     """

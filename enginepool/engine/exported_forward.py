@@ -80,7 +80,7 @@ class ExportedForward:
         self._program = jax.jit(self._logits)
 
     def probe(self) -> None:
-        """Trace it and its gradient once.
+        """Trace the forward and its gradient once.
 
         Raises:
             InvalidConfig: The model needs more than attention over one sequence, or JAX cannot
@@ -109,7 +109,8 @@ class ExportedForward:
         Args:
             params: The parameters by Hugging Face name, of any float dtype.
             input_ids: [B, T] int32.
-            mask: [B, T], true at a row's tokens, which have no gap. None: padding is on the right.
+            mask: [B, T], true at a row's tokens, which are contiguous. None: padding is on the
+                right.
 
         Returns:
             Logits of the next token at every position, [B, T, V].

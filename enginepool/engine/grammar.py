@@ -27,7 +27,7 @@ from enginepool.process.upstream import expect
 
 _ALL = np.uint32((1 << 32) - 1)
 
-# Seconds that a request's masks may take for each token, and seconds that it has besides. All
+# The seconds that a request's masks may take: this many per token, plus this many per request. All
 # requests of an engine wait meanwhile. Most masks take a tenth of a millisecond.
 _A_TOKEN = 0.003
 _IN_ADVANCE = 0.5
@@ -97,7 +97,7 @@ class RequestGrammar:
         return open_mask(vocab_size, batch_size)
 
     def fill_vocab_mask(self, vocab_mask: np.ndarray, idx: int) -> None:
-        """Fill in which tokens may come next. There is always one: without any, sampling is
+        """Fill in which tokens may come next. At least one may, because sampling from none is
         undefined."""
         row = vocab_mask[idx].view(np.uint32)
         if self._thought is not None and self._thought.state == "goes on" and not self.failure:

@@ -47,7 +47,7 @@ class KVCache:
         return bool(self._dropped)
 
     def describe(self) -> dict[str, Any]:
-        """Describe the buffers, or, if they are dropped, those before."""
+        """Describe the buffers. If they are dropped, describe them as they were before."""
         specs = [spec for *_, spec in self._dropped] or [spec_of(b) for *_, b in self._buffers()]
         return {
             "kv_pool_type": type(self._runner.token_to_kv_pool).__name__,

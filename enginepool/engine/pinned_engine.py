@@ -27,12 +27,12 @@ class PinnedEngine:
     """An engine as other threads see it.
 
     Attributes:
-        index: Which of the pool's engines it is.
+        index: The engine's index in the pool.
         condition: What the engine does, and what it may do.
         channel: The way into the engine.
         assembly: Makes upstream's Engine, and holds it.
         queue: The pool's queue.
-        kept: The engine's weights while it is rebuilt with them, and until it serves again.
+        kept: The engine's own weights, kept while it is rebuilt with them, until it serves again.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class PinnedEngine:
         self.condition.go_on(reason)
 
     def drain(self, on: bool) -> None:
-        """As a job: the engine only finishes what has begun, or takes new requests again."""
+        """As a job. With `on`, the engine only finishes requests that have begun. Without, it takes
+        new requests again."""
         self.condition.draining = on
 
     def replace_weights(

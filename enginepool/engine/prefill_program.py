@@ -3,9 +3,9 @@
 Reaches into upstream's model runner and compilation manager. `steady/prefill_step.py` implements it
 for steady decode, `upstream_prefill.py` for upstream's steps.
 
-What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions. A
-long prompt has no memory for them. They compile new programs while the engine serves, and cannot be
-mixed with requests that do not ask for them.
+What breaks: Upstream's own log-probabilities of prompts materialise the logits of all positions.
+Those of a long prompt do not fit in memory. Upstream compiles new programs for them while the
+engine serves, and cannot mix such requests with requests that do not ask for them.
 Why: Upstream computes them in the same batch that samples.
 Remove when: Upstream computes them a slice at a time, whatever else is in the batch. A model is not
 scored if it has no logits processor, or if upstream makes no extend batch for it. The error of the
@@ -41,7 +41,7 @@ class PrefillPiece:
 
     Attributes:
         slots: The KV cache's slots for prefix and piece, in whole pages.
-        targets: The ids that follow the last tokens of the piece, one each.
+        targets: For each of the last tokens of the piece: the id that follows it.
         named: Ids whose log-probabilities are wanted beside each target's.
         adapter: The adapter that it is computed with, if any.
     """
@@ -56,8 +56,8 @@ class PrefillPiece:
 
 @dataclass(frozen=True)
 class Values:
-    """The results for one piece, one row a target. The most probable tokens and named ones are
-    there only if they were asked for."""
+    """The results for one piece, one row per target. The values of the most probable tokens and of
+    named tokens are None if no piece of the run asked for them."""
 
     logprobs: np.ndarray
     top_values: np.ndarray | None
@@ -92,8 +92,8 @@ class PrefillProgram:
             self._nothing = {bucket: self._wanted(bucket, [], False) for bucket in self.buckets}
 
     def compile(self, next_bucket: Callable[[], None]) -> None:
-        """Compile every program, before the engine serves: prefill one token, into the KV cache's
-        first page.
+        """Compile every program before the engine serves. Each run prefills one token, into the KV
+        cache's first page.
 
         Args:
             next_bucket: Called before each bucket.

@@ -53,7 +53,7 @@ def evict_more(tree_cache: Any, tokens: int) -> None:
 
 
 def cached_prefix(scheduler: Scheduler, ids: list[int], namespace: str | None) -> int:
-    """How many of a prompt's first tokens the cache has, as far as routing needs to know."""
+    """How many of a prompt's first tokens the cache has. Counts no further than routing needs."""
     page = scheduler.page_size
     enough = -(-MIN_SHARED_PREFIX // page) * page
     key: Any = RadixKey(ids[: min(enough, len(ids) - 1)], namespace, 0)

@@ -110,7 +110,7 @@ class Recovery:
         )
 
     def _sort_out(self, engine: PinnedEngine, requests: Sequence[Request]) -> list[Request]:
-        """End the requests of a failed engine that cannot go on; returns the others."""
+        """End those requests of a failed engine that cannot go on. Returns the others."""
         movable = []
         for request in requests:
             faults = request.faults

@@ -4,8 +4,8 @@ Reaches into upstream's models: the layers' `self_attn.rotary_emb`.
 
 What breaks: Wrong frequencies go unnoticed: outputs stay plausible, but the trainer's policy is
 another one.
-Why: Upstream ignores a setting that it does not know, or reads it and uses another. Known cases are
-repaired in `patches/`; this finds the next one.
+Why: Upstream ignores a setting that it does not know, or reads a setting and computes with another.
+Known cases are repaired in `patches/`. This check finds the next case.
 Remove when: Never. If upstream's models have other parts, the log says that they are not checked.
 """
 

@@ -2,7 +2,7 @@
 
 Reaches into upstream's model runner, scheduler and prefix cache: their methods are wrapped.
 
-What breaks: Upstream's capturer is one for the process, so several engines write into one buffer.
+What breaks: Upstream has one capturer per process, so several engines write into one buffer.
 A thread polls it, and a request waits with sleeps. Steady decode does not call it.
 Why: It expects one engine a process.
 Remove when: A step returns the experts of its batch with its tokens.
@@ -150,7 +150,8 @@ class RoutedExperts:
         tokens.stored = start + len(rows)
 
     def _store(self, req: Req) -> None:
-        """Store the experts that steady decode has added. Others may find the KV cache of these."""
+        """Store the experts that steady decode has added. Other requests may find the KV cache of
+        these tokens."""
         tokens = None if req.req_pool_idx is None else self.tokens_of(req)
         if tokens is not None and (end := min(req.kv_committed_len, tokens.count)) > tokens.stored:
             slots = self._slots(req, tokens.stored, end)

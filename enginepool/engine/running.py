@@ -174,7 +174,7 @@ class RunningRequests:
         request.call.finish(request, reason)
 
     def deliver_scored(self, request: Request) -> None:
-        """Hand a request that was only to be scored to its caller."""
+        """Hand a scored request, which generates nothing, to its caller."""
         assert request.scored is not None
         with self.lock:
             if self.held.pop(request.internal_rid, None) is None:
@@ -221,7 +221,7 @@ class RunningRequests:
                 req = request.req
                 finished = req is not None and req.finished()
                 self.take_over(request)
-                # Not if the step that finished it failed half way.
+                # If the step that finished it failed half way, it is not delivered.
                 if req is not None and finished and len(request.output_ids) == len(req.output_ids):
                     self.deliver(request, req)
             requests, self.held = list(self.held.values()), {}
@@ -249,8 +249,8 @@ class RunningRequests:
 
 
 def finish_reason(req: Req, reason: dict[str, Any]) -> dict[str, Any]:
-    """The reason why a request ended. If its grammar could not go on, it was aborted, although
-    upstream says that it stopped."""
+    """The reason why a request ended. If its grammar allowed no further token, the reason is
+    "abort". Upstream's reason is "stop" then."""
     grammar: RequestGrammar | None = req.grammar
     if reason.get("type") != "stop" or grammar is None or grammar.failure is None:
         return reason

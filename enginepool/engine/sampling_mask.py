@@ -33,10 +33,10 @@ def find_kept(logprobs: jax.Array, params: Any, ids: jax.Array, width: int) -> j
     """Inside a program, of replicated arrays: the kept ids of every row. `kept_of` reads a row.
 
     Args:
-        logprobs: By row, by id: those that are reported.
+        logprobs: By row, by id: the log-probabilities that are reported.
         params: An object with `top_ks`, `top_ps` and `min_ps`, by row.
-        ids: By row: the sampled id. It is always kept. Where a sum of probabilities is `top_p`
-            itself, rounding may decide otherwise here than in the sampler.
+        ids: By row: the sampled id. It is always kept. If a sum of probabilities equals `top_p`,
+            rounding may decide differently here than in the sampler.
         width: How many ids there is room for.
     """
     rows = jnp.arange(len(ids))
@@ -56,8 +56,8 @@ def find_kept(logprobs: jax.Array, params: Any, ids: jax.Array, width: int) -> j
 
 
 def _filtered(left: jax.Array, params: Any) -> jax.Array:
-    """What top-k and top-p leave. Each reads all rows 32 times, so each runs only where some row
-    has it."""
+    """What top-k and top-p leave. Each of the two filters reads all rows 32 times. So each runs
+    only if a row uses it."""
     some_k = ((params.top_ks > 1) & (params.top_ks < left.shape[1])).any()
     some_p = (params.top_ps < 1).any()
     top_ps = jnp.where(params.top_ps >= 1, _ALL, params.top_ps)

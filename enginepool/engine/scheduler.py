@@ -227,7 +227,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return 0 if waits else self.max_running_requests - load
 
     def prefilling(self) -> bool:
-        """Whether prompts wait to be prefilled or scored, or are partly so."""
+        """Whether a prompt still has tokens to prefill or to score."""
         in_chunks = any(req is not None for req in self.chunked_reqs)
         return bool(self.waiting_queue) or in_chunks or self.scorer.has_prompts
 

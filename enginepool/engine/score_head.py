@@ -15,11 +15,13 @@ from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 if TYPE_CHECKING:
     from sgl_jax.srt.layers.embeddings import Embed
 
-# By target: its log-probability, those of the most probable ids, these ids, and those of named ids.
+# By target: its log-probability, the most probable ids' log-probabilities, these ids, and the named
+# ids' log-probabilities.
 type Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 # Logits (float32, of the whole vocabulary) are computed for a slice of positions at a time. A slice
-# has at most this many bytes, and at most the rows of a full sampling batch; at least 8 positions.
+# has at most this many bytes, and at most the rows of a full sampling batch. It has at least 8
+# positions.
 LOGITS_BYTES = 128 * 2**20
 _LEAST_ROWS = 8
 

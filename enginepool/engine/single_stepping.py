@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-# The most seconds that a swap waits for engines to do so. An engine that needs longer hangs, or its
-# steps are so long that the others wait for it anyway.
+# The most seconds that a swap waits until engines launch one step at a time. An engine that needs
+# longer hangs, or its steps are so long that the others wait for it anyway.
 _PATIENCE = 1.0
 
 

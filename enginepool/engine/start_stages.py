@@ -32,7 +32,8 @@ class StartStages:
         jax_seconds: Seconds in which threads inside `listening` traced, lowered, and compiled or
             loaded programs.
         programs: How many programs they compiled or loaded.
-        bucket, buckets: Which bucket a warm-up compiles for, of how many.
+        bucket, buckets: The number of the bucket that a warm-up compiles for, and how many there
+            are.
     """
 
     def __init__(self, begun: Callable[[str], None] = lambda _: None) -> None:

@@ -21,7 +21,7 @@ def release_all(scheduler: Any) -> None:
     scheduler.waiting_queue = []
     scheduler.chunked_reqs = [None] * len(scheduler.chunked_reqs)
     scheduler.last_batch = scheduler.cur_batch = None
-    # Upstream's flush makes a new one, but keeps one with requests.
+    # Upstream's flush makes a new running batch, unless the old one has requests.
     scheduler.running_batch = None
     flushed, why, _ = scheduler.flush_cache()
     if not flushed:

@@ -59,12 +59,12 @@ class TopLogprobs:
         self._latest = None  # nobody collects it
 
     def begin(self, batch: ScheduleBatch, held: dict[str, Request]) -> None:
-        """The next step is of this batch."""
+        """Report the batch of the next step."""
         self._asking = self.asking(batch, held)
 
     @staticmethod
     def asking(batch: ScheduleBatch, held: dict[str, Request]) -> list[tuple[int, Req, Request]]:
-        """The rows of a batch that want more of each token, and their requests."""
+        """The rows of a batch that want more values per token, and their requests."""
         reqs = [req for info in batch.reqs_info for req in info.reqs or ()]
         return [
             (row, req, request)

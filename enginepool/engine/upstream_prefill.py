@@ -69,7 +69,7 @@ class UpstreamPrefill(PrefillProgram):
         """How the model routes.
 
         Raises:
-            InvalidConfig: That cannot be known.
+            InvalidConfig: The routing cannot be determined.
         """
         if self.refusal is not None:
             raise InvalidConfig(f"enable_return_routed_experts=True: {self.refusal}")
@@ -183,7 +183,8 @@ def _layers_of_experts(
 def _program(vocab_size: int, batch: int, experts: np.dtype | None) -> OnAnyDevice:
     head = partial(ScoreHead, vocab_size=vocab_size, batch=batch)
 
-    # Without the runner: in a cycle its arrays would outlive a closed engine.
+    # This function does not hold the runner. In a reference cycle the runner's arrays would outlive
+    # a closed engine.
     @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["structure"])
     def prefill(
         definition: nnx.GraphDef,

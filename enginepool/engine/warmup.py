@@ -33,7 +33,7 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     """Compile the engine's programs, on its thread. Afterwards serving compiles nothing.
 
     Args:
-        start: Gets every bucket that begins.
+        start: Is told of every bucket that begins.
 
     Raises:
         EnginePoolError: This upstream warms up in another way.

@@ -41,7 +41,8 @@ class EngineWorker(PinnedEngine):
     """A thread pinned to one engine's devices. The thread starts with `start()`.
 
     Attributes:
-        built, warm: Resolve when the engine is built, then warm. They fail with what stopped it.
+        built: Resolves when the engine is built. Fails with the error that stopped it.
+        warm: The same for the warm-up.
         stopping: Set when the thread should end.
     """
 

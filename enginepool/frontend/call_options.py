@@ -14,7 +14,7 @@ Params = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
 
 
 class CallOptions(TypedDict, total=False):
-    """The options of every call that generates. None has the same effect as leaving one out.
+    """The options of every call that generates. The value None is the same as no option.
 
     Attributes:
         input_ids: Token ids instead of text: one prompt, or a list of prompts. Not for `chat`.
@@ -64,7 +64,7 @@ class CallOptions(TypedDict, total=False):
         lora_path: The name of the adapter to generate with, for all prompts or one per prompt. None
             is the base. `meta_info` then has `lora_path`, and in `lora_versions` the spans of the
             adapter's versions, as `weight_versions` has those of the base.
-        timeout: Seconds for the whole call. An output that is not finished then keeps its place
+        timeout: Seconds for the whole call. An output that is not finished by then keeps its place
             in the results, with the tokens that it has and
             `finish_reason {"type": "abort", "err_type": "timeout"}`.
     """

@@ -21,7 +21,7 @@ _TAKEN = {
     **{name: name for name in ("max_new_tokens", "min_new_tokens")},
     "stop_strings": "stop",
 }
-# Fields that change the output of transformers, with the values that do not.
+# Fields that can change the output of transformers, each with the values that change nothing.
 _NOT_COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),

@@ -72,7 +72,8 @@ class InputProcessor:
 
         Args:
             options: As `check_options` returns them. `timeout` is not read.
-            prompt_top_logprobs_num: `top_logprobs_num` for the prompt's tokens. None: the same.
+            prompt_top_logprobs_num: `top_logprobs_num` for the prompt's tokens. None: the value in
+                the options.
             clamp: Cut a `max_new_tokens` that does not fit, instead of refusing it.
             thinking: How the model marks its thinking. A grammar applies to the text after the
                 thinking.

@@ -24,7 +24,7 @@ def experts_file(request: Request, start: int = 0) -> str | None:
     """vLLM's form: base64 of a `.npy` file. None if nothing was computed.
 
     Args:
-        start: The first position, in the prompt. Later ones mean the prompt's end.
+        start: The first position. A position after the prompt counts as the prompt's end.
     """
     if (rows := _rows(request)) is None:
         return None

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-# llguidance expands every item, every remainder of a multiple, and every combination of `allOf`. It
-# compiles nested schemas and references recursively, on the stack.
+# llguidance expands every item, every remainder of `multipleOf`, and every combination of `allOf`.
+# It compiles nested schemas and references recursively, on the stack.
 _MOST_ITEMS = 10_000
 _LARGEST_MULTIPLE = 10_000
 _MOST_WAYS = 1_000

@@ -1,4 +1,4 @@
-"""Structural tags: free text, with JSON by a schema behind each trigger."""
+"""Structural tags: free text, in which JSON that fits a schema follows each trigger."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def _trigger(begin: str, triggers: Sequence[str]) -> str:
 
 
 def _is_special(trigger: str, vocabulary: LLTokenizer) -> bool:
-    """Whether it is a special token. Text never is."""
+    """Whether the trigger is a special token, and not text."""
     ids = vocabulary.tokenize_str(trigger, parse_special=True)
     return len(ids) == 1 and vocabulary.is_special_token(ids[0])

@@ -25,24 +25,24 @@ class AdapterCalls(CallGroup):
     ) -> AdapterReport:
         """Load an adapter, or replace one of the same name. If anything is wrong, nothing changes.
 
-        Every engine has `max_loras_per_batch` slots on its device, and takes adapters into them as
-        requests ask for them. The pool keeps all adapters on the host. New weights of the base
-        leave them as they are.
+        Every engine has `max_loras_per_batch` slots on its device. It loads an adapter into a slot
+        when a request asks for that adapter. The pool keeps all adapters on the host. An update of
+        the base weights does not change the adapters.
 
         Args:
             lora_name: What `lora_path` names in calls.
             source: A PEFT folder or hub id, or a dict from PEFT's names to NumPy, JAX or torch
                 arrays. It is copied.
-            config_dict: The fields of adapter_config.json, for a dict: `r`, `lora_alpha` and, if
-                they are used, `use_rslora`, `rank_pattern` and `alpha_pattern`. None: those of the
-                version before.
+            config_dict: The fields of adapter_config.json, if `source` is a dict: `r`,
+                `lora_alpha` and, if they are used, `use_rslora`, `rank_pattern` and
+                `alpha_pattern`. None: the fields of the previous version.
             weight_version: The label in `meta_info["lora_versions"]`. None: a number that no
                 other version of any adapter has.
-            mode: What happens to running requests of the version before. "drain": they finish on
-                it, beside requests of the new one; nobody waits. "abort": they end with the tokens
-                that they have. "in_place": they continue on the new one, with the KV of the old
-                one. "retract": all running requests of the pool go back to the queue, and compute
-                their KV anew.
+            mode: What happens to running requests of the previous version. "drain": they finish on
+                the previous version, while new requests run on the new one. No request waits.
+                "abort": they end with the tokens that they have. "in_place": they continue on the
+                new version, with the KV of the previous one. "retract": all running requests of
+                the pool go back to the queue, and compute their KV again.
 
         Raises:
             InvalidWeights: The source does not fit, or needs more than plain LoRA.
@@ -61,16 +61,16 @@ class AdapterCalls(CallGroup):
     ) -> StagedAdapter:
         """Read an adapter and put it on every device, to commit it later.
 
-        This is the first half of `load_lora_adapter`, for a program that must first know that all
-        hosts have the adapter. Arguments and errors are those of `load_lora_adapter`.
+        This is the first half of `load_lora_adapter`. It is for a program that commits only when
+        all hosts have the adapter. Arguments and errors are those of `load_lora_adapter`.
         """
         return stage_adapter(self.runtime, lora_name, source, config_dict, weight_version)
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Remove an adapter. Calls made before still finish with it.
+        """Remove an adapter. Earlier calls still finish with it.
 
         Raises:
-            InvalidRequest: There is none of that name.
+            InvalidRequest: No adapter has this name.
         """
         unload_adapter(self.runtime, lora_name)
 

@@ -1,4 +1,4 @@
-"""The base of all groups of `EnginePool`'s calls: the open pool, and a call run to its end."""
+"""The base class of `EnginePool`'s mixins, and functions that run a call to its end."""
 
 from __future__ import annotations
 

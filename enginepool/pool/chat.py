@@ -1,4 +1,4 @@
-"""`chat`: `generate` behind a chat template. It has an async twin."""
+"""`chat`: renders a conversation with the chat template, and generates. It has an async twin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatCalls(CallGroup):
-    """Mixin of `EnginePool`. Thread-safe. Both raise what `generate` raises."""
+    """Mixin of `EnginePool`. Thread-safe. Both methods raise what `generate` raises."""
 
     def chat(
         self,

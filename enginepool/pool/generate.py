@@ -102,8 +102,8 @@ class GenerateCalls(CallGroup):
     ) -> Iterator[dict[str, Any]]:
         """Yield each result as soon as it is complete.
 
-        `meta_info["prompt_index"]` names its prompt. The call itself raises for bad input. Closing
-        the iterator ends unfinished requests.
+        `meta_info["prompt_index"]` has the index of its prompt. Bad input raises at the call, not
+        at the first `next`. Closing the iterator ends unfinished requests.
         """
         checked = check_options("as_completed", options)
         runtime = self.runtime

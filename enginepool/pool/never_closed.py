@@ -1,4 +1,4 @@
-"""Pools that nobody closes: those of a script that ends, and those that are dropped."""
+"""Closes pools that the user did not close: when the script ends, or when a pool is dropped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def close_dropped(pool: object, close: Callable[[], None]) -> None:
     """Warn about a pool that is dropped, and close it. Called by its `__del__`."""
     try:
         warnings.warn(f"{pool!r} was dropped without close()", ResourceWarning, 3, source=pool)
-    finally:  # a warning may be an error
+    finally:  # if warnings are errors, `warn` raises
         if on_engine_thread():
             # The garbage collector runs this on an engine's thread, of this pool or of another
             # one. `close` waits for such threads, so it needs a thread of its own.

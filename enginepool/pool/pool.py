@@ -43,8 +43,8 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
     """One sglang-jax engine on each device of a host, used as one object.
 
     The constructor checks its arguments and starts nothing. `with`, `async with`, `open()` or the
-    first call opens the pool. `close()` is final. Any thread may call any method, also while an
-    event loop runs in it. The async methods run on any asyncio or trio loop.
+    first call opens the pool. `close()` is final. Any thread may call any method, also a thread
+    with a running event loop. The async methods run on any asyncio or trio loop.
 
     Args:
         model: A directory or hub id in Hugging Face layout. None: the toy model that ships with
@@ -69,8 +69,8 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             stream, wait for the program's end.
         max_queued: How many requests may wait for an engine; None for no limit. A call with more
             requests than `max_queued` waits until the queue is empty.
-        when_full: What a call does when the queue is full. "block": it waits, and its timeout
-            runs. "raise": it raises QueueFull at once.
+        when_full: What a call does when the queue is full. "block": it waits, and the wait counts
+            for its timeout. "raise": it raises QueueFull at once.
         tune_host: Tune this process for many engines until the pool closes. Threads hand over the
             GIL after 0.5 ms instead of 5 ms. The garbage collector skips the objects that exist
             when the pool has opened (`gc.freeze`).
@@ -175,7 +175,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         self._process = runtime.dispatch.process
         try:
             runtime.open(on_engine and (lambda worker: on_engine(statistics.engine(worker))))
-            # It imports sgl_jax; patches come first.
+            # This module imports sgl_jax. `runtime.open` has applied the patches.
             from enginepool.pool.tokenizer_manager import connect
 
             connect(runtime)
@@ -194,7 +194,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
 
         Callers that wait get `PoolClosed`. A second `close()` does nothing. If an engine's step
         does not return within `timeout` seconds, its thread is left behind and the log has a
-        warning. In a forked child of the process that opened the pool it does nothing.
+        warning. `close` does nothing in a forked child of the process that opened the pool.
         """
         timeout = seconds("timeout", timeout, zero=True)
         if self._process is not None and not self._process.here:

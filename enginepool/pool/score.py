@@ -39,7 +39,7 @@ class ScoreCalls(CallGroup):
         Nothing is sampled. The log-probabilities are those of softmax(logits), at temperature 1.
         Engines score between the steps of running requests, with programs that are compiled at
         warm-up. All values of a result come from the weights that `meta_info["weight_version"]`
-        names: if an engine gets new weights meanwhile, it starts the prompt anew.
+        names. If an engine gets new weights meanwhile, it scores the prompt again from its start.
 
         Args:
             prompts: One text or a list of texts. Or give token ids in `input_ids`.
@@ -51,16 +51,16 @@ class ScoreCalls(CallGroup):
                 one list for all continuations or one list per continuation, of 64 ids at most.
             lora_path: The name of the adapter to score with, for all or one per continuation. None
                 is the base.
-            timeout: Seconds for the whole call. A continuation that is not finished then keeps
+            timeout: Seconds for the whole call. A continuation that is not finished by then keeps
                 its place in the results, without values and with
                 `finish_reason {"type": "abort", "err_type": "timeout"}`.
             raise_on_error: Raise if a continuation ended early. Otherwise it is returned as it is.
 
         Returns:
-            One dict per continuation, in input order; for one prompt with one continuation the dict
-            alone. `logprobs` has one number for each token of `continuation_ids`. `top_logprobs`
-            and `token_ids_logprobs`, if asked for, have a list of (logprob, id, None) for each.
-            All are empty if the continuation ended early.
+            One dict per continuation, in input order. One prompt with one continuation gives the
+            dict itself. `logprobs` has one number for each token of `continuation_ids`.
+            `top_logprobs` and `token_ids_logprobs`, if asked for, have one list of
+            (logprob, id, None) for each token. All are empty if the continuation ended early.
 
         Raises:
             InvalidRequest: Bad input, before anything has started.

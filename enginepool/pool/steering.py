@@ -21,7 +21,7 @@ class SteeringCalls(CallGroup):
     def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
         """End the requests whose `meta_info["id"]` is exactly `rid`, or all requests.
 
-        They are returned with the tokens that they have. Returns how many requests it ends.
+        Each keeps the tokens that it has. Returns how many requests the call ends.
         """
         rid, abort_all = plain(rid), flag("abort_all", abort_all)
         if (rid is None) != abort_all:
@@ -57,7 +57,7 @@ class SteeringCalls(CallGroup):
         pause.resume(self.runtime)
 
     def flush_cache(self) -> None:
-        """Empty every engine's prefix cache. Running requests continue on new KV."""
+        """Empty every engine's prefix cache. Running requests compute their KV again."""
         pause.flush_cache(self.runtime)
 
     def stats(self) -> dict[str, Any]:

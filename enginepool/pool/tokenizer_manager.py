@@ -1,13 +1,13 @@
 """Replaces upstream's TokenizerManager, for one engine or for the whole pool.
 
-Upstream's Engine and its serving classes call an object with these names, so this makes
-`pool.engines[i].generate(...)` work. All calls go through the pool's checks, queue and channel.
+Upstream's Engine and its serving classes call an object with these names. With this one,
+`pool.engines[i].generate(...)` works. All calls go through the pool's checks, queue and channel.
 
 What breaks: Upstream's Engine generates, streams and aborts through a TokenizerManager. It opens
 sockets, installs signal handlers and drives its own event loop on the caller's thread.
 Why: The TokenizerManager connects processes that a pool does not have.
-Remove when: Upstream's Engine takes any object of a documented protocol. Until then, a name that
-upstream reads and this class does not have raises AttributeError in that call only.
+Remove when: Upstream's Engine takes any object of a documented protocol. Until then, upstream may
+read a name that this class lacks. Only the call that reads it raises AttributeError.
 
 This module imports sgl_jax. Import it only after the patches are applied.
 """
@@ -94,7 +94,7 @@ class FrontEnd:
         """Submit a call of `make_call` and yield what `generate_request` yields.
 
         Args:
-            timeout: Seconds. An output that is not finished then ends with the tokens that it has.
+            timeout: Seconds. An output that is unfinished by then ends with the tokens it has.
         """
         dispatch, tokenizer = self.runtime.dispatch, self.runtime.input_processor.tokenizer
         if obj.stream:
@@ -121,7 +121,7 @@ class FrontEnd:
 
         Args:
             prompt_logprobs: Score the whole prompt, and return this many of the most probable
-                tokens at each of its tokens.
+                tokens at each prompt token.
             clamp, thinking: See `InputProcessor.make_call`.
             special_tokens: `add_special_tokens` of `CallOptions`.
         """

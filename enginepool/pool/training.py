@@ -50,7 +50,7 @@ class WeightCalls(CallGroup):
             mode: What happens to running requests. Requests in the queue wait, in every mode.
                 "drain": they finish first, on the old weights. It is refused if a pause keeps a
                 running request from finishing. "retract": they go back to the queue with the tokens
-                that they have and continue on the new weights; their KV is computed anew. "abort":
+                that they have and continue on the new weights; their KV is recomputed. "abort":
                 they end with the tokens that they have. "in_place": they continue on the new
                 weights, with the KV of the old weights.
             strategy: "atomic": all engines change at once. "rolling": one engine after the other
@@ -89,7 +89,7 @@ class WeightCalls(CallGroup):
     ) -> StagedWeights:
         """Put new weights on every device beside the current ones, to commit them later.
 
-        This is the first half of `update_weights`, for a program that must first know that all
+        This is the first half of `update_weights`. It is for a program that commits only when all
         hosts have the weights. Engines serve, recover and take other updates meanwhile. A pool
         holds one staged set: another set, or an update, discards it.
 
@@ -152,7 +152,8 @@ class WeightCalls(CallGroup):
         """The first rows of a tensor, in float32.
 
         Args:
-            name: A Hugging Face name, for a tensor in that layout, or a leaf path of the model.
+            name: A Hugging Face name gives the tensor in Hugging Face layout. A leaf path of the
+                model gives the leaf.
         """
         return weight_inspection.by_name(self.runtime, name, truncate_size)
 
@@ -162,12 +163,13 @@ class WeightCalls(CallGroup):
         `forward(params, input_ids, mask=None)` returns the logits of the next token at every
         position, [B, T, V]. `params` are parameters by Hugging Face name, as `update_weights` takes
         them, of any float dtype. `input_ids` is [B, T] int32. `mask` is true at a row's tokens,
-        which have no gap; without it padding is on the right. The values are those of `score` with
-        these parameters, in the engines' dtype. JAX can differentiate the function, and compile it
-        in other functions. It needs no open pool.
+        which are contiguous. Without a mask, padding is on the right. The values are those of
+        `score` with these parameters, in the engines' dtype. JAX can differentiate the function,
+        and compile it in other functions. It needs no open pool.
 
         The parameters lie on one device. Attention is computed in plain JAX, and its memory grows
-        with the square of T. On a TPU engines use a kernel, so there the values differ more.
+        with the square of T. On a TPU the engines use an attention kernel, so the values differ
+        more there.
 
         Raises:
             InvalidConfig: An engine has several devices, adapters or quantized weights, or JAX

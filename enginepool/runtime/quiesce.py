@@ -81,8 +81,9 @@ def quiesced(
 
     Args:
         mode: What happens to running requests. "drain": they finish first. "retract": they go
-            back to the queue with the tokens that they have, each at least one more than when it
-            was last retracted. "abort": they end with what they have. "in_place": they stay.
+            back to the queue with the tokens that they have. Each first gains at least one token
+            since it was last retracted. "abort": they end with the tokens that they have.
+            "in_place": they stay.
 
     Raises:
         PoolClosed: The pool was closed meanwhile.
@@ -113,8 +114,8 @@ class _Stop:
     def __init__(self, engines: StoppedEngines, mode: SwapMode) -> None:
         self._engines, self._mode = engines, mode
         self._queue = engines.runtime.dispatch.queue
-        # Not for a single engine, which waits for no other, nor after a drain, when no step is in
-        # flight.
+        # A single engine waits for no other engine. After a drain no step is in flight. Neither
+        # needs single steps.
         self._single_stepping = mode != "drain" and len(engines.workers) > 1
         self._stopped_at: dict[int, float] = {}
         self._taken: list[Request] = []

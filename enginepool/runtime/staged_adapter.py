@@ -29,7 +29,7 @@ class StagedAdapter:
         self._load: AdapterLoad | None = load
 
     def commit(self, mode: SwapMode = "drain") -> AdapterReport:
-        """Load it on every engine or, if anything is wrong, on none. Then it stays staged.
+        """Load it on every engine. If anything is wrong, no engine loads it, and it stays staged.
 
         Raises:
             StaleWeights: It was committed or discarded.

@@ -48,8 +48,8 @@ class StagedWeights:
         return f"<StagedWeights {self.weight_version!r} [{state}]>"
 
     def commit(self, mode: SwapMode = "drain") -> SwapReport:
-        """Put them in place on every engine or, if anything is wrong, on none. Then they stay
-        staged, and you can try again.
+        """Put them in place on every engine. If anything is wrong, no engine changes. The weights
+        stay staged, and you can try again.
 
         An engine that came back since they were staged gets them from a sibling.
 

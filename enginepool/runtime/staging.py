@@ -52,8 +52,9 @@ def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, 
     staged = {worker.index: Staged() for worker in workers}
     running: deque[list[dict[str, jax.Array]]] = deque()
     for batch in plan.batches(by_leaf=False):
-        # One batch at most has memory beside the new set. A batch that only moves needs none, so it
-        # follows the one before without a pause. More would keep an engine's step waiting on CPU.
+        # At most one batch takes memory beside the new set. A batch that only moves takes none, so
+        # it begins while the batch before it still runs. More than two batches at a time would keep
+        # an engine's step waiting on CPU.
         while len(running) > plan.only_moves(batch):
             wait(workers, running.popleft())
         made = put(plan, batch, workers, copy)

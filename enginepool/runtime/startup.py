@@ -67,8 +67,8 @@ def _as_ours() -> Iterator[None]:
 
 
 def advise(config: PoolConfig, args: Mapping[str, Any], free_bytes: int | None) -> None:
-    """Before engines are built, log what is wrong with these `ServerArgs` on a TPU, and how their
-    memory lets `update_weights` work."""
+    """Before engines are built, log what is wrong with these `ServerArgs` on a TPU, and which
+    staging of `update_weights` their memory allows."""
     for entry in config.tpu_advice(args, free_bytes):
         logger().warning("enginepool.tpu_advice", problem=entry.problem, remedy=entry.remedy)
     memory = config.tpu_memory(args, free_bytes)

@@ -54,8 +54,9 @@ class SwapReport:
         staged: The fingerprint of the source's weights where they were converted. It equals the
             engines' fingerprints.
         engines: One entry per engine.
-        source: In a pool that quantizes: the fingerprint of the source's weights before that. With
-            all weights it equals the fingerprint in a pool that does not quantize.
+        source: In a pool that quantizes: the fingerprint of the source's weights before they are
+            quantized. If the source has all weights, it equals the fingerprint in a pool that does
+            not quantize.
         quantized: By the path of each matrix that was quantized, a `QuantizedMatrix` with its
             `relative_error` and its `largest_error`.
         failed: Engines that failed to get the weights after others had got them, with the reason.

@@ -116,8 +116,7 @@ class Update:
     def check_complete(self, plan: Plan) -> None:
         """
         Raises:
-            InvalidWeights: An engine would lack weights, because it has lost them and the source
-                has none.
+            InvalidWeights: An engine has lost weights that the source does not have.
         """
         for worker in [w for w in self.workers if w.condition.reachable]:
             if lost := set(worker.leaves.lost()).difference(plan.paths):

@@ -183,8 +183,8 @@ def _sum_of_groups(array: jax.Array) -> jax.Array:
 
 
 def folded(array: jax.Array, axis: int = -2) -> jax.Array:
-    """The array with an axis split into up to 16 groups, which a new axis before it counts. XLA for
-    CPU unrolls a reduction over so few groups, and vectorises it."""
+    """The array with an axis split into up to 16 groups. The groups are a new axis before it. XLA
+    for CPU unrolls a reduction over so few groups, and vectorises it."""
     size, at = array.shape[axis], array.ndim + axis
     groups = math.gcd(size, _GROUPS)
     return array.reshape(*array.shape[:at], groups, size // groups, *array.shape[at + 1 :])

@@ -1,9 +1,10 @@
-"""Makes tensors that are cut over several devices whole on each of them.
+"""Gathers tensors that are sharded over several devices: each device gets the whole tensor.
 
 Every device packs its small parts into one array. The packs and the large parts are copied to the
 other devices, and every device joins them. Each program is compiled once for all devices, but it
-never communicates. One that does makes every device wait for the slowest engine's step. And if a
-trainer starts another one in a second thread, the two may wait for each other for ever.
+never communicates. A program that communicates makes every device wait for the slowest engine's
+step. If a trainer starts another such program in a second thread, the two may wait for each other
+for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from enginepool.weights.parts import Box, bounds
 
 _PROGRAMS = 256  # how many are kept; a model has a few for each kind of source
 
-# Bytes from which on a part moves by itself: packing it would take longer than another transfer.
+# A part of at least this many bytes is not packed: that would take longer than another transfer.
 _LARGE = 1 << 18
 
 Devices = tuple[jax.Device, ...]
@@ -49,8 +50,8 @@ class Kind(NamedTuple):
 
 
 def gathering_devices(arrays: Iterable[Array], shardings: Sequence[Sharding]) -> Devices | None:
-    """The devices that all of these arrays are cut over, if `gathered` can make the arrays whole
-    there. None if they are on other devices than the engines', or if an engine has several."""
+    """The devices that all of these arrays are sharded over, if `gathered` can gather them there.
+    None if the arrays are on other devices than the engines', or if an engine has several."""
     found: set[Devices | None] = set()
     for array in arrays:
         if not isinstance(array, jax.Array) or array.is_fully_replicated:
@@ -72,7 +73,7 @@ def _cut_over(source: Sharding, shardings: tuple[Sharding, ...]) -> Devices | No
 def gathered(
     converters: Sequence[Converter], tensors: Sequence[Sequence[jax.Array]], devices: Devices
 ) -> list[tuple[jax.Array, ...]]:
-    """Make leaves from tensors that are cut over these devices, whole on each of the devices."""
+    """Make leaves from tensors that are sharded over these devices. Each device gets all leaves."""
     flat = [tensor for group in tensors for tensor in group]
     kinds = tuple(kind_of(tensor.shape, tensor.dtype, tensor.sharding, devices) for tensor in flat)
     sizes = tuple(len(group) for group in tensors)
@@ -110,7 +111,7 @@ def _stacked(parts: Parts, devices: Devices) -> jax.Array:
 
 @functools.lru_cache(maxsize=_PROGRAMS)
 def pack_program(kinds: tuple[Kind, ...], devices: Devices) -> Callable[[list[jax.Array]], Any]:
-    """The program by which each device makes one array of its parts in each dtype."""
+    """The program in which each device packs its parts into one array per dtype."""
 
     def pack(parts: list[jax.Array]) -> list[jax.Array]:
         packs: dict[np.dtype, list[jax.Array]] = {}

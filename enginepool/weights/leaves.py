@@ -35,8 +35,8 @@ class EngineLeaves(Mapping[str, jax.Array]):
 
     Attributes:
         adapter_specs: The specs of the leaves that hold adapters, by path.
-        source_specs: The specs of the leaves that a source of new weights has. They are those of
-            this model before it was quantized.
+        source_specs: The specs of the model's leaves before it was quantized. A source of new
+            weights has these leaves.
         devices: The leaves' devices, in the order of the engine's mesh.
         shared: Leaves that somebody else holds too, and may delete or donate.
     """

@@ -41,8 +41,8 @@ def place_all(
 ) -> list[jax.Array]:
     """The arrays in these dtypes and shardings. All shardings use the same devices.
 
-    A JAX array whose shards already lie where its sharding wants them keeps its buffers. So they
-    are lost if its owner deletes or donates it. For `ShapeDtypeStruct` in the place of arrays,
+    A JAX array keeps its buffers if its shards already lie where they are wanted. These buffers are
+    lost if the array's owner deletes or donates it. For `ShapeDtypeStruct` in the place of arrays,
     programs are only compiled.
 
     Args:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """A source joined to a model. The constructor checks the source, unless it is a stream.
+    """A source matched to a model. The constructor checks the source, unless it is a stream.
 
     Attributes:
         paths: The leaves that will change. For a stream, all leaves until it has ended.

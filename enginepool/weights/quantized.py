@@ -8,8 +8,8 @@ open an 8B model for which it has room in int8. New weights cannot be quantized.
 Why: Upstream quantizes once, after all matrices are loaded.
 Remove when: Upstream quantizes each matrix when it is read, and takes arrays.
 
-Scales of blocks, and layers that upstream quantizes in another way, stay upstream's: such a model
-opens as upstream opens it, and takes no updates.
+Block scales, and layers that upstream quantizes in another way, are not handled here. Upstream
+opens such a model by itself, and the model takes no updates.
 
 Imports sgl_jax: import it only after the patches are applied.
 """

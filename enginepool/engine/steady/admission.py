@@ -47,10 +47,10 @@ class Admission:
         self._scheduler, self._channel, self._pace = scheduler, channel, pace
         self._scorer, self._prefills = scorer, prefill
         self._left = 0  # requests in the pool's queue for which there was no room
-        self._arrived = False  # there are more now
+        self._arrived = False  # more requests have come since
         self._freed = False  # a request has ended since upstream last looked for room
         self._delay = PrefillDelay()
-        self._put_off = 0  # the next prefill, for so many steps
+        self._put_off = 0  # for how many steps the next prefill is put off
         self._looked_at = 0  # the step after which `look` was called last
 
     def begin(self) -> None:
@@ -105,7 +105,7 @@ class Admission:
 
     @property
     def unnoticed(self) -> int:
-        """How many steps a launch may have before a request or a prompt waits longer for it."""
+        """How many steps a launch may have without making a request or a prompt wait longer."""
         if self._scorer.has_prompts:
             return 1
         if self._put_off:

@@ -47,7 +47,7 @@ class SteadyDecode:
     Attributes:
         program: The step program. None if upstream runs all steps.
         prefill: Runs prefills. None if upstream runs all steps.
-        admission: Who joins the steps in flight.
+        admission: Admits requests to the steps in flight.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SteadyDecode:
 
     @property
     def able(self) -> bool:
-        """Whether upstream runs no decode step itself."""
+        """Whether the step program runs all decode steps. Otherwise upstream runs them."""
         return self.program is not None
 
     def run(self, batch: ScheduleBatch) -> bool:
@@ -111,7 +111,8 @@ class SteadyDecode:
             self._run_steps(StepsInFlight(program, batch, block_table, reqs, limit))
         drop_ended(upstreams)
         write_back_batch(upstreams)
-        # Count as upstream's own steps do. Upstream has lowered the ratio for the first step.
+        # Count these steps as upstream counts its own. Upstream has already lowered the ratio for
+        # the first step.
         scheduler.forward_ct += batch.steps
         scheduler.new_token_ratio = max(
             scheduler.new_token_ratio - (batch.steps - 1) * scheduler.new_token_ratio_decay,
@@ -254,7 +255,7 @@ class SteadyDecode:
             in_flight.closed = True
 
     def _with_extras(self, req: Req) -> Request | None:
-        """The pool's request, if it gets more of each token than id and log-probability. In an
+        """The pool's request, if it gets more values per token than id and log-probability. In an
         engine that returns experts every request does, even before its prefill is read."""
         assert self.program is not None
         request = self._channel.running.held.get(req.rid)

@@ -138,10 +138,11 @@ def _with_new_rows(
     samples: jax.Array,
     wanted: jax.Array,
 ) -> DecodeState:
-    """Inside a program: the state, with the rows that have an origin in the batch that was sent.
+    """Inside a program: the state, with the new rows of the batch that was sent. New rows are those
+    that have an origin.
 
     Args:
-        samples: The `StepOutput.ids` of the prefill that rows come from, if any does.
+        samples: The `StepOutput.ids` of the prefill that new rows come from, if any does.
         wanted: Whether there are such rows. Otherwise the state stays as it is.
     """
     rows = state.rows.shape[1]

@@ -31,8 +31,8 @@ UNCHANGED, FROM_TABLE, FROM_PREFILL = 0, 1, 2
 
 
 class RowTable:
-    """The rows of a batch as the host sends them. They are one table of int32, in which floats are
-    bits, so they are one transfer.
+    """The rows of a batch as the host sends them. They are one table of int32, so one transfer
+    suffices. Floats are stored as their bits.
 
     Attributes:
         numbers: The table. The others are its columns.
@@ -127,7 +127,7 @@ class Features(NamedTuple):
 
     @classmethod
     def of(cls, asking: Iterable[Request], *, penalised: bool, masked: bool) -> Self:
-        """The features of a batch in which these requests want more of each token."""
+        """The features of a batch in which these requests want more values per token."""
         asking = list(asking)
         return cls(
             penalised=penalised,

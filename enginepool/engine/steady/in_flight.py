@@ -2,7 +2,7 @@
 
 The next step is launched before the host reads the last one's tokens. A launch of decode is one
 step, or several steps in a loop on the device. A prefill may lie between two of them. Its requests
-take part in the launch behind it: the device has their first ids.
+take part in the launch after it: the device has their first ids.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class StepsInFlight:
         """Free the rows that have ended, and the KV pages that they did not use.
 
         Returns:
-            Their requests. Upstream knows the KV cache of each.
+            Their requests. Upstream's records of their KV cache are up to date.
         """
         batch = self.batch
         by_host = not batch.watched.isdisjoint(ended)
@@ -247,7 +247,7 @@ class StepsInFlight:
         return [batch.reqs[row] for row in ended]
 
     def write_back(self) -> None:
-        """Tell upstream the KV cache of all requests that have not ended."""
+        """Update upstream's records of the KV cache of all requests that have not ended."""
         if len(self.batch.active):
             self._write_back(self.batch.active)
 

@@ -59,8 +59,8 @@ class InputBatch:
     ) -> None:
         """
         Args:
-            with_extras: Returns the pool's request for one of upstream's, if it wants more of
-                each token than its id and its log-probability.
+            with_extras: Returns the pool's request for one of upstream's, if it wants more values
+                per token than the id and the log-probability.
             adapter_row: Returns the slot and the scale of a request's adapter.
         """
         self.reqs: list[Any] = [None] * rows
@@ -73,7 +73,7 @@ class InputBatch:
         self.limits, self.state = self.table.limits, self.table.state
         self.names = np.zeros((rows, MAX_NAMED_IDS), np.int32)
         self.steps = 0
-        # By row: the first step that it takes part in, and the last one at most.
+        # By row: the first step that it takes part in, and the latest step that can be its last.
         self._first = np.zeros(rows, np.int64)
         self._last = np.zeros(rows, np.int64)
         self._extend: list[_Extend] = []  # of the latest rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Of _LOOKED_AT launches, _IDLE must find the device idle. Then launches have several steps.
+# If _IDLE of _LOOKED_AT launches find the device idle, launches get several steps.
 _LOOKED_AT, _IDLE = 16, 2
 # After this many launches of several steps, single steps are tried again.
 _TRIED_AFTER = 128
@@ -15,16 +15,16 @@ _PATIENCE, _TIMED = 0.040, 16
 
 
 class Pace:
-    """Chooses the number for one engine. Used on the engine's thread.
+    """Chooses how many steps a launch of one engine has. Used on the engine's thread.
 
     A launch of several steps costs the host little more than a launch of one. But a request that
     waits for a step boundary or for a free row waits for the whole launch. There are three rules:
 
-    - A launch has one step, unless the device was idle when earlier launches came. Then the device
-      waits for the host, and launches have as many steps as they may.
-    - While nobody notices, a launch has as many steps as take about 40 ms. The host then has time
-      for other threads. A request that streams or waits notices.
-    - A launch has few steps where outputs are short.
+    - By default a launch has one step. If earlier launches found the device idle, the device waits
+      for the host. Launches then have as many steps as they may.
+    - If no request streams or waits, a launch has about 40 ms of steps. The host then has time for
+      other threads.
+    - If outputs are short, a launch has few steps.
 
     Attributes:
         length: Tokens of an output, on average. None: no output has ended.
@@ -40,7 +40,7 @@ class Pace:
         """How many steps the next launch has at most.
 
         Args:
-            unnoticed: How many steps it may have before somebody notices.
+            unnoticed: How many steps it may have without delaying a request that streams or waits.
         """
         steps = self._steps
         if steps == 1 and self._seconds:

@@ -51,13 +51,13 @@ def _table(numbers: jax.Array, rows: int) -> jax.Array:
 
 
 def state_and_origin(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Inside a program: these columns of the table."""
+    """Inside a program: the columns `state` and `origin` of the table."""
     table = _table(numbers, rows)
     return table[:, STATE].T, table[:, ORIGIN]
 
 
 def limits_of(numbers: jax.Array, rows: int) -> jax.Array:
-    """Inside a program: these columns of the table."""
+    """Inside a program: the columns `limits` of the table."""
     return _table(numbers, rows)[:, LIMITS]
 
 

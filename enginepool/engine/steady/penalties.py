@@ -36,7 +36,7 @@ class Penalties(NamedTuple):
 
     Attributes:
         strengths: By row: `presence_penalty` and `frequency_penalty`.
-        least: By row: no id ends it before it has this length.
+        least: By row: the length that it must have before an id may end it.
     """
 
     strengths: Any
@@ -121,7 +121,7 @@ def chunks(found: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 def build_tally(mesh: AbstractMesh) -> Callable[..., jax.Array]:
-    """Make the program that adds a piece of entries to the tallies. It takes the old tallies over.
+    """Make the program that adds a piece of entries to the tallies, in the old tallies' buffers.
 
     Its second argument says by row whether its tally is first set to zero.
     """

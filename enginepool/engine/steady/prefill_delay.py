@@ -9,12 +9,13 @@ _STEPS = 32
 class PrefillDelay:
     """Puts the prefills of one engine off. Used on the engine's thread.
 
-    A prefill costs every running request a step. A step without a prefill costs every free row one.
-    So a prefill is due when the free rows have lost as many steps as there are running requests:
-    then the sum of both is smallest (F. W. Harris, 1913, on the size of orders). A prefill is put
-    off only while more requests wait than there are free rows, and only if two outputs often end
-    within the time that it is worth: an output ends every `length / running` steps, and a free row
-    is worth `running` steps.
+    A prefill costs every running request a step. A step without a prefill costs every free row a
+    step. So a prefill is due when the free rows have lost as many steps as there are running
+    requests. The sum of both costs is smallest then (F. W. Harris, 1913, on the size of orders).
+
+    A prefill is put off only under two conditions. More requests wait than there are free rows. And
+    another output often ends before one free row has lost `running` steps: an output ends every
+    `length / running` steps.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class PrefillDelay:
             free: How many more requests could run.
             running: How many run.
             length: Tokens of an output, on average. None: that is not known yet.
-            ahead: How many steps are in flight. A prefill runs behind them.
+            ahead: How many steps are in flight. A prefill runs after them.
         """
         if waiting <= free or length is None or running**2 <= length:
             return 0

@@ -163,8 +163,8 @@ class PrefillStep(PrefillProgram):
         return output, scores, experts
 
     def compile(self, next_bucket: Callable[[], None]) -> None:
-        """Compile every program, before the engine serves: prefill one token, into the KV cache's
-        first page.
+        """Compile every program before the engine serves. Each run prefills one token, into the KV
+        cache's first page.
 
         Args:
             next_bucket: Called before each bucket.

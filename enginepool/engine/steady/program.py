@@ -75,7 +75,7 @@ class StepProgram:
         worker = scheduler.tp_worker.worker
         self._adapters, self.with_experts = adapters, routing is not None
         self._runner = worker.model_runner
-        self._pool: Any = self._runner.token_to_kv_pool  # `supported` knows it
+        self._pool: Any = self._runner.token_to_kv_pool  # `supported` has checked it
         self.sampler = jax.tree.leaves(nnx.split(self._runner.sampler)[1])
         manager = worker.compilation_manager
         self.buckets = dict(zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True))

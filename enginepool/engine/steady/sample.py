@@ -139,7 +139,7 @@ def penalise_and_mask(
 def sampling_metadata(
     mesh: AbstractMesh, floats: jax.Array, ints: jax.Array, do_penalties: jax.Array
 ) -> SamplingMetadata:
-    """Inside a program: what upstream's sampler takes, of these columns of a `RowTable`."""
+    """Inside a program: the metadata of upstream's sampler, made from columns of a `RowTable`."""
     top_ks, min_ps = ints[:, 0], floats[:, 2]
     flags: Any = (top_ks <= 1).all(), (min_ps > 0).any()  # upstream declares Python values
     return SamplingMetadata(

@@ -27,7 +27,7 @@ class BatchSender:
         Args:
             sizes: How many rows a batch can have.
         """
-        # By number of dimensions: the whole array on every device.
+        # By number of dimensions: the sharding that puts the whole array on every device.
         self._shardings = [
             NamedSharding(runner.mesh, PartitionSpec(*[None] * ndim)) for ndim in range(3)
         ]

@@ -4,7 +4,8 @@ Reaches into upstream's batches.
 
 What breaks: Upstream's batch does not know what steps in flight have done. If requests leave and
 join one by one, it copies all its arrays each time.
-Why: They are not upstream's. Between two of upstream's steps its scheduler reads its requests only.
+Why: The steps in flight are not upstream's. Between two steps of its own, upstream's scheduler
+reads only its requests.
 Remove when: With `program.py`.
 """
 
