@@ -32,8 +32,7 @@ from tests.support.adapters import config, random_adapter
 
 _TOKENS = 200  # of a request, where it decodes
 _PREFILLS = 25  # steps
-# Of a batch whose requests end one after the other: so many steps lie between two ends.
-_APART, _JOINS = 4, 60
+_JOINS = 60  # requests that join
 _ADDED = "prefill of 1 added"
 
 
@@ -50,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.lora:
         return _adapters(args)
-    lengths = [_APART * (1 + min(n, args.batch - 1)) for n in range(args.batch + _JOINS)]
+    # Requests end one after the other. With so many steps between two ends no prefill is put off.
+    lengths = [args.batch * (1 + min(n, args.batch - 1)) for n in range(args.batch + _JOINS)]
     # Name of a column: requests, tokens of each.
     kinds: dict[str, tuple[int, int | list[int]]] = {
         "1 request": (1, _TOKENS),

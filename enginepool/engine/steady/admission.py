@@ -137,7 +137,9 @@ class Admission:
         fit = self._fit_one_prefill(waiting)
         if running.is_empty() or len(waiting) > in_flight.room or not fit:
             return False
-        # The others come next: they are not cut into chunks.
+        if fit < len(waiting) and in_flight.batch.streamed:
+            return False  # at a boundary no decode step lies between two prefills
+        # The others come with the next prefill: they are not cut into chunks.
         others, waiting[fit:] = waiting[fit:], []
         batch = scheduler.get_new_batch_prefill()
         scheduler.waiting_queue += others
