@@ -126,6 +126,27 @@ def test_requests_that_do_not_fit_one_prefill(
     assert counts == [*alone, len(FIRST), *([2] if size == 1 else [1, 1])]
 
 
+def test_beside_a_stream_they_come_at_a_step_boundary(
+    paged: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No decode step lies between their prefills there, so first tokens come earlier."""
+    late, params = prompts_of([200, 150]), [LONG | {"max_new_tokens": 60}] * 2
+    expected = [ask(paged, [one], [p])[0] for one, p in zip(params, late, strict=True)]
+    paged.flush_cache()
+    with joins() as counts, callers() as executor:
+        launched_some, may_go_on = held_in_flight(paged, monkeypatch)
+        stream = paged.stream(input_ids=FIRST[0], sampling_params=LONG)
+        first = executor.submit(list, stream)
+        assert launched_some.wait(SECONDS)
+        rest = executor.submit(ask_without_flush, paged, params, late)
+        until(lambda: waiting(paged) == 2)
+        may_go_on.set()
+        same(rest.result(SECONDS), expected)
+        first.result(SECONDS)
+    assert counts == [1, 3]
+    until(lambda: at_rest(paged))
+
+
 def test_upstream_has_the_last_word(paged: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that upstream splits for its own reasons does not join."""
     monkeypatch.setattr(faults.scheduler_of(paged, 0).steady.admission, "_fit_one_prefill", len)
