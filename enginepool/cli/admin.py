@@ -35,8 +35,9 @@ class Servers:
 def _where(
     context: typer.Context,
     base_url: Annotated[
-        list[str], typer.Option(help="Any port of a server; once for each server.")
-    ],
+        list[str] | None,
+        typer.Option(help="Any port of a server; once for each server. Required."),
+    ] = None,
     every_address: Annotated[
         bool,
         typer.Option(
@@ -50,7 +51,9 @@ def _where(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for an answer.")] = 600.0,
 ) -> None:
-    urls = [url for one in base_url for url in (addresses(one) if every_address else [one])]
+    # Not required here: the help of a command would need it, too.
+    given = base_url or []
+    urls = [url for one in given for url in (addresses(one) if every_address else [one])]
     context.obj = Servers(list(dict.fromkeys(urls)), token, timeout)
 
 
@@ -134,6 +137,8 @@ def _ask(context: typer.Context, method: str, name: str, **body: Any) -> list[An
     """Print each answer as JSON, with the URL if there are several servers. After all have
     answered, exit with 1 unless all succeeded."""
     servers: Servers = context.obj
+    if not servers.urls:
+        raise typer.BadParameter("give it before the command", param_hint="--base-url")
     with ThreadPoolExecutor(len(servers.urls)) as executor:
         said = list(
             executor.map(lambda url: _answer(servers, url, method, name, body), servers.urls)

@@ -249,6 +249,14 @@ def test_admin_client(administered: Running) -> None:
     assert silent.exit_code == 1
 
 
+def test_admin_without_a_server() -> None:
+    """A command's help needs none; the command itself says where the option goes."""
+    told = CliRunner().invoke(app, ["admin", "checksum", "--help"])
+    assert (told.exit_code, "checksum" in told.output) == (0, True)
+    refused = CliRunner().invoke(app, ["admin", "checksum"])
+    assert (refused.exit_code, "before the command" in refused.output) == (2, True)
+
+
 def test_admin_of_many_servers(administered: Running, one_sum: EnginePool) -> None:
     """All are asked, even if one does not answer or refuses. Then the exit code is 1."""
     nobody = "http://127.0.0.1:9"
