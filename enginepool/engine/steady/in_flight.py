@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # KV pages are allocated for _PAGES_AHEAD steps at once while some are free. Once the prefix cache
 # has to evict, they are allocated for _FEW_AHEAD steps. Allocated pages count as used.
-_PAGES_AHEAD, _FEW_AHEAD = 32, 4
+_PAGES_AHEAD, _FEW_AHEAD = 32, 8
 
 
 class LaunchedSteps(NamedTuple):

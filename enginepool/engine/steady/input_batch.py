@@ -64,7 +64,8 @@ class InputBatch:
             adapter_row: Returns the slot and the scale of a request's adapter.
         """
         self.reqs: list[Any] = [None] * rows
-        self.active = np.zeros(0, np.int64)
+        self._taken = np.zeros(rows, bool)
+        self.active = np.flatnonzero(self._taken)
         self.watched: set[int] = set()
         self.streamed: set[int] = set()
         self.penalised: set[int] = set()
@@ -97,14 +98,13 @@ class InputBatch:
         Raises:
             RuntimeError: A request is only partly prefilled.
         """
-        taken = set(self.active.tolist())
-        free = (row for row in range(len(self.reqs)) if row not in taken)
-        rows = [row for row, _ in zip(free, reqs, strict=False)]
+        rows: list[int] = np.flatnonzero(~self._taken)[: len(reqs)].tolist()
         for row, req, origin in zip(rows, reqs, origins, strict=True):
             self._add_request(row, req, origin)
         self._first[rows] = after + 1
         self._last[rows] = after + self.limits[rows, 0] - self.state[1, rows]
-        self.active = np.union1d(self.active, rows).astype(np.int64)
+        self._taken[rows] = True
+        self.active = np.flatnonzero(self._taken)
         self._changed = True
         return rows
 
@@ -251,7 +251,8 @@ class InputBatch:
     def remove(self, ended: list[int]) -> None:
         """Free these rows. The device learns it from `limits`."""
         self.limits[ended, 0] = 0
-        self.active = np.setdiff1d(self.active, ended)
+        self._taken[ended] = False
+        self.active = np.flatnonzero(self._taken)
         self.watched.difference_update(ended)
         self.streamed.difference_update(ended)
         self.penalised.difference_update(ended)
