@@ -8,11 +8,11 @@ contestants are a pool, and N processes with one upstream Engine each, in its de
 scheduling on). Each has processes of its own, which are stopped while another one runs. They take
 turns in every round; the table has medians.
 
-"Busy" is steps times step time over wall time, from the begin of the first step to the end of the
-last. "Ceiling" is the busy share of a decode program that is launched again and again without a
-gap. "Limited by cores" means that N engines need more than 60 % of the cores for their steps. Such
-a figure proves nothing. "Tokens/s" is by wall time: a contestant that takes more steps for the same
-outputs is busier, not faster.
+"Busy" is steps times step time over wall time, from the beginning of the first step to the end of
+the last. "Ceiling" is the busy share while one decode program is launched again and again and
+nothing else runs. "Limited by cores" means that N engines need more than 60 % of the cores for
+their steps. Such a figure proves nothing. "Tokens/s" is by wall time: a contestant that takes more
+steps for the same outputs is busier, not faster.
 
 Workloads:
   decode    full batches that begin and end together
@@ -23,7 +23,7 @@ Workloads:
   grammars  decode, with a regular expression for every output (without upstream)
 
 "Thread" is the processor time of an engine's thread for a step. It includes prefill, admission and
-the ends of requests. "Of a steady step" is the part that steady decode takes. "Fell back" is the
+the ends of requests. "Of a steady step" is its time for a step of steady decode. "Fell back" is the
 share of a pool's decode steps that upstream's loop ran.
 """
 
@@ -61,9 +61,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, nargs="+", default=[64], help="requests of an engine at a time")
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
     add("--contestants", nargs="+", choices=list(_KINDS), default=list(_KINDS))
-    add("--max-decode-steps", type=int, nargs="+", help="a pool for each; default: the pool's own")
-    add("--limiter-slots", type=int, nargs="+", help="a pool for each: engines in Python at once")
-    add("--tokens", type=int, default=200, help="of an output of decode; default: 200")
+    add(
+        "--max-decode-steps",
+        type=int,
+        nargs="+",
+        help="one pool for each value; default: the pool's own",
+    )
+    add(
+        "--limiter-slots",
+        type=int,
+        nargs="+",
+        help="one pool for each value: how many engines run Python at once",
+    )
+    add("--tokens", type=int, default=200, help="of an output of workload decode; default: 200")
     add("--rounds", type=int, default=3)
     return parser.parse_args(argv)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.device --json device.json
     python -m benchmarks.device --small     # on CPU, to see that it runs; its figures say nothing
 
-It takes about five minutes, from a checkout (PYTHONPATH=. if that is not installed). The model has
+It takes five to ten minutes, from a checkout (PYTHONPATH=. if that is not installed). The model has
 Qwen3-0.6B's shape and random weights, which are written first; nothing is downloaded. Parts run one
 after the other, the most important first. Each has its own process and time limit:
 
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--seconds",
         type=float,
         default=_SECONDS,
-        help="for all parts, and each in proportion; default: 600",
+        help="for all parts together; each has its share; default: 600",
     )
     add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     add("--small", action="store_true", help="a tiny model, few tokens")

@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--prompts", type=int, default=24)
     add("--tokens", type=int, default=64, help="of an output; default: 64")
-    add("--rounds", type=int, default=5, help="of the throughput's")
+    add("--rounds", type=int, default=5, help="rounds of the throughput's measurement")
     return parser.parse_args(argv)
 
 

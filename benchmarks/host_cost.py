@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--batch", type=int, default=8, help="requests of the larger batch; default: 8")
     add("--rounds", type=int, default=5)
-    add("--lora", type=int, metavar="RANK", help="instead: what adapters cost")
+    add("--lora", type=int, metavar="RANK", help="measure adapters of this rank instead")
     return parser.parse_args(argv)
 
 

@@ -39,10 +39,10 @@ _UPSTREAM = ("--device", "cpu", "--grammar-backend", "none")  # as a pool's engi
 _FIGURES = {
     "requests/s": "request_throughput",
     "tokens/s": "output_throughput",
-    "first token ms, median": "median_ttft_ms",
-    "first token ms, 99 %": "p99_ttft_ms",
-    "whole ms, median": "median_e2e_latency_ms",
-    "whole ms, 99 %": "p99_e2e_latency_ms",
+    "TTFT ms, median": "median_ttft_ms",
+    "TTFT ms, p99": "p99_ttft_ms",
+    "end-to-end ms, median": "median_e2e_latency_ms",
+    "end-to-end ms, p99": "p99_e2e_latency_ms",
 }
 
 
@@ -55,7 +55,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--running", type=int, help="requests of an engine at a time")
-    parser.add_argument("--step-ms", type=float, help="of a step, on simulated accelerators")
+    parser.add_argument(
+        "--step-ms", type=float, help="simulate accelerators, with steps of so many ms"
+    )
     options = parser.parse_args()
 
     programs = [["sgl_jax.launch_server"], ["enginepool.cli", "serve"]]

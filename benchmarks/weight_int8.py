@@ -1,10 +1,10 @@
-"""What staging costs engines in int8, beside engines in the model's dtype, of the same sources.
+"""How long a pool in int8 stages new weights, beside a pool in the model's dtype.
 
     python -m benchmarks.weight_int8 --size-gb 0.5 --engines 2 --rounds 5
 
 Two pools on the same devices stage the same source, in turn, while their engines idle. The figures
-are medians of the report's "stage" phase. Of the first source the model's dtype needs a copy only,
-and int8 computes with every number, so plain JAX that quantizes it in one program stands beside it.
+are medians of the report's "stage" phase. The first source is in the model's layout: one pool only
+copies it, the other quantizes it. So plain JAX that quantizes it in one program is measured, too.
 """
 
 from __future__ import annotations

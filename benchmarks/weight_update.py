@@ -11,8 +11,9 @@ pause is measured with engines that generate.
 With --leaves the model has many tiny leaves, and the figures are the host's: processor time a leaf
 and engine, of `stage_weights` and of plain JAX that moves all leaves in one call, and of a whole
 update. "First" is the wall time of a source's first staging. "Decode meanwhile" is the speed of
-engines on a simulated accelerator of 20 ms steps while weights are staged without a pause, over
-their undisturbed speed; "beside plain JAX" while it moves them without a pause.
+engines on a simulated accelerator of 20 ms steps, over their undisturbed speed, while weights are
+staged again and again. "Beside plain JAX" is their speed while plain JAX moves weights again and
+again.
 
 With --lora the last row is an adapter of that rank for every linear layer, in JAX arrays.
 """
@@ -68,14 +69,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--size-gb", type=float, default=1.0, help="10^9 bytes of weights; default: 1")
     add("--engines", type=int, default=4, help="at most; fewer if memory is short")
     add("--leaves", type=int, help="instead of a size: the host's time for so many tiny leaves")
-    add("--rounds", type=int, default=3, help="ours and the peer in turn; default: 3")
+    add("--rounds", type=int, default=3, help="of pool and plain JAX in turn; default: 3")
     add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, else bfloat16")
     add("--lora", type=int, metavar="RANK", help="also an adapter of this rank")
     add(
         "--staging",
         default="double",
         choices=("double", "stream"),
-        help="stream: no pauses",
+        help="with stream, pauses are not measured",
     )
     return parser.parse_args(argv)
 

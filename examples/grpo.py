@@ -56,19 +56,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=350, help="the learning rate falls over these steps")
     add("--minutes", type=float, default=10.0, help="stop after these minutes, even before --steps")
-    add("--prompts", type=int, default=64, help="a step")
-    add("--samples", type=int, default=8, help="a prompt")
+    add("--prompts", type=int, default=64, help="prompts of a step; default: 64")
+    add("--samples", type=int, default=8, help="samples of a prompt; default: 8")
     add("--top-p", type=float, default=1.0, help="top-p of the samples")
-    add("--masks", action="store_true", help="train on probabilities among the ids top-p left")
+    add("--masks", action="store_true", help="train on probabilities among the ids of top-p")
     add("--updates", type=int, default=1, help="gradient steps on each step's samples")
     add("--learning-rate", type=float, help="default: 2e-4, with --lora 2e-3")
-    add("--evaluate-every", type=int, default=20, help="steps")
+    add("--evaluate-every", type=int, default=20, help="so many steps; default: 20")
     add("--async", dest="one_step_off", action="store_true", help="generate one step ahead")
     add("--lora", type=int, metavar="RANK", help="train an adapter of this rank alone")
     add("--dtype", default="float32", help="the dtype of the engines")
     add("--int8", action="store_true", help="the engines' matrices are quantized at each update")
     add("--correction", choices=("rollout", "none", "truncated"), default="rollout",
-        help="for probabilities that differ; see Trainer")  # fmt: skip
+        help="what the loss's ratio compares with: the samples' probabilities, or the "
+        "trainer's own; truncated: with importance weights")  # fmt: skip
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--wandb", metavar="PROJECT", help="also log to this project of Weights & Biases")
     return parser.parse_args(argv)

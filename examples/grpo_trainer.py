@@ -1,4 +1,4 @@
-"""The trainer of grpo.py: the toy's model in plain JAX, optax, one array layout for all devices."""
+"""The trainer of grpo.py: data-parallel, with the toy's model in plain JAX, and optax."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Kept(dict[bytes, bytes]):
         self._unlock(key)
 
     def _lock(self, key: bytes) -> None:
-        """Not for ever: whoever compiles it may have failed."""
+        """Wait for the process that compiles it, for a minute at most: it may have failed."""
         lock = (self._folder / f"{key.hex()}.lock").open("w")
         until = time.monotonic() + 60
         while time.monotonic() < until:
@@ -105,8 +105,8 @@ def one_cache(request: pytest.FixtureRequest) -> Iterator[ExecutableCache]:
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_garbage_before_each_file() -> None:
-    """Garbage collections skip the objects that existed before a file's tests. They took a fifth
-    of the time of tests that collect to measure memory."""
+    """Garbage collections skip the objects that existed before a file's tests. Tests that collect
+    to measure memory spent a fifth of their time on those objects."""
     gc.collect()
     gc.freeze()
 

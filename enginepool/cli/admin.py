@@ -59,8 +59,8 @@ def _where(
 
 @admin.command()
 def checksum(context: typer.Context) -> None:
-    """The checksum of the first weights, as in the `reference` command, and a fingerprint of all
-    weights. Exits with 1 if the fingerprints of servers differ."""
+    """The checksum of the `reference` command, over the beginning of the first leaves, and a
+    fingerprint of all weights. Exits with 1 if the fingerprints of servers differ."""
     answers = _ask(context, "GET", "weights_checksum")
     if len({answer["fingerprint"] for answer in answers}) > 1:
         complain("the servers' weights differ")

@@ -68,7 +68,7 @@ def generate(
     timeout: Timeout = None,
     server_arg: ServerArg = None,
 ) -> None:
-    """Generate for every prompt, on all engines; each result is written when it ends.
+    """Generate for every prompt, on all engines.
 
     Text comes in input order. JSON comes as results end, with "prompt_index". Prompts come from the
     arguments, --file, or standard input. A line of JSON has "prompt", "input_ids" or "messages",

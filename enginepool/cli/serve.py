@@ -65,8 +65,8 @@ RejectWhileReloading = Annotated[
 MaxQueuedRequests = Annotated[
     int,
     typer.Option(
-        help="The most requests that may wait for an engine (more get 429), and that one call may "
-        "have."
+        help="The most requests that may wait for an engine. More get 429. It is also the limit of "
+        "one call: its prompts times their samples."
     ),
 ]
 MaxBodyBytes = Annotated[int, typer.Option()]
@@ -93,7 +93,7 @@ MaxDecodeSteps = Annotated[
     int,
     typer.Option(
         help="The most decode steps of one program. It has several if the device would wait for "
-        "the host, or if no client waits."
+        "the host, or if no request streams or waits for an engine."
     ),
 ]
 ClampMaxNewTokens = Annotated[

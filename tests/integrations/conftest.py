@@ -25,7 +25,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
 @contextmanager
 def under_way(pool: EnginePool, prompts: list[list[int]], params: Any) -> Iterator[list[Any]]:
     """The block runs while the first engine is in its fourth step for these prompts. The step
-    ends when the block needs the engine. The list has the results afterwards."""
+    ends when the block gives the engine a job. After the block the list has the results."""
     results: list[Any] = []
     channel, step = pool.runtime.workers[0].channel, hang_in_step(pool, 0, at=4)
 
