@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-# Of two threads that import at once, one would save what the other has changed.
+# Without the lock, of two threads that import at once one would save the state that the other's
+# import has changed.
 _lock = threading.RLock()
 
 

@@ -205,8 +205,8 @@ class _Binding:
             setattr(self.holder, self.target.name, self.original)
 
 
-# Held while it is decided whether a patch is applied: several pools may open and close at once.
-# Reentrant, because a probe may run meanwhile.
+# Held while patches are applied or reverted: several pools may open and close at once. Reentrant,
+# because `apply` probes while it holds the lock.
 _lock = threading.RLock()
 _applied: dict[Patch, list[_Binding]] = {}
 _left_out: set[Patch] = set()

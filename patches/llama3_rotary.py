@@ -25,7 +25,7 @@ _MODULE = "sgl_jax.srt.layers.embeddings"
 
 
 def _is_needed(original) -> bool:
-    """Construct one all of whose waves must be scaled. The constructor is NumPy."""
+    """Construct an embedding whose waves must all be scaled. The constructor uses NumPy only."""
     args = (8, 8, 64, 10000, True, np.float32, 8.0, 1000.0, 4000.0, 64)
     embedding = constructed(module(_MODULE).Llama3RotaryEmbedding, original, *args)
     plain = 10000.0 ** (-np.arange(0, 8, 2) / 8)

@@ -8,8 +8,9 @@ Why: The penalizers count the tokens that were sampled since the batch was built
 at outputs from before.
 
 What we change: A penalizer that is prepared counts the requests' output ids too. For a request
-without outputs nothing changes. Under overlap scheduling upstream counts one token late. Then the
-last of those outputs is counted twice (without outputs it counts the prompt's last token).
+without outputs nothing changes. Under overlap scheduling upstream counts a token one step late. At
+a request's first decode step it counts the last output that the request already has. That output is
+then counted twice. For a request without outputs upstream counts the prompt's last token there.
 
 Remove when: Upstream's penalizers look at `req.output_ids` when they are prepared.
 """

@@ -35,7 +35,7 @@ def _on_main_thread() -> bool:
 
 
 def _is_needed(_, set_envs_and_config) -> bool:
-    """Run upstream's function on another thread, without all but its handlers."""
+    """Run that part of upstream's function which installs handlers, on another thread."""
     errors = []
     function = with_globals(
         set_envs_and_config,

@@ -11,8 +11,8 @@ What we change: A request with stop strings keeps the end of its text, as far as
 begin there. Each token is decoded once, after the tokens that its text depends on. Bytes of an
 incomplete character wait for the rest. The text with special tokens is searched, and also the text
 without them if the caller gets that. The stop string that is complete first counts. If several end
-at the same character, the longest counts. In outputs that a request had before it resumed, only a
-stop string that the last token completes counts, as with stop ids.
+at the same character, the longest counts. The outputs that a resumed request already has are not
+searched, except for a stop string that their last token completes. Upstream treats stop ids so.
 
 Remove when: Upstream searches the text and not a number of tokens.
 """
@@ -29,9 +29,9 @@ from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.managers.schedule_batch"
 _REPLACEMENT = "\ufffd"
-# The most bytes of a UTF-8 character. How many tokens before a token its text may depend on. How
-# many tokens of incomplete characters are kept; then those that no later token can complete are
-# settled.
+# _CHARACTER: the most bytes of a UTF-8 character. _CONTEXT: how many tokens before a token its text
+# may depend on. _INCOMPLETE: how many tokens of incomplete characters wait. If there are more, the
+# tokens that no later token can complete are settled.
 _CHARACTER, _CONTEXT, _INCOMPLETE = 4, 5, 8
 _STATE = "_text_for_stops"
 

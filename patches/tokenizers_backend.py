@@ -5,9 +5,9 @@ checkpoint get other ids. With a Llama they begin with `<s>`, a new token whose 
 id of the vocabulary. Such a tokenizer does not load from a relative folder, or if its special
 tokens are objects.
 
-Why: With an older transformers `get_tokenizer` copies the folder without the class, which is then
-guessed from the model's. Llama's class adds its own special tokens. The copy consists of links to
-the given path.
+Why: With an older transformers `get_tokenizer` copies the folder without the name of the class. The
+class is then that of the model's type. Llama's adds special tokens of its own. The copy consists of
+links to the given path.
 
 What we change: `get_tokenizer` gets the folder's absolute path. For that class it gets
 transformers' own wrapper around a tokenizer.json, `PreTrainedTokenizerFast`, the older name of the
@@ -60,7 +60,7 @@ def _replace(original):
                 original, AutoTokenizer=module("transformers").PreTrainedTokenizerFast
             )
             extra = config.get("extra_special_tokens")
-            kwargs.setdefault("extra_special_tokens", {})  # older ones take no list
+            kwargs.setdefault("extra_special_tokens", {})  # older versions take no list
             if isinstance(extra, list):
                 kwargs.setdefault("additional_special_tokens", extra)
         return load(tokenizer_name, *args, **kwargs)

@@ -46,7 +46,7 @@ def _replace(original):
     on_v5 = with_globals(original, get_tpu_version=lambda: _V5)
 
     def get_default_block_sizes(*args, **kwargs):
-        # The module's own: the TPU for which this is traced.
+        # The module's own function gives the version of the TPU for which this is traced.
         on_v4 = original.__globals__["get_tpu_version"]() == _V4
         return (on_v5 if on_v4 else original)(*args, **kwargs)
 

@@ -57,8 +57,9 @@ class _Phase:
 
 @dataclass
 class WeightsCondition:
-    """The weights of one engine. Written on the engine's thread, except `nonfinite_under`. The
-    thread that finds non-finite numbers writes that field for all engines.
+    """The weights of one engine. Written on the engine's thread, with two exceptions. The thread
+    that finds non-finite numbers writes `nonfinite_under` of all engines. A recovering engine's
+    thread writes `missing` of another engine, if it could not copy its weights to it.
 
     Attributes:
         version: The label that tokens of the engine's next step carry.

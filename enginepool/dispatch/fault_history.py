@@ -58,7 +58,7 @@ class FaultHistory:
         return again
 
     def proved(self, update: int) -> None:
-        """Record that it got finite numbers in a step that no other request shared."""
+        """Record that its own numbers were finite under this update of weights."""
         self.starts_alone = False
         self.nonfinite_under, self.finite_under = None, update
 

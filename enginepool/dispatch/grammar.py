@@ -33,9 +33,11 @@ class GrammarSource(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, value: Any) -> GrammarSource:
-        """
+        """Check and normalize the value of a request's parameter `kind`.
+
         Raises:
-            InvalidGrammar: The value is neither text nor, for a kind that allows one, an object.
+            InvalidGrammar: The value is neither text nor, for a kind that allows one, an object. Or
+                it is not JSON, or too long.
         """
         if hasattr(value, "model_dump") and not isinstance(value, type):
             value = value.model_dump(by_alias=True, exclude_none=True)

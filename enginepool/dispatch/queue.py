@@ -55,8 +55,8 @@ class RequestQueue:
         """
         with self._lock:
             self._engines[engine_index] = (load, wake)
-            # A request in `_alone` may have failed on every engine but this one. An engine that has
-            # reserved it may then not run it, and its reservation would keep this engine from it.
+            # A request in `_alone` may have failed on all other engines. Then only this engine may
+            # run it, and a reservation of another engine would prevent that.
             self._reserved.clear()
 
     def detach(self, engine_index: int) -> None:
@@ -121,7 +121,8 @@ class RequestQueue:
             self._arrival.wait_for(lambda: not self._moving)
 
     def has_retracted(self) -> bool:
-        """Whether a retracted request waits here for an engine that could take it."""
+        """Whether a retracted request waits here for an engine that could take it. Requests that
+        run or start alone do not count."""
         with self._lock:
             pinned = [group for index, group in self._pinned.items() if index in self._engines]
             groups = [self._resumed, *pinned]
@@ -152,7 +153,11 @@ class RequestQueue:
             return any(r.begun for group in groups for r in group.values())
 
     def waits_for(self, engines: Collection[int], *, all_there_are: bool) -> bool:
-        """Whether a retracted or begun request waits here that only `engines` may take."""
+        """Whether a retracted or begun request waits here that only `engines` may take.
+
+        Args:
+            all_there_are: Whether `engines` are all engines that serve.
+        """
         with self._lock:
             groups = [self._alone, self._resumed, *self._pinned.values()]
             return any(

@@ -12,8 +12,7 @@ MAX_KEPT_IDS = 512
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The ids that were left at one position, when grammar, `min_new_tokens`, top-k, top-p and
-    min-p had been applied.
+    """The ids that grammar, `min_new_tokens`, top-k, top-p and min-p left at one position.
 
     Attributes:
         count: The number of ids that were left. 0: the whole vocabulary.

@@ -47,7 +47,7 @@ class SteeringLock:
                 self._current = None
 
     def inside(self) -> str | None:
-        """The call whose turn the running code is inside. None if there is none."""
+        """The call that holds this lock, if the running code is inside that call. Else None."""
         current = self._current
         inside = current is not None and any(turn is current for turn in _inside.get())
         return current.call if current is not None and inside else None

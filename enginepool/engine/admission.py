@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def message(request: Request, extra_key: str | None) -> TokenizedGenerateReqInput:
     """Make upstream's message for a request.
 
-    Every request asks for output-only log-probabilities, so that there is only one program. A
-    batch in which only some requests ask for them ends upstream's loop.
+    Every request asks for output-only log-probabilities, so that there is only one program. If only
+    some requests of a batch asked for them, upstream would raise an error in its loop.
 
     Args:
         extra_key: The prefix cache's namespace.

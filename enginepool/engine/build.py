@@ -77,7 +77,8 @@ class Assembly:
 
     @property
     def scheduler(self) -> PinnedScheduler | None:
-        """Upstream's scheduler, even while the engine takes no jobs; None if it is taken apart."""
+        """Upstream's scheduler, even while the engine takes no jobs. None before it is built and
+        after it is taken apart."""
         return self.engine.scheduler_info.get("scheduler") if self.engine is not None else None
 
     def build(self, source: EngineLeaves | None = None) -> None:
@@ -85,7 +86,7 @@ class Assembly:
         self._build(self._server_args, source)
 
     def warm_up(self, *, compile_programs: bool) -> None:
-        """Compile every program, unless `compile_programs` leaves that to the first requests."""
+        """Compile every program. Without `compile_programs`, requests compile what they need."""
         from enginepool.engine.warmup import warm_up
 
         self._compile_programs = compile_programs

@@ -136,8 +136,8 @@ class Channel:
         self._scheduler = scheduler
 
     def recv_requests(self) -> list[Req]:
-        """The step boundary. Returns an empty list: requests are admitted here, because only here
-        can a resumed request get its outputs."""
+        """The step boundary. It admits requests itself, because upstream's message cannot carry the
+        outputs of a resumed one. So it returns an empty list."""
         self._end_step()
         condition = self.condition
         scheduler = self._attached()
@@ -244,10 +244,10 @@ class Channel:
         self.running.end(getattr(message, "rid", None) or "", reason)
 
     def wait_for_new_requests(self, timeout: float) -> None:
-        """Upstream's pause of its polling loop; `recv_requests` blocks instead."""
+        """Does nothing. Upstream sleeps here between two polls, but `recv_requests` blocks."""
 
     def open(self) -> None:
-        """Run jobs again: the engine has come back."""
+        """Take jobs, also after `close`."""
         self._jobs.open()
 
     def close(self, why: str) -> list[Request]:
@@ -291,8 +291,8 @@ class Channel:
             if request is None:
                 continue
             if self.condition.paused and request.abort_reason is not None:
-                # A paused engine takes no step, and a step would end the request. Its caller should
-                # not wait for that.
+                # Upstream ends the request in its next step, but a paused engine takes none. So the
+                # caller gets the result here.
                 self.running.take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)
             scheduler.abort(internal_rid)

@@ -230,7 +230,7 @@ def _parts(whole: object) -> list[Any] | None:
     kind = type(whole)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
         return None
-    try:  # the arguments of a copy
+    try:  # pickle's protocol: how to make a copy, and the state that it gets
         _, given, state, *_ = whole.__reduce_ex__(4)
     except TypeError:
         return None

@@ -108,7 +108,7 @@ def check_model(runner: ModelRunner, server_args: ServerArgs, reads: Collection[
 
 
 def _caps(runner: ModelRunner) -> bool:
-    """Whether the attention can cap its logits; the native one cannot yet."""
+    """Whether the attention can cap its logits. Native attention can if it takes the cap."""
     from sgl_jax.srt.layers.attention import native_backend
 
     native = isinstance(runner.attn_backend, native_backend.NativeAttention)

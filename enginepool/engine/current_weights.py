@@ -30,7 +30,7 @@ class CurrentWeights:
     swap may begin while this is used.
 
     Args:
-        engines: The pool's, in order; filled when it opens.
+        engines: The pool's engines, in order. Empty until the pool opens.
     """
 
     def __init__(self, desired: DesiredState, engines: Sequence[PinnedEngine]) -> None:

@@ -105,7 +105,8 @@ class ExecutableCache:
     ) -> None:
         """
         Args:
-            serialized: Keeps the executables. By default they are in memory, as long as the cache.
+            serialized: Where the executables are kept. By default they are in memory, and live as
+                long as the cache.
             programs: The programs that are traced already.
         """
         self.limiter = Limiter(1, _PATIENCE)

@@ -24,8 +24,8 @@ STEP_PATIENCE = 0.05
 class Limiter:
     """A limited number of slots. Thread-safe; a slot belongs to the thread that acquired it.
 
-    Waiting threads get slots in the order in which they came. A thread that keeps its slot for
-    longer than `patience` seconds loses it to a waiting thread, and goes on without one.
+    Threads that wait for a slot get one in no fixed order. A thread that keeps its slot for longer
+    than `patience` seconds loses it to a waiting thread, and goes on without one.
     """
 
     def __init__(self, at_once: int, patience: float) -> None:

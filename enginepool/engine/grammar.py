@@ -75,7 +75,8 @@ class RequestGrammar:
                 self._matcher.consume_token(token)
 
     def _is_thought(self, token: int) -> bool:
-        """Whether an output token comes before the part that the grammar describes."""
+        """Follow the thinking by one output token. Returns whether the token comes before the part
+        that the grammar describes."""
         if self._thought is None:
             return False
         with self._taking(tokens=0):

@@ -93,14 +93,14 @@ class PinnedEngine:
     # On the engine's thread
 
     def enter(self) -> None:
-        """From here on the engine does jobs, and gets requests if it has weights."""
+        """Open the channel for jobs. If the engine has weights, let it take requests."""
         self.condition.change(EngineState.SERVING)
         self.channel.open()
         if self.condition.serving:
             self.queue.attach(self.index, self.channel.load, self.channel.wake)
 
     def load(self) -> None:
-        """As a job: the engine has weights again."""
+        """As a job: record that the engine has weights again, and let it take requests."""
         if self.condition.weights.missing is not None:
             self.condition.weights.missing = None
             self.condition.change(EngineState.SERVING)
@@ -124,7 +124,7 @@ class PinnedEngine:
     ) -> dict[str, jax.Array]:
         """As a job: put these leaves in place. Returns the leaves that were there.
 
-        `set_weights` of the channel completes the update; `restore_weights` undoes it.
+        `RunningRequests.set_weights` completes the update. `restore_weights` undoes it.
         """
         self.condition.weights.being_replaced = True
         return self.leaves.replace(arrays, shared)

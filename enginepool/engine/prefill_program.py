@@ -7,8 +7,9 @@ What breaks: Upstream's own log-probabilities of prompts materialise the logits 
 Those of a long prompt do not fit in memory. Upstream compiles new programs for them while the
 engine serves, and cannot mix such requests with requests that do not ask for them.
 Why: Upstream computes them in the same batch that samples.
-Remove when: Upstream computes them a slice at a time, whatever else is in the batch. A model is not
-scored if it has no logits processor, or if upstream makes no extend batch for it. The error of the
+Remove when: Upstream computes them a slice at a time, whatever else is in the batch.
+
+Some models cannot be scored, such as one without a logits processor (`_refusal`). The error of the
 call gives the reason.
 """
 

@@ -1,7 +1,8 @@
-"""Recovers from an engine's failure: its requests move on, and the engine comes back.
+"""Recovers from an engine's failure: its requests are queued again, and the engine comes back.
 
-`recovery_policy.py` decides. This module does it, on the engine's own thread. An engine never comes
-back in the middle of a swap. `watchdog.py` finds a step that does not return.
+`recovery_policy.py` decides. This module gathers what the decision needs, and carries it out on the
+engine's own thread. An engine never comes back in the middle of a swap. `watchdog.py` finds a step
+that does not return.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from enginepool.errors import NotFinite, PoolClosed, StepTimeout
 
 
 class Recovery:
-    """Decides what happens after an engine has failed. The engine's thread calls it.
+    """What happens after an engine has failed. The engine's thread calls it, except `engine_stuck`.
 
     Args:
-        engines: The pool's, in order; filled when it opens.
+        engines: The pool's engines, in order. Empty until the pool opens.
 
     Attributes:
         weights: The weights that an engine gets when it comes back.
@@ -78,7 +79,7 @@ class Recovery:
                 self._lost("engine_abandoned", engine, StepTimeout(reason), requests)
 
     def engine_unloaded(self, engine: PinnedEngine, requests: list[Request]) -> None:
-        if self._desired.no_weights is None:  # else a user asked for it
+        if self._desired.no_weights is None:  # otherwise a user released the weights
             self._warn("engine_unloaded", engine, requests=len(requests))
         self._dispatch.resume(requests)
 
@@ -110,7 +111,7 @@ class Recovery:
         )
 
     def _sort_out(self, engine: PinnedEngine, requests: Sequence[Request]) -> list[Request]:
-        """End those requests of a failed engine that cannot go on. Returns the others."""
+        """End those requests of a failed engine that must not run again. Returns the others."""
         movable = []
         for request in requests:
             faults = request.faults
@@ -127,7 +128,8 @@ class Recovery:
     def _sort_out_not_finite(
         self, engine: PinnedEngine, error: NotFinite, requests: Sequence[Request]
     ) -> list[Request]:
-        """A request that was alone may be at fault. One that was not is first tried alone."""
+        """After non-finite numbers: end requests if they or their weights are at fault. Returns the
+        others. A request that shared its step with others is first tried alone."""
         weights = engine.condition.weights
         movable = []
         for request in requests:
@@ -212,7 +214,8 @@ class Recovery:
         with self._steering.turn("recovery"):
             if self._dispatch.closed:
                 return False
-            engine.kept = {}  # put in place; the steering lock keeps others from reading them
+            # These weights are in place now. Nobody else reads `kept` without the steering lock.
+            engine.kept = {}
             self._bring_up_to_date(engine)
             if engine.condition.weights.missing is None:
                 self.weights.bring_from(engine)
@@ -233,8 +236,8 @@ class Recovery:
         return True
 
     def _bring_up_to_date(self, engine: PinnedEngine) -> None:
-        """Give the engine the current weights and the pool's pause reasons. No swap can begin
-        now."""
+        """Give the engine the current weights and the pool's pause reasons. The caller holds the
+        steering lock."""
         condition, desired = engine.condition, self._desired
         condition.draining = False
         condition.pause_reasons = set(desired.pause_reasons)

@@ -2,9 +2,10 @@
 
 Reaches into upstream's model runner, scheduler and prefix cache: their methods are wrapped.
 
-What breaks: Upstream has one capturer per process, so several engines write into one buffer.
-A thread polls it, and a request waits with sleeps. Steady decode does not call it.
-Why: It expects one engine a process.
+What breaks: Upstream has one capturer of experts per process, so several engines write into one
+buffer. A thread fills the buffer. The scheduler sleeps in a loop until a finished request's step is
+there, and no other request runs meanwhile. Steady decode does not call the capturer.
+Why: It expects one engine per process.
 Remove when: A step returns the experts of its batch with its tokens.
 
 The host keeps the experts of every KV slot. So a request whose prefix was found in the prefix cache
@@ -58,7 +59,8 @@ def expert_dtype(model_config: ModelConfig) -> np.dtype:
 
 
 def routing_of(layers: Sequence[Any], dtype: np.dtype, hf_config: Any) -> Routing:
-    """
+    """How a model routes, by the shapes of what its forward returns.
+
     Args:
         layers: For each layer, the shape of the experts that the model's forward returns, or None.
 
@@ -113,7 +115,7 @@ class RoutedExperts:
         return request.experts
 
     def computed(self, experts: jax.Array | None) -> None:
-        """Report the experts of a step that another program has run. `collect` takes them."""
+        """Record the experts of a step that another program has run. `collect` takes them."""
         self._latest = experts
 
     def collect(self, batch: ScheduleBatch) -> None:

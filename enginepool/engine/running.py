@@ -68,10 +68,10 @@ class RunningRequests:
         return f"{update}{of_adapter}/{request.extra_key or ''}"
 
     def prefilled(self, request: Request, *, goes_on: bool) -> None:
-        """A step computes KV cache of the prompt: all of it, or a chunk.
+        """Record that a step computes KV cache of the prompt, all of it or a chunk.
 
         Args:
-            goes_on: An earlier step has computed a chunk.
+            goes_on: Whether an earlier step has computed a chunk.
         """
         if request.output_ids or (request.req is not None and request.req.output_ids):
             return  # it resumes, and the versions of its prompt are known
@@ -82,20 +82,20 @@ class RunningRequests:
             request.prompt_weight_versions.append(version)
 
     def sampled_first(self, request: Request, req: Req) -> None:
-        """Report the first token. How much was cached is noted once: a later admission would count
-        outputs, too."""
+        """Record the first token. The number of cached tokens is recorded at the first admission
+        only: a later one would count outputs, too."""
         request.first_token_at = time.perf_counter()
         if request.cached_tokens is None:
             # A resumed request's outputs may be cached, too, as the prompt of another request.
             request.cached_tokens = min(req.cached_tokens, len(request.input_ids))
 
     def proved(self, request: Request) -> None:
-        """Report that a request that started alone has got finite numbers."""
+        """Record that a request's own numbers are finite under the weights that the engine has."""
         self._weights.are_finite()
         request.faults.proved(self._weights.update)
 
     def set_weights(self, version: int | str, update: int) -> None:
-        """The next tokens come from other weights. The tokens so far keep the old version."""
+        """Record that the next tokens come from these weights. Earlier ones keep their version."""
         for request in self.held.values():
             self.take_over(request, keep=True)
         self._weights.replaced(version, update)
@@ -106,8 +106,8 @@ class RunningRequests:
         return Counter(adapter.number for adapter in adapters if adapter is not None)
 
     def replace_adapter(self, adapter: Adapter) -> dict[Request, Adapter]:
-        """The next tokens of requests under older versions of this adapter come from this one.
-        Earlier tokens keep the old version.
+        """Let requests under older versions of this adapter continue under this version. Tokens so
+        far keep the old version.
 
         Returns:
             The adapter that each request had.
@@ -201,8 +201,8 @@ class RunningRequests:
             alone: Whether no other request shared the step.
 
         Raises:
-            NotFinite: Another request or this engine may be at fault, or the engine also holds
-                other requests' KV cache. No request is ended then.
+            NotFinite: It is not known that these weights give no finite numbers, another request
+                shared the step, or the engine holds other requests. No request is ended then.
         """
         known = self._weights.nonfinite_under == self._weights.update
         if not (known and alone and len(requests) == len(self.held)):
@@ -221,7 +221,8 @@ class RunningRequests:
                 req = request.req
                 finished = req is not None and req.finished()
                 self.take_over(request)
-                # If the step that finished it failed half way, it is not delivered.
+                # If the step that finished it has failed, its last token may be dropped. Then it is
+                # not delivered.
                 if req is not None and finished and len(request.output_ids) == len(req.output_ids):
                     self.deliver(request, req)
             requests, self.held = list(self.held.values()), {}
@@ -260,5 +261,6 @@ def finish_reason(req: Req, reason: dict[str, Any]) -> dict[str, Any]:
 def _has_progressed(request: Request) -> bool:
     if request.req is not None:
         return len(request.req.output_ids) > request.retracted_at
-    # Its prompt is being scored. After a retract the prompt starts again, and must be scored first.
+    # Its prompt is being scored. That is progress only before the first retract. Then the prompt
+    # starts again, and must be scored completely.
     return request.scoring is not None and request.scored is None and not request.retracted

@@ -2,8 +2,9 @@
 
 Reaches into upstream's sampler: its top-k and top-p masks are called.
 
-What breaks: Upstream does not report the ids among which an id was sampled. A trainer that
-    renormalises over the whole vocabulary then weighs samples of top-p or top-k by wrong ratios.
+What breaks: Upstream does not return the ids among which an id was sampled. A trainer computes
+probabilities over the whole vocabulary. Its importance ratios are then wrong for samples of top-p
+or top-k.
 Why: Upstream's sampler draws from the filtered logits and drops them.
 Remove when: Upstream's sampler returns what its filters left.
 

@@ -1,13 +1,13 @@
 """Upstream's Scheduler, pinned to its devices and fed by a channel.
 
-Reaches into upstream's Scheduler, by overriding its methods and by its queues and batches.
+Overrides methods of upstream's Scheduler, and reads and changes its queues and batches.
 
-What breaks: Requests and results go through sockets only, and those results are wrong: past 50
-tokens log-probabilities repeat, and in a mixed batch they are misaligned.
+What breaks: Requests and results go through sockets. The log-probabilities of these results repeat
+past 50 tokens, and are misaligned in a mixed batch.
 Why: Upstream's scheduler expects a process of its own, and a detokenizer in another one.
-Remove when: A step takes requests from the loop's caller and returns results, as objects.
+Remove when: Upstream's loop takes requests as objects from its caller, and returns results so.
 
-The constructor checks that all overridden and used names exist. Its error has the missing ones.
+The constructor checks that all overridden and used names exist. Its error names missing ones.
 Imports sgl_jax: import it only after the patches are applied.
 """
 
@@ -84,7 +84,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         # No ports: upstream opens none when it is given a channel.
         unused: Any = None
         backend: Any = channel
-        # `noted_reads` ends before `share`: while it records, no two models are equal.
+        # `noted_reads` ends before `share` compares models: while it records, all models differ.
         with adapting(), noted_reads() as self.config_reads:
             super().__init__(server_args, unused, communication_backend=backend, mesh=mesh)
         expect(self, *_USED)
@@ -178,7 +178,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         """Admit requests.
 
         A waiting request has no KV cache. Its prefix is looked up among entries of the current
-        weights, even if the request came when the weights were others.
+        weights, even if the request came before they did.
         """
         self.scorer.make_way(running_count(self))
         held = self.running.held

@@ -38,8 +38,8 @@ class StepScheduler(Protocol):
         ...
 
     def admit(self, request: Request) -> Req | None:
-        """Make upstream's request of it, with the outputs that it has. None if its prompt is scored
-        first, or if it ends here."""
+        """Make upstream's request for a request of the pool, with the outputs that it already has.
+        Returns None if its prompt is scored first, or if it has ended."""
 
     def has_scores(self) -> bool:
         """Whether `score` would do something."""

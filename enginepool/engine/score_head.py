@@ -37,11 +37,11 @@ def pack_wanted(tokens: int, wanted: Mapping[str, Any]) -> np.ndarray:
         tokens: The bucket.
         wanted: A dict of arrays.
             `rows`: The rows of the hidden states that are scored. Their number is `count`.
-            `targets`: For each row, the id that comes next.
+            `targets`: For each of these rows, the id that comes next.
             `top`: Whether the most probable ids are wanted.
             `named`: Whether named ids are wanted.
             `names`: Rows of named ids.
-            `whose`: For each row of the hidden states, its row in `names`.
+            `whose`: For each of these rows, its row in `names`.
     """
     flags = len(wanted["rows"]), wanted["top"], wanted["named"]
     listed = np.zeros((3, tokens), np.int32)

@@ -1,8 +1,8 @@
 """The prompts that an engine scores between its steps.
 
-They wait beside upstream's requests and never join them. A prompt takes pages of the engine's own
-KV cache when its turn comes, and gives them back when it is scored. It does not use the prefix
-cache. When running requests need pages, scored prompts give theirs back first and start over later.
+Upstream's scheduler does not know them. A prompt takes pages of the engine's own KV cache when its
+scoring begins, and gives them back when it ends. It does not use the prefix cache. When running
+requests need pages, prompts that are being scored give theirs back, and start over later.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ class _Prompt:
 class Scorer:
     """The prompts that one engine scores. Used on the engine's thread only.
 
-    A request that it takes comes back by `step`, `drop` or `forget`, or is given to `cannot_hold`.
+    A request that it takes leaves it when `step` returns it, when it is given to `cannot_hold`, or
+    by `drop` or `forget`.
 
     Args:
-        scheduler: The engine's, whose KV cache is shared.
+        scheduler: The engine's scheduler. Prompts use its KV cache.
         has_work: Whether a step would do something.
         cannot_hold: Ends a request whose prompt does not fit an empty KV cache.
 
@@ -134,7 +135,10 @@ class Scorer:
         return bool(self._begun or self._waiting)
 
     def takes(self, request: Request) -> bool:
-        """Whether the request's prompt is to be scored first."""
+        """Take a request if its prompt is to be scored first. Returns whether it was taken.
+
+        If the scores are known already, the request gets them and is not taken.
+        """
         scoring = request.scoring
         if scoring is None or request.scored is not None:
             return False
@@ -164,7 +168,7 @@ class Scorer:
             elif self._begun or self._has_work():
                 self.waits_for_room = True
                 break
-            else:  # it does not fit the empty pool, which is small with a sliding window
+            else:  # it does not fit an empty KV cache, which is small with a sliding window
                 self._waiting.popleft()
                 for request in prompt.requests:
                     self._cannot_hold(request)
@@ -187,7 +191,7 @@ class Scorer:
         weights = self._weights
         for prompt in self._begun[: self.program.sequences]:
             replaced = prompt.adapter is not prompt.requests[0].adapter
-            if prompt.update != weights.update or replaced:  # they have changed since
+            if prompt.update != weights.update or replaced:  # it began with other ones
                 prompt.begin_anew()
                 prompt.version, prompt.update = weights.version, weights.update
             piece = prompt.next_piece(room, self.program.page_size)

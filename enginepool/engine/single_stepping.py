@@ -38,7 +38,7 @@ class SingleStepping:
             self._close.set()
 
     def in_flight(self, steps: int) -> None:
-        """Report how many steps are in flight."""
+        """Record how many steps are in flight."""
         if self.on and steps <= 1:
             self._close.set()
 

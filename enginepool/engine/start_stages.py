@@ -24,7 +24,8 @@ _thread = threading.local()
 
 
 class StartStages:
-    """The stages of a start, one after the other. Its own thread writes it, any thread reads it.
+    """The stages of a start, one after the other. One thread begins stages. Threads inside
+    `listening` add to the counts, and any thread reads.
 
     Attributes:
         now: The stage that runs. None between stages.
@@ -70,7 +71,7 @@ class StartStages:
         self.now, self._since = stage, now
 
     def next_bucket(self) -> None:
-        """A warm-up begins with another bucket. Any thread."""
+        """Record that a warm-up begins with its next bucket. Any thread."""
         with self._lock:
             self.bucket += 1
 

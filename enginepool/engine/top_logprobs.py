@@ -54,12 +54,12 @@ class TopLogprobs:
         replaced.compute_logprobs = self._compute
 
     def warm(self, warming: bool) -> None:
-        """Run the program in every step, even if no request wants its values; False ends this."""
+        """Set whether the program runs in every step, even if no request wants its values."""
         self._warming = warming
         self._latest = None  # nobody collects it
 
     def begin(self, batch: ScheduleBatch, held: dict[str, Request]) -> None:
-        """Report the batch of the next step."""
+        """Record which rows of the next step's batch want more values."""
         self._asking = self.asking(batch, held)
 
     @staticmethod
@@ -73,7 +73,7 @@ class TopLogprobs:
         ]
 
     def computed(self, values: tuple[np.ndarray | None, ...]) -> None:
-        """Report the values of a step that another program has run. `collect` appends them."""
+        """Record the values of a step that another program has run. `collect` appends them."""
         self._latest = values
 
     def _compute(self, token_logprobs: jax.Array, token_ids: jax.Array) -> Any:

@@ -1,8 +1,8 @@
 """The prefill program of an engine whose steps are upstream's own.
 
-Reaches into upstream's model runner and compilation manager: the model's own forward pass runs over
-an extend batch of upstream's making, with a head of ours around its logits processor. It replaces
-upstream's prefill program, which would otherwise be compiled beside it for every bucket.
+Reaches into upstream's model runner and compilation manager. Upstream makes the extend batch, and
+its model runs the forward. `ScoreHead` wraps the model's logits processor. The program replaces
+upstream's prefill program. Otherwise both would be compiled for every bucket.
 
 What breaks: See `prefill_program.py`.
 Why: See there.

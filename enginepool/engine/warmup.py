@@ -33,7 +33,7 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     """Compile the engine's programs, on its thread. Afterwards serving compiles nothing.
 
     Args:
-        start: Is told of every bucket that begins.
+        start: Counts the buckets that have begun.
 
     Raises:
         EnginePoolError: This upstream warms up in another way.
@@ -63,9 +63,9 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     ahead = [partial(noted, job) for job in scheduler.steady.ahead()]
     manager._make_dummy_batch = counted
     one = scheduler.steady.prefill is not None
-    if one:  # no prefill is upstream's own
+    if one:  # upstream's prefill programs are not used
         manager._precompile_extend = lambda *_, **__: None
-    if scheduler.steady.able:  # nor a decode step
+    if scheduler.steady.able:  # nor its decode programs
         manager._precompile_decode = lambda *_, **__: None
     scheduler.warm_top_logprobs(True)
     try:

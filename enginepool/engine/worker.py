@@ -41,7 +41,7 @@ class EngineWorker(PinnedEngine):
     """A thread pinned to one engine's devices. The thread starts with `start()`.
 
     Attributes:
-        built: Resolves when the engine is built. Fails with the error that stopped it.
+        built: Resolves when the engine is built. Fails with the error of the build.
         warm: The same for the warm-up.
         stopping: Set when the thread should end.
     """
@@ -90,7 +90,8 @@ class EngineWorker(PinnedEngine):
         self._may_warm_up.set()
 
     def stop(self) -> None:
-        """End the thread at the engine's next step boundary, or before it serves at all."""
+        """End the thread at the engine's next step boundary. If it does not serve yet, end it after
+        the build or the warm-up."""
         self.stopping.set()
         self._may_warm_up.set()
         self.channel.stop()
@@ -152,7 +153,7 @@ class EngineWorker(PinnedEngine):
             except StopEngine:
                 return None
             except BaseException as error:
-                self.channel.limiter.release()  # it does not reach its boundary
+                self.channel.limiter.release()  # the loop has ended: no step boundary releases it
                 if self.condition.abandoned:
                     return error  # its requests were taken away: there is nothing to unload
                 lost = scheduler.leaves.lost_by_owner()
@@ -216,7 +217,7 @@ class EngineWorker(PinnedEngine):
         self.assembly.rebuild(dummy_weights=not from_checkpoint)
         if self.kept:
             self.leaves.replace(self.kept)
-        else:  # -1 until `readmit` brings weights; an earlier attempt may have set it already
+        else:  # -1: dummy weights, until `readmit` brings others. An earlier attempt may have set 0
             self.condition.weights.update = 0 if from_checkpoint else -1
 
     def _intact(self) -> dict[str, jax.Array]:
@@ -245,9 +246,10 @@ class EngineWorker(PinnedEngine):
     # On the thread, as a job
 
     def unload(self, reason: str) -> None:
-        """The engine has no weights: it takes no step until `load`, and its requests move on."""
+        """Record that the engine has no weights. It takes no step until `load`, and its requests go
+        back to the queue."""
         self.condition.weights.missing = reason
-        self.condition.change(EngineState.SERVING)  # from now on
+        self.condition.change(EngineState.SERVING)  # `since` is the time of this change
         requests = self.channel.retract()
         self.queue.detach(self.index)
         self._recovery.engine_unloaded(self, requests)

@@ -123,7 +123,7 @@ def _forget_source(update: Update) -> None:
 
 def _check_staged(update: Update, workers: list[EngineWorker]) -> None:
     """Check that the staged leaves are still there and complete. Engines that came back since get
-    them from another engine's.
+    copies of another engine's staged leaves.
 
     Raises:
         InvalidWeights: Some are gone; the error names them.

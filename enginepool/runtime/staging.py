@@ -52,9 +52,9 @@ def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, 
     staged = {worker.index: Staged() for worker in workers}
     running: deque[list[dict[str, jax.Array]]] = deque()
     for batch in plan.batches(by_leaf=False):
-        # At most one batch takes memory beside the new set. A batch that only moves takes none, so
-        # it begins while the batch before it still runs. More than two batches at a time would keep
-        # an engine's step waiting on CPU.
+        # At most one batch takes memory beside the new set. A batch that is only copied takes none,
+        # so it begins while the batch before it still runs. More than two batches at a time would
+        # delay the engines' steps on CPU.
         while len(running) > plan.only_moves(batch):
             wait(workers, running.popleft())
         made = put(plan, batch, workers, copy)
@@ -105,7 +105,7 @@ def _put(
     for worker in workers:
         specs = worker.leaves.specs
         with naming(worker, name):
-            if worker is not lead:  # from the first engine's arrays, unless the source's will do
+            if worker is not lead:  # copy the first engine's arrays, except as `_own_copy` says
                 first = made[0][1]
                 arrays = {
                     path: array if _own_copy(array, specs[path]) else first[path]
@@ -116,7 +116,7 @@ def _put(
 
 
 def _own_copy(array: Array, spec: Any) -> bool:
-    """Whether an engine takes a leaf from the source itself, as the first engine does."""
+    """Whether an engine takes a leaf from the source and not from the first engine."""
     return moves(array, spec) or lies_there(array, spec.sharding)
 
 

@@ -126,9 +126,8 @@ def _wait_for_build(worker: EngineWorker, batch: Sequence[EngineWorker]) -> None
     try:
         _wait(worker, worker.built)
     except (EngineStartFailed, InvalidConfig, InvalidWeights):
-        for (
-            earlier
-        ) in batch:  # an earlier engine is the cause: its warm-up failed, so its weights are gone
+        # An earlier engine may be the cause: its warm-up failed, so its weights are gone.
+        for earlier in batch:
             if earlier.warm.done():
                 _wait(earlier, earlier.warm)
         raise

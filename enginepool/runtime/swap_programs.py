@@ -86,8 +86,7 @@ class SwapPrograms:
         leaves = workers[0].leaves
         if leaves.quantized and leaves.quantization is None:
             return  # no swap changes this model
-        # For an engine of several devices, upstream's conversion runs step by step. Only quantizing
-        # needs a program of ours.
+        # On several devices no single program converts a leaf. Only quantizing has a program.
         if len(leaves.devices) == 1 or leaves.quantization is not None:
             yield from self._conversion(workers)
         for worker in workers:

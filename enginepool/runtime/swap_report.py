@@ -51,8 +51,8 @@ class SwapReport:
             "quiesce": until the engines stopped at a step boundary; with mode="drain" that is the
             wait for running outputs. "commit": until all had the new weights. "fingerprint":
             afterwards, while generation goes on again. "total".
-        staged: The fingerprint of the source's weights where they were converted. It equals the
-            engines' fingerprints.
+        staged: The fingerprint of the weights as they were staged on the first engine. It equals
+            the engines' fingerprints.
         engines: One entry per engine.
         source: In a pool that quantizes: the fingerprint of the source's weights before they are
             quantized. If the source has all weights, it equals the fingerprint in a pool that does

@@ -196,9 +196,8 @@ class Update:
     def _roll_one(self, worker: EngineWorker) -> None:
         plan = self.plan
         if worker is not self.workers[0]:
-            # A source is read only once, and the first engine's set is in the model's layout. The
-            # leaves in use are not read: if that engine has failed, a rebuild may be replacing
-            # them.
+            # A source is read only once, and the first engine's set is in the model's layout. That
+            # engine's own leaves are not read: if it has failed, a rebuild may be replacing them.
             first = self.staged[self.workers[0].index]
             plan = self.plan.again(first.arrays, worker.leaves.specs)
         staged = None
@@ -214,7 +213,7 @@ class Update:
                 self._commit(engines)
         self.before.clear()
 
-    # Around both
+    # Both strategies
 
     @contextmanager
     def _quiesced(self, workers: Sequence[EngineWorker]) -> Iterator[StoppedEngines]:

@@ -17,8 +17,8 @@ def watching(
 ) -> Iterator[None]:
     """Inside the block, abandon each engine whose step takes longer than `step_timeout` seconds.
 
-    It looks ten times in `step_timeout`, so it finds a stuck step at most a tenth of `step_timeout`
-    late.
+    It looks at least ten times in `step_timeout`. So it finds a stuck step at most a tenth of
+    `step_timeout` late.
     """
     done = threading.Event()
 

@@ -50,17 +50,17 @@ class Pace:
         return max(1, steps)
 
     def took(self, seconds: float) -> None:
-        """Report how long the device took for a step."""
+        """Record how long the device took for a step."""
         before = seconds if self._seconds is None else self._seconds
         self._seconds = before + (seconds - before) / _TIMED
 
     def ended(self, tokens: int) -> None:
-        """Report the length of an output that has ended."""
+        """Record the length of an output that has ended."""
         before = tokens if self.length is None else self.length
         self.length = before + (tokens - before) / _OUTPUTS
 
     def launched(self, *, idle: bool) -> None:
-        """Report a launch, and whether it found the device idle."""
+        """Record a launch, and whether it found the device idle."""
         self._seen += 1
         self._idle += idle
         if self._steps == 1:

@@ -31,7 +31,7 @@ _FLAGS = len(Features._fields)
 
 
 def pack(features: Features, table: RowTable, *others: np.ndarray) -> np.ndarray:
-    """The numbers of a batch, as an array of their own."""
+    """Pack the numbers of a batch into one new array."""
     flags = np.array(features, np.int32)
     return np.concatenate([flags, table.numbers.reshape(-1), *(one.reshape(-1) for one in others)])
 

@@ -25,7 +25,8 @@ from enginepool.model_config.generation import end_ids
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req, ScheduleReqsInfo
 
-# A tally counts how often a row has given each id. This bit marks ids that may not end it yet.
+# A tally counts how often each id was sampled for a row. This bit marks the ids that
+# `min_new_tokens` bans.
 _BANNED = 1 << 30
 # How many entries of tallies are sent at a time.
 _ENTRIES = 2048

@@ -14,19 +14,19 @@ class PrefillDelay:
     requests. The sum of both costs is smallest then (F. W. Harris, 1913, on the size of orders).
 
     A prefill is put off only under two conditions. More requests wait than there are free rows. And
-    another output often ends before one free row has lost `running` steps: an output ends every
-    `length / running` steps.
+    outputs end often enough that a second row is probably free before one free row has lost
+    `running` steps. An output ends every `length / running` steps.
     """
 
     def __init__(self) -> None:
         self._lost = self._steps = 0  # since there are free rows
 
     def restart(self) -> None:
-        """Report a prefill."""
+        """Record a prefill: begin to count again."""
         self._lost = self._steps = 0
 
     def ran(self, steps: int, *, free: int) -> None:
-        """Report that steps have run while so many rows were free."""
+        """Record that steps have run while `free` rows were free."""
         if free:
             self._lost, self._steps = self._lost + free * steps, self._steps + steps
         else:

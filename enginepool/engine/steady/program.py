@@ -105,8 +105,8 @@ class StepProgram:
 
         Returns:
             A function that compiles it, on any thread. It does not call the program. Two threads
-            that call one program could wait for each other: one in JAX until it is compiled, the
-            other for the turn to compile it.
+            that call one program could wait for each other: one in JAX until the program is
+            compiled, the other for the limiter's slot that the first one holds.
         """
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
         leaves, (state, batch) = self._runner.model_state_leaves, self._empty(rows)

@@ -37,7 +37,7 @@ class BatchSender:
         self._no_mask = {rows: self.place(open_mask(self._vocab_size, rows)) for rows in sizes}
 
     def place(self, array: np.ndarray | np.generic) -> jax.Array:
-        """Send an array that is not changed afterwards. A CPU device uses its memory."""
+        """Send an array. The caller must not change it afterwards: a CPU device uses its memory."""
         # By upstream's own function, which patches/batch_transfers.py makes quick.
         return forward_batch_info.device_array(array, sharding=self._shardings[array.ndim])
 

@@ -5,7 +5,7 @@ Reaches into upstream's batches.
 What breaks: Upstream's batch does not know what steps in flight have done. If requests leave and
 join one by one, it copies all its arrays each time.
 Why: The steps in flight are not upstream's. Between two steps of its own, upstream's scheduler
-reads only its requests.
+reads only the requests of the batch, and none of its arrays.
 Remove when: With `program.py`.
 """
 
