@@ -42,7 +42,7 @@ def constructed(owner: Any, constructor: Any, *args: Any) -> Any:
     return made
 
 
-class Instead:
+class ModuleProxy:
     """A module with other functions in the place of some of its own."""
 
     def __init__(self, original: types.ModuleType, **functions: Any) -> None:

@@ -17,7 +17,7 @@ import functools
 
 import numpy as np
 
-from patches._lookup import Instead, with_globals
+from patches._lookup import ModuleProxy, with_globals
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.utils.quantization.quantization_utils"
@@ -28,7 +28,7 @@ _ACTIVATIONS = ("layers.moe", "kernels.quantized_matmul.kernel", "kernels.gmm.me
 
 def _is_needed(original, *rest) -> bool:
     """Quantize two numbers with NumPy in the place of JAX."""
-    numpy = Instead(
+    numpy = ModuleProxy(
         np,
         max=lambda array, axis, keepdims: np.max(array, axis=tuple(axis), keepdims=keepdims),
         squeeze=lambda array, axis: np.squeeze(array, tuple(axis)),
@@ -45,7 +45,7 @@ def _replace(original, place):
     """
     jnp = original.__globals__["jnp"]
     clip = lambda value, low, high: jnp.round(jnp.clip(value, low, high))  # noqa: E731
-    rounding = with_globals(original, jnp=Instead(jnp, clip=clip))
+    rounding = with_globals(original, jnp=ModuleProxy(jnp, clip=clip))
 
     @functools.wraps(original)
     def quantize(*args, **kwargs):

@@ -24,7 +24,7 @@ from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from typing import Any
 
-from patches._lookup import Instead, with_globals
+from patches._lookup import ModuleProxy, with_globals
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.entrypoints.engine"
@@ -61,7 +61,7 @@ def _guarded_signal(signalnum, handler):
 
 
 def _replace_signal(original):
-    return Instead(original, signal=_guarded_signal)
+    return ModuleProxy(original, signal=_guarded_signal)
 
 
 def _replace_set_envs_and_config(original):

@@ -59,7 +59,7 @@ class _Text:
         """
         self._decode, self._stops, self._joined = decode, stops, joined
         self._keep = max(map(len, stops)) - 1
-        self._tail, self._looked = "", 0
+        self._tail, self._searched = "", 0
         self._pending: tuple[int, ...] = ()
         self._settle(tuple(context))
 
@@ -71,7 +71,7 @@ class _Text:
         # Most tokens have a character at least.
         some = ids[max(0, cut - 4 * self._keep - 64) : cut]
         if some:
-            self._tail = self._kept(self._told(tuple(some)))
+            self._tail = self._end_of(self._new_text(tuple(some)))
             self._settle(tuple(some))
         for token in ids[cut:]:
             self.push(token)
@@ -79,12 +79,12 @@ class _Text:
     def push(self, token: int) -> str | None:
         """The stop string that this token completes."""
         self._pending = pending = (*self._pending, token)
-        new = self._told(pending)
+        new = self._new_text(pending)
         shown = self._tail + (complete := new.rstrip(_REPLACEMENT))
         matched = self._find(shown)
-        self._looked = len(shown)
+        self._searched = len(shown)
         if complete == new:
-            self._tail = self._kept(shown)
+            self._tail = self._end_of(shown)
             self._settle(pending)
         elif len(pending) > _INCOMPLETE:
             self._settle_some(new)
@@ -93,12 +93,12 @@ class _Text:
     def _find(self, text: str) -> str | None:
         found = []
         for stop in self._stops:
-            start = text.find(stop, max(0, self._looked - len(stop) + 1))
+            start = text.find(stop, max(0, self._searched - len(stop) + 1))
             if start >= 0:
                 found.append((start + len(stop), -len(stop), stop))
         return min(found)[2] if found else None
 
-    def _told(self, ids: tuple[int, ...]) -> str:
+    def _new_text(self, ids: tuple[int, ...]) -> str:
         text = self._decode([*self._context, *ids])
         if text.startswith(self._before):
             return text[len(self._before) :]
@@ -108,7 +108,7 @@ class _Text:
         """Take these tokens as whole characters. The next tokens are decoded after them."""
         self._context = () if self._joined else ids[-_CONTEXT:]
         self._before = self._decode(list(self._context)) if self._context else ""
-        self._looked, self._pending = len(self._tail), ()
+        self._searched, self._pending = len(self._tail), ()
 
     def _settle_some(self, new: str) -> None:
         """Settle the tokens whose characters no later token can complete."""
@@ -117,13 +117,13 @@ class _Text:
             head, rest = pending[:-last], pending[-last:]
             first, second = self._decode(list(head)), self._decode(list(rest))
             if first + second == new:
-                self._tail = self._kept(self._tail + first)
+                self._tail = self._end_of(self._tail + first)
                 self._settle(head)
                 self._pending = rest
-                self._looked += len(second.rstrip(_REPLACEMENT))
+                self._searched += len(second.rstrip(_REPLACEMENT))
                 return
 
-    def _kept(self, text: str) -> str:
+    def _end_of(self, text: str) -> str:
         return text[max(0, len(text) - self._keep) :] if self._keep else ""
 
 

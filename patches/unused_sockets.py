@@ -15,7 +15,7 @@ Remove when: Upstream makes the context where it opens its sockets.
 from types import SimpleNamespace
 from typing import Any
 
-from patches._lookup import Instead, module, with_globals
+from patches._lookup import ModuleProxy, module, with_globals
 from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.managers.scheduler"
@@ -61,7 +61,7 @@ def _replace(original):
     def context(*args, **kwargs):
         return _Context(lambda: original.Context(*args, **kwargs))
 
-    return Instead(original, Context=context)
+    return ModuleProxy(original, Context=context)
 
 
 class _Context:

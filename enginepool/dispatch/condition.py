@@ -51,7 +51,7 @@ class DesiredState:
 class _Phase:
     state: EngineState
     reason: str | None = None
-    returns: bool = False
+    recovering: bool = False
     since: float = field(default_factory=time.time)
 
 
@@ -80,12 +80,12 @@ class WeightsCondition:
     finite_at: float = 0.0
     nonfinite_under: int | None = None
 
-    def replaced(self, version: int | str, update: int) -> None:
+    def record_update(self, version: int | str, update: int) -> None:
         """Record that the engine has the weights of this update now."""
         self.version, self.update = version, update
         self.being_replaced = False
 
-    def are_finite(self) -> None:
+    def record_finite(self) -> None:
         """Record that a request got finite numbers from these weights."""
         self.finite_under, self.finite_at = self.update, time.perf_counter()
         if self.nonfinite_under == self.update:
@@ -119,14 +119,14 @@ class EngineCondition:
         return f"<EngineCondition {self.state.value}: {self.reason}>"
 
     def change(
-        self, state: EngineState, reason: str | None = None, *, returns: bool = False
+        self, state: EngineState, reason: str | None = None, *, recovering: bool = False
     ) -> None:
         """Set what the engine does from now on.
 
         Args:
-            returns: Whether the engine has failed and will probably serve again.
+            recovering: Whether the engine has failed and will probably serve again.
         """
-        self._phase = _Phase(state, reason, returns)
+        self._phase = _Phase(state, reason, recovering)
 
     def pause(self, reason: PauseReason) -> None:
         """Add a reason to take no step."""
@@ -175,16 +175,16 @@ class EngineCondition:
         return self.reachable and self.weights.missing is None
 
     @property
-    def returns(self) -> bool:
+    def recovering(self) -> bool:
         """Whether it has failed and will probably serve again."""
-        return self._phase.returns
+        return self._phase.recovering
 
     @property
     def will_serve(self) -> bool:
         """Whether requests may wait for it, because it serves or will serve again."""
         phase = self._phase  # read once: another thread may replace it
         loop_runs = phase.state is EngineState.SERVING
-        return phase.returns or (loop_runs and self.weights.missing is None)
+        return phase.recovering or (loop_runs and self.weights.missing is None)
 
     @property
     def paused(self) -> bool:

@@ -57,7 +57,7 @@ class FaultHistory:
         self.starts_alone = True
         return again
 
-    def proved(self, update: int) -> None:
+    def record_finite(self, update: int) -> None:
         """Record that its own numbers were finite under this update of weights."""
         self.starts_alone = False
         self.nonfinite_under, self.finite_under = None, update

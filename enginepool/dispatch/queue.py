@@ -73,7 +73,7 @@ class RequestQueue:
             for request in alone:
                 del self._alone[request.internal_rid]
             found = [*alone, *self._pinned.pop(engine_index, {}).values()]
-        self._left(found)
+        self._notify_taken(found)
         return found
 
     def put(self, requests: Iterable[Request], *, resumed: bool = False) -> None:
@@ -88,7 +88,7 @@ class RequestQueue:
             key = request.internal_rid
             self._reserved.pop(key, None)
             found = any(group.pop(key, None) is not None for group in self._groups())
-        self._left(found)
+        self._notify_taken(found)
         if found and request.retracted:
             self.wake_all()  # engines may wait for `has_retracted` or `begun` to change
         return found
@@ -142,7 +142,7 @@ class RequestQueue:
                 self._reserved.pop(request.internal_rid, None)
                 for group in self._groups():
                     group.pop(request.internal_rid, None)
-        self._left(requests)
+        self._notify_taken(requests)
         return requests
 
     def begun(self) -> bool:
@@ -202,10 +202,10 @@ class RequestQueue:
                 taken = self._take_some(engine_index, load, room, cached, begun, may_start)
         if any(request.retracted for request in taken):
             self.wake_all()  # other engines may wait for `has_retracted` to change
-        self._left(taken)
+        self._notify_taken(taken)
         return taken
 
-    def _left(self, requests: list[Request] | bool) -> None:
+    def _notify_taken(self, requests: list[Request] | bool) -> None:
         if requests and self.on_taken is not None:
             self.on_taken()
 

@@ -52,14 +52,14 @@ class EngineHistory:
     Attributes:
         failures: How many failures in a row there were within `WINDOW_SECONDS`, this one included.
             A failure by non-finite numbers does not count, since a request may cause it.
-        not_made_anew: Whether the latest failure was a failed reset or rebuild.
+        recovery_failed: Whether the latest failure was a failed reset or rebuild.
         weights_broken: Whether the engine's weights are the likely fault: a request that was alone
             got no finite numbers on this engine, and later got finite ones on another engine.
         no_answer: The device that does not answer any more, and why. None if all answer.
     """
 
     failures: int
-    not_made_anew: bool = False
+    recovery_failed: bool = False
     weights_broken: bool = False
     no_answer: str | None = None
 
@@ -76,7 +76,7 @@ def decide(error: BaseException, history: EngineHistory, policy: Policy) -> Deci
     if failures > policy.max_restarts:
         limit = f"max_restarts={policy.max_restarts} in {WINDOW_SECONDS:g} s are used up"
         return Decision("stay out", attempt=failures, why=limit)
-    rebuild = history.not_made_anew or history.weights_broken or failures >= REBUILD_AFTER
+    rebuild = history.recovery_failed or history.weights_broken or failures >= REBUILD_AFTER
     return Decision("rebuild" if rebuild else "reset", delay_before(failures), failures)
 
 

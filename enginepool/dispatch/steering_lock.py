@@ -11,7 +11,7 @@ from enginepool.errors import InvalidRequest
 
 # The locks, of all pools, that the running code holds. This is a context variable, because a call
 # may go to an event loop or, with anyio, to another thread.
-_inside: ContextVar[tuple[_Turn, ...]] = ContextVar("_inside", default=())
+_inside: ContextVar[tuple[_Holder, ...]] = ContextVar("_inside", default=())
 
 
 class SteeringLock:
@@ -19,10 +19,10 @@ class SteeringLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._current: _Turn | None = None
+        self._holder: _Holder | None = None
 
     @contextmanager
-    def turn(self, call: str) -> Iterator[None]:
+    def hold(self, call: str) -> Iterator[None]:
         """Wait for the lock and hold it inside the `with`.
 
         Args:
@@ -38,21 +38,21 @@ class SteeringLock:
                 "not from the iterator that it reads"
             )
         with self._lock:
-            self._current = turn = _Turn(call)
-            token = _inside.set((*_inside.get(), turn))
+            self._holder = holder = _Holder(call)
+            token = _inside.set((*_inside.get(), holder))
             try:
                 yield
             finally:
                 _inside.reset(token)
-                self._current = None
+                self._holder = None
 
     def inside(self) -> str | None:
         """The call that holds this lock, if the running code is inside that call. Else None."""
-        current = self._current
-        inside = current is not None and any(turn is current for turn in _inside.get())
-        return current.call if current is not None and inside else None
+        holder = self._holder
+        inside = holder is not None and any(one is holder for one in _inside.get())
+        return holder.call if holder is not None and inside else None
 
 
-class _Turn:
+class _Holder:
     def __init__(self, call: str) -> None:
         self.call = call

@@ -124,7 +124,7 @@ def wait_all(
             deadline.check()
         if tick is not None:
             tick()
-    _heard(call)
+    _rest_if_closed(call)
 
 
 async def async_wait_all(dispatch: Dispatch, call: Call, timeout: float | None) -> None:
@@ -150,7 +150,7 @@ def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Ch
             dispatch.refuse_to_wait(call)
             signal.wait(deadline.left())
             deadline.check()
-    _heard(call)
+    _rest_if_closed(call)
 
 
 async def async_chunks(
@@ -224,6 +224,6 @@ class _Deadline:
                 self._call.finish(request, request.abort_reason)
 
 
-def _heard(call: Call) -> None:
+def _rest_if_closed(call: Call) -> None:
     if isinstance(call.failure, PoolClosed):
         rest_if_python_ends()

@@ -168,7 +168,7 @@ class AdapterSlots:
             path: (np.zeros((1, size_in)), np.zeros((size_out, 1)))
             for path, (size_in, size_out) in self.layers.items()
         }
-        self._written(0, self.place(nothing))
+        self._write_slot(0, self.place(nothing))
 
     def _free_slot(self, in_use: Collection[int]) -> int | None:
         taken = {slot for slot, _ in self._held.values()}
@@ -180,24 +180,24 @@ class AdapterSlots:
         return None
 
     def _put(self, slot: int, adapter: Adapter, placed: Placed | None) -> None:
-        self._written(slot, placed or self.place(adapter.arrays))
+        self._write_slot(slot, placed or self.place(adapter.arrays))
         self._held[adapter.number] = slot, adapter
 
-    def _written(self, slot: int, placed: Placed) -> None:
+    def _write_slot(self, slot: int, placed: Placed) -> None:
         """Write a slot. Layers that the adapter does not change get zeros."""
         new = {}
         for leaf, paths in self._layers_of.items():
             side = leaf.rpartition(".")[2]
             which = 0 if side == "lora_A" else 1
             new[leaf] = [
-                placed[path][which] if path in placed else self._nothing(self._specs[path, side])
+                placed[path][which] if path in placed else self._zeros(self._specs[path, side])
                 for path in paths
             ]
         old = {leaf: self._leaves[leaf] for leaf in new}
         self._leaves.put_adapters(self._write(old, new, np.int32(slot)))
 
     @staticmethod
-    def _nothing(spec: jax.ShapeDtypeStruct) -> jax.Array:
+    def _zeros(spec: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.device_put(jnp.zeros(spec.shape, spec.dtype), spec.sharding)
 
     # Batches

@@ -141,7 +141,7 @@ class Channel:
         self._end_step()
         condition = self.condition
         scheduler = self._attached()
-        waited = self.steps == 0
+        idled = self.steps == 0
         while True:
             self._wake.clear()
             if self._jobs.due():
@@ -152,32 +152,32 @@ class Channel:
                     scheduler.reset()
                     condition.kv_not_finite = False
                 if condition.may_step:
-                    if waited:
-                        scheduler.look_at_weights()
+                    if idled:
+                        scheduler.check_weights()
                     self.pull()
                     if scheduler.has_scores():
-                        self._begin_step(waited)
+                        self._begin_step(idled)
                         scheduler.score()
                         self._end_step()
-                        waited = False
+                        idled = False
                         if not scheduler.has_work():
                             continue
                 if scheduler.has_work():
-                    self._begin_step(waited)
+                    self._begin_step(idled)
                     return []
             self.limiter.release()
             self._wake.wait()
-            waited = True
+            idled = True
 
     def _end_step(self) -> None:
         with self.running.lock:
             self.condition.stepping_since = None
             self._check_abandoned()
 
-    def _begin_step(self, waited: bool) -> None:
+    def _begin_step(self, idled: bool) -> None:
         self.limiter.hold()
         self.condition.stepping_since = now = time.perf_counter()
-        if waited:
+        if idled:
             self.busy_since = now
         self.steps += 1
 

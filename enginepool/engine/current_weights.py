@@ -42,7 +42,7 @@ class CurrentWeights:
             return "sibling"
         return "checkpoint" if self._desired.update == 0 else "nowhere"
 
-    def labels(self, engine: PinnedEngine) -> bool:
+    def are_current(self, engine: PinnedEngine) -> bool:
         """Whether the engine's weights are those of the last update. They may be lost."""
         weights = engine.condition.weights
         return weights.update == self._desired.update and not weights.being_replaced
@@ -51,7 +51,7 @@ class CurrentWeights:
         """Copy the weights to an engine that lacks them, on its thread. If no other engine has
         them, the engine is left without weights, and its condition says so."""
         weights = engine.condition.weights
-        if self.labels(engine) and not engine.leaves.lost():
+        if self.are_current(engine) and not engine.leaves.lost():
             return
         for theirs in self._copies(engine):
             self._copy(engine, theirs)
@@ -85,7 +85,7 @@ class CurrentWeights:
     def _copy(self, engine: PinnedEngine, theirs: Mapping[str, jax.Array]) -> None:
         _copy_leaves(engine.leaves, theirs)
         desired = self._desired
-        engine.condition.weights.replaced(desired.weight_version, desired.update)
+        engine.condition.weights.record_update(desired.weight_version, desired.update)
 
     def _serving(self, engine: PinnedEngine) -> list[PinnedEngine]:
         """Other engines that serve with the current weights."""
@@ -98,14 +98,18 @@ class CurrentWeights:
         ]
 
     def _copies(self, engine: PinnedEngine) -> Iterator[Mapping[str, jax.Array]]:
-        """Weight sets that may be copied, best first. A failed engine that returns may have one."""
+        """Weight sets that may be copied, best first. A recovering engine may have one."""
         for sibling in self._serving(engine):
             yield sibling.leaves
         for other in self._engines:
             condition = other.condition
-            if other is engine or not self.labels(other) or condition.weights.missing is not None:
+            if (
+                other is engine
+                or not self.are_current(other)
+                or condition.weights.missing is not None
+            ):
                 continue
-            if not condition.returns or condition.kv_not_finite:
+            if not condition.recovering or condition.kv_not_finite:
                 continue  # its device may be at fault, or hang
             held = _held(other)
             if held and not lost(held):

@@ -68,7 +68,7 @@ class Recovery:
     def engine_failed(
         self, engine: PinnedEngine, error: BaseException, trace: str, requests: list[Request]
     ) -> None:
-        self._lost("engine_quarantined", engine, error, requests, exception=trace)
+        self._move_requests("engine_quarantined", engine, error, requests, exception=trace)
 
     def engine_stuck(self, engine: PinnedEngine, since: float, reason: str) -> None:
         """A step that began at `since` does not return. Called on another thread than the
@@ -76,7 +76,7 @@ class Recovery:
         with self._dispatch.queue.moving():
             requests = engine.channel.abandon(since, reason)
             if requests is not None:
-                self._lost("engine_abandoned", engine, StepTimeout(reason), requests)
+                self._move_requests("engine_abandoned", engine, StepTimeout(reason), requests)
 
     def engine_unloaded(self, engine: PinnedEngine, requests: list[Request]) -> None:
         if self._desired.no_weights is None:  # otherwise a user released the weights
@@ -90,7 +90,7 @@ class Recovery:
         else:
             dispatch.resume(requests)
 
-    def _lost(
+    def _move_requests(
         self,
         event: str,
         engine: PinnedEngine,
@@ -191,7 +191,7 @@ class Recovery:
 
     def recovery_failed(self, engine: PinnedEngine, error: Exception, trace: str) -> Decision:
         self._warn("engine_not_recovered", engine, exception=trace)
-        return decide(error, self._history(engine, not_made_anew=True), self._policy)
+        return decide(error, self._history(engine, recovery_failed=True), self._policy)
 
     def stays_out(self, engine: PinnedEngine) -> None:
         self._warn("engine_stays_out", engine)
@@ -211,7 +211,7 @@ class Recovery:
 
     def readmit(self, engine: PinnedEngine, decision: Decision, seconds: float) -> bool:
         made = time.perf_counter()
-        with self._steering.turn("recovery"):
+        with self._steering.hold("recovery"):
             if self._dispatch.closed:
                 return False
             # These weights are in place now. Nobody else reads `kept` without the steering lock.

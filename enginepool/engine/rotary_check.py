@@ -86,6 +86,6 @@ def _rotated(embedding: Any, positions: np.ndarray, entries: int) -> tuple[np.nd
     """Cosine and sine of each entry at its own position: (1, 0) rotated."""
     head = np.zeros((len(positions), embedding.head_size), np.float32)
     head[:, :entries] = 1.0
-    turned, _ = jax.jit(embedding)(positions, head, head)
-    turned, own = np.asarray(turned), np.arange(entries)
-    return turned[own, own], turned[own, own + entries]
+    rotated, _ = jax.jit(embedding)(positions, head, head)
+    rotated, own = np.asarray(rotated), np.arange(entries)
+    return rotated[own, own], rotated[own, own + entries]

@@ -89,16 +89,16 @@ class RunningRequests:
             # A resumed request's outputs may be cached, too, as the prompt of another request.
             request.cached_tokens = min(req.cached_tokens, len(request.input_ids))
 
-    def proved(self, request: Request) -> None:
+    def record_finite(self, request: Request) -> None:
         """Record that a request's own numbers are finite under the weights that the engine has."""
-        self._weights.are_finite()
-        request.faults.proved(self._weights.update)
+        self._weights.record_finite()
+        request.faults.record_finite(self._weights.update)
 
     def set_weights(self, version: int | str, update: int) -> None:
         """Record that the next tokens come from these weights. Earlier ones keep their version."""
         for request in self.held.values():
             self.take_over(request, keep=True)
-        self._weights.replaced(version, update)
+        self._weights.record_update(version, update)
 
     def adapters(self) -> Counter[int]:
         """How many requests run, by the number of their adapter."""
@@ -135,7 +135,7 @@ class RunningRequests:
         ]
         return [self.held[rid] for rid in broken if rid in self.held]
 
-    def book(self, reqs: list[Req], stream_interval: int) -> None:
+    def process_outputs(self, reqs: list[Req], stream_interval: int) -> None:
         """Publish new tokens of streams, and deliver requests that have ended, after a step. The
         caller holds `lock`.
 
@@ -149,7 +149,7 @@ class RunningRequests:
             if not request.first_token_at and len(req.output_ids) > request.given:
                 self.sampled_first(request, req)
             if request.faults.starts_alone and len(req.output_ids) > request.retracted_at:
-                self.proved(request)
+                self.record_finite(request)
             if req.finished():
                 self.deliver(request, req)
             elif req.stream:
@@ -164,7 +164,7 @@ class RunningRequests:
         """Hand a finished upstream request to its caller."""
         self.last_output = time.perf_counter()
         if len(req.output_ids) > max(request.given, request.retracted_at):
-            self._weights.are_finite()
+            self._weights.record_finite()
         self.held.pop(request.internal_rid, None)
         self.take_over(request)
         finished: Any = req.finished_reason
@@ -181,7 +181,7 @@ class RunningRequests:
                 return
             self.last_output = time.perf_counter()
             if request.scored.logprobs[-1] is not None:  # else nothing was computed
-                self.proved(request)
+                self.record_finite(request)
             request.prompt_weight_versions = [request.scored.version]
             reason = {"type": "length", "length": len(request.scored.logprobs)}
             request.call.finish(request, reason)

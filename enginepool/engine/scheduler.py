@@ -101,14 +101,14 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
             self._adapter_admission = AdapterAdmission(channel.adapters, slots, self.running)
             self._adapter_admission.replace_upstreams(self.tp_worker.worker)
         experts = expert_dtype(model_runner.model_config) if with_experts else None
-        upstreams = UpstreamPrefill(self.tp_worker.worker, self.adapters, experts)
-        routing = upstreams.routing() if with_experts else None
+        upstream_prefill = UpstreamPrefill(self.tp_worker.worker, self.adapters, experts)
+        routing = upstream_prefill.routing() if with_experts else None
         self.routed_experts = (
             None if routing is None else RoutedExperts(self, routing, self.running)
         )
         programs = steady_programs(self, channel.max_decode_steps, self.adapters, routing)
-        one = None if programs is None else programs.prefill
-        self.prefill_program: PrefillProgram = upstreams if one is None else one
+        steady_prefill = None if programs is None else programs.prefill
+        self.prefill_program: PrefillProgram = steady_prefill or upstream_prefill
         self.scorer = Scorer(
             self,
             self.prefill_program,
@@ -117,9 +117,9 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
             cannot_hold=self._cannot_hold,
         )
         prefill = None
-        if one is not None:
-            told = self.device_wait, self._top_logprobs, self.routed_experts
-            prefill = Prefill(self, one, self.running, *told)
+        if steady_prefill is not None:
+            outputs = self._top_logprobs, self.routed_experts
+            prefill = Prefill(self, steady_prefill, self.running, self.device_wait, *outputs)
         self.steady = SteadyDecode(
             self,
             channel,
@@ -172,7 +172,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
                 self.condition.kv_not_finite = True
                 for request in broken:
                     self.abort(request.internal_rid)
-            running.book(reqs, self.stream_interval)
+            running.process_outputs(reqs, self.stream_interval)
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         """Admit requests.
@@ -211,7 +211,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
             or any(req is not None for req in self.chunked_reqs)
         )
 
-    def look_at_weights(self) -> None:
+    def check_weights(self) -> None:
         """Check shared weights after idling: a trainer may have donated them meanwhile. A step
         would then fail, with requests that another engine can run.
 
@@ -246,7 +246,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         """
         if self._adapter_admission is not None:
             self._adapter_admission.admit(request)
-        if self.scorer.takes(request):
+        if self.scorer.take(request):
             return None
         if request.scoring is not None and request.scoring.alone:
             self.running.deliver_scored(request)

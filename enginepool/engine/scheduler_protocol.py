@@ -18,7 +18,7 @@ class StepScheduler(Protocol):
         """Whether a step would do something."""
         ...
 
-    def look_at_weights(self) -> None:
+    def check_weights(self) -> None:
         """After idling: raise LookupError if weights are gone."""
 
     def room(self, load: int) -> int:

@@ -134,7 +134,7 @@ class Scorer:
         """Whether any prompt is here, begun or not."""
         return bool(self._begun or self._waiting)
 
-    def takes(self, request: Request) -> bool:
+    def take(self, request: Request) -> bool:
         """Take a request if its prompt is to be scored first. Returns whether it was taken.
 
         If the scores are known already, the request gets them and is not taken.

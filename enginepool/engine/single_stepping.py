@@ -25,7 +25,7 @@ class SingleStepping:
     def __init__(self) -> None:
         self.on = False
         self._stepping = False
-        self._close = threading.Event()
+        self._at_most_one = threading.Event()
 
     @contextmanager
     def steps_in_flight(self) -> Iterator[None]:
@@ -35,25 +35,25 @@ class SingleStepping:
             yield
         finally:
             self._stepping = False
-            self._close.set()
+            self._at_most_one.set()
 
     def in_flight(self, steps: int) -> None:
         """Record how many steps are in flight."""
         if self.on and steps <= 1:
-            self._close.set()
+            self._at_most_one.set()
 
     def begin(self) -> None:
-        self._close.clear()
+        self._at_most_one.clear()
         self.on = True
         if not self._stepping:
-            self._close.set()
+            self._at_most_one.set()
 
     def end(self) -> None:
         self.on = False
 
     def wait(self, seconds: float) -> bool:
         """Wait until at most one step is in flight; False if that takes longer."""
-        return self._close.wait(seconds)
+        return self._at_most_one.wait(seconds)
 
 
 @contextmanager

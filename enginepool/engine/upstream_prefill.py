@@ -61,7 +61,7 @@ class UpstreamPrefill(PrefillProgram):
         sizes = runner.model_config.vocab_size, self.sequences, experts
         self._program = programs.common(["upstream's prefill", *sizes], lambda: _program(*sizes))
         self._experts, self._adapters = experts, adapters
-        self._upstreams = runner.jitted_run_model
+        self._original = runner.jitted_run_model
         if self.refusal is None:
             runner.jitted_run_model = self._prefill
 
@@ -94,7 +94,7 @@ class UpstreamPrefill(PrefillProgram):
         runner = self._runner
         forward_batch, metadata = self._arguments(bucket, pieces)
         wanted = self._wanted(bucket, pieces, top)
-        runner.jitted_run_model = partial(self._instead, wanted)
+        runner.jitted_run_model = partial(self._run_program, wanted)
         try:
             _, scores = runner.forward(forward_batch, metadata)[0]
         finally:
@@ -105,12 +105,12 @@ class UpstreamPrefill(PrefillProgram):
         """Called by `ModelRunner.forward` instead of upstream's program. Upstream's still runs
         all other steps."""
         if forward_batch.forward_mode != ForwardMode.EXTEND:
-            return self._upstreams(forward_batch, metadata)
+            return self._original(forward_batch, metadata)
         nothing = self._nothing[len(forward_batch.input_ids)]
-        (output, _), *others = self._instead(nothing, forward_batch, metadata)
+        (output, _), *others = self._run_program(nothing, forward_batch, metadata)
         return output, *others
 
-    def _instead(
+    def _run_program(
         self, wanted: jax.Array | None, forward_batch: ForwardBatch, metadata: LogitsMetadata
     ) -> Any:
         runner = self._runner

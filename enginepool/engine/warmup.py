@@ -62,17 +62,18 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
     start.buckets = len(manager.token_buckets) + len(manager.bs_buckets)
     ahead = [partial(noted, job) for job in scheduler.steady.ahead()]
     manager._make_dummy_batch = counted
-    one = scheduler.steady.prefill is not None
-    if one:  # upstream's prefill programs are not used
+    steady_prefill = scheduler.steady.prefill is not None
+    if steady_prefill:  # upstream's prefill programs are not used
         manager._precompile_extend = lambda *_, **__: None
-    if scheduler.steady.able:  # nor its decode programs
+    if scheduler.steady.supported:  # nor its decode programs
         manager._precompile_decode = lambda *_, **__: None
     scheduler.warm_top_logprobs(True)
     try:
         with no_progress_bars(), compiling_ahead(ahead):
             worker.run_precompile()
             manager._make_dummy_batch = seeded
-            scheduler.prefill_program.compile(start.next_bucket if one else lambda: None)
+            next_bucket = start.next_bucket if steady_prefill else lambda: None
+            scheduler.prefill_program.compile(next_bucket)
             scheduler.kv_cache.compile()
             if scheduler.adapters is not None:
                 scheduler.adapters.compile()

@@ -182,7 +182,7 @@ class EngineWorker(PinnedEngine):
             except Exception as cause:
                 condition = self.condition
                 reason = f"{condition.reason}; then {condition.state.value} failed: {cause!r}"
-                condition.change(EngineState.QUARANTINED, reason, returns=True)
+                condition.change(EngineState.QUARANTINED, reason, recovering=True)
                 decision = self._recovery.recovery_failed(self, cause, take_traceback(cause))
         if decision.why is not None:
             reason = f"{self.condition.reason}; {decision.why}"
@@ -193,7 +193,7 @@ class EngineWorker(PinnedEngine):
     def _quarantine(self, error: BaseException, trace: str) -> None:
         """After a failed step: take the requests out, and run no more jobs."""
         reason = f"{type(error).__name__}: {error}"
-        self.condition.change(EngineState.QUARANTINED, reason, returns=True)
+        self.condition.change(EngineState.QUARANTINED, reason, recovering=True)
         if isinstance(error, StepTimeout):
             return  # its requests were taken away when it was abandoned
         with self.queue.moving():
@@ -204,7 +204,7 @@ class EngineWorker(PinnedEngine):
     def _reset_or_rebuild(self, decision: Decision) -> None:
         reason = self.condition.reason
         if decision.action == "reset":
-            self.condition.change(EngineState.RESETTING, reason, returns=True)
+            self.condition.change(EngineState.RESETTING, reason, recovering=True)
             self.assembly.reset()
             return
         source = self._recovery.weights.source_for(self)
@@ -212,7 +212,7 @@ class EngineWorker(PinnedEngine):
             self.kept = {}
         elif not self.kept:  # an earlier attempt may have kept them
             self.kept = self._intact()
-        self.condition.change(EngineState.REBUILDING, reason, returns=True)
+        self.condition.change(EngineState.REBUILDING, reason, recovering=True)
         from_checkpoint = source == "checkpoint" and not self.kept
         self.assembly.rebuild(dummy_weights=not from_checkpoint)
         if self.kept:
@@ -225,7 +225,7 @@ class EngineWorker(PinnedEngine):
         rebuild put in place are not current."""
         if self.assembly.scheduler is None or self.leaves.lost():
             return {}
-        if not self._recovery.weights.labels(self):
+        if not self._recovery.weights.are_current(self):
             return {}
         return dict(self.leaves)
 

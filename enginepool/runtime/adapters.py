@@ -79,7 +79,7 @@ def check_load(runtime: Runtime, name: Any, options: Options) -> None:
 
 def unload_adapter(runtime: Runtime, name: str) -> None:
     """See `EnginePool.unload_lora_adapter`."""
-    with runtime.steering.turn("unload_lora_adapter()"):
+    with runtime.steering.hold("unload_lora_adapter()"):
         runtime.adapters.remove(name)
 
 

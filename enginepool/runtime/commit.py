@@ -62,13 +62,13 @@ def stream(
         The leaves that each engine got, and for each engine that got none the reason.
     """
     lead, *others = engines.workers
-    counts = {worker.index: Staged() for worker in engines.workers}
+    staged = {worker.index: Staged() for worker in engines.workers}
     usable = not lead.leaves.lost()
     touched: list[str] = []
     try:
         for batch in plan.batches(by_leaf=True):
             touched += [leaf for piece in batch for leaf in piece.leaves]
-            counts[lead.index].shared |= _replace(lead, plan, batch, copy)
+            staged[lead.index].shared |= _replace(lead, plan, batch, copy)
             del batch
     except BaseException as error:
         if usable:
@@ -79,15 +79,15 @@ def stream(
         try:
             again = plan.again(lead.leaves, worker.leaves.specs)
             for batch in again.batches(by_leaf=True):
-                counts[worker.index].shared |= _replace(worker, again, batch, copy)
+                staged[worker.index].shared |= _replace(worker, again, batch, copy)
         except Exception as error:
             failed[worker.index] = f"it missed an update of weights: {error}"
             logger().warning(
                 "enginepool.weights_not_updated", engine=worker.index, error=str(error)
             )
     for worker in engines.workers:
-        counts[worker.index].arrays = {p: worker.leaves[p] for p in plan.paths}
-    return counts, failed
+        staged[worker.index].arrays = {p: worker.leaves[p] for p in plan.paths}
+    return staged, failed
 
 
 def _replace(worker: EngineWorker, plan: Plan, batch: Sequence[Piece], copy: bool) -> set[str]:

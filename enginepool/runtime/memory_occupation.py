@@ -23,7 +23,7 @@ def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
         return 0 if kv_cache.dropped else kv_cache.drop()
 
     with (
-        runtime.steering.turn("release_memory_occupation()"),
+        runtime.steering.hold("release_memory_occupation()"),
         quiesced(runtime, runtime.reachable(), "retract") as engines,
     ):
         runtime.desired.pause_reasons.add("kv_cache")
@@ -39,7 +39,7 @@ def resume_kv_cache(runtime: Runtime) -> int:
         return made
 
     with (
-        runtime.steering.turn("resume_memory_occupation()"),
+        runtime.steering.hold("resume_memory_occupation()"),
         quiesced(runtime, runtime.reachable(), "in_place") as engines,
     ):
         runtime.desired.pause_reasons.discard("kv_cache")
@@ -58,7 +58,7 @@ def release_weights(runtime: Runtime) -> int:
         return sum(leaves.specs[path].size * leaves.specs[path].dtype.itemsize for path in had)
 
     with (
-        runtime.steering.turn("release_weights()"),
+        runtime.steering.hold("release_weights()"),
         quiesced(runtime, runtime.reachable(), "retract") as engines,
     ):
         runtime.desired.no_weights = reason

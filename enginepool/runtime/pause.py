@@ -19,7 +19,7 @@ def pause(runtime: Runtime, mode: str, engine_index: int | None = None) -> None:
     if not isinstance(mode, str) or mode not in PAUSE_MODES:
         raise InvalidRequest(f"mode={shown(mode)}: expected one of {', '.join(PAUSE_MODES)}")
     dispatch = runtime.dispatch
-    with runtime.steering.turn("pause_generation()"):
+    with runtime.steering.hold("pause_generation()"):
         if engine_index is None:
             runtime.desired.pause_reasons.add("paused")
 
@@ -44,7 +44,7 @@ def resume(runtime: Runtime, engine_index: int | None = None) -> None:
     def go_on(worker: EngineWorker) -> None:
         worker.go_on("paused")
 
-    with runtime.steering.turn("continue_generation()"):
+    with runtime.steering.hold("continue_generation()"):
         if engine_index is None:
             runtime.desired.pause_reasons.discard("paused")
         runtime.on_engines(go_on, engine_index)
@@ -56,6 +56,6 @@ def flush_cache(runtime: Runtime, engine_index: int | None = None) -> None:
     Upstream refuses this while a request runs. Here running requests are retracted with the tokens
     that they have, and resume afterwards.
     """
-    with runtime.steering.turn("flush_cache()"):
+    with runtime.steering.hold("flush_cache()"):
         taken = runtime.on_engines(lambda worker: worker.channel.retract(), engine_index)
         runtime.dispatch.resume(request for group in taken for request in group)

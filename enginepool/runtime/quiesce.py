@@ -63,7 +63,7 @@ class StoppedEngines:
         if failures:
             raise failures[0]
         if not self.workers:
-            if any(worker.condition.returns for worker, _ in futures):
+            if any(worker.condition.recovering for worker, _ in futures):
                 raise WeightUpdateFailed(
                     "every engine failed meanwhile; they come back with the weights they had, "
                     "try again",
@@ -101,7 +101,7 @@ def quiesced(
 def pause_drained(runtime: Runtime) -> None:
     """Pause all engines once running requests have finished; those that wait go on waiting."""
     with (
-        runtime.steering.turn("pause_generation()"),
+        runtime.steering.hold("pause_generation()"),
         quiesced(runtime, runtime.reachable(), "drain") as engines,
     ):
         runtime.desired.pause_reasons.add("paused")

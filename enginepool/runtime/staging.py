@@ -105,17 +105,17 @@ def _put(
     for worker in workers:
         specs = worker.leaves.specs
         with naming(worker, name):
-            if worker is not lead:  # copy the first engine's arrays, except as `_own_copy` says
+            if worker is not lead:  # copy the first engine's arrays, except as `_from_source` says
                 first = made[0][1]
                 arrays = {
-                    path: array if _own_copy(array, specs[path]) else first[path]
+                    path: array if _from_source(array, specs[path]) else first[path]
                     for path, array in ready.items()
                 }
             made.append((worker, *plan.put(batch, arrays, specs, copy=copy)))
     return made
 
 
-def _own_copy(array: Array, spec: Any) -> bool:
+def _from_source(array: Array, spec: Any) -> bool:
     """Whether an engine takes a leaf from the source and not from the first engine."""
     return moves(array, spec) or lies_there(array, spec.sharding)
 

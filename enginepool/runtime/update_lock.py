@@ -23,9 +23,9 @@ def updating(runtime: Runtime, call: str) -> Iterator[list[EngineWorker]]:
             block.
         PoolClosed, PoolFailed: No engine is left.
     """
-    with runtime.steering.turn(call), runtime.cache.sharing():
+    with runtime.steering.hold(call), runtime.cache.sharing():
         workers = runtime.reachable()
-        coming_back = [worker for worker in runtime.workers if worker.condition.returns]
+        coming_back = [worker for worker in runtime.workers if worker.condition.recovering]
         if not workers and coming_back and not runtime.closed:
             raise WeightUpdateFailed(
                 "every engine has failed and is being brought back, with the weights that the "

@@ -155,7 +155,7 @@ def test_a_suspect_that_starts_alone(queue: RequestQueue):
     queue.put([*others, suspect])
     assert take(queue, load=3, prefilling=True) == []
     assert take(queue, load=3) == [suspect]
-    suspect.faults.proved(update=0)
+    suspect.faults.record_finite(update=0)
     queue.put([suspect], resumed=True)
     assert take(queue) == [suspect, *others]
 

@@ -58,13 +58,13 @@ def test_an_engine_whose_device_does_not_answer_stays_out_and_says_so() -> None:
 def test_nothing_comes_back_without_restart(error: Any, made: bool) -> None:
     """The message names no limit that does not apply."""
     policy = Policy(restart=False, max_restarts=5)
-    found = decide(error, EngineHistory(1, not_made_anew=not made), policy)
+    found = decide(error, EngineHistory(1, recovery_failed=not made), policy)
     assert (found.action, found.why) == ("stay out", None)
 
 
 def test_an_engine_whose_reset_failed_is_rebuilt() -> None:
     """Already at its first failure."""
-    found = decide(FAULT, EngineHistory(2, not_made_anew=True), POLICY)
+    found = decide(FAULT, EngineHistory(2, recovery_failed=True), POLICY)
     assert (found.action, found.delay) == ("rebuild", 0.05)
 
 
@@ -149,7 +149,7 @@ def test_a_suspect_is_none_once_it_had_finite_numbers() -> None:
     faults = FaultHistory()
     assert not faults.add_not_finite(0, "not finite", update=1)
     assert faults.starts_alone
-    faults.proved(update=1)
+    faults.record_finite(update=1)
     assert not faults.starts_alone
     assert faults.finite_under == 1
     assert not faults.add_not_finite(1, "not finite", update=1)

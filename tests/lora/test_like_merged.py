@@ -109,7 +109,7 @@ def test_four_engines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {r["meta_info"]["engine_index"] for r in results} == {0, 1, 2, 3}
         slots: Any = pool.runtime.workers[2].scheduler.adapters
         with monkeypatch.context() as patch:
-            patch.setattr(slots, "_written", raise_fault)  # of one engine, so none gets it
+            patch.setattr(slots, "_write_slot", raise_fault)  # of one engine, so none gets it
             with pytest.raises(WeightUpdateFailed, match="engine 2"):
                 pool.load_lora_adapter("a", world.folders["b"], mode="in_place")
         results = pool.generate_all(input_ids=prompts, lora_path=names, **call)

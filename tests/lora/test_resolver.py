@@ -131,7 +131,7 @@ def test_one_load_a_name(client: httpx.Client, adapted: EnginePool, world: World
     """Many clients ask at once, and one of them leaves meanwhile."""
     before = adapted.runtime.adapters.next_number()
     with callers(6) as threads:
-        with adapted.runtime.steering.turn("a test"):
+        with adapted.runtime.steering.hold("a test"):
             asked = [
                 threads.submit(post, client, "/v1/completions", model="a", **COMPLETION)
                 for _ in range(5)
@@ -148,7 +148,7 @@ def test_a_client_that_leaves_alone(
     client: httpx.Client, adapted: EnginePool, world: World
 ) -> None:
     """The adapter is loaded for the next client."""
-    with adapted.runtime.steering.turn("a test"), pytest.raises(httpx.TimeoutException):
+    with adapted.runtime.steering.hold("a test"), pytest.raises(httpx.TimeoutException):
         client.post("/v1/completions", json=COMPLETION | {"model": "a"}, timeout=0.3)
     until(lambda: loaded(adapted) == ["a"])
     check_completion(world, "a", post(client, "/v1/completions", model="a", **COMPLETION))

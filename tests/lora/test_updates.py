@@ -111,7 +111,7 @@ def test_a_device_that_fails_changes_nothing(
             raise Fault("the device is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(slots, "_written", fail)
+            patch.setattr(slots, "_write_slot", fail)
             with pytest.raises(WeightUpdateFailed, match="engine 1"):
                 adapted.load_lora_adapter("x", world.folders["b"], weight_version=2, mode=mode)
         results = call.result()
@@ -138,7 +138,7 @@ def test_staged(
     for name, failing in (("a", True), ("b", False)):
         with monkeypatch.context() as patch:
             if failing:
-                patch.setattr(slots, "_written", fail)
+                patch.setattr(slots, "_write_slot", fail)
                 with pytest.raises(WeightUpdateFailed):
                     staged.commit(mode)
             else:

@@ -163,7 +163,7 @@ class ScriptedScheduler:
         """No request asks for scores."""
         return False
 
-    def look_at_weights(self) -> None:
+    def check_weights(self) -> None:
         """Weights are there, because `disturb` itself unloads engines."""
 
     def room(self, load: int) -> int:

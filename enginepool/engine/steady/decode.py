@@ -79,7 +79,7 @@ class SteadyDecode:
             self.program.compile()
 
     @property
-    def able(self) -> bool:
+    def supported(self) -> bool:
         """Whether the step program runs all decode steps. Otherwise upstream runs them."""
         return self.program is not None
 
@@ -97,9 +97,9 @@ class SteadyDecode:
         self._run(batch, self.program)
         return True
 
-    def _run(self, upstreams: ScheduleBatch, program: StepProgram) -> None:
+    def _run(self, upstream_batch: ScheduleBatch, program: StepProgram) -> None:
         scheduler, channel = self._scheduler, self._channel
-        reqs = upstreams.reqs_info[0].reqs
+        reqs = upstream_batch.reqs_info[0].reqs
         size = program.bucket(len(reqs))
         self.admission.begin()
         self._read_at = None
@@ -109,8 +109,8 @@ class SteadyDecode:
         limit = self.admission.most_steps()
         with channel.single_stepping.steps_in_flight():
             self._run_steps(StepsInFlight(program, batch, block_table, reqs, limit))
-        drop_ended(upstreams)
-        write_back_batch(upstreams)
+        drop_ended(upstream_batch)
+        write_back_batch(upstream_batch)
         # Count these steps as upstream counts its own. Upstream has already lowered the ratio for
         # the first step.
         scheduler.forward_ct += batch.steps

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 def build_step(
     runner: ModelRunner,
     programs: CommonPrograms,
-    places: dict[int, int],
+    kv_slots: dict[int, int],
     most_steps: int,
     routing: Routing | None,
 ) -> OnAnyDevice:
     # The program outlives a closed engine. So it must not hold the runner or an array.
-    forward = Forward(runner, programs, places, routing)
+    forward = Forward(runner, programs, kv_slots, routing)
     sample = Sample(runner, programs)
     mesh = runner.mesh.abstract_mesh
 

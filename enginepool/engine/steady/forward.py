@@ -131,15 +131,15 @@ class Forward:
         self,
         runner: ModelRunner,
         programs: CommonPrograms,
-        places: dict[int, int],
+        kv_slots: dict[int, int],
         routing: Routing | None,
     ) -> None:
         """
         Args:
-            places: By number of rows: how many KV slots a batch of that size can have.
+            kv_slots: By number of rows: how many KV slots a batch of that size can have.
             routing: How the model routes, if its experts are wanted.
         """
-        self._model, self._places = Model(runner, programs, routing), places
+        self._model, self._kv_slots = Model(runner, programs, routing), kv_slots
 
     def __call__(
         self,
@@ -179,10 +179,10 @@ class Forward:
     ) -> ForwardBatch:
         """The batch that upstream would make on the host for a decode step."""
         mesh, size, rows = self._model.mesh, self._model.page_size, len(ids)
-        places = self._places[rows]
+        kv_slots = self._kv_slots[rows]
         page = jnp.take_along_axis(block_table, (positions // size)[:, None], axis=1)[:, 0]
         slots = jnp.where(lengths > 0, page * size + positions % size, -1)
-        metadata = _kernel_metadata(lengths, block_table, size, places)
+        metadata = _kernel_metadata(lengths, block_table, size, kv_slots)
         return ForwardBatch(
             bid=0,
             forward_mode=ForwardMode.DECODE,
@@ -193,17 +193,19 @@ class Forward:
             out_cache_loc=put(mesh, slots, "data"),
             positions=put(mesh, positions, "data"),
             attn_backend=self._model.backend(**metadata),
-            cache_loc=put(mesh, slots_of(lengths, block_table, size, places), "data"),
+            cache_loc=put(mesh, slots_of(lengths, block_table, size, kv_slots), "data"),
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
 
 
-def _pages_of(lengths: jax.Array, block_table: jax.Array, page_size: int, places: int) -> jax.Array:
+def _pages_of(
+    lengths: jax.Array, block_table: jax.Array, page_size: int, kv_slots: int
+) -> jax.Array:
     """The KV pages of all rows, one row after the other, padded with zeros."""
     pages = (lengths + page_size - 1) // page_size
     ends = jnp.cumsum(pages)
-    place = jnp.arange(places // page_size)
+    place = jnp.arange(kv_slots // page_size)
     row = jnp.clip(
         jnp.searchsorted(ends, place, side="right", method="compare_all"), 0, len(lengths) - 1
     )
@@ -211,15 +213,17 @@ def _pages_of(lengths: jax.Array, block_table: jax.Array, page_size: int, places
     return jnp.where(place < ends[-1], block_table[row, within], 0).astype(jnp.int32)
 
 
-def slots_of(lengths: jax.Array, block_table: jax.Array, page_size: int, places: int) -> jax.Array:
+def slots_of(
+    lengths: jax.Array, block_table: jax.Array, page_size: int, kv_slots: int
+) -> jax.Array:
     """The KV slots of all rows. Each row begins with a new page."""
-    pages = _pages_of(lengths, block_table, page_size, places)
+    pages = _pages_of(lengths, block_table, page_size, kv_slots)
     slots = pages[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
     return slots.reshape(-1)
 
 
 def _kernel_metadata(
-    lengths: jax.Array, block_table: jax.Array, page_size: int, places: int
+    lengths: jax.Array, block_table: jax.Array, page_size: int, kv_slots: int
 ) -> dict[str, jax.Array]:
     """The metadata of upstream's attention kernel for a decode step.
 
@@ -233,7 +237,7 @@ def _kernel_metadata(
     return {
         "cu_q_lens": jnp.arange(rows + 1, dtype=jnp.int32),
         "cu_kv_lens": jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(aligned)]),
-        "page_indices": _pages_of(lengths, block_table, page_size, places),
+        "page_indices": _pages_of(lengths, block_table, page_size, kv_slots),
         "seq_lens": lengths,
         "distribution": jnp.full(3, rows, jnp.int32),
     }

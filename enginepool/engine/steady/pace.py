@@ -65,12 +65,12 @@ class Pace:
         self._idle += idle
         if self._steps == 1:
             if self._idle >= _IDLE:
-                self._go_on(self._most)
+                self._set_steps(self._most)
             elif self._seen >= _LOOKED_AT:
-                self._go_on(1)
+                self._set_steps(1)
         elif self._seen >= _TRIED_AFTER:
-            self._go_on(1)
+            self._set_steps(1)
 
-    def _go_on(self, steps: int) -> None:
+    def _set_steps(self, steps: int) -> None:
         self._steps = steps
         self._seen = self._idle = 0
