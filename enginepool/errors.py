@@ -17,7 +17,7 @@ EnginePoolError
 ├── NotFinite                       log-probabilities of an engine are not finite numbers
 ├── PoolFailed                      no engine is left to serve
 │   └── NoWeights                   weights were released, or their owner deleted them
-└── RequestFailed                   one prompt ended early (only inside RequestsFailed)
+└── RequestFailed                   one output ended early (only inside RequestsFailed)
 RequestsFailed (ExceptionGroup)     what `raise_on_error=True` raises
 """
 
@@ -70,7 +70,7 @@ class InvalidWeights(EnginePoolError, ValueError):
     that does not fit its configuration. No engine has changed.
 
     Attributes:
-        names: The tensors that are missing or unknown, or have a wrong shape or dtype.
+        names: The tensors or leaves that the error is about.
     """
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
@@ -142,7 +142,7 @@ class PatchFailed(EnginePoolError):
 
 
 class EngineStartFailed(EnginePoolError):
-    """Raised by `open()` if an engine could not be built. `__cause__` is the reason.
+    """Raised by `open()` if an engine could not be built or warmed up. `__cause__` is the reason.
 
     All engines that had started are closed again.
     """

@@ -3,7 +3,7 @@
 What breaks: A request with top_k=1 and a temperature gets log-probabilities of temperature 1 if all
 others are greedy, and of its own temperature otherwise. In a batch that is not all greedy, a greedy
 request draws among tokens that tie for the best. With bfloat16 logits that happens often. A token
-less probable than float32's smallest number has no log-probability.
+whose probability rounds to 0 gets the dtype's lowest number as its log-probability.
 
 Why: A batch with top_k=1 everywhere takes another path through the sampler. That path ignores
 temperatures and takes the first of the best tokens. The common path takes the logarithm of a

@@ -117,7 +117,7 @@ class Assembly:
 
     def _built(self) -> PinnedScheduler:
         scheduler = self.scheduler
-        assert scheduler is not None, "there is no engine"
+        assert scheduler is not None, "the engine is not built"
         return scheduler
 
     def take_apart(self) -> None:

@@ -281,7 +281,7 @@ class Channel:
         return bool(self.running) or (scheduler is not None and scheduler.has_work())
 
     def _attached(self) -> StepScheduler:
-        assert self._scheduler is not None, "the engine does no jobs"
+        assert self._scheduler is not None, "the channel has no scheduler"
         return self._scheduler
 
     def _abort(self, internal_rids: list[str]) -> None:

@@ -80,7 +80,7 @@ class PinnedEngine:
     def scheduler(self) -> PinnedScheduler:
         """Upstream's Scheduler. The engine must be built."""
         scheduler = self.assembly.scheduler
-        assert scheduler is not None, "there is no engine"
+        assert scheduler is not None, "the engine is not built"
         return scheduler
 
     @property

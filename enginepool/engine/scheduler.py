@@ -1,6 +1,6 @@
 """Upstream's Scheduler, pinned to its devices and fed by a channel.
 
-Overrides methods of upstream's Scheduler, and reads and changes its queues and batches.
+Reaches into upstream's Scheduler: its methods are overridden, its queues and batches changed.
 
 What breaks: Requests and results go through sockets. The log-probabilities of these results repeat
 past 50 tokens, and are misaligned in a mixed batch.

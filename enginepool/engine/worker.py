@@ -75,6 +75,7 @@ class EngineWorker(PinnedEngine):
         self._may_warm_up = threading.Event()
         self._warmup = True
         self._source: EngineLeaves | None = None
+        # A daemon, so that a script which forgets to close exits; `close()` joins it.
         self._thread = threading.Thread(
             target=self._main, name=f"{name}-engine-{index}", daemon=True
         )
@@ -106,7 +107,6 @@ class EngineWorker(PinnedEngine):
 
     def _main(self) -> None:
         _current.is_engine = True
-        # A daemon, so that a script which forgets to close exits; `close()` joins it.
         with self._cache.sharing(), jax.default_device(self.devices[0]):
             try:
                 self._build()

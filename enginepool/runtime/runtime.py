@@ -58,7 +58,7 @@ class Runtime:
         workers: One for each engine, in order.
         fits: Remembers how the sources of updates fit the model, so that equal ones are not checked
             again.
-        swap_programs: Compiles ahead for the first update.
+        swap_programs: Compiles the programs of the first update ahead.
         input_processor: Checks and tokenizes callers' input.
         start: The stages of opening, with their seconds.
         guards: The changes of the process that are undone when the pool closes.

@@ -121,8 +121,8 @@ class Update:
         for worker in [w for w in self.workers if w.condition.reachable]:
             if lost := set(worker.leaves.lost()).difference(plan.paths):
                 raise InvalidWeights(
-                    f"engine {worker.index} has no weights to keep: update all of them, "
-                    f"{len(lost)} are not in the source",
+                    f"engine {worker.index} has no weights to keep, and {len(lost)} of them are "
+                    "not in the source: update all weights",
                     names=sorted(lost),
                 )
 
