@@ -31,7 +31,7 @@ from enginepool.logs import logger
 from enginepool.lora.adapter import Adapters
 from enginepool.process.quiet import quiet_logger
 from enginepool.process.tuning import tuned
-from enginepool.runtime.start_report import where
+from enginepool.runtime.start_report import describe_opening
 from enginepool.runtime.startup import (
     advise,
     make_input_processor,
@@ -108,7 +108,9 @@ class Runtime:
         groups = resolve_devices(self.config.devices, self.config.tp_size)
 
         def line() -> str:
-            return where(self.name, self.start, self.workers, time.perf_counter() - started)
+            return describe_opening(
+                self.name, self.start, self.workers, time.perf_counter() - started
+            )
 
         try:
             with start_line(line, self.config.progress):

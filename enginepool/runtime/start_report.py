@@ -20,7 +20,9 @@ _WORDS = {
 }
 
 
-def where(name: str, stages: StartStages, workers: Sequence[EngineWorker], seconds: float) -> str:
+def describe_opening(
+    name: str, stages: StartStages, workers: Sequence[EngineWorker], seconds: float
+) -> str:
     """Describe the stage of a pool's opening, which began this many seconds ago."""
     worker = next((each for each in workers if not each.warm.done()), None)
     if worker is None or (now := worker.assembly.start.now) is None:
