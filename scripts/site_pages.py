@@ -1,8 +1,7 @@
 """A hook of mkdocs.yml: makes pages of README.md and the other .md files at the root, and turns
 links out of the site into plain text.
 
-The site does not have the repository's other files, and their address is not decided. A link to one
-becomes plain text.
+The site does not have the repository's other files, and their address is not decided.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def _answer_sums(console: Console, pool: EnginePool, count: int) -> None:
     each = ", ".join(f"{n} in {s:.2f} s" for n, s in zip(shares, busy, strict=True))
     console.print(f"Prompts by engine: {each}.")
     console.print(
-        f"Wall time {wall:.2f} s, slowest engine {max(busy):.2f} s: "
-        f"{wall / max(busy):.2f} times as long, with {len(busy)} engines at once.\n"
+        f"Wall time {wall:.2f} s, with {len(busy)} engines at once. The slowest engine was busy "
+        f"for {max(busy):.2f} s. The wall time is {wall / max(busy):.2f} times that.\n"
     )
 
 

@@ -92,8 +92,8 @@ StepTimeout = Annotated[float | None, typer.Option(help="Seconds until a step co
 MaxDecodeSteps = Annotated[
     int,
     typer.Option(
-        help="The most decode steps of one program. It has several if the device would wait for "
-        "the host, or if no request streams or waits for an engine."
+        help="The most decode steps of one program. A program has several if the device would wait "
+        "for the host, or if no request streams or waits."
     ),
 ]
 ClampMaxNewTokens = Annotated[

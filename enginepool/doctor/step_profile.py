@@ -34,11 +34,12 @@ _RUNNER = dict.fromkeys(("forward", "sample", "compute_logprobs"), "prefill")
 _ADMISSION = {"admit": "join", "read": "join"}
 _PREFILL = {"begin": "batch", "read": "batch"}
 _PREFILL_STEP = {"send": "transfers", "launch": "prefill"}
-# Sections of steady decode. They begin with the launch.
+# Sections of steady decode.
 _DEVICE_WAIT = {"until_ready": "device"}
 _STEADY = {"append": "tokens"}
 _STEADY_PROGRAM = {"step": "launch", **dict.fromkeys(("begin", "tally"), "join")}
 _SENDER = {"batch": "join"}
+# Methods that run a prefill, and those that run decode steps.
 _PREFILLS, _STEPS = ("forward_batch_generation", "launch"), ("step",)
 # The cost of decode steps, with or without prefills between them.
 DECODE = ("launch", "device", "tokens")

@@ -118,7 +118,7 @@ class GrammarHelper:
                     stderr=subprocess.DEVNULL,
                     bufsize=0,
                     env={**os.environ, "PYTHONPATH": path},
-                    start_new_session=True,  # Ctrl-C at the terminal goes to the host only
+                    start_new_session=True,  # Ctrl-C at the terminal ends only the pool's process
                 )
             for pipe in _pipes(process):
                 os.set_blocking(pipe.fileno(), False)

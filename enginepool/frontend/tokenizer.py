@@ -88,8 +88,8 @@ class Tokenizer:
 
         Args:
             options: Arguments of the Hugging Face tokenizer's `apply_chat_template`, and variables
-                of the template. `chat_template` replaces the template; only the host's own code
-                calls this.
+                of the template. `chat_template` replaces the template. Clients of a server cannot
+                reach this method.
         """
         for name in _ANOTHER_RESULT.intersection(options):
             raise InvalidRequest(f"chat_template_kwargs: the pool sets {name} itself; leave it out")

@@ -190,7 +190,8 @@ def _module(model: Any, parts: list[str]) -> Any:
 
 
 def layers_by_kind(model: nnx.Module) -> list[dict[str, AdaptedLinear]]:
-    """The adapted layers of a model by path: those that share leaves, in their order."""
+    """The adapted layers of a model, by kind. Layers of a kind share leaves. Each dict has them by
+    path, in the order of `lora_index`."""
     found: dict[int, dict[str, AdaptedLinear]] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, AdaptedLinear):

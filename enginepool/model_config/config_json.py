@@ -54,8 +54,8 @@ def written(
 def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration into the fields that the installed transformers and upstream read.
 
-    Fields of transformers 4 stay as they are. Rotary embeddings that differ between layers have no
-    such fields. They stay in `rope_parameters`.
+    Fields of transformers 4 stay as they are. Transformers 4 has no fields for rotary embeddings
+    that differ between layers. They stay in `rope_parameters`.
     """
     found = dict(config)
     family = str(found.get("model_type"))

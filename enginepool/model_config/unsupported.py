@@ -34,7 +34,8 @@ NOT_OF_THE_MODEL = frozenset(
 _HARMLESS = NOT_OF_THE_MODEL | frozenset(
     ("eos_token_id", "intermediate_size", "layer_types", "max_window_layers", "model_type")
 )
-# Upstream reads `attention_bias` here and loads no biases, so they would keep initial values.
+# For these families upstream reads `attention_bias` and loads no biases, which would keep their
+# initial values.
 _NO_BIASES = ("gemma2", "qwen3_moe")
 _FP8 = {"compressed-tensors": "float-quantized", "compressed_tensors": "float-quantized"}
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["RayEnginePool"]
 
 
-# Any, not object: where Ray is not installed, type checkers take this package for it.
+# Any, not object: where Ray is not installed, type checkers resolve `import ray` to this package.
 def __getattr__(name: str) -> Any:
     if name == "RayEnginePool":
         from enginepool.ray.pool import RayEnginePool

@@ -51,7 +51,7 @@ class Waiting:
 def assign(hosts: Sequence[HostLoad], waiting: Sequence[Waiting]) -> list[tuple[int, int]]:
     """Give out the oldest outputs first, until no host has credit.
 
-    A group waits for its host as long as no other host is idle. Outputs behind it may pass.
+    A group waits for its host as long as no other host has a free slot. Outputs behind it may pass.
 
     Returns:
         (position in `waiting`, host index), in the order of `waiting`.
@@ -87,5 +87,5 @@ def _choose(
         if last_host in idle or (last_host in free and not idle):
             return last_host
         if not idle:
-            return None  # it waits for that host; no other host is idle
+            return None  # it waits for that host; no other host has a free slot
     return min(idle or free, key=lambda index: (loads[index] / slots[index], index), default=None)

@@ -235,7 +235,7 @@ class Host:
         """Record that this host has every update up to this one.
 
         Args:
-            adapters: The only ones that are loaded.
+            adapters: The adapters that stay loaded. All others are unloaded.
         """
         pool, self._number = self._open(), number
         for name in pool.stats().get("lora_adapters", ()):  # absent without enable_lora

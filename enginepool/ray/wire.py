@@ -26,7 +26,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class ErrorReply:
-    """An error that a host raises where it is called; Ray would wrap it."""
+    """An error that a host returns and the driver raises. Ray would wrap what a host raises."""
 
     error: Exception
 
@@ -89,7 +89,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class Packed:
-    """An array as Ray moves it without a copy: NumPy pickles bfloat16 in-band."""
+    """An array in a form that Ray moves without a copy. NumPy would copy bfloat16 while it pickles,
+    so such an array is sent as integers."""
 
     array: np.ndarray
     dtype: str

@@ -59,7 +59,8 @@ class RunOptions:
 
 
 def models(model: str | None, weights: str | None) -> tuple[str, str]:
-    """The model and the weights: the toy if there is no other, and a model's own weights."""
+    """The model and the weights. The default model is the toy. The default weights are the model's
+    own."""
     model = model or str(toy.checkpoint())
     return model, weights or model
 

@@ -27,7 +27,8 @@ class Replay:
         tokens: The number of tokens that were sampled again.
         other_ids: [result, position] of the first id of an output that differs. Later positions of
             that output are not compared.
-        logprob: The largest difference of a log-probability, also among the ids of equal masks.
+        logprob: The largest difference of a token's log-probability. If its masks are equal, the
+            log-probability among their ids counts too.
         other_masks: [result, position] of tokens that were sampled from other ids.
         other_experts: [result, position] of tokens that were routed to other experts.
         results: The new results.
@@ -187,8 +188,8 @@ def _until(params: Any, end: int) -> dict[str, Any]:
     """The parameters of an output that has `end` tokens."""
     if not isinstance(params, Mapping):
         raise InvalidRequest(
-            f"sampling_params: expected a dict, got {type(params).__name__}; after a call without "
-            "them, pass the checkpoint's, of its generation_config.json"
+            f"sampling_params: expected a dict, got {type(params).__name__}; if the call had none, "
+            "pass those of the checkpoint's generation_config.json"
         )
     until: dict[str, Any] = {**params, "max_new_tokens": end}
     if least := until.get("min_new_tokens"):

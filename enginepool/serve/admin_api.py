@@ -1,5 +1,5 @@
-"""Administrators' routes: those of the original scripts that `enginepool reference` repeats
-(docs/command_line.md), and sglang's names for the same operations."""
+"""Administrators' routes: `/admin/…`, as another project's scripts call them, and sglang's names
+for the same operations. `enginepool reference` repeats these scripts (docs/command_line.md)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ReloadStatus(BaseModel):
 
 
 class Checksum(Done):
-    """`checksum` is the sum of the original scripts. `fingerprint` covers every byte of every
-    engine."""
+    """`checksum` is the sum that those scripts compute, of a few elements. `fingerprint` covers
+    every byte of every engine."""
 
     checksum: float
     fingerprint: str
@@ -81,8 +81,8 @@ class MemoryReport(Done):
 
 
 class FromDisk(BaseModel):
-    """sglang's fields, and `mode` as in `/admin/reload_weights`. The last five fields accept only
-    the value that holds for a pool."""
+    """sglang's fields, and `mode` as in `/admin/reload_weights`. The last five fields change
+    nothing. Each accepts only the value that says what a pool does anyway."""
 
     model_path: str = Field(min_length=1)
     weight_version: int | str | None = None
@@ -121,7 +121,7 @@ class WeightsByName(BaseModel, extra="forbid"):
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints of the original scripts."""
+    """The routes `/admin/…`."""
     routes = APIRouter(
         prefix="/admin", responses=ADMIN_ERRORS, tags=["admin"], route_class=CheckedRoute
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sgl_jax.srt.entrypoints.openai.protocol import Tool
     from sgl_jax.srt.server_args import ServerArgs
 
-# Inside of a schema: llguidance's own keyword.
+# llguidance's keyword, put into a schema: JSON without optional whitespace.
 _COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
@@ -79,7 +79,7 @@ def form_of(body: Any, server_args: ServerArgs, special_tokens: Collection[str])
         parser = server_args.tool_call_parser
         assert parser is not None, "check_fields refuses tools without one"
         compact = server_args.constrained_json_disable_any_whitespace
-        schema = text.pop("json_schema", None)  # of the text, if there is any
+        schema = text.pop("json_schema", None)  # for an answer without a call
         asked["tools"] = _of_tools(
             body, parser, special_tokens, _COMPACT if compact else {}, schema
         )

@@ -32,7 +32,7 @@ from enginepool.serve.service import Service
 
 def make_app(service: Service) -> FastAPI:
     """All routes, behind one guard. Administrators' routes are left out unless enabled."""
-    # Its own documentation pages would load scripts from elsewhere.
+    # FastAPI's documentation pages would load scripts from other hosts.
     app = FastAPI(
         title="enginepool",
         docs_url=None,
@@ -40,7 +40,8 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
-    app.state.prompt_limits, app.state.readers = service.prompt_limits, readers()  # CheckedRoute's
+    # CheckedRoute reads these two.
+    app.state.prompt_limits, app.state.readers = service.prompt_limits, readers()
     app.include_router(openai_api.router(service))
     app.include_router(responses_api.router(service))
     app.include_router(responses_api.refusals())

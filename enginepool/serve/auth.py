@@ -61,7 +61,7 @@ class Guard:
     def _refusal(self, headers: Headers, admin: str | None) -> Refused | None:
         """
         Args:
-            admin: The client's address, if the request is to administer.
+            admin: The client's address if the route is an administrator's. Else None.
         """
         options = self._options
         secret, name = options.api_key, "API key"
@@ -86,19 +86,21 @@ class Guard:
 
 
 def has_admin_form(path: str, admin_paths: Collection[str]) -> bool:
-    """Whether a route's errors have the form of administrators' routes. vLLM's have OpenAI's."""
+    """Whether a route's errors have the administrators' form. Those of vLLM's routes (`/v1/…`) have
+    OpenAI's form."""
     return path in admin_paths and not path.startswith("/v1/")
 
 
 def _untrusted_because(headers: Headers, options: ServeOptions, address: str) -> str | None:
     """The reason why a request may come from an untrusted machine; None if there is none."""
     if options.trusts(address):
-        # A browser there may show a page of another site, whose host name resolves to this machine.
+        # DNS rebinding: a browser there may show a page of another site, and that site's host name
+        # may resolve to this machine.
         browser = "accept-language" in headers
         return "requests of a browser may not administer this server" if browser else None
     if not is_loopback(address):
         return f"requests from {address} may not administer this server"
-    # The host name of another site's page may resolve to this machine.
+    # DNS rebinding: another site's host name may resolve to this machine.
     host = headers.get("host", "")
     name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
     if not is_loopback(name.strip("[]")):

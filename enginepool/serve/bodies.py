@@ -1,4 +1,4 @@
-"""Reads the body of a request: checked before FastAPI does, and on a thread if it is large.
+"""Reads and checks a request's body before FastAPI does. A large body is read on a thread.
 
 pydantic looks at every token id several times and holds the GIL meanwhile. So lists of token ids do
 not go through it: `with_ids` puts them into the model afterwards.

@@ -1,9 +1,10 @@
 """Makes the chunks of a chat's stream from its outputs so far.
 
-Reaches into upstream's serving class, which makes no chunks any more.
+Reaches into upstream's serving class: the method that makes chunks is replaced.
 
-What breaks: In upstream's own stream of several answers only the last one ends if usage is wanted.
-An answer of calls ends as "stop". With `logprobs` tokens come twice, or not at all.
+What breaks: In upstream's own stream with `include_usage`, only one of several answers gets a
+finish reason. An answer with tool calls gets the finish reason "stop". With `logprobs` tokens come
+twice, or not at all.
 Why: It expects one answer, and one token per chunk.
 Remove when: Its stream has the same content as its reply without a stream.
 """
@@ -82,7 +83,7 @@ class ChatStream:
     async def of(self, outputs: AsyncIterator[Any], logprobs: Any) -> AsyncIterator[str]:
         """
         Args:
-            logprobs: Makes OpenAI's log-probabilities of an output, beginning with some token.
+            logprobs: Makes OpenAI's log-probabilities of an output, from a given token on.
         """
         async for output in outputs:
             for chunk in self._output(output, logprobs):

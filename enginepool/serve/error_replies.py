@@ -131,7 +131,8 @@ def _invalid_body(errors: Sequence[Any]) -> Refused:
 
 
 def _describe_value(error: Any) -> str:
-    """Describe the value that was sent. A word is quoted where one of a few was expected."""
+    """Describe the value that was sent. It is quoted if it is a short word and the field takes one
+    of a few words."""
     value = error.get("input")
     if error["type"] == "missing":
         return ""

@@ -61,7 +61,8 @@ class Exchange:
         call: The pool's call, once the body has passed its checks.
         rids: The client's own ids of its requests.
         token_names: Gives the name of a token in log-probabilities.
-        names_own: Whether the sampled token is listed if no top log-probabilities are wanted.
+        names_own: Whether the sampled token is listed in the place of top log-probabilities, if
+            none are wanted.
         reads_new: Whether the reader of a stream looks only at the new tokens of each output.
         watchers: Called with every output of a stream; they may change it.
         failure: The error that ended a reply early.
@@ -185,7 +186,8 @@ class Exchange:
             raise ValueError(str(error)) from error  # all of upstream's classes catch only this
 
     async def chunks(self, obj: GenerateReqInput) -> AsyncIterator[Any]:
-        """The outputs for our own stream. An error ends them, and `stream` reports it."""
+        """The outputs, for a route that makes its own chunks. An error ends them, and `stream`
+        reports it."""
         with contextlib.suppress(ValueError):
             async for chunk in self.generate_request(obj):
                 yield chunk
@@ -242,8 +244,8 @@ class Exchange:
         return await self.on_thread_if_large(lambda: self._with_names(output), outputs)
 
     def _with_names(self, output: Any) -> Any:
-        """Put token names into log-probabilities, as upstream's classes expect them, and the
-        prompt's into the first chunk of a stream."""
+        """Put token names into log-probabilities, as upstream's classes expect them. Put the
+        prompt's log-probabilities into the first chunk of a stream."""
         for one in output if isinstance(output, list) else [output]:
             meta = one["meta_info"]
             since = 0 if (index := one.get("index")) is None else self._note_tokens(one, index)

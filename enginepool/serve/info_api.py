@@ -48,7 +48,8 @@ class Version(BaseModel):
 
 
 class Load(BaseModel):
-    """The load of one engine. Waiting requests wait for all engines, so each is shown its share."""
+    """The load of one engine. Requests wait in one queue for all engines. So `num_waiting_reqs` is
+    the engine's share of them."""
 
     dp_rank: int
     num_running_reqs: int
@@ -123,7 +124,7 @@ def _state_routes(routes: APIRouter, service: Service) -> None:
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> Sleeping:
-        """Whether memory was given back."""
+        """Whether the memory of the weights or of the KV cache is released."""
         desired = service.runtime.desired
         asleep = desired.no_weights is not None or "kv_cache" in desired.pause_reasons
         return Sleeping(is_sleeping=asleep)

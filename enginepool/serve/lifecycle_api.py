@@ -54,7 +54,8 @@ class WakeQuery(BaseModel, extra="forbid"):
 
 
 class ResetQuery(BaseModel, extra="forbid"):
-    """Running requests are always computed again. There is no external cache."""
+    """`reset_running_requests` changes nothing: running requests always compute their KV again.
+    `reset_external` is refused: there is no external cache."""
 
     reset_running_requests: bool = False
     reset_external: bool = False

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def router(service: Service) -> APIRouter:
     """
     Raises:
-        EnginePoolError: Upstream's serving classes are not those that are known here.
+        EnginePoolError: Upstream's serving classes lack a method that is used here.
     """
     check_upstream()
     routes = APIRouter(route_class=CheckedRoute)

@@ -11,7 +11,7 @@ from enginepool.serve.openai_models import ChatBody, CompletionBody
 if TYPE_CHECKING:
     from sgl_jax.srt.server_args import ServerArgs
 
-# Fields that upstream's models have and its classes or the pool do nothing with.
+# Fields of upstream's models that its serving classes ignore, or that a pool does not support.
 _UNSERVED = ("suffix", "session_params", *UNSUPPORTED)
 
 
@@ -63,7 +63,7 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
     scored = body.prompt_logprobs is not None or (
         getattr(body, "echo", False) and body.logprobs is not None
     )
-    # Its attribute warns: OpenAI calls `max_tokens` deprecated.
+    # `vars`, because `body.max_tokens` warns: OpenAI calls it deprecated.
     _check_lengths(vars(body), scored=scored)
     if isinstance(body, ChatBody):
         _check_chat(body, server_args)
@@ -104,7 +104,7 @@ def _check_chat(body: ChatBody, server_args: ServerArgs) -> None:
         raise Refused(
             400,
             "tools: the server was started without --tool-call-parser, which says how its model "
-            "writes calls (as upstream: qwen25, llama3, …); start it with one, or send "
+            "writes calls (upstream's names: qwen25, llama3, …); start it with one, or send "
             'tool_choice="none"',
             param="tools",
         )

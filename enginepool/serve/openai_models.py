@@ -173,7 +173,8 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-# vLLM's, by position. Null: the whole vocabulary. A number: how many, more than are listed.
+# vLLM's sampling masks, by position: the ids, null for the whole vocabulary, or the number of ids
+# if they are too many to be listed.
 MaskRows = list[list[int] | int | None]
 
 

@@ -48,7 +48,7 @@ _USED = (
 def check_upstream() -> None:
     """
     Raises:
-        EnginePoolError: Upstream's serving classes are not those that are known here.
+        EnginePoolError: Upstream's serving classes lack a method that is used here.
     """
     expect(OpenAIServingCompletion, *_USED, "_get_echo_text", "_build_completion_response")
     expect(OpenAIServingChat, *_USED, "_process_logprobs_tokens", "_generate_chat_stream")

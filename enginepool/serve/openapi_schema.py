@@ -1,4 +1,4 @@
-"""Parts of the OpenAPI document that are no route's own model."""
+"""Parts of the OpenAPI document that no route's model gives: errors, streams, and corrections."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class AdminError(BaseModel):
 _MEANINGS = {
     400: "The request cannot be served. The message has the value and the limit.",
     401: "No API key or token, or a wrong one.",
-    403: "Not allowed from there, or not that path.",
-    404: "Not here.",
+    403: "Not allowed from this address, or not for this directory.",
+    404: "There is no such route, model or adapter.",
     408: "The body did not come in time.",
     413: "The body is too large.",
     429: "Too many requests wait; see Retry-After.",
@@ -56,7 +56,7 @@ NOT_FOUND = errors(401, 404)
 ADMIN_ERRORS = errors(400, 401, 403, 404, 408, 413, 500, 503, model=AdminError)
 
 
-# Before OpenAPI 3.2 the schema of a stream is that of each of its events.
+# OpenAPI 3.1 cannot describe a stream. This is the schema of one event.
 _EVENT = {
     "type": "object",
     "properties": {"data": {"type": "string", "description": "A chunk in JSON, or `[DONE]`."}},

@@ -1,8 +1,8 @@
 """Refuses what cannot fit a prompt, before time is spent on it.
 
-Upstream's models are filled on the event loop, and the tokenizer takes one text after the other. So
-one large body would hold up all other clients, and Python cannot stop work that has begun. No limit
-here refuses what an engine could take.
+Upstream's request models are filled on the event loop, and the tokenizer takes one text after the
+other. So one large body would hold up all other clients, and Python cannot stop work that has
+begun. No limit here refuses what an engine could take.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class PromptLimits:
         self._longest = max(map(len, tokenizer.hf.get_vocab()))
 
     def check_body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Refuse a body that is too large for upstream's models. Messages are brought into the form
-        that those take.
+        """Refuse a body that is too large for upstream's request models. Messages are brought into
+        the form that these take.
 
         Returns:
             The fields that hold token ids and nothing else.

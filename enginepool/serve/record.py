@@ -90,7 +90,7 @@ def ended_early(reason: Mapping[str, Any]) -> Refused:
 
 
 def cut_short(call: Call) -> Refused | None:
-    """The error of the first output of a call that was aborted."""
+    """The error of a call's first aborted output. None if no output was aborted."""
     reasons = [r.finish_reason for r in call.requests if r.finish_reason is not None]
     for reason in reasons:
         if reason["type"] == "abort":

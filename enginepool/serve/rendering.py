@@ -19,7 +19,7 @@ _LARGE_AT_ONCE = 4
 _GRAMMARS_AT_ONCE = 64  # most of them wait
 LARGE = 1 << 16  # characters or token ids of one body
 _TEXTS_KEPT = 1 << 16
-_TELLING = 4  # characters; a shorter text may be part of any sentence
+_TELLING = 4  # characters; an error may have a shorter text of the body by chance
 
 
 def why_not_rendered(error: Exception, body: BaseModel) -> str:
@@ -62,7 +62,7 @@ class Rendering:
         self.large = CapacityLimiter(_LARGE_AT_ONCE)
         self.grammars = CapacityLimiter(_GRAMMARS_AT_ONCE)
         options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
-        # The last two are arguments of the functions that call the template.
+        # The functions that render a template have arguments of these names.
         beside = {"messages", "self", "conversations"}
         self.template_options = (options | beside) - {"documents", "kwargs"}
 

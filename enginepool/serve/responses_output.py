@@ -130,7 +130,7 @@ class Events:
             for choice in chunk.get("choices", ()):
                 for event in self._chunk(choice):
                     yield event
-        if not self._answer.items and error is None:  # the first token was the last
+        if not self._answer.items and error is None:  # no chunk had content
             for event in self._begun("message", role="assistant", content=[_text("", [])]):
                 yield event
         for event in self._ended(last=True):

@@ -23,8 +23,8 @@ def as_taken(params: Any) -> Any:
     32 bits of an engine's.
 
     Raises:
-        InvalidRequest: A wider seed, more `stop` than can be looked for, or `custom_params` of
-            other kinds.
+        InvalidRequest: A seed is wider, there are too many `stop` strings, or a name in
+            `custom_params` is no sampling parameter or is given twice.
     """
     if isinstance(params, list):
         return [as_taken(one) for one in params]
@@ -40,7 +40,7 @@ def as_taken(params: Any) -> Any:
 
 
 def has_grammar(params: Any) -> bool:
-    """Whether any of these, of one prompt or a list of them, has a grammar."""
+    """Whether the sampling parameters of a prompt, or of any of several prompts, have a grammar."""
     each = params if isinstance(params, list) else [params]
     return any(kind in one for one in each if isinstance(one, dict) for kind in KINDS)
 

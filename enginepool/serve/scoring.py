@@ -37,7 +37,7 @@ class ScoreExchange(Exchange):
     ) -> list[list[float]]:
         """For each item the probability of each label as the next token, after query and item.
 
-        A prompt is computed once for as many labels as one request can name.
+        A prompt is computed once for every `MAX_NAMED_IDS` labels.
         """
         del request
         try:

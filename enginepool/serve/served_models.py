@@ -112,7 +112,7 @@ class ServedModels:
         """Load an adapter for an administrator, on every engine or on none.
 
         Args:
-            replace: Whether one of that name may be there.
+            replace: Whether it may replace an adapter of the same name.
         """
         self._adapters.check_enabled(name, "lora_name")
         if name in self._bases:
@@ -207,7 +207,7 @@ class ServedModels:
     def _is_from_resolver(self, adapter: Adapter) -> bool:
         """Whether the adapter was read from the resolver's folder. The folder may be gone, because
         trainers delete old checkpoints. An adapter with a version that an administrator gave does
-        not count: it could not be loaded again."""
+        not count: loaded again, it would have another version."""
         assert self._resolver is not None
         folder = self._folder(adapter.name) or self._resolver / adapter.name
         return adapter.source == str(folder) and adapter.version == adapter.number

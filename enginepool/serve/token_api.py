@@ -105,7 +105,7 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     if (width := sampling.prompt_logprobs) is not None:
         assert exchange.call is not None
         request, text = exchange.call.requests[0], exchange.tokenizer.token_text
-        # Beside the model: pydantic would look at every place again.
+        # Added after `model_dump`, because pydantic would check every entry again.
         rows = await run_sync(prompt_logprobs_of, request, width, text)
         return _json(reply.model_dump() | {"prompt_logprobs": rows})
     return _json(reply.model_dump())

@@ -119,8 +119,8 @@ def add_to_reply(
 
 class EchoedPrompts:
     """Puts the prompt before each text of a stream. Upstream's class puts it before the first chunk
-    only, and cuts as many characters from the others. Without text yet, it repeats the prompt's
-    log-probabilities in every chunk.
+    only, and cuts as many characters from the others. While an output has no text, it repeats the
+    prompt's log-probabilities in every chunk.
 
     Args:
         text: The prompt of an output.

@@ -34,7 +34,7 @@ from enginepool.tunix.parameters import (
 
 @dataclass
 class ReplayRolloutOutput(RolloutOutput):
-    """Tunix's output, with what else a trainer needs to repeat it. What was not asked for is empty.
+    """Tunix's output, and what a trainer needs to repeat it. What was not asked for is empty.
 
     Attributes:
         sampling_masks: `meta_info["output_sampling_mask"]` of each output.

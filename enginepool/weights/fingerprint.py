@@ -26,7 +26,7 @@ from enginepool.weights.parts import Box, bounds, boxes
 # Arrays per program. With more, a TPU's compiler is slow, and the program needs more than a MiB.
 LEAVES = 8
 
-# At most so many numbers are added up at once.
+# The most groups that `folded` makes of an axis.
 _GROUPS = 16
 
 _COLUMN, _ROW = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)

@@ -137,7 +137,7 @@ def senders_of(kinds: Sequence[Kind]) -> list[list[int]]:
 def _sent(
     loads: Sequence[Parts], senders: Sequence[Sequence[int]], devices: Devices
 ) -> list[list[jax.Array]]:
-    """What these devices have of each load, whole on each of the devices."""
+    """Each sender's array of each load, copied to all of these devices."""
     ways = [
         (its[devices[sender]], target)
         for its, indices in zip(loads, senders, strict=True)

@@ -77,8 +77,8 @@ def loader_for(
     upstream makes its models in another way.
 
     With `source`, the leaves are copies of that engine's, sharded over this mesh in the same way.
-    A model that upstream quantizes reads the checkpoint itself, and so does one that derives
-    weights while it loads, because its first leaves are not those of the source.
+    A model that upstream quantizes reads the checkpoint itself. So does a model that derives
+    weights while it loads: before that, its leaves differ from those of the source.
 
     Args:
         check: Raises if the model may not be loaded.

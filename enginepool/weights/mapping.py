@@ -96,7 +96,7 @@ class HuggingFaceMapping:
 
         Args:
             shapes: Something with `shape` and `dtype` for each of the leaf's names.
-            put: Called once for each name, and again if upstream takes its slower way.
+            put: Called once for each name, and again if upstream falls back to its slow path.
         """
         with jax.set_mesh(self._loader.mesh):
             value = self._feed(path, shapes, put)

@@ -56,7 +56,7 @@ def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
 
 
 class _Made:
-    """The converter of a source's leaf: to itself, or to integers and scales."""
+    """Lets the converter of a leaf also quantize it, if the model quantizes this leaf."""
 
     def __init__(self, leaves: Any) -> None:
         self._specs = leaves.specs
