@@ -54,7 +54,8 @@ class Partial:
 
 @dataclass(frozen=True)
 class Part:
-    """The indices of this call's prompts and samples in the larger batch. One entry per prompt."""
+    """This call as a part of the larger batch: indices there, and partial outputs. One entry per
+    prompt."""
 
     prompt_indices: Sequence[int]
     sample_indices: Sequence[int] | None

@@ -151,7 +151,7 @@ class Fleet:
                 self.router.pump()
 
     def _lost(self, host: HostLink, error: Exception) -> None:
-        """Move the outputs of a lost host to other hosts. End its process if it hangs."""
+        """Move the outputs of a lost host to other hosts. End its process if it is still there."""
         ended_by_us = host.state == "lost"
         if not ended_by_us:
             host.state, host.reason = "lost", str(error)

@@ -23,7 +23,8 @@ _SERVER_ARGS = {
 
 @dataclass(frozen=True)
 class WandbOptions:
-    """The project and name of a run at Weights & Biases. None: wandb chooses."""
+    """The project and name of a run at Weights & Biases. The default name is the command's, with
+    the time."""
 
     project: str
     name: str | None

@@ -143,8 +143,8 @@ class Run:
 
 @contextmanager
 def started(name: str, options: RunOptions) -> Iterator[Run]:
-    """Start W&B if it is wanted, then JAX, then dummy engines. At the end of the block, end all of
-    them."""
+    """Find the devices, which starts JAX. Start W&B if it is wanted, then dummy engines. At the end
+    of the block, end the engines and the run at W&B."""
     groups = resolve_devices(options.devices, options.tp_size)
     devices = [device for group in groups for device in group]
     printer = Printer(devices)

@@ -1,5 +1,6 @@
-"""Checks who may do what. Requests may need an API key. Administrators need a token; without one
-only this machine may administer."""
+"""Checks who may do what. Requests may need an API key. Administrators need the admin token,
+except from trusted networks. Without such a token only this machine and trusted networks may
+administer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Metrics for Prometheus, in a registry of this server's own.
 
 Names follow vLLM's and sglang's with the prefix `enginepool:`. Counters and histograms are fed
-by requests that came through the server; gauges look at the pool when they are scraped.
+by requests and updates that came through the server. Gauges, and the counter of recoveries, look at
+the pool when they are scraped.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Metrics:
 
 
 class _Pool(Collector):
-    """Gauges of the pool, read at each scrape."""
+    """Gauges of the pool and its recoveries, read at each scrape."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

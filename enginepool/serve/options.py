@@ -24,7 +24,8 @@ class ServeOptions:
             server started with.
         lora_resolver_dir: An adapter that a request names, and that is not loaded, is loaded from
             the folder of its name in this directory.
-        request_timeout: Seconds; a request that takes longer ends with what it has.
+        request_timeout: Seconds; a request that takes longer is ended. The reply is an error (504),
+            and a stream ends with an error.
         drain_timeout: Seconds that running requests get to finish when the server is asked to end.
         header_timeout: Seconds that the headers of a request may take to come.
         body_timeout: Seconds that its body may take after them.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from enginepool.dispatch.request import Call
@@ -67,8 +66,7 @@ class BodyLimit:
                 ) from None
             seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
             if seen > self._limit:
-                # FastAPI passes on no other exception while it reads a body.
-                raise HTTPException(413, self._message(f"{seen} bytes or more"))
+                raise Refused(413, self._message(f"{seen} bytes or more"))
             return message
 
         return counted

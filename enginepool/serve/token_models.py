@@ -14,8 +14,8 @@ from enginepool.serve.unknown_fields import KnownFieldsOnly
 
 
 class TokenSampling(BaseModel):
-    """vLLM's SamplingParams, as far as a pool has them. The fields from `detokenize` to
-    `output_kind` accept only the value that holds for a pool. `return_sampling_mask` and
+    """vLLM's SamplingParams, as far as a pool has them. `detokenize` and `output_kind` change
+    nothing: replies have ids and no text, and chunks have new ids only. `return_sampling_mask` and
     `return_routed_experts` are fields of ours; vLLM has options of its engine instead. `verifiers`
     sends `routed_experts_prompt_start` with every turn but the first, even if it wants no
     experts."""

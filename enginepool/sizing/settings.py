@@ -55,10 +55,10 @@ class Settings:
         """
         given = {name: value for name, value in args.items() if value is not None}
         for name in _COUNTS & given.keys():
-            if not is_int(given[name]) or given[name] < (
-                -1 if name == "chunked_prefill_size" else 1
-            ):
-                raise InvalidConfig(f"{name}={shown(given[name])}: expected a count, 1 or more")
+            chunks = name == "chunked_prefill_size"
+            if not is_int(given[name]) or given[name] < (-1 if chunks else 1):
+                expected = "a count, or -1 for no chunks" if chunks else "a count, 1 or more"
+                raise InvalidConfig(f"{name}={shown(given[name])}: expected {expected}")
         fraction = given.get("mem_fraction_static", FRACTION)
         if not is_number(fraction) or not 0 < fraction < 1:
             raise InvalidConfig(f"mem_fraction_static={shown(fraction)}: expected 0 to 1")
