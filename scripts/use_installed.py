@@ -20,7 +20,7 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 SECONDS = 300.0
-CARD = """
+FIRST_EXAMPLE = """
 from enginepool import EnginePool
 import enginepool
 for result in EnginePool(devices=4).generate_all(["12+7=", "30+4="]):
@@ -32,9 +32,9 @@ print(enginepool.__file__)
 def main() -> None:
     os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
     python, enginepool = str(BIN / "python"), str(BIN / "enginepool")
-    card = told(python, "-c", CARD).splitlines()
-    expect([line.split()[0] for line in card[:2]] == ["19", "34"], card)
-    expect(Path(card[2]).is_relative_to(BIN.parent), card[2])
+    printed = told(python, "-c", FIRST_EXAMPLE).splitlines()
+    expect([line.split()[0] for line in printed[:2]] == ["19", "34"], printed)
+    expect(Path(printed[2]).is_relative_to(BIN.parent), printed[2])
     expect("zero_penalty_cache" in told(python, "-m", "patches"), "no table of patches")
     expect("jax" in json.loads(told(enginepool, "doctor", "--json")), "doctor")
     expect("Closed:" in told(python, "-m", "enginepool.cli.demo"), "the demo did not end")

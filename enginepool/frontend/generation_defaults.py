@@ -95,9 +95,9 @@ class GenerationDefaults:
             InvalidRequest: The checkpoint has a field that the engines do not compute.
         """
         for name, value in self._refused.items():
-            raise self.blamed(f"{name}={shown(value)}: sglang-jax does not compute it")
+            raise self.refusal(f"{name}={shown(value)}: sglang-jax does not compute it")
 
-    def blamed(self, why: object) -> InvalidRequest:
+    def refusal(self, why: object) -> InvalidRequest:
         """The error of a call that cannot start with the checkpoint's parameters."""
         return InvalidRequest(
             f"the call has no sampling_params, and those of {self._origin} do not work: {why}; "

@@ -16,7 +16,7 @@ from enginepool.frontend.generation_defaults import GenerationDefaults
 from enginepool.frontend.grammar_compiler import GrammarCompiler
 from enginepool.frontend.limits import Limits, check_length
 from enginepool.frontend.logprob_options import read_logprobs
-from enginepool.frontend.partial_call import Part, read_part
+from enginepool.frontend.partial_call import BatchPart, read_batch_part
 from enginepool.frontend.prompts import as_list, read_prompts
 from enginepool.frontend.sampling import (
     PromptSampling,
@@ -89,7 +89,7 @@ class InputProcessor:
         logprobs = read_logprobs(options, prompt_top_logprobs_num, token_ids, self.limits)
         for index, (prompt, one) in enumerate(zip(token_ids, sampling, strict=True)):
             check_length(index, prompt, one, self.limits, clamp=clamp)
-        part = read_part(options, sampling, token_ids, logprobs, self.limits)
+        part = read_batch_part(options, sampling, token_ids, logprobs, self.limits)
         grammars = self._grammars(sampling)
         adapters = self.adapters_of(options.get("lora_path"), len(token_ids))
         call = Call(weight_version, lone=lone)
@@ -130,7 +130,7 @@ class InputProcessor:
         self,
         call: Call,
         sampling: PromptSampling,
-        part: Part,
+        part: BatchPart,
         index: int,
         room: int,
         make: Callable[..., Request],
@@ -201,7 +201,7 @@ class InputProcessor:
         try:
             return self._make(self._defaults.params, explicit=False)
         except InvalidRequest as error:
-            raise self._defaults.blamed(error) from None
+            raise self._defaults.refusal(error) from None
 
     def _make(self, params: Any, *, explicit: bool = True, scored: bool = False) -> PromptSampling:
         params = from_upstream(params) if is_upstreams(params) else params

@@ -20,7 +20,7 @@ from enginepool.values import is_int, is_number, plain, shown
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialOutput:
     """The tokens that one output has already. Its fields have the meaning that they have in
     `Request`."""
 
@@ -53,26 +53,26 @@ class Partial:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """This call as a part of the larger batch: indices there, and partial outputs. One entry per
     prompt."""
 
     prompt_indices: Sequence[int]
     sample_indices: Sequence[int] | None
-    partial_outputs: Sequence[Partial]
+    partial_outputs: Sequence[PartialOutput]
 
     def samples(self, index: int, n: int) -> Sequence[int]:
         """The sample indices that are wanted of prompt `index`."""
         return range(n) if self.sample_indices is None else [self.sample_indices[index]]
 
 
-def read_part(
+def read_batch_part(
     options: CallOptions,
     sampling: Sequence[PromptSampling],
     prompts: Sequence[Sequence[int]],
     logprobs: Logprobs,
     limits: Limits,
-) -> Part:
+) -> BatchPart:
     """
     Raises:
         InvalidRequest: The error names the prompt by its index in this call.
@@ -89,7 +89,7 @@ def read_part(
                 "n=1 and one entry of sample_indices each",
                 prompt_index=several[0],
             )
-    partials = [Partial()] * count
+    partials = [PartialOutput()] * count
     if partial_outputs is not None:
         given = _one_a_prompt("partial_outputs", partial_outputs, count)
         partials = [
@@ -99,7 +99,7 @@ def read_part(
     for index, (partial, one) in enumerate(zip(partials, sampling, strict=True)):
         _check_length(index, partial, one, limits.total - len(prompts[index]))
     samples = None if sample_indices is None else _indices("sample_indices", sample_indices, count)
-    return Part(
+    return BatchPart(
         range(count)
         if prompt_indices is None
         else _indices("prompt_indices", prompt_indices, count),
@@ -128,7 +128,7 @@ def _indices(name: str, value: Any, count: int) -> list[int]:
     return entries
 
 
-def _check_length(index: int, partial: Partial, sampling: PromptSampling, room: int) -> None:
+def _check_length(index: int, partial: PartialOutput, sampling: PromptSampling, room: int) -> None:
     wanted = sampling.params.max_new_tokens
     most = room if wanted is None else min(wanted, room)
     # `room` is negative for a long prompt that is only scored.
@@ -158,7 +158,7 @@ class _Reading:
             "output_token_ids_logprobs": "token_ids_logprob" if self._named_ids else "",
         }
 
-    def partial(self, limits: Limits, prompt: int) -> Partial:
+    def partial(self, limits: Limits, prompt: int) -> PartialOutput:
         meta = self._given.get("meta_info") if isinstance(self._given, Mapping) else self._given
         if not isinstance(meta, Mapping | None):
             raise self._refusal(
@@ -169,11 +169,11 @@ class _Reading:
         if not (isinstance(ids, list | tuple) and all(map(is_int, ids))):
             raise self._refusal(f"output_ids {shown(ids)}: expected a list of token ids")
         if not ids:
-            return Partial()
+            return PartialOutput()
         check_ids(ids, "the partial output", self._index, limits)
         meta = meta or {}
         top = self._entries(meta, "output_top_logprobs", len(ids))
-        return Partial(
+        return PartialOutput(
             list(ids),
             self._logprobs(meta, ids),
             [([e[0] for e in entries], [e[1] for e in entries]) for entries in top or ()],

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 
 from enginepool.engine.worker import on_engine_thread
-from enginepool.process.forks import python_ends
+from enginepool.process.forks import record_python_ends
 from enginepool.runtime.runtime import Runtime
 
 # How long `close()` waits for the engines' threads. A thread inside a step cannot be ended.
@@ -20,7 +20,7 @@ def closing_at_exit(runtime: Runtime) -> Callable[[], None]:
 
     def close() -> None:
         if runtime.dispatch.process.here:  # not in a forked child that runs exit hooks
-            python_ends()
+            record_python_ends()
             runtime.close(CLOSE_SECONDS)
             warnings.warn(f"pool {runtime.name!r} was never closed", ResourceWarning, stacklevel=2)
 

@@ -33,7 +33,7 @@ class PoolProcess:
 _python_ends = threading.Event()
 
 
-def python_ends() -> None:
+def record_python_ends() -> None:
     """Record that Python ends. An exit hook calls it."""
     _python_ends.set()
 

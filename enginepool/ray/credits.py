@@ -82,10 +82,12 @@ def assign(hosts: Sequence[HostLoad], waiting: Sequence[Waiting]) -> list[tuple[
 def _choose(
     last_host: int | None, free: Sequence[int], loads: dict[int, int], slots: dict[int, int]
 ) -> int | None:
-    idle = [index for index in free if loads[index] < slots[index]]
+    with_slot = [index for index in free if loads[index] < slots[index]]
     if last_host in loads:
-        if last_host in idle or (last_host in free and not idle):
+        if last_host in with_slot or (last_host in free and not with_slot):
             return last_host
-        if not idle:
+        if not with_slot:
             return None  # it waits for that host; no other host has a free slot
-    return min(idle or free, key=lambda index: (loads[index] / slots[index], index), default=None)
+    return min(
+        with_slot or free, key=lambda index: (loads[index] / slots[index], index), default=None
+    )

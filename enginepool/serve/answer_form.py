@@ -51,7 +51,7 @@ class StructuredOutputs(BaseModel):
                              "structural_tag")  # fmt: skip
         return self
 
-    def as_pools(self) -> dict[str, Any]:
+    def as_sampling_params(self) -> dict[str, Any]:
         if self.choice is not None:
             # As a regex, because a grammar of over 2,000 alternatives takes too long for a step.
             return {"regex": "|".join(map(re.escape, self.choice))}
@@ -73,7 +73,9 @@ def form_of(body: Any, server_args: ServerArgs, special_tokens: Collection[str])
         Refused: Two fields ask for different forms, or one asks for a form that is not supported.
     """
     asked = {kind: {kind: getattr(body, kind, None)} for kind in KINDS}
-    asked["structured_outputs"] = body.structured_outputs and body.structured_outputs.as_pools()
+    asked["structured_outputs"] = (
+        body.structured_outputs and body.structured_outputs.as_sampling_params()
+    )
     text = _of_format(getattr(body, "response_format", None))
     if getattr(body, "tools", None) and body.tool_choice != "none":
         parser = server_args.tool_call_parser

@@ -37,7 +37,7 @@ from enginepool.serve.request_limits import (
     prompt_size,
     rids_of,
 )
-from enginepool.serve.sampling_wire import as_taken, has_grammar
+from enginepool.serve.sampling_wire import has_grammar, translate_params
 from enginepool.serve.served_models import ServedModels
 from enginepool.serve.wire_extras import name_tokens, takes_long
 
@@ -61,8 +61,8 @@ class Exchange:
         call: The pool's call, once the body has passed its checks.
         rids: The client's own ids of its requests.
         token_names: Gives the name of a token in log-probabilities.
-        names_own: Whether the sampled token is listed in the place of top log-probabilities, if
-            none are wanted.
+        sampled_as_top: Whether the sampled token is listed in the place of top log-probabilities,
+            if none are wanted.
         reads_new: Whether the reader of a stream looks only at the new tokens of each output.
         watchers: Called with every output of a stream; they may change it.
         failure: The error that ended a reply early.
@@ -83,7 +83,7 @@ class Exchange:
         self.call: Call | None = None
         self.rids: frozenset[str] = frozenset()
         self.token_names: Callable[[int], str] = rendering.token_text
-        self.names_own = self.reads_new = False
+        self.sampled_as_top = self.reads_new = False
         self.watchers: list[Callable[[dict[str, Any]], None]] = []
         self.failure: Exception | None = None
         self._started = time.perf_counter()
@@ -133,7 +133,7 @@ class Exchange:
             prompt_logprobs, thinking, special_tokens: See `FrontEnd.make_call`.
         """
         self._running.check_open()
-        obj.sampling_params = as_taken(obj.sampling_params)
+        obj.sampling_params = translate_params(obj.sampling_params)
         prompts = count_prompts(obj)
         check_counts(obj, prompts, self._options, self._max_queued)
         given, rids = obj.rid, rids_of(obj.rid, prompts, id_prefix)
@@ -252,7 +252,7 @@ class Exchange:
             name = self.token_names if self._texts else None
             for kind, first in (("input", 0), ("output", since if self.reads_new else 0)):
                 if f"{kind}_token_logprobs" in meta:
-                    name_tokens(meta, kind, name, own=self.names_own, since=first)
+                    name_tokens(meta, kind, name, sampled_as_top=self.sampled_as_top, since=first)
         return output
 
     def _note_tokens(self, chunk: dict[str, Any], index: int) -> int:

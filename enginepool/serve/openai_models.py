@@ -55,7 +55,7 @@ class WireFields(KnownFieldsOnly):
     spaces_between_special_tokens: bool = True
     custom_params: dict[str, Any] | None = None
 
-    def as_parameters(self) -> dict[str, Any]:
+    def as_sampling_params(self) -> dict[str, Any]:
         """The sampling parameters among these fields."""
         made: dict[str, Any] = {"custom_params": self.custom_params}
         if self.include_stop_str_in_output:
@@ -104,7 +104,7 @@ class FunctionBody(Function):
 
     @field_validator("parameters")
     @classmethod
-    def definitions_have_names(cls, value: Any) -> Any:
+    def definitions_are_an_object(cls, value: Any) -> Any:
         if value and not isinstance(value.get("$defs", {}), dict):
             raise ValueError("$defs: expected an object")
         return value

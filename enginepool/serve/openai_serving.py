@@ -78,10 +78,10 @@ class _Serving:
         check_fields(body, exchange.server_args)
         chat = isinstance(body, ChatBody)
         if chat:
-            check_template_options(body, exchange.tokenizer.template_options)
+            check_template_options(body, exchange.tokenizer.refused_template_options)
         adapter = exchange.models.adapter_of(body.model)
         if body.return_tokens_as_token_ids:
-            exchange.token_names, exchange.names_own = token_name, not chat
+            exchange.token_names, exchange.sampled_as_top = token_name, not chat
         adapted = await run_sync(self._adapt, body, limiter=exchange.tokenizer.limiter)
         adapted.lora_path = adapter
         thinking = self._thinking(body) if chat else None
@@ -165,7 +165,7 @@ class _Serving:
         form = form_of(request, exchange.server_args, special)
         params = super()._build_sampling_params(request, *args, **more)  # pyright: ignore
         params = {name: value for name, value in params.items() if name not in KINDS}
-        return params | request.as_parameters() | form
+        return params | request.as_sampling_params() | form
 
 
 class Completion(_Serving, OpenAIServingCompletion):

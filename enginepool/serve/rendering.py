@@ -19,7 +19,7 @@ _LARGE_AT_ONCE = 4
 _GRAMMARS_AT_ONCE = 64  # most of them wait
 LARGE = 1 << 16  # characters or token ids of one body
 _TEXTS_KEPT = 1 << 16
-_TELLING = 4  # characters; an error may have a shorter text of the body by chance
+_SHORTEST_QUOTE = 4  # characters; an error may have a shorter text of the body by chance
 
 
 def why_not_rendered(error: Exception, body: BaseModel) -> str:
@@ -30,7 +30,7 @@ def why_not_rendered(error: Exception, body: BaseModel) -> str:
     name, said = type(error).__name__, str(error)
     if not (isinstance(error, TypeError) or type(error).__module__.startswith("jinja2")):
         return name
-    if any(text in said for text in _texts(body.model_dump()) if len(text) >= _TELLING):
+    if any(text in said for text in _texts(body.model_dump()) if len(text) >= _SHORTEST_QUOTE):
         return name
     return f"{name}: {said}"
 
@@ -50,8 +50,8 @@ class Rendering:
         limiter: Limits the threads that chat templates run on.
         large: Limits those that take large prompts.
         grammars: Limits those that wait for a grammar.
-        template_options: Arguments of the tokenizer's `apply_chat_template` itself. With them a
-            client could bring its own template.
+        refused_template_options: Arguments of the tokenizer's `apply_chat_template` itself. With
+            them a client could bring its own template.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
@@ -64,7 +64,7 @@ class Rendering:
         options = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters)
         # The functions that render a template have arguments of these names.
         beside = {"messages", "self", "conversations"}
-        self.template_options = (options | beside) - {"documents", "kwargs"}
+        self.refused_template_options = (options | beside) - {"documents", "kwargs"}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer.hf, name)

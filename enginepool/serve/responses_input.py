@@ -24,7 +24,7 @@ from enginepool.serve.responses_models import (
 )
 from enginepool.values import described
 
-_KEPT = ("store", "background", "previous_response_id", "conversation", "prompt")
+_STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
 _SAME = (
     *("temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "chat_template_kwargs"),
     *("cache_salt", "parallel_tool_calls"),
@@ -67,7 +67,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
 
 
 def _check(body: ResponsesBody) -> None:
-    for name in _KEPT:
+    for name in _STATEFUL:
         if value := getattr(body, name):
             raise Refused(
                 400, f"{name}={described(value)}: this server keeps no responses; send the whole "

@@ -16,7 +16,7 @@ _INT32, _INT64 = 1 << 31, 1 << 63
 _STOPS, _STOP_CHARACTERS = 256, 4096
 
 
-def as_taken(params: Any) -> Any:
+def translate_params(params: Any) -> Any:
     """Sampling parameters as a pool takes them, for one prompt or a list.
 
     `top_k` of 0 means all, as in vLLM and Hugging Face. A seed of up to 64 bits is folded into the
@@ -27,7 +27,7 @@ def as_taken(params: Any) -> Any:
             `custom_params` is no sampling parameter or is given twice.
     """
     if isinstance(params, list):
-        return [as_taken(one) for one in params]
+        return [translate_params(one) for one in params]
     if not isinstance(params, Mapping):
         return params
     taken = without_defaults(_with_custom(params), NAMES)

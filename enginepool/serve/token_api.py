@@ -81,7 +81,7 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     sampling = body.sampling_params
     obj = GenerateBody(
         input_ids=body.token_ids,
-        sampling_params=sampling.as_upstreams(),
+        sampling_params=sampling.as_sampling_params(),
         return_logprob=sampling.logprobs is not None,
         top_logprobs_num=sampling.logprobs or 0,
         rid=body.request_id,
@@ -214,7 +214,7 @@ def _tokens(service: Service, exchange: Exchange, body: Tokenize) -> tuple[list[
         tools=body.tools,
     )
     check_fields(chat, exchange.server_args)
-    check_template_options(chat, exchange.tokenizer.template_options)
+    check_template_options(chat, exchange.tokenizer.refused_template_options)
     serving = Chat(exchange, service.templates)  # pyright: ignore[reportArgumentType]
     if message := serving._validate_request(chat):
         raise InvalidRequest(message)

@@ -54,7 +54,7 @@ class TokenSampling(BaseModel):
     def leave_out_defaults(cls, values: Any) -> Any:
         return without_defaults(values, cls.model_fields) if isinstance(values, dict) else values
 
-    def as_upstreams(self) -> dict[str, Any]:
+    def as_sampling_params(self) -> dict[str, Any]:
         renamed = {
             "max_new_tokens": self.max_tokens,
             "min_new_tokens": self.min_tokens,
@@ -64,7 +64,7 @@ class TokenSampling(BaseModel):
         left = {"max_tokens", "min_tokens", "seed", "include_stop_str_in_output", "logprobs"}
         left |= {"prompt_logprobs", "detokenize", "return_token_ids", "output_kind"}
         left |= {"return_sampling_mask", "return_routed_experts", "routed_experts_prompt_start"}
-        form = self.structured_outputs.as_pools() if self.structured_outputs else {}
+        form = self.structured_outputs.as_sampling_params() if self.structured_outputs else {}
         return self.model_dump(exclude={*left, "structured_outputs"}) | renamed | form
 
 

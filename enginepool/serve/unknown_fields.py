@@ -16,9 +16,9 @@ from enginepool.serve.openapi_schema import INTERNAL
 from enginepool.values import described, did_you_mean
 
 # Taken and ignored: they are for a client's own use.
-_BOOKS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
+_CLIENT_FIELDS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
 # LiteLLM's, in a message that it sends back.
-_INNER_BOOKS = frozenset(("provider_specific_fields",))
+_INNER_CLIENT_FIELDS = frozenset(("provider_specific_fields",))
 
 
 class KnownFieldsOnly(BaseModel):
@@ -50,7 +50,7 @@ def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
     for name, inner in value.items():
         if name in fields:
             check_inner(inner, getattr(made, fields[name]), f"{where}.{name}", param=param)
-        elif name not in _INNER_BOOKS and not is_empty(inner):
+        elif name not in _INNER_CLIENT_FIELDS and not is_empty(inner):
             raise _unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
 
 
@@ -58,7 +58,7 @@ def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool
     """Check a body's own names, and remove those that ask for nothing."""
     for name in sorted(body.keys() - known):
         value = body[name]
-        if has_default(name, value) or (generates and name in _BOOKS):
+        if has_default(name, value) or (generates and name in _CLIENT_FIELDS):
             del body[name]
             continue
         raise _unknown(name, value, _hint(name, known), name)

@@ -36,7 +36,7 @@ def name_tokens(
     kind: str,
     name: Callable[[int], str] | None,
     *,
-    own: bool,
+    sampled_as_top: bool,
     since: int = 0,
 ) -> None:
     """Put token names into log-probabilities, as upstream's classes expect them: in those of the
@@ -44,7 +44,7 @@ def name_tokens(
 
     Args:
         kind: "input" or "output".
-        own: Without top log-probabilities, the sampled token is listed in their place.
+        sampled_as_top: Without top log-probabilities, the sampled token is listed in their place.
         since: The first place that is read.
     """
     each, top = f"{kind}_token_logprobs", f"{kind}_top_logprobs"
@@ -61,7 +61,7 @@ def name_tokens(
             meta[lists][since:] = [
                 None if place is None else named(place) for place in meta[lists][since:]
             ]
-    if own and not meta[top]:
+    if sampled_as_top and not meta[top]:
         new = [None if entry[0] is None else [entry] for entry in meta[each][since:]]
         meta[top] = [None] * since + new
 

@@ -92,7 +92,7 @@ def in_layout(
                 tensors = [_in_steps(piece, mapping, private)]
                 devices, converter, turned = None, cast(quantizer.dtype), False
             there: Any = engines[0][piece.leaves[0]].sharding
-            converter = quantizer.after(converter, quantizer.around(there), turned=turned)
+            converter = quantizer.after(converter, quantizer.turned_sharding(there), turned=turned)
         elif converter is None or (devices is None and len(shardings[0].device_set) > 1):
             made[piece.path] = _in_steps(piece, mapping, private)
             continue

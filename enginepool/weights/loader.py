@@ -97,7 +97,7 @@ def loader_for(
             super().__init__(load_config, mesh)
 
         def _initialize_model(self, model_config: ModelConfig) -> Any:
-            return _of_ours(super()._initialize_model(model_config))
+            return _loading_class(super()._initialize_model(model_config))
 
         def load_model(self, model_config: ModelConfig) -> Any:
             made: list[Quantization] = []
@@ -134,7 +134,7 @@ def _makes_models() -> bool:
 
 
 @functools.cache  # JAX keeps every class of model that it has seen
-def _of_ours(model_class: Any) -> Any:
+def _loading_class(model_class: Any) -> Any:
     class Model(model_class):
         replaced_class = model_class
 

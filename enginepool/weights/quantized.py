@@ -56,7 +56,7 @@ class Quantization:
         found = {}
         for path, (shape, dtype) in self._before.items():
             if (quantizer := self.of.get(path)) is not None:
-                sharding = quantizer.around(leaves[quantizer.leaves[0]].sharding)
+                sharding = quantizer.turned_sharding(leaves[quantizer.leaves[0]].sharding)
                 found[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
             elif path in leaves:
                 found[path] = leaves[path]

@@ -115,12 +115,12 @@ class Quantizer:
         make = lambda tensor: tensor.astype(self.dtype)  # noqa: E731
         only = Converter(steps, None, False, lambda *tensors: self(make, tensors, -2)[:2])
         (made,) = convert([only], [[place(matrix, first, matrix.dtype)]], [first])
-        there = [self.around(sharding), NamedSharding(sharding.mesh, scales.spec)]
+        there = [self.turned_sharding(sharding), NamedSharding(sharding.mesh, scales.spec)]
         integers, scale = place_all(made, there, [each.dtype for each in made])
         # Wait here, so that the next matrices do not fill the device before this one is quantized.
         return jax.block_until_ready((integers, scale))
 
-    def around(self, sharding: Any) -> Any:
+    def turned_sharding(self, sharding: Any) -> Any:
         """The sharding of the integers for that of the matrix, or the reverse."""
         if not self.turned:
             return sharding

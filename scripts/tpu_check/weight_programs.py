@@ -24,7 +24,7 @@ def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
     """Compile the programs for fingerprints, casts, copies, cutting, joining, gathering and the
     conversion of a checkpoint."""
     leaves, mapping = scheduler.leaves, scheduler.hugging_face
-    specs, made = leaves.source_specs, _Made(leaves)
+    specs, quantizing = leaves.source_specs, _Quantizing(leaves)
     seen: set[Any] = set()
 
     def size(path: str) -> int:
@@ -39,14 +39,16 @@ def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
         shapes = tuple((specs[path].shape, specs[path].dtype) for path in batch)
         if shapes not in seen:
             seen.add(shapes)
-            _of_leaves({path: specs[path] for path in batch}, made, chips, name(batch), record)
+            _of_leaves(
+                {path: specs[path] for path in batch}, quantizing, chips, name(batch), record
+            )
         # Leaves in the engine's own layout need no conversion.
         paths = [path for path in batch if path in mapping.names and not mapping.keeps(path)]
         kinds = tuple(map(mapping.kind, paths))
         if paths and kinds not in seen:
             seen.add(kinds)
             of_these = {path: specs[path] for path in paths}
-            _conversion(mapping, of_these, made, chips, name(batch), record)
+            _conversion(mapping, of_these, quantizing, chips, name(batch), record)
     if record.wants("fingerprint"):
         specs = leaves.specs
         for batch in batches.batched(specs, str, size, batches.BYTES, fingerprint.LEAVES):
@@ -55,19 +57,19 @@ def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
     _tied_head(leaves.specs, chips[0], record)
 
 
-class _Made:
+class _Quantizing:
     """Lets the converter of a leaf also quantize it, if the model quantizes this leaf."""
 
     def __init__(self, leaves: Any) -> None:
         self._specs = leaves.specs
         self._quantizers = {} if leaves.quantization is None else leaves.quantization.of
 
-    def by(self, path: str, converter: Any, *, turned: bool = False) -> Any:
+    def converter(self, path: str, converter: Any, *, turned: bool = False) -> Any:
         quantizer = self._quantizers.get(path)
         if quantizer is None:
             return converter
         there = self._specs[quantizer.leaves[0]].sharding
-        return quantizer.after(converter, quantizer.around(there), turned=turned)
+        return quantizer.after(converter, quantizer.turned_sharding(there), turned=turned)
 
 
 def _on(chip: Any, spec: Any) -> AbstractArray:
@@ -75,11 +77,13 @@ def _on(chip: Any, spec: Any) -> AbstractArray:
 
 
 def _of_leaves(
-    leaves: Mapping[str, Any], made: _Made, chips: list[Any], name: str, record: Record
+    leaves: Mapping[str, Any], quantizing: _Quantizing, chips: list[Any], name: str, record: Record
 ) -> None:
     specs = leaves.values()
     wide = [[_on(chips[0], jax.ShapeDtypeStruct(spec.shape, jnp.float32))] for spec in specs]
-    casts = [made.by(path, converters.cast(spec.dtype)) for path, spec in leaves.items()]
+    casts = [
+        quantizing.converter(path, converters.cast(spec.dtype)) for path, spec in leaves.items()
+    ]
     if record.wants("cast"):
         there = [SingleDeviceSharding(chips[0])] * len(casts)
         record.add("cast", name, _lowered(casts, wide, there))
@@ -122,7 +126,7 @@ def _parts(leaves: Sequence[Any], chips: list[Any], name: str, record: Record) -
 def _conversion(
     mapping: Any,
     leaves: Mapping[str, Any],
-    made: _Made,
+    quantizing: _Quantizing,
     chips: list[Any],
     name: str,
     record: Record,
@@ -135,7 +139,7 @@ def _conversion(
         shape = mapping.source_shape(path)
         tensor = jax.ShapeDtypeStruct(shape, spec.dtype)
         converter = mapping.converter(path, dict.fromkeys(mapping.names[path], tensor))
-        makes.append(made.by(path, converter, turned=mapping.turned(path)))
+        makes.append(quantizing.converter(path, converter, turned=mapping.turned(path)))
         count = len(mapping.names[path])
         whole.append([AbstractArray(shape, spec.dtype, on_chip)] * count)
         cut.append([_cut(shape, spec.dtype, chips)] * count)
