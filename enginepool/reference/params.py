@@ -21,7 +21,8 @@ from enginepool.weights.placement import place
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
 
-# The leaves whose values are compared: the ends of the model, and both parts of its first layer.
+# The leaves that `param_sharing_check` prints: the ends of the model, and both parts of its first
+# layer. All leaves are checked.
 SAMPLES = (
     "model.embed_tokens.embedding",
     "model.norm.scale",

@@ -13,8 +13,8 @@ from enginepool.sizing.memory import Memory
 from enginepool.sizing.settings import FRACTION, Settings
 from enginepool.sizing.shape import Shape
 
-# A fraction that keeps a second weight set possible must leave KV cache for this many requests of
-# the whole context.
+# The default fraction leaves room for a second weight set, if KV cache for this many requests of
+# the whole context remains.
 KV_FOR_REQUESTS = 16
 
 

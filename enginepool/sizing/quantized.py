@@ -20,7 +20,7 @@ def itemsizes(path: str, layers: int) -> tuple[int | None, int | None]:
     """The bytes of an element of linear layers, and of experts; None if they are not quantized.
 
     Raises:
-        InvalidConfig: There is no such file, or its rules are of a kind that is not counted.
+        InvalidConfig: There is no such file, or the sizes that its rules make are not known.
     """
     from sgl_jax.srt.configs.quantization_config import QuantizationConfig
 

@@ -205,8 +205,8 @@ def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shap
     configuration is fetched.
 
     Raises:
-        InvalidConfig: There is no such configuration, its family is not counted, or its weights are
-            quantized.
+        InvalidConfig: There is no such configuration, the sizes of its family are not known, or its
+            weights are quantized.
     """
     args = server_args or {}
     config = load(
@@ -223,7 +223,7 @@ def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shap
     ):
         if value:
             raise InvalidConfig(
-                f"{model}: {where}={shown(value)}: a quantized checkpoint is not counted"
+                f"{model}: {where}={shown(value)}: sizes of a quantized checkpoint are unknown"
             )
     shape = shape_of(config, args.get("dtype") or "auto", model)
     if (path := args.get("quantization_config_path")) is None:
@@ -237,7 +237,7 @@ def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
         raise InvalidConfig(
-            f"{name}: model_type={family!r} is not counted; known are {', '.join(FAMILIES)}"
+            f"{name}: sizes of model_type={family!r} are unknown; known are {', '.join(FAMILIES)}"
         )
     if dtype == "auto":
         own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)

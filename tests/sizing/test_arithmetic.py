@@ -196,7 +196,7 @@ def test_reading_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="dtype='int4': expected one of float32"):
         read_shape(str(tmp_path), {"dtype": "int4"})
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
-    with pytest.raises(InvalidConfig, match="model_type='opt' is not counted; known are llama"):
+    with pytest.raises(InvalidConfig, match="model_type='opt' are unknown; known are llama"):
         read_shape(str(tmp_path))
 
 
