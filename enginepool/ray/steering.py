@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Concatenate
 
 import anyio.to_thread
 
 from enginepool import EnginesDiffer, InvalidRequest, InvalidWeights
 from enginepool.ray.fleet import FleetCalls
 from enginepool.ray.link import HostLost
-from enginepool.ray.update import FleetReport, shared, update
+from enginepool.ray.update import FleetReport, Mode, shared, update
 from enginepool.ray.wire import Weights
 
-Mode = Literal["drain", "retract", "abort", "in_place"]
+
+def _twin[C, **P, R](
+    method: Callable[Concatenate[C, P], R],
+) -> Callable[Concatenate[C, P], Coroutine[Any, Any, R]]:
+    """Make an async method that runs this one in a thread. Cancelling does not stop it."""
+
+    @functools.wraps(method)
+    async def twin(calls: C, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await anyio.to_thread.run_sync(functools.partial(method, calls, *args, **kwargs))
+
+    return twin
 
 
 class RaySteeringCalls(FleetCalls):
@@ -46,22 +57,6 @@ class RaySteeringCalls(FleetCalls):
         label = "" if weight_version is None else weight_version
         weights = Weights(0, label, shared(source), {"strict": strict, "copy": copy})
         return fleet.run(update(fleet, weights, mode, time.perf_counter() - started))
-
-    async def async_update_weights(
-        self,
-        source: Any,
-        *,
-        weight_version: int | str | None = None,
-        mode: Mode = "drain",
-        strict: bool = True,
-        copy: bool = False,
-    ) -> FleetReport:
-        """`update_weights` without blocking the event loop; cancelling does not stop it."""
-        return await anyio.to_thread.run_sync(
-            lambda: self.update_weights(
-                source, weight_version=weight_version, mode=mode, strict=strict, copy=copy
-            )
-        )
 
     def load_lora_adapter(
         self,
@@ -100,18 +95,6 @@ class RaySteeringCalls(FleetCalls):
         """As `EnginePool.unload_lora_adapter`, on every host."""
         self.fleet.run(self.fleet.unload(lora_name))
 
-    async def async_load_lora_adapter(
-        self, lora_name: str, source: Any, **options: Any
-    ) -> FleetReport:
-        """`load_lora_adapter` without blocking the event loop; cancelling does not stop it."""
-        return await anyio.to_thread.run_sync(
-            lambda: self.load_lora_adapter(lora_name, source, **options)
-        )
-
-    async def async_unload_lora_adapter(self, lora_name: str) -> None:
-        """`unload_lora_adapter` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.unload_lora_adapter, lora_name)
-
     def checksum(self) -> str:
         """`EnginePool.checksum` of every host that serves.
 
@@ -124,25 +107,13 @@ class RaySteeringCalls(FleetCalls):
             raise EnginesDiffer(f"the hosts' weights differ: {listed}", checksums=sums)
         return next(iter(sums.values()))
 
-    async def async_checksum(self) -> str:
-        """`checksum` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.checksum)
-
     def pause_generation(self, mode: str = "retract") -> None:
         """As `EnginePool.pause_generation`, on every host. Hosts that come back are paused, too."""
         self._steer(True, "pause", mode)
 
-    async def async_pause_generation(self, mode: str = "retract") -> None:
-        """`pause_generation` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.pause_generation, mode)
-
     def continue_generation(self) -> None:
         """Go on after `pause_generation`."""
         self._steer(False, "go_on")
-
-    async def async_continue_generation(self) -> None:
-        """`continue_generation` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.continue_generation)
 
     def stats(self) -> dict[str, Any]:
         """`hosts` has an entry for each host: state, pid, node, and `EnginePool.stats()` if it
@@ -163,9 +134,13 @@ class RaySteeringCalls(FleetCalls):
             },
         }
 
-    async def async_stats(self) -> dict[str, Any]:
-        """`stats` without blocking the event loop."""
-        return await anyio.to_thread.run_sync(self.stats)
+    async_update_weights = _twin(update_weights)
+    async_load_lora_adapter = _twin(load_lora_adapter)
+    async_unload_lora_adapter = _twin(unload_lora_adapter)
+    async_checksum = _twin(checksum)
+    async_pause_generation = _twin(pause_generation)
+    async_continue_generation = _twin(continue_generation)
+    async_stats = _twin(stats)
 
     def _steer(self, paused: bool, method: str, *args: Any) -> None:
         fleet = self.fleet

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import ray  # pyright: ignore[reportMissingImports]
 
@@ -25,7 +25,7 @@ from enginepool.ray.link import HostLink
 from enginepool.ray.wire import Weights, pack_tree
 
 # The modes of `EnginePool.update_weights`.
-MODES = ("drain", "retract", "abort", "in_place")
+Mode = Literal["drain", "retract", "abort", "in_place"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def shared(source: Any) -> Any:
     return ray.put(pack_tree(dict(source) if isinstance(source, Mapping) else source))
 
 
-async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) -> FleetReport:
+async def update(fleet: Fleet, weights: Weights, mode: Mode, put_seconds: float) -> FleetReport:
     """
     Args:
         weights: The update, without its number.
@@ -65,8 +65,8 @@ async def update(fleet: Fleet, weights: Weights, mode: str, put_seconds: float) 
     Raises:
         InvalidWeights, WeightUpdateFailed: A host refused the weights, so no host has them.
     """
-    if mode not in MODES:
-        raise InvalidRequest(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    if mode not in (modes := get_args(Mode)):
+        raise InvalidRequest(f"mode={mode!r}: expected one of {', '.join(modes)}")
     async with fleet.changing:
         started = time.perf_counter()
         number = max((fleet.number, *fleet.undone)) + 1  # never one that a host may have
