@@ -8,22 +8,12 @@ if TYPE_CHECKING:
     from patches._patch import Patch
 
 
-def table(*, markdown: bool = False, probe: bool = True) -> str:
-    """Return the table of all patches: name, target, upstream issue, and whether needed here.
-
-    Args:
-        markdown: A Markdown table in place of aligned columns.
-        probe: With the last column, which imports upstream.
-    """
+def table() -> str:
+    """Return the table of all patches: name, targets, upstream issue, and whether needed here."""
     import patches
 
-    head = ["patch", "target", "upstream issue", *(["needed here"] if probe else [])]
-    rows = [_row(patch, markdown, probe) for patch in patches.ALL]
-    if markdown:
-        lines = [head, ["---"] * len(head), *rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    # One line per target.
-    lines = [head, *(line for row in rows for line in _lines(row))]
+    head = ["patch", "target", "upstream issue", "needed here"]
+    lines = [head, *(line for patch in patches.ALL for line in _lines(patch))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -31,19 +21,11 @@ def table(*, markdown: bool = False, probe: bool = True) -> str:
     )
 
 
-def _lines(row: list[str]) -> list[list[str]]:
-    name, targets, *rest = row
-    first, *others = targets.split(", ")
-    return [[name, first, *rest], *(["", target, *[""] * len(rest)] for target in others)]
-
-
-def _row(patch: Patch, markdown: bool, probe: bool) -> list[str]:
-    targets = [target.removeprefix("sgl_jax.srt.") for target in patch.targets]
-    if markdown:
-        cells = [f"`{patch.name}`", ", ".join(f"`{target}`" for target in targets), patch.issue]
-    else:
-        cells = [patch.name, ", ".join(targets), patch.issue]
-    return [*cells, _answer(patch)] if probe else cells
+def _lines(patch: Patch) -> list[list[str]]:
+    """One line per target."""
+    first, *others = [target.removeprefix("sgl_jax.srt.") for target in patch.targets]
+    line = [patch.name, first, patch.issue, _answer(patch)]
+    return [line, *(["", target, "", ""] for target in others)]
 
 
 def _answer(patch: Patch) -> str:
