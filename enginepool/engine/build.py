@@ -214,10 +214,8 @@ def _build_scheduler(
     if not dummy or args.quantization_config_path:
         check = functools.partial(check_made, args)
         reading = functools.partial(start.stage, "read_weights")
-        loader: Any = (
-            loader_for(mesh, source, check, reading, dummy=dummy) or load_format
-        )  # upstream takes a class, too
-        args.load_format = loader
+        loader: Any = loader_for(mesh, source, check, reading, dummy=dummy)
+        args.load_format = loader  # upstream takes a class, too
     scheduler = PinnedScheduler.__new__(PinnedScheduler)
     try:
         scheduler.__init__(args, mesh, channel)

@@ -10,8 +10,7 @@ What breaks: Every engine of a pool reads the checkpoint from the disk: four eng
 times. A checkpoint that does not fit the model is not refused (`reading.py`).
 Why: Upstream's loader makes a model, and the model reads its files. It takes no arrays. A subclass
 of the model's class can replace `load_weights`.
-Remove when: Upstream's loader takes arrays. If it makes models in another way, each engine reads
-the checkpoint itself, unchecked, and a warning is logged.
+Remove when: Upstream's loader takes arrays.
 
 Imports sgl_jax: import it only after the patches are applied.
 """
@@ -33,8 +32,6 @@ from sgl_jax.srt.configs.load_config import LoadConfig
 from sgl_jax.srt.configs.model_config import ModelConfig
 from sgl_jax.srt.model_loader.loader import JAXModelLoader
 
-from enginepool.errors import EnginePoolError
-from enginepool.logs import logger
 from enginepool.process.upstream import expect_parameters
 from enginepool.weights.leaves import EngineLeaves
 from enginepool.weights.placement import place
@@ -72,9 +69,8 @@ def loader_for(
     reading: Callable[[], AbstractContextManager[object]] = nullcontext,
     *,
     dummy: bool = False,
-) -> type[JAXModelLoader] | None:
-    """A loader class for an engine on this mesh, for upstream's `load_format`. None if this
-    upstream makes its models in another way.
+) -> type[JAXModelLoader]:
+    """A loader class for an engine on this mesh, for upstream's `load_format`.
 
     With `source`, the leaves are copies of that engine's, sharded over this mesh in the same way.
     A model that upstream quantizes reads the checkpoint itself. So does a model that derives
@@ -85,10 +81,9 @@ def loader_for(
         reading: Entered while the weights are read or copied.
         dummy: Whether the model gets placeholders instead of weights.
     """
-    if not _makes_models():
-        less = "weights_not_checked" if source is None else "weights_not_copied"
-        logger().warning(f"enginepool.{less}", why="upstream's loader has changed")
-        return None
+    expect_parameters(JAXModelLoader.__init__, "load_config", "mesh")
+    expect_parameters(JAXModelLoader._initialize_model, "model_config")
+    expect_parameters(JAXModelLoader.load_model, "model_config")
 
     class Loader(JAXModelLoader):
         quantization: Quantization | None = None
@@ -121,16 +116,6 @@ def loader_for(
             """Do nothing. Upstream would read the files once more here, to cache them."""
 
     return Loader if source is None and not dummy else SiblingLoader
-
-
-def _makes_models() -> bool:
-    try:
-        expect_parameters(JAXModelLoader.__init__, "load_config", "mesh")
-        expect_parameters(JAXModelLoader._initialize_model, "model_config")
-        expect_parameters(JAXModelLoader.load_model, "model_config")
-    except (AttributeError, EnginePoolError):
-        return False
-    return True
 
 
 @functools.cache  # JAX keeps every class of model that it has seen

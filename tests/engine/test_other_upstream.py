@@ -171,6 +171,15 @@ def test_opening(
     assert isinstance(caught.value.__cause__, EnginePoolError)
 
 
+def test_a_loader_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine does not start without the checks that its loader makes."""
+    loader = module("sgl_jax.srt.model_loader.loader").JAXModelLoader
+    initialize = loader._initialize_model
+    monkeypatch.setattr(loader, "_initialize_model", lambda self, config: initialize(self, config))
+    with pytest.raises(EngineStartFailed, match=r"takes \(config\), expected \(model_config\)"):
+        EnginePool(str(toy.checkpoint()), devices=1, warmup="none", **SMALL).open()
+
+
 def test_weights_that_a_backend_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then upstream's own programs run, because ours would compute with other weights."""
     from enginepool.engine.steady.program import supported
@@ -188,22 +197,3 @@ def test_weights_that_a_backend_prepares(monkeypatch: pytest.MonkeyPatch) -> Non
         assert worker.model_runner.jitted_run_model is runs
         monkeypatch.undo()
         assert supported(scheduler) is able
-
-
-def test_weights_are_read_where_they_cannot_be_copied(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With another loader of upstream's the second engine reads the checkpoint, too, which takes
-    time. Neither engine's weights are checked. The log says both."""
-    loader = module("sgl_jax.srt.model_loader.loader").JAXModelLoader
-    initialize = loader._initialize_model
-    monkeypatch.setattr(loader, "_initialize_model", lambda self, config: initialize(self, config))
-    options = SMALL | {"warmup": "none"}
-    with (
-        caplog.at_level("WARNING", logger="enginepool"),
-        EnginePool(str(toy.checkpoint()), devices=2, **options) as pool,
-    ):
-        texts = {result["text"] for result in pool.generate_all(["12+7="] * 2)}
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["enginepool.weights_not_checked", "enginepool.weights_not_copied"]
-    assert texts == {"19"}

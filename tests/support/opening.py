@@ -37,8 +37,7 @@ def _read(folder: Path, devices: int, config: dict[str, Any]) -> dict[str, np.nd
     model_config.hf_config.moe_backend = model_config.moe_backend.value
     model_config.configure_for_tensor_parallel(devices)
     load_config = module("sgl_jax.srt.configs.load_config").LoadConfig(load_format="auto")
-    loader: Any = loader_for(mesh)
-    model = loader(load_config).load_model(model_config=model_config)
+    model: Any = loader_for(mesh)(load_config).load_model(model_config=model_config)
     flat = nnx.to_flat_state(nnx.state(model))
     return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
 
