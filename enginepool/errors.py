@@ -206,6 +206,23 @@ class RequestsFailed(ExceptionGroup[RequestFailed]):
 
     results: list[dict[str, Any]]
 
+    @staticmethod
+    def check(results: list[dict[str, Any]]) -> None:
+        """Raise it if any of these results ended early."""
+        errors = [
+            RequestFailed(
+                str(reason.get("message") or "ended early"),
+                prompt_index=result["meta_info"]["prompt_index"],
+                err_type=reason.get("err_type"),
+            )
+            for result in results
+            if (reason := result["meta_info"]["finish_reason"] or {}).get("type") == "abort"
+        ]
+        if errors:
+            group = RequestsFailed(f"{len(errors)} of {len(results)} outputs ended early", errors)
+            group.results = results
+            raise group
+
     def derive(self, excs: Sequence[Any]) -> Any:  # a part of this group
         group = RequestsFailed(self.message, excs)
         group.results = self.results

@@ -7,7 +7,7 @@ from typing import Any
 
 from enginepool.dispatch.request import Call, Request, aborted
 from enginepool.dispatch.wait import Chunk
-from enginepool.errors import PoolClosed, PoolFailed, RequestFailed, RequestsFailed
+from enginepool.errors import PoolClosed, PoolFailed, RequestsFailed
 from enginepool.frontend.detokenizer import detokenize
 from enginepool.frontend.routed_experts import EXPERTS, experts_text
 from enginepool.frontend.sampling import Seeds
@@ -121,19 +121,8 @@ def call_results(call: Call, tokenizer: Tokenizer, raise_on_error: bool) -> list
     """
     raise_failure(call, tokenizer)
     results = [make_result(request, tokenizer) for request in call.requests]
-    errors = [
-        RequestFailed(
-            str(reason.get("message") or "ended early"),
-            prompt_index=request.prompt_index,
-            err_type=reason.get("err_type"),
-        )
-        for request in call.requests
-        if raise_on_error and (reason := request.finish_reason or {}).get("type") == "abort"
-    ]
-    if errors:
-        group = RequestsFailed(f"{len(errors)} of {len(results)} outputs ended early", errors)
-        group.results = results
-        raise group
+    if raise_on_error:
+        RequestsFailed.check(results)
     return results
 
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from enginepool import RequestFailed, RequestsFailed
+from enginepool import RequestsFailed
 from enginepool.ray.wire import Attempt
 
 # Prompts that share this many first tokens stay together.
@@ -191,17 +191,6 @@ class RayCall:
             if hasattr(self.failure, "results"):
                 self.failure.results = results  # type: ignore[attr-defined]
             raise self.failure
-        errors = [
-            RequestFailed(
-                str(reason.get("message") or "ended early"),
-                prompt_index=output.prompt_index,
-                err_type=reason.get("err_type"),
-            )
-            for output, result in zip(self.outputs, results, strict=True)
-            if (reason := result["meta_info"]["finish_reason"] or {}).get("type") == "abort"
-        ]
-        if errors and raise_on_error:
-            group = RequestsFailed(f"{len(errors)} of {len(results)} outputs ended early", errors)
-            group.results = results
-            raise group
+        if raise_on_error:
+            RequestsFailed.check(results)
         return results

@@ -20,7 +20,8 @@ def call_of(*counts: int, **options: Any) -> RayCall:
 
 def result(output: Output, ids: list[int], kind: str | None = "length") -> dict[str, Any]:
     reason = None if kind is None else {"type": kind}
-    return {"text": "", "output_ids": ids, "meta_info": {"finish_reason": reason}}
+    meta = {"finish_reason": reason, "prompt_index": output.prompt_index}
+    return {"text": "", "output_ids": ids, "meta_info": meta}
 
 
 def test_a_call_is_its_samples_in_order() -> None:
