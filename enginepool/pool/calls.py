@@ -71,3 +71,8 @@ async def async_run_call(
     return await anyio.to_thread.run_sync(
         call_results, call, runtime.input_processor.tokenizer, raise_on_error
     )
+
+
+def single(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
+    """The result of a lone prompt by itself, as upstream returns it; otherwise the list."""
+    return results[0] if call.lone and len(results) == 1 else results

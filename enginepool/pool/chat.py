@@ -9,8 +9,8 @@ import anyio.to_thread
 
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.call_options import CallOptions, Params, check_options
-from enginepool.pool.calls import CallGroup
-from enginepool.pool.generate import async_run, run, single
+from enginepool.pool.calls import CallGroup, single
+from enginepool.pool.generate import async_run, run
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import described, flag
 

@@ -11,7 +11,7 @@ from enginepool.frontend.call_options import CallOptions, Params, Prompts, check
 from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.output_processor import make_chunk, make_result, raise_failure
 from enginepool.frontend.progress_bar import show_progress
-from enginepool.pool.calls import CallGroup, async_run_call, run_call
+from enginepool.pool.calls import CallGroup, async_run_call, run_call, single
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag
 
@@ -219,8 +219,3 @@ async def async_run(
     """`run` on an event loop."""
     call = await in_thread(_make_call, runtime, prompts, sampling_params, checked)
     return call, await async_run_call(runtime, call, checked.get("timeout"), raise_on_error)
-
-
-def single(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
-    """The result of a lone prompt by itself, as upstream returns it; otherwise the list."""
-    return results[0] if call.lone and len(results) == 1 else results

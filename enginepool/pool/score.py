@@ -9,7 +9,7 @@ import anyio.to_thread
 
 from enginepool.dispatch.request import Call
 from enginepool.frontend.score_input import make_score_call
-from enginepool.pool.calls import CallGroup, async_run_call, run_call
+from enginepool.pool.calls import CallGroup, async_run_call, run_call, single
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import flag, seconds
 
@@ -72,7 +72,7 @@ class ScoreCalls(CallGroup):
         runtime = self.runtime
         given = prompts, continuations, input_ids, continuation_ids
         call = _make_call(runtime, given, top_logprobs_num, token_ids_logprob, lora_path)
-        return _lone(call, run_call(runtime, call, timeout, raises))
+        return single(call, run_call(runtime, call, timeout, raises))
 
     async def async_score(
         self,
@@ -94,7 +94,7 @@ class ScoreCalls(CallGroup):
         call = await anyio.to_thread.run_sync(
             _make_call, runtime, given, top_logprobs_num, token_ids_logprob, lora_path
         )
-        return _lone(call, await async_run_call(runtime, call, timeout, raises))
+        return single(call, await async_run_call(runtime, call, timeout, raises))
 
 
 def _make_call(
@@ -112,7 +112,3 @@ def _make_call(
         lora_path=lora_path,
         weight_version=runtime.desired.weight_version,
     )
-
-
-def _lone(call: Call, results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
-    return results[0] if call.lone else results

@@ -24,11 +24,12 @@ from sgl_jax.srt.managers.io_struct import FlushCacheReqOutput
 
 from enginepool.dispatch.request import Call
 from enginepool.dispatch.thinking import Thinking
-from enginepool.dispatch.wait import async_chunks, async_wait_all, submitted
+from enginepool.dispatch.wait import async_chunks, submitted
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.frontend.cancellation import in_thread
-from enginepool.frontend.output_processor import call_results, make_chunk, raise_failure
+from enginepool.frontend.output_processor import make_chunk, raise_failure
 from enginepool.frontend.score_input import make_score_call
+from enginepool.pool.calls import async_run_call, single
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import is_int, plain, shown
@@ -103,10 +104,7 @@ class FrontEnd:
                     yield make_chunk(chunk, tokenizer)
             raise_failure(call, tokenizer)
             return
-        with submitted(dispatch, call):
-            await async_wait_all(dispatch, call, timeout)
-        results = await run_sync(call_results, call, tokenizer, False)
-        yield results[0] if call.lone and len(results) == 1 else results
+        yield single(call, await async_run_call(self.runtime, call, timeout, False))
 
     def make_call(
         self,
