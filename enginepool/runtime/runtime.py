@@ -31,9 +31,9 @@ from enginepool.logs import logger
 from enginepool.lora.adapter import Adapters
 from enginepool.process.quiet import quiet_logger
 from enginepool.process.tuning import tuned
-from enginepool.runtime.start_report import describe_opening
 from enginepool.runtime.startup import (
     advise,
+    describe_opening,
     make_input_processor,
     patched,
     read_defaults,

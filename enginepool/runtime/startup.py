@@ -10,6 +10,7 @@ from typing import Any
 
 import patches
 from enginepool.config import PoolConfig, Warmup
+from enginepool.engine.start_stages import StartStages
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EngineStartFailed, InvalidConfig, InvalidWeights, PatchFailed
 from enginepool.frontend.generation_defaults import GenerationDefaults
@@ -27,6 +28,17 @@ from enginepool.sizing import rules
 _lock = threading.Lock()
 _open_pools = 0
 _applied: list[Any] = []
+_WORDS = {
+    "patches": "applies patches",
+    "checkpoint": "looks at the checkpoint",
+    "engines": "starts engines",
+    "front_end": "loads the tokenizer",
+    "import": "imports sglang-jax",
+    "build": "is built",
+    "read_weights": "reads weights",
+    "check": "is checked",
+    "warm_up": "warms up",
+}
 
 
 @contextmanager
@@ -194,3 +206,17 @@ def _wait(worker: EngineWorker, future: Future[None]) -> None:
             engine_index=worker.index,
             device_ids=ids,
         ) from error
+
+
+def describe_opening(
+    name: str, stages: StartStages, workers: Sequence[EngineWorker], seconds: float
+) -> str:
+    """Describe the stage of a pool's opening, which began this many seconds ago."""
+    worker = next((each for each in workers if not each.warm.done()), None)
+    if worker is None or (now := worker.assembly.start.now) is None:
+        return f"{name} {_WORDS.get(stages.now or '', 'opens')}, {seconds:.0f} s"
+    engine, start = f"engine {worker.index + 1} of {len(workers)}", worker.assembly.start
+    doing = _WORDS[now]
+    if now == "warm_up" and start.bucket:
+        doing = f"compiles {start.bucket} of {start.buckets}"
+    return f"{name}: {engine} {doing}, {seconds:.0f} s"
