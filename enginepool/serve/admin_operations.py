@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,17 +162,16 @@ class AdminOperations:
                 await self._pool.async_resume_memory_occupation()
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._run_locked(lambda: self._pool.async_pause_generation(mode))
+        async with self._lock:
+            await self._pool.async_pause_generation(mode)
 
     async def resume(self) -> None:
-        await self._run_locked(self._pool.async_continue_generation)
+        async with self._lock:
+            await self._pool.async_continue_generation()
 
     async def flush_cache(self) -> None:
-        await self._run_locked(self._pool.async_flush_cache)
-
-    async def _run_locked(self, work: Callable[[], Awaitable[None]]) -> None:
         async with self._lock:
-            await work()
+            await self._pool.async_flush_cache()
 
     def _allowed(self, model_path: str) -> str:
         """The resolved path, if a reload may read it."""

@@ -109,12 +109,8 @@ def error_reply(error: Exception, *, admin: bool = False) -> Response:
         headers["Connection"] = "close"  # the rest of the body may never come
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_reply(body, refused.status, headers)
-
-
-def json_reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     # ASCII, because a quoted value may have half a surrogate pair, which UTF-8 cannot encode.
-    return Response(json.dumps(content), status, headers, media_type="application/json")
+    return Response(json.dumps(body), refused.status, headers, media_type="application/json")
 
 
 def _invalid_body(errors: Sequence[Any]) -> Refused:

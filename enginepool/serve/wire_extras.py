@@ -37,7 +37,7 @@ def name_tokens(
     name: Callable[[int], str] | None,
     *,
     sampled_as_top: bool,
-    since: int = 0,
+    since: int,
 ) -> None:
     """Put token names into log-probabilities, as upstream's classes expect them: in those of the
     sampled tokens, of the most probable ones, and of ids that were asked for.
