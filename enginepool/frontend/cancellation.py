@@ -1,11 +1,12 @@
-"""Work in a thread that can see that its caller was cancelled."""
+"""Work in a thread for a task, and whether the thread can see that the task was cancelled."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Concatenate
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -35,3 +36,18 @@ def caller_left() -> bool:
     """Whether the task that this thread works for was cancelled."""
     left = _left.get()
     return left is not None and left.is_set()
+
+
+def async_twin[C, **P, R](
+    method: Callable[Concatenate[C, P], R],
+) -> Callable[Concatenate[C, P], Coroutine[Any, Any, R]]:
+    """Make an async method that runs this method in a thread. Cancelling does not stop it."""
+
+    @functools.wraps(method)
+    async def twin(calls: C, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await run_sync(functools.partial(method, calls, *args, **kwargs))
+
+    twin.__doc__ = (
+        f"`{method.__name__}` without blocking the event loop. Cancelling does not stop it."
+    )
+    return twin

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from enginepool.pool.calls import CallGroup, async_twin
+from enginepool.frontend.cancellation import async_twin
+from enginepool.pool.calls import CallGroup
 from enginepool.runtime.adapters import AdapterReport, load_adapter, unload_adapter
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.staged_adapter import StagedAdapter, stage_adapter

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate
+from collections.abc import Callable
+from typing import Any
 
 import anyio.to_thread
 
@@ -32,21 +31,6 @@ class CallGroup(ABC):
     @abstractmethod
     async def _async_runtime(self) -> Runtime:
         """`runtime` without blocking the event loop."""
-
-
-def async_twin[C, **P, R](
-    method: Callable[Concatenate[C, P], R],
-) -> Callable[Concatenate[C, P], Coroutine[Any, Any, R]]:
-    """Make an async method that runs this method in a thread. Cancelling does not stop it."""
-
-    @functools.wraps(method)
-    async def twin(calls: C, *args: P.args, **kwargs: P.kwargs) -> R:
-        return await anyio.to_thread.run_sync(functools.partial(method, calls, *args, **kwargs))
-
-    twin.__doc__ = (
-        f"`{method.__name__}` without blocking the event loop. Cancelling does not stop it."
-    )
-    return twin
 
 
 def run_call(

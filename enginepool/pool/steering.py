@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from enginepool.dispatch.condition import PauseMode
 from enginepool.errors import InvalidRequest
-from enginepool.pool.calls import CallGroup, async_twin
+from enginepool.frontend.cancellation import async_twin
+from enginepool.pool.calls import CallGroup
 from enginepool.runtime import pause, statistics
 from enginepool.runtime.quiesce import pause_drained
 from enginepool.values import flag, plain, shown

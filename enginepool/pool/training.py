@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from enginepool.pool.calls import CallGroup, async_twin
+from enginepool.frontend.cancellation import async_twin
+from enginepool.pool.calls import CallGroup
 from enginepool.runtime import memory_occupation, update, weight_inspection
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.staged_weights import StagedWeights, stage_weights

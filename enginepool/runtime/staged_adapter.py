@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import anyio.to_thread
-
 from enginepool.errors import StaleWeights
+from enginepool.frontend.cancellation import async_twin
 from enginepool.runtime.adapters import AdapterLoad, AdapterReport, check_load
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.runtime import Runtime
@@ -50,13 +49,8 @@ class StagedAdapter:
         """Forget it. Does nothing if it is committed."""
         self._load = None
 
-    async def async_discard(self) -> None:
-        """`discard` for a task."""
-        self.discard()
-
-    async def async_commit(self, mode: SwapMode = "drain") -> AdapterReport:
-        """`commit` without blocking the event loop; cancelling does not stop it."""
-        return await anyio.to_thread.run_sync(self.commit, mode)
+    async_commit = async_twin(commit)
+    async_discard = async_twin(discard)
 
 
 def stage_adapter(

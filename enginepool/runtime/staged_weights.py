@@ -6,10 +6,9 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import anyio.to_thread
-
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidWeights, StaleWeights
+from enginepool.frontend.cancellation import async_twin
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.staging import stage
@@ -79,13 +78,8 @@ class StagedWeights:
         """Free them. Does nothing if they are committed or stale."""
         self.make_stale("they were discarded")
 
-    async def async_commit(self, mode: SwapMode = "drain") -> SwapReport:
-        """`commit` without blocking the event loop; cancelling does not stop it."""
-        return await anyio.to_thread.run_sync(self.commit, mode)
-
-    async def async_discard(self) -> None:
-        """`discard` without blocking the event loop."""
-        await anyio.to_thread.run_sync(self.discard)
+    async_commit = async_twin(commit)
+    async_discard = async_twin(discard)
 
     def make_stale(self, why: str) -> None:
         """Make them stale, for this reason. A commit that has begun goes on."""
