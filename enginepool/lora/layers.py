@@ -22,9 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sgl_jax.srt.layers.linear import LinearBase
 from sgl_jax.srt.lora.context_manager import LoraBatchContext
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
+from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 from enginepool.errors import InvalidConfig
 from enginepool.lora.adapter import NO_SLOT
@@ -100,12 +102,12 @@ def with_slots(layers: Sequence[LinearBase], slots: int, rank: int) -> list[Adap
     return [AdaptedLinear(layer, index, lora_a, lora_b) for index, layer in enumerate(layers)]
 
 
-def _zeros(dtype: Any, mesh: Any, shape: tuple[int, ...], axes: tuple[Any, ...]) -> nnx.Param:
+def _zeros(dtype: Any, mesh: Mesh, shape: tuple[int, ...], axes: tuple[Any, ...]) -> nnx.Param:
     sharding = NamedSharding(mesh, PartitionSpec(*axes))
     return nnx.Param(jax.device_put(jnp.zeros(shape, dtype), sharding))
 
 
-def on_batch(forward_batch: Any) -> AbstractContextManager[None]:
+def on_batch(forward_batch: ForwardBatch) -> AbstractContextManager[None]:
     """Inside the block, the model's layers use this batch's slots."""
     return LoraBatchContext.set_batch(forward_batch)
 
@@ -116,8 +118,6 @@ def adapting() -> AbstractContextManager[None]:
 
 
 def _install() -> Callable[[], None]:
-    from sgl_jax.srt.model_executor.model_runner import ModelRunner
-
     kind: Any = ModelRunner
     upstreams = kind.init_lora_manager
 
@@ -139,7 +139,7 @@ def _install() -> Callable[[], None]:
 _override = ThreadOverride(_install)
 
 
-def _adapt(runner: Any, slots: int, rank: int, targets: Any) -> None:
+def _adapt(runner: ModelRunner, slots: int, rank: int, targets: Any) -> None:
     """Replace the target layers of a model that has its weights.
 
     Raises:

@@ -94,7 +94,7 @@ def loader_for(
         def _initialize_model(self, model_config: ModelConfig) -> Any:
             return _loading_class(super()._initialize_model(model_config))
 
-        def load_model(self, model_config: ModelConfig) -> Any:
+        def load_model(self, model_config: ModelConfig) -> nnx.Module:
             made: list[Quantization] = []
             token = _loading.set(_Loading(source, mesh, check, reading, dummy, made))
             try:
