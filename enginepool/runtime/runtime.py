@@ -40,6 +40,7 @@ from enginepool.runtime.startup import (
     start_workers,
 )
 from enginepool.runtime.swap_programs import SwapPrograms
+from enginepool.runtime.swap_report import QuantizedMatrix
 from enginepool.runtime.watchdog import watching
 from enginepool.weights.fit import Fits
 from enginepool.weights.placement import least_free_bytes
@@ -61,6 +62,8 @@ class Runtime:
         swap_programs: Compiles the programs of the first update ahead.
         input_processor: Checks and tokenizes callers' input.
         start: The stages of opening, with their seconds.
+        quantized: The error of each matrix that was quantized while the checkpoint was read, by
+            path.
         guards: The changes of the process that are undone when the pool closes.
     """
 
@@ -92,6 +95,7 @@ class Runtime:
             self.workers,
         )
         self.start = StartStages()
+        self.quantized: dict[str, QuantizedMatrix] = {}
         self.guards = ExitStack()
         self._discard_staged: Callable[[str], None] | None = None
         self._closing = threading.Lock()  # a second `close` waits for the first
@@ -139,6 +143,10 @@ class Runtime:
             defaults = read_defaults(self.config)
         with self.start.stage("engines"):
             start_workers(self.workers, self.config.warmup, on_engine)
+            leaves = self.workers[0].assembly.leaves
+            if leaves is not None and leaves.quantization is not None:
+                errors = leaves.quantization.errors.items()
+                self.quantized = {path: QuantizedMatrix(*its) for path, its in errors}
         with self.start.stage("front_end"):
             self.input_processor = make_input_processor(
                 self.workers, defaults, self.adapters, self.name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,11 +33,18 @@ def pool(runtime: Runtime) -> dict[str, Any]:
         "prompt_tokens": runtime.dispatch.counts.prompt_tokens,
         "completion_tokens": runtime.dispatch.counts.completion_tokens,
         "weight_version": runtime.desired.weight_version,
-        "start": {"seconds": dict(runtime.start.seconds)},
+        "start": start(runtime),
         **adapters(runtime),
         "executables": {"compiled": runtime.cache.compiled, "reused": runtime.cache.reused},
         "memory": memory([device for worker in runtime.workers for device in worker.devices]),
     }
+
+
+def start(runtime: Runtime) -> dict[str, Any]:
+    """The seconds of each stage of opening, and the errors of the matrices that it quantized."""
+    seconds = {"seconds": dict(runtime.start.seconds)}
+    errors = {path: asdict(its) for path, its in runtime.quantized.items()}
+    return {**seconds, "quantized": errors} if errors else seconds
 
 
 def adapters(runtime: Runtime) -> dict[str, Any]:

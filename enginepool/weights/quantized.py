@@ -40,12 +40,15 @@ class Quantization:
     Attributes:
         model_config: Upstream's configuration of the model before it was quantized.
         of: The quantizer of each matrix, by its path.
+        errors: The errors of the matrices that were quantized while they were read, by path. See
+            `rounding_error`.
     """
 
     def __init__(self, model_config: Any, before: Specs, quantizers: Sequence[Quantizer]) -> None:
         self.model_config = model_config
         self._before = {path: (each.shape, each.dtype) for path, each in before.items()}
         self.of = {each.path: each for each in quantizers}
+        self.errors: dict[str, tuple[float, float]] = {}
 
     def specs(self, leaves: Specs) -> dict[str, jax.ShapeDtypeStruct]:
         """The specs of the model's leaves before it was quantized, in this engine's shardings.
@@ -117,10 +120,17 @@ def mark_quantized(model_config: Any) -> None:
 
 class Slot:
     """Replaces the Variable of a matrix while upstream reads it. A matrix that is assigned is
-    quantized, and put into the Variables of its integers and its scales."""
+    quantized, and put into the Variables of its integers and its scales. `errors` gets its
+    error."""
 
-    def __init__(self, quantizer: Quantizer, integers: Any, scales: Any) -> None:
-        self._quantizer = quantizer
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        integers: Any,
+        scales: Any,
+        errors: dict[str, tuple[float, float]],
+    ) -> None:
+        self._quantizer, self._errors = quantizer, errors
         self._integers, self._scales = integers, scales
 
     @property
@@ -130,9 +140,10 @@ class Slot:
     @value.setter
     def value(self, matrix: jax.Array) -> None:
         there = self._scales.get_value().sharding
-        integers, scales = self._quantizer.quantized(matrix, there)
+        integers, scales, error = self._quantizer.quantized(matrix, there)
         self._integers.set_value(integers)
         self._scales.set_value(scales)
+        self._errors[self._quantizer.path] = error
 
 
 def specs_of(model: nnx.Module) -> dict[str, Any]:

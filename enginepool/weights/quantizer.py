@@ -59,6 +59,8 @@ class Quantizer:
         wide = lambda *tensors: make(*tensors).astype(jnp.float32)  # noqa: E731
         scale = jnp.abs(wide(*tensors)).max(axis=axis, keepdims=True)
         scale = scale * np.float32(1 / np.float32(most))
+        # Processors differ in whether a subnormal number is zero. Its reciprocal may be infinite.
+        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
         inverse = 1 / jnp.where(scale == 0, 1, scale)
         # XLA for CPU would store the matrix in float32 for its several uses. To make it again for
         # each use is cheaper. The barriers make each use a computation of its own.
@@ -107,18 +109,25 @@ class Quantizer:
         steps = f"{converter.steps}, quantized: {self.to} {self.turned} {self.scales} {parts}"
         return Converter(f"{steps} {turned}", None, False, make_all, in_turn=True)
 
-    def quantized(self, matrix: jax.Array, scales: Any) -> tuple[jax.Array, jax.Array]:
-        """Quantize a matrix that lies on an engine's devices, on the first of them."""
+    def quantized(
+        self, matrix: jax.Array, scales: Any
+    ) -> tuple[jax.Array, jax.Array, tuple[float, float]]:
+        """Quantize a matrix that lies on an engine's devices, on the first of them.
+
+        Returns the integers, the scales, and the error as `rounding_error` returns it.
+        """
         sharding: Any = matrix.sharding
         first = first_of(sharding)
         steps = f"quantized: {self.dtype} {self.to} {self.turned} {self.scales}"
         make = lambda tensor: tensor.astype(self.dtype)  # noqa: E731
-        only = Converter(steps, None, False, lambda *tensors: self(make, tensors, -2)[:2])
-        (made,) = convert([only], [[place(matrix, first, matrix.dtype)]], [first])
+        only = Converter(steps, None, False, lambda *tensors: self(make, tensors, -2))
+        ((*made, error),) = convert([only], [[place(matrix, first, matrix.dtype)]], [first])
         there = [self.turned_sharding(sharding), NamedSharding(sharding.mesh, scales.spec)]
-        integers, scale = place_all(made, there, [each.dtype for each in made])
+        placed = place_all(made, there, [each.dtype for each in made])
         # Wait here, so that the next matrices do not fill the device before this one is quantized.
-        return jax.block_until_ready((integers, scale))
+        integers, scale = jax.block_until_ready(placed)
+        relative, largest = np.asarray(error).tolist()
+        return integers, scale, (relative, largest)
 
     def turned_sharding(self, sharding: Any) -> Any:
         """The sharding of the integers for that of the matrix, or the reverse."""

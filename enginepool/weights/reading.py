@@ -31,7 +31,6 @@ from enginepool.weights.fit import Fit
 from enginepool.weights.mapping import HuggingFaceMapping, with_loader
 from enginepool.weights.name_mismatch import listed
 from enginepool.weights.quantized import Quantization, Slot, specs_of
-from enginepool.weights.quantizer import Quantizer
 from enginepool.weights.sources import Source
 from enginepool.weights.tied import HEAD, TiedHead
 
@@ -62,8 +61,7 @@ def read(
         InvalidConfig: The checkpoint is quantized, and this model reads no quantized weights.
     """
     checkpoint = Checkpoint(Path(model_config.model_path))
-    quantizers = quantization.of if quantization is not None else {}
-    loading = with_loader(load_weights, _reading(checkpoint.places(), quantizers))
+    loading = with_loader(load_weights, _reading(checkpoint.places(), quantization))
     if loading is None:
         _warn(model, "it does not load through upstream's WeightLoader")
     else:
@@ -101,16 +99,17 @@ def mapped(model: nnx.Module, model_config: ModelConfig, specs: Any, own: Any) -
         return set()
 
 
-def _reading(places: dict[str, Any], quantizers: Mapping[str, Quantizer]) -> type[WeightLoader]:
+def _reading(places: dict[str, Any], quantization: Quantization | None) -> type[WeightLoader]:
     class Reading(WeightLoader):
         def _scan_weight_info(self) -> dict[str, Any]:
             return places
 
         def _get_param(self, params: Any, path: str) -> Any:
             find = super()._get_param
-            if (quantizer := quantizers.get(path)) is None:
+            if quantization is None or (quantizer := quantization.of.get(path)) is None:
                 return find(params, path)
-            return Slot(quantizer, *(find(params, leaf) for leaf in quantizer.leaves))
+            integers, scales = (find(params, leaf) for leaf in quantizer.leaves)
+            return Slot(quantizer, integers, scales, quantization.errors)
 
     return Reading
 

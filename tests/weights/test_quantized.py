@@ -1,6 +1,7 @@
 """A checkpoint, and a trainer's own arrays, served in int8."""
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,14 @@ from tests.support.faults import Fault, every_step, scheduler_of
 from tests.support.layouts import answers, leaves, own_layout, placed, tensors
 from tests.support.liveness import SECONDS, callers, running, until
 from tests.support.pools import SMALL, MakePool, same
-from tests.support.quantized import check_report, expected_leaves, has, held, serves_quantized
+from tests.support.quantized import (
+    check_errors,
+    check_report,
+    expected_leaves,
+    has,
+    held,
+    serves_quantized,
+)
 from tests.support.reference import make_random_model
 from tests.weights.test_memory import device_bytes, devices_of, peaks
 from tests.weights.test_sources import int_or_str, nested
@@ -40,11 +48,9 @@ Params = dict[str, np.ndarray]
 
 
 @pytest.fixture
-def int8(
-    make_pool: MakePool, model_dir: Model, request: pytest.FixtureRequest
-) -> Iterator[EnginePool]:
+def int8(make_pool: MakePool, model_dir: Model) -> Iterator[EnginePool]:
     """Four engines, which get their own weights back afterwards."""
-    pool = make_pool("qwen3", getattr(request, "param", 4), **WEIGHTS)
+    pool = make_pool("qwen3", 4, **WEIGHTS)
     yield pool
     pool.update_weights(model_dir("qwen3"), weight_version=0)
 
@@ -52,15 +58,7 @@ def int8(
 def test_opens(int8: EnginePool, model_dir: Model) -> None:
     has(int8, model_dir("qwen3"))
     serves_quantized(int8, model_dir("qwen3"))
-
-
-def test_activations_too(make_pool: MakePool, model_dir: Model, target: Model) -> None:
-    pool = make_pool("qwen3", 1, warmup="none", **BOTH)
-    has(pool, model_dir("qwen3"))
-    serves_quantized(pool, model_dir("qwen3"), activations=True)
-    pool.update_weights(target("qwen3"))
-    has(pool, target("qwen3"))
-    serves_quantized(pool, target("qwen3"), activations=True)
+    check_errors(int8.stats()["start"]["quantized"], tensors(model_dir("qwen3")))
 
 
 def from_shards(params: Params) -> Any:
@@ -151,25 +149,64 @@ def test_staged(int8: EnginePool, target: Model) -> None:
     check_report(report, int8, tensors(target("qwen3")))
 
 
-@pytest.mark.parametrize("int8", [pytest.param(1, marks=pytest.mark.slow), 4], indirect=True)
-def test_every_mode_under_load(int8: EnginePool, model_dir: Model, target: Model) -> None:
-    """Ten updates while engines generate. The last weights are NumPy's, and serve."""
+EVERY_WAY: list[Any] = [
+    *itertools.product(
+        ("drain", "retract", "in_place", "abort"), ("double", "stream"), ("atomic",)
+    ),
+    ("drain", "double", "rolling"),
+    ("abort", "stream", "rolling"),
+]
+
+
+@pytest.mark.parametrize(
+    ("engines", "options"),
+    [
+        pytest.param(4, WEIGHTS, id="weights, 4"),
+        pytest.param(1, BOTH, id="activations too, 1"),
+        pytest.param(1, WEIGHTS, id="weights, 1", marks=pytest.mark.slow),
+        pytest.param(4, BOTH, id="activations too, 4", marks=pytest.mark.slow),
+    ],
+)
+def test_every_mode_under_load(
+    make_pool: MakePool, model_dir: Model, target: Model, engines: int, options: dict[str, Any]
+) -> None:
+    """Ten updates while engines generate. The weights are NumPy's from opening on, after each
+    update, and after a fault and a rebuild. They serve at the beginning and at the end."""
+    pool, activations = make_pool("qwen3", engines, **options), options is BOTH
+    has(pool, model_dir("qwen3"))
+    serves_quantized(pool, model_dir("qwen3"), activations=activations)
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
-    ways: list[Any] = [("drain", "double"), ("retract", "double"), ("in_place", "stream"),
-                       ("abort", "double"), ("drain", "stream")]  # fmt: skip
     with callers(1) as executor:
-        for number, (mode, staging) in enumerate(2 * ways):
+        for number, (mode, staging, strategy) in enumerate(EVERY_WAY):
             call = executor.submit(
-                int8.generate_all, input_ids=[[5, 6, number]] * 8, sampling_params=params
+                pool.generate_all, input_ids=[[5, 6, number]] * 8, sampling_params=params
             )
-            until(lambda: running(int8) > 0)
+            until(lambda: running(pool) > 0)
             model = (target if number % 2 == 0 else model_dir)("qwen3")
-            int8.update_weights(tensors(model), mode=mode, staging=staging)
+            pool.update_weights(tensors(model), mode=mode, staging=staging, strategy=strategy)
+            has(pool, model)
             results = call.result(SECONDS)
             if mode != "abort":
                 assert [len(result["output_ids"]) for result in results] == [200] * 8
-    has(int8, model_dir("qwen3"))
-    serves_quantized(int8, model_dir("qwen3"))
+    serves_quantized(pool, model_dir("qwen3"), activations=activations)
+    pool.update_weights(tensors(target("qwen3")))
+    rebuild(pool, engines - 1)
+    has(pool, target("qwen3"))
+    serves_quantized(pool, target("qwen3"), activations=activations)
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
+
+
+def rebuild(pool: EnginePool, index: int) -> None:
+    """Every step of an engine fails, until another engine object has taken its place."""
+    engine = pool.engines[index]
+
+    def always(*_: Any, **__: Any) -> Any:
+        raise Fault("again")
+
+    every_step(scheduler_of(pool, index), lambda _: always)
+    while pool.engines[index] is engine:
+        answers(pool)
+    until(lambda: states(pool) == ["serving"] * len(pool.engines))
 
 
 def test_failed_commit(int8: EnginePool, target: Model) -> None:
@@ -209,22 +246,6 @@ def test_only_engine_of_a_stream(make_pool: MakePool, model_dir: Model, target: 
     report = pool.update_weights(model_dir("llama"), weight_version=0)
     has(pool, model_dir("llama"))
     check_report(report, pool, tensors(model_dir("llama")))
-
-
-def test_rebuilt(int8: EnginePool, target: Model) -> None:
-    """A rebuilt engine has the current weights, from another engine."""
-    int8.update_weights(target("qwen3"), weight_version=7)
-    engine = int8.engines[1]
-
-    def always(*_: Any, **__: Any) -> Any:
-        raise Fault("again")
-
-    every_step(scheduler_of(int8, 1), lambda _: always)
-    while int8.engines[1] is engine:
-        answers(int8)
-    until(lambda: states(int8) == ["serving"] * 4)
-    has(int8, target("qwen3"))
-    serves_quantized(int8, target("qwen3"))
 
 
 def test_opening_takes_one_set_and_a_matrix(
