@@ -30,7 +30,8 @@ def quantize(weight: np.ndarray, to: Any = np.int8) -> tuple[np.ndarray, np.ndar
     most = np.float32((np.iinfo if to == np.int8 else jnp.finfo)(to).max)
     scale = np.abs(wide).max(axis=-1) * (_ONE / most)
     scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
-    exact = np.nan_to_num(wide * (_ONE / np.where(scale == 0, _ONE, scale))[..., None])
+    with np.errstate(invalid="ignore"):  # infinity, divided by itself
+        exact = np.nan_to_num(wide * (_ONE / np.where(scale == 0, _ONE, scale))[..., None])
     return (np.rint(exact) if to == np.int8 else exact).astype(to), scale
 
 

@@ -218,15 +218,26 @@ def test_failed_commit(int8: EnginePool, target: Model) -> None:
     same(answers(int8), expected)
 
 
-def test_failed_stream(int8: EnginePool, target: Model) -> None:
+def test_failed_stream(int8: EnginePool, model_dir: Model, target: Model) -> None:
     """The engine that failed half way has no version. It is out until the next update, or gets
-    the old weights from another engine."""
+    the old weights from another engine. Then running requests go on as if there was no update."""
     expected, source = answers(int8), in_halves(leaves(target("qwen3")))
-    with refused(source[LEAF]), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
-        int8.update_weights(source, staging="stream")
+    long: dict[str, Any] = {
+        "input_ids": [[5, 6, 7]] * 8,
+        "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200},
+        "return_logprob": True,
+    }
+    undisturbed = int8.generate_all(**long)
+    with callers(1) as executor, refused(source[LEAF]):
+        call = executor.submit(int8.generate_all, **long)
+        until(lambda: running(int8) > 0)
+        with pytest.raises(WeightUpdateFailed, match=FULL) as caught:
+            int8.update_weights(source, mode="in_place", staging="stream")
+        same(call.result(SECONDS), undisturbed)
     assert (caught.value.engine_index, caught.value.name) == (0, LEAF)
     assert states(int8) == ["serving"] * 4
     del caught
+    has(int8, model_dir("qwen3"))
     same(answers(int8), expected)
     with full(0, FOR_EVER), pytest.raises(WeightUpdateFailed, match=FULL):
         int8.update_weights(tensors(target("qwen3")), staging="stream")
@@ -292,21 +303,32 @@ def test_placeholders(model_dir: Model, target: Model) -> None:
 
 
 def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are stacked and have a scale for each output. Narrow ones need a TPU."""
+    """They are stacked and have a scale for each output of each. Narrow ones need a TPU."""
     narrow = make_random_model(tmp_path / "narrow", "qwen3_moe")
     with pytest.raises(InvalidConfig, match=r"\.wo has 64 inputs"):
         EnginePool(str(narrow), devices=1, **SMALL, **WEIGHTS).open()
     monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
     models = [make_random_model(tmp_path / str(seed), "qwen3_moe", seed) for seed in (1, 2)]
     with EnginePool(str(models[0]), devices=2, warmup="none", **SMALL, **WEIGHTS) as pool:
+        has(pool, models[0])
         serves_quantized(pool, models[0])
+        check_errors(pool.stats()["start"]["quantized"], tensors(models[0]))
         checksums = [pool.checksum()]
         for source, model in ((from_shards, models[1]), (dict, models[0])):
-            pool.update_weights(source(tensors(model)))
+            report = pool.update_weights(source(tensors(model)))
+            has(pool, model)
             serves_quantized(pool, model)
+            check_errors(report.to_dict()["quantized"], tensors(model))
             checksums.append(pool.checksum())
         assert checksums[0] == checksums[2] != checksums[1]
         assert not [event for event in pool.events() if event["event"] == "engine_quarantined"]
+        odd = {name: value.copy() for name, value in tensors(models[0]).items()}
+        odd["model.layers.0.mlp.experts.2.up_proj.weight"][3, 5] = np.inf
+        report = pool.update_weights(odd)
+        lost = {path for path, its in report.quantized.items() if np.isnan(its.relative_error)}
+        assert lost == {"model.layers.0.mlp.wi_1"}
+        scales = held(pool, 1)["model.layers.0.mlp.wi_1_scale"]
+        assert np.argwhere(np.isnan(scales)).tolist() == [[2, 0, 0, 3]]
 
 
 def test_perturbed(int8: EnginePool) -> None:

@@ -1,6 +1,7 @@
 """Unusual numbers and dtypes in int8, and their figures in the report of an update."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from tests.support.quantized import (
     has,
     held,
     holds,
+    is_matrix,
     quantize,
     serves_quantized,
 )
@@ -60,10 +62,11 @@ def test_source_fingerprint(int8: EnginePool, four: EnginePool, target: Model) -
 
 @pytest.mark.parametrize("source", [from_a_device, from_a_state, from_two_shards])
 def test_odd_matrices(int8: EnginePool, target: Model, source: Any) -> None:
-    """An output of zeros, an outlier, very small numbers, and a matrix of zeros. Then an outlier
-    whose square is no float32."""
+    """An output of zeros, an outlier, very small numbers, outputs whose scale is subnormal, and a
+    matrix of zeros. Then an outlier whose square is no float32."""
     params = {name: value.copy() for name, value in tensors(target("qwen3")).items()}
     params[ODD][1], params[ODD][2, 3], params[ODD][4] = 0, -1e4, params[ODD][4] * 1e-30
+    params[ODD][6], params[ODD][7] = params[ODD][6] * 1e-36, params[ODD][7] * 1e-40
     params[ZERO][:] = 0
     report = int8.update_weights(source(params))
     holds(int8, params)
@@ -75,13 +78,16 @@ def test_odd_matrices(int8: EnginePool, target: Model, source: Any) -> None:
     assert report.quantized[ODD].relative_error < 1e-6
 
 
-def test_not_a_number(int8: EnginePool, target: Model) -> None:
+@pytest.mark.parametrize(
+    ("number", "source"), [(np.nan, dict), (np.inf, from_a_device), (-np.inf, from_two_shards)]
+)
+def test_not_finite(int8: EnginePool, target: Model, number: float, source: Any) -> None:
     """One output of a matrix is lost, and the report names the matrix. Requests end as with
     weights that are not quantized, and the next weights serve."""
     params = {name: value.copy() for name, value in tensors(target("qwen3")).items()}
-    whole = int8.update_weights(params)
-    params[ODD][5, 7] = np.nan
-    report = int8.update_weights(params)
+    whole = int8.update_weights(source(params))
+    params[ODD][5, 7] = number
+    report = int8.update_weights(source(params))
     assert math.isnan(report.quantized[ODD].relative_error)
     assert math.isnan(report.quantized[ODD].largest_error)
     assert {**report.quantized, ODD: None} == {**whole.quantized, ODD: None}
@@ -95,6 +101,36 @@ def test_not_a_number(int8: EnginePool, target: Model) -> None:
     until(lambda: states(int8) == ["serving"] * 2)
     int8.update_weights(target("qwen3"))
     serves_quantized(int8, target("qwen3"))
+
+
+def test_trainer_that_deletes(int8: EnginePool, model_dir: Model, target: Model) -> None:
+    """Of the trainer's arrays an engine may share those that are not quantized, and none with
+    `copy`. So the trainer can donate its matrices."""
+    given = from_a_device(tensors(target("qwen3")))
+    report = int8.update_weights(given)
+    assert report.engines[0].shared == sum(not is_matrix(name) for name in given)
+    delete(given, is_matrix)
+    has(int8, target("qwen3"))
+    serves_quantized(int8, target("qwen3"))
+    given = from_a_device(tensors(model_dir("qwen3")))
+    staged = int8.stage_weights(given)
+    delete(given, is_matrix)
+    staged.commit()
+    has(int8, model_dir("qwen3"))
+    serves_quantized(int8, model_dir("qwen3"))
+    given = from_a_device(tensors(target("qwen3")))
+    report = int8.update_weights(given, copy=True)
+    assert report.engines[0].shared == 0
+    delete(given, lambda _: True)
+    has(int8, target("qwen3"))
+    serves_quantized(int8, target("qwen3"))
+
+
+def delete(params: Params, which: Callable[[str], bool]) -> None:
+    """Delete these arrays, as a program does to which they are donated."""
+    for name, array in params.items():
+        if which(name):
+            array.delete()
 
 
 def test_tied_head(int8: EnginePool, target: Model) -> None:
