@@ -89,11 +89,24 @@ def program(converters: tuple[Converter, ...], shardings: tuple[Any, ...]) -> An
     """The program that makes leaves from each list of tensors. See `convert`."""
 
     def convert_leaves(tensors: list[list[jax.Array]]) -> list[tuple[jax.Array, ...]]:
-        made: list[tuple[jax.Array, ...]] = []
-        for make, group in zip(converters, tensors, strict=True):
-            if make.in_turn and made:
-                group, made[-1] = jax.lax.optimization_barrier((group, made[-1]))
-            made.append(make(*group))
-        return made
+        return run(converters, tensors)
 
     return jax.jit(convert_leaves, out_shardings=list(shardings))
+
+
+def run(
+    converters: Sequence[Converter],
+    groups: Sequence[Sequence[Any]],
+    join: Callable[[Any], jax.Array] = lambda tensor: tensor,
+) -> list[tuple[jax.Array, ...]]:
+    """Make leaves inside a program, each from a group of tensors.
+
+    Args:
+        join: Makes a tensor of what a group has for it, when the converter's turn comes.
+    """
+    made: list[tuple[jax.Array, ...]] = []
+    for make, group in zip(converters, groups, strict=True):
+        if make.in_turn and made:
+            group, made[-1] = jax.lax.optimization_barrier((group, made[-1]))
+        made.append(make(*map(join, group)))
+    return made

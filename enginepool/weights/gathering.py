@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from enginepool.weights.arrays import Array, outside_meshes
-from enginepool.weights.converters import Converter
+from enginepool.weights.converters import Converter, run
 from enginepool.weights.parts import Box, bounds
 
 _PROGRAMS = 256  # how many are kept; a model has a few for each kind of source
@@ -182,7 +182,7 @@ def join_program(
             iter(loads),
             dict(zip(dtypes, loads[len(loads) - len(dtypes) :], strict=True)),
         )
-        begins, tensors = dict.fromkeys(dtypes, 0), []
+        begins, parts = dict.fromkeys(dtypes, 0), []
         for kind in kinds:
             if kind.small:
                 begin = begins[kind.dtype]
@@ -190,10 +190,10 @@ def join_program(
                 its = {i: x[begin:end].reshape(kind.part) for i, x in packs[kind.dtype].items()}
             else:
                 its = next(large)
-            tensors.append(_joined({place: its[index] for place, index in kind.holders}))
-        rest = iter(tensors)
+            parts.append({place: its[index] for place, index in kind.holders})
+        rest = iter(parts)
         groups = [[next(rest) for _ in range(size)] for size in sizes]
-        return [make(*group) for make, group in zip(converters, groups, strict=True)]
+        return run(converters, groups, _joined)
 
     return jax.jit(unpack, out_shardings=_whole(devices))
 

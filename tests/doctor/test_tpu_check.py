@@ -231,6 +231,17 @@ def test_steps_without_adapters_read_none(kind: str) -> None:
     assert program["adapters"] == 0
 
 
+@pytest.mark.timeout(900)
+@needs_libtpu
+def test_gathered_matrices_become_int8_one_after_the_other() -> None:
+    """A v6e's compiler keeps a whole matrix in the model's dtype. Of narrow matrices it would not
+    keep several at once."""
+    asked = ["--quantization", "int8.yaml", "--topology", "v6e-8", "--kind", "gather"]
+    code, report, said = check(*asked, model="Qwen3-8B")
+    assert code == 0, said
+    assert any(program["temporaries"] for program in report["programs"])
+
+
 @needs_libtpu
 def test_several_steps_a_dispatch_compile() -> None:
     """The loop on the device takes over KV cache and state, as a single step does."""

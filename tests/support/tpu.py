@@ -23,10 +23,10 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def check(*arguments: str) -> tuple[int, Any, str]:
+def check(*arguments: str, model: str = "Qwen3-0.6B") -> tuple[int, Any, str]:
     """Run the command for a small engine. Returns the exit code, the only report, and the
     output."""
     sizes = ["--layers", "1", "--batch", "8", "--prefill", "256", "--context", "1024"]
-    command = ["-m", "scripts.tpu_check", "--json", "--model", "Qwen3-0.6B"]
+    command = ["-m", "scripts.tpu_check", "--json", "--model", model]
     done = python(*command, *sizes, *arguments)
     return done.returncode, json.loads(done.stdout or "[{}]")[0], done.stderr

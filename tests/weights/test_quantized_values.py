@@ -126,9 +126,9 @@ def test_trainer_that_deletes(int8: EnginePool, model_dir: Model, target: Model)
     serves_quantized(int8, target("qwen3"))
 
 
-def delete(params: Params, which: Callable[[str], bool]) -> None:
+def delete(arrays: dict[str, Any], which: Callable[[str], bool]) -> None:
     """Delete these arrays, as a program does to which they are donated."""
-    for name, array in params.items():
+    for name, array in arrays.items():
         if which(name):
             array.delete()
 
