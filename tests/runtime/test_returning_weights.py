@@ -90,7 +90,7 @@ def test_the_only_engine_loses_its_weights(
     assert attempts == [True, True]  # the checkpoint's weights are not the pool's current ones
     assert states(alone) == ["unloaded"]
     assert "weights are gone" in alone.stats()["engines"][0]["reason"]
-    assert alone.events()[-1]["event"] == "engine_recovered"
+    until(lambda: alone.events()[-1]["event"] == "engine_recovered")  # after the waiting call
     assert "engine_unloaded" in [event["event"] for event in alone.events()]
     part = dict([next(iter(leaves(target).items()))])
     with pytest.raises(InvalidWeights, match="has no weights to keep"):
