@@ -44,32 +44,6 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
             assert row["fallback_share"] == 0
 
 
-def test_experts_that_are_replayed(tmp_path):
-    """A trainer in bfloat16 routes some tokens to other experts. Replay reduces the difference."""
-    file = tmp_path / "figures.json"
-    printed = run("benchmarks.expert_replay", "--prompts", 12, "--rounds", 1, "--json", file)
-    assert "its own experts" in printed
-    assert "throughput with experts" in printed
-    figures = json.loads(file.read_text())
-    assert 0 < figures["routed_otherwise"] < 0.5
-    for name in ("mean", "largest"):
-        assert figures["replayed"][name] < figures["own"][name]
-
-
-def test_scores_beside_samples(tmp_path):
-    """In bfloat16 nearly all are equal to the last bit. All are where both were scored."""
-    file = tmp_path / "figures.json"
-    printed = run("benchmarks.score_gap", "--dtype", "bfloat16", "--prompts", 4, "--json", file)
-    assert "scored together, sampled together" in printed
-    rows = json.loads(file.read_text())["rows"]
-    equal = {row["name"]: row["equal"] for row in rows}
-    assert equal["scored together, sampled together"] > 0.8
-    assert equal["scored alone, scored together"] == 1
-    trainers = [row["mean"] for row in rows if "in a trainer" in row["name"]]
-    assert trainers[0] < trainers[1] / 3
-    assert all(0 <= row["mean"] <= row["largest"] < 0.5 for row in rows)
-
-
 def test_host_cost_of_adapters(tmp_path):
     """No step compiles anything, whichever adapters its requests have."""
     file = tmp_path / "figures.json"

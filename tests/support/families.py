@@ -55,25 +55,14 @@ def forward(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> 
 
 def routing(config: Config, params: Mapping[str, jax.Array], input_ids: Any) -> jax.Array:
     """The experts that a Qwen3-MoE routes each token to, the best first: [B, T, layers, top_k]."""
-    return routed_forward(config, params, input_ids)[1]
 
-
-def routed_forward(
-    config: Config, params: Mapping[str, jax.Array], input_ids: Any, experts: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """A Qwen3-MoE's logits, and the experts that it chooses.
-
-    Args:
-        experts: Those to route to instead, in the same form.
-    """
-
-    def one(ids: jax.Array, given: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        router = _Router(given)
-        logits = _logits(config, params, ids, router)
-        return logits, jnp.stack(router.chosen, axis=1)
+    def one(ids: jax.Array) -> jax.Array:
+        router = _Router()
+        _logits(config, params, ids, router)
+        return jnp.stack(router.chosen, axis=1)
 
     with jax.default_matmul_precision("highest"):
-        return jax.vmap(one)(jnp.asarray(input_ids), experts)
+        return jax.vmap(one)(jnp.asarray(input_ids))
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -105,20 +94,14 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 class _Router:
-    """Chooses experts layer by layer, and records them.
+    """Chooses experts layer by layer, and records them."""
 
-    Args:
-        given: By token, by layer: the experts to return instead.
-    """
-
-    def __init__(self, given: jax.Array | None = None) -> None:
-        self._given = given
+    def __init__(self) -> None:
         self.chosen: list[jax.Array] = []
 
     def __call__(self, share: jax.Array, count: int) -> jax.Array:
         self.chosen.append(jax.lax.top_k(share, count)[1])
-        layer = len(self.chosen) - 1
-        return self.chosen[layer] if self._given is None else self._given[:, layer]
+        return self.chosen[-1]
 
 
 def _logits(
