@@ -20,7 +20,6 @@ from benchmarks.synthetic import tensors
 from benchmarks.weight_peers import Leaves, convert, gather, put
 from enginepool import EnginePool, InvalidConfig, SwapReport
 from enginepool.devices import resolve_devices
-from tests.support.adapters import config, random_adapter
 
 
 @dataclass(frozen=True)
@@ -146,24 +145,6 @@ def measure(pool: EnginePool, case: Case, rounds: int, staging: Any) -> dict[str
 
 def _nnx_path(path: str) -> tuple[Any, ...]:
     return tuple(int(part) if part.isdigit() else part for part in path.split("."))
-
-
-def measure_adapter(
-    pool: EnginePool, directory: Path, device: jax.Device, rank: int, rounds: int
-) -> dict[str, Any]:
-    """New versions of an adapter, on an idle pool. The first round does not count."""
-    arrays = jax.device_put(random_adapter(directory, 0, rank=rank), device)
-    reports = [
-        pool.load_lora_adapter("adapter", arrays, config_dict=config(rank))
-        for _ in range(rounds + 1)
-    ][1:]
-    row: dict[str, Any] = {
-        phase: statistics.median(report.seconds[phase] for report in reports)
-        for phase in ("stage", "commit", "total")
-    }
-    row |= {"name": f"an adapter of rank {rank}", "ours": row["total"], "verify": 0.0}
-    sets = len(pool.engines)
-    return row | {"gb": sets * reports[0].nbytes / 1e9, "copied": sets * len(arrays), "shared": 0}
 
 
 def _own_layout_case(

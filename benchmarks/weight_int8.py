@@ -3,8 +3,8 @@
     python -m benchmarks.weight_int8 --size-gb 0.5 --engines 2 --rounds 5
 
 Two pools on the same devices stage the same source, in turn, while their engines idle. The figures
-are medians of the report's "stage" phase. The first source is in the model's layout: one pool only
-copies it, the other quantizes it. So plain JAX that quantizes it in one program is measured, too.
+are medians of the report's "stage" phase. An update quantizes each matrix once, on the first engine's device, and copies the
+integers to the others.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ from __future__ import annotations
 import functools
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from benchmarks.command import arguments, write_json
 from benchmarks.synthetic import sized_config, write_model
 from benchmarks.weight_cases import cases, devices_and_another
-from benchmarks.weight_peers import quantize
 from benchmarks.weight_update import SERVER_ARGS
 from enginepool import EnginePool
 
@@ -47,21 +43,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             for more in ({}, {"quantization_config_path": args.quantization})
         ]
-        for number, case in enumerate(cases(model, devices, other)):
+        for case in cases(model, devices, other):
             source = case.make()
             jobs = [functools.partial(_stage, pool, source) for pool in pools]
-            if number == 0 and args.quantization == "int8.yaml":
-                jobs.append(functools.partial(_plain_jax, source, devices))
             for job in jobs:  # the first one compiles
                 job()
             runs = [[job() for job in jobs] for _ in range(args.rounds)]
-            plain, quantized, *peer = map(statistics.median, zip(*runs, strict=True))
-            row = {"source": case.name, "plain_s": plain, "quantized_s": quantized}
+            plain, quantized = map(statistics.median, zip(*runs, strict=True))
+            rows.append({"source": case.name, "plain_s": plain, "quantized_s": quantized})
             said = f"{case.name}: {args.dtype} {plain:.3f} s, {args.quantization} {quantized:.3f} s"
-            for seconds in peer:
-                row["plain_jax_s"] = seconds
-                said += f" (plain JAX {seconds:.3f} s)"
-            rows.append(row)
             print(f"{said}, {quantized / plain:.2f} times", flush=True)
     write_json(args, rows=rows)
 
@@ -69,11 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _stage(pool: EnginePool, source: Any) -> float:
     return pool.update_weights(source).seconds["stage"]
 
-
-def _plain_jax(source: Any, devices: Sequence[jax.Device]) -> float:
-    started = time.perf_counter()
-    quantize(source, devices)
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -63,37 +61,3 @@ def convert(
 def _converted(arrays: list[jax.Array], turned: tuple[bool, ...], dtype: Any) -> list[jax.Array]:
     made = [x.T if turn else x for x, turn in zip(arrays, turned, strict=True)]
     return made if dtype is None else [x.astype(dtype) for x in made]
-
-
-def quantize(leaves: Leaves, devices: Sequence[jax.Device]) -> list[Leaves]:
-    """Copy leaves in the model's layout to the first of these devices, quantize the matrices there
-    in one program, with the errors of each, and copy all to the others."""
-    first, *others = devices
-    made = _quantized(jax.device_put(leaves, first))
-    return jax.block_until_ready([made, *(jax.device_put(made, device) for device in others)])
-
-
-@jax.jit
-def _quantized(leaves: Leaves) -> Leaves:
-    made = {path: leaf for path, leaf in leaves.items() if not path.endswith("_proj.weight")}
-    for path in leaves.keys() - made.keys():
-        wide = leaves[path].astype(jnp.float32)
-        scale = jnp.abs(wide).max(axis=0) / 127
-        exact = wide / scale
-        integers = jnp.round(exact)
-        rest = (exact - integers) * scale
-        made[f"{path}_q"] = integers.astype(jnp.int8).T
-        made[f"{path}_scale"] = scale
-        made[f"{path} relative"] = jnp.linalg.norm(rest) / jnp.linalg.norm(wide)
-        made[f"{path} largest"] = jnp.abs(rest).max()
-    return made
-
-
-def memcpy_seconds(nbytes: int) -> float:
-    """Of one thread, between two arrays whose pages are mapped already."""
-    source = np.ones(nbytes, np.uint8)
-    target = np.zeros(nbytes, np.uint8)
-    target.fill(1)
-    started = time.perf_counter()
-    np.copyto(target, source)
-    return time.perf_counter() - started

@@ -14,8 +14,6 @@ update. "First" is the wall time of a source's first staging. "Decode meanwhile"
 engines on a simulated accelerator of 20 ms steps, over their undisturbed speed, while weights are
 staged again and again. "Beside plain JAX" is their speed while plain JAX moves weights again and
 again.
-
-With --lora the last row is an adapter of that rank for every linear layer, in JAX arrays.
 """
 
 from __future__ import annotations
@@ -31,14 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import psutil
 
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.load import Load
 from benchmarks.synthetic import sized_config, weight_bytes, write_model
-from benchmarks.weight_cases import cases, devices_and_another, measure, measure_adapter, own_layout
+from benchmarks.weight_cases import cases, devices_and_another, measure, own_layout
 from benchmarks.weight_leaves import measure as measure_leaves
-from benchmarks.weight_peers import Leaves, memcpy_seconds
+from benchmarks.weight_peers import Leaves
 from enginepool import EnginePool
 from enginepool.runtime.quiesce import SwapMode
 
@@ -53,9 +50,6 @@ SERVER_ARGS: dict[str, Any] = {
     "precompile_token_paddings": [64],
     "precompile_bs_paddings": [2],
 }
-_RESERVE = 2 << 30  # Python, JAX, compiled programs
-_SOURCE_SETS = 2  # the source, and the arrays that it is made from
-_MEMCPY_BYTES = 1 << 28
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _STEPS_BETWEEN = 8  # of every engine, undisturbed, from one update to the next
 _PAUSE_MODES: tuple[SwapMode, ...] = ("retract", "in_place", "drain")
@@ -67,11 +61,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments("weight_update", __doc__)
     add = parser.add_argument
     add("--size-gb", type=float, default=1.0, help="10^9 bytes of weights; default: 1")
-    add("--engines", type=int, default=4, help="at most; fewer if memory is short")
+    add("--engines", type=int, default=4, help="each holds two sets of weights; default: 4")
     add("--leaves", type=int, help="instead of a size: the host's time for so many tiny leaves")
     add("--rounds", type=int, default=3, help="of pool and plain JAX in turn; default: 3")
     add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, else bfloat16")
-    add("--lora", type=int, metavar="RANK", help="also an adapter of this rank")
     add(
         "--staging",
         default="double",
@@ -88,41 +81,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.leaves:
         measure_leaves(args, devices, other)
         return
-    on_cpu = devices[0].platform == "cpu"
-    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
+    dtype = args.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
     config = sized_config(args.size_gb * 1e9, dtype)
     nbytes = weight_bytes(config)
-    # An engine has a set of weights, and gets another unless it streams.
-    sets = 2 if args.staging == "double" else 1
-    if on_cpu and dtype == "bfloat16":
-        sets += 2  # XLA converts the weights to float32 in every step
-    engines = _fitting(args.engines, sets, nbytes)
-    devices = devices[:engines]
     print(
-        f"{engines} engines on {devices[0].platform}, {config['num_hidden_layers']} layers, "
+        f"{args.engines} engines on {devices[0].platform}, {config['num_hidden_layers']} layers, "
         f"{nbytes / 1e9:.3f} GB of {dtype} each; JAX {jax.__version__}"
     )
     rows, pauses = [], []
     with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
         directory = write_model(Path(folder), config)
-        lora = {"enable_lora": True, "max_lora_rank": args.lora, "lora_target_modules": ["all"]}
-        given = SERVER_ARGS | (lora if args.lora else {})
-        with EnginePool(str(directory), devices=devices, dtype=dtype, **given) as pool:
+        with EnginePool(str(directory), devices=devices, dtype=dtype, **SERVER_ARGS) as pool:
             for case in cases(directory, devices, other):
                 rows.append(measure(pool, case, args.rounds, args.staging))
                 print(f"measured {case.name}", flush=True)
             if len({row["fingerprint"] for row in rows}) > 1:
                 sys.exit(f"every source has the same weights, but the engines differ: {rows}")
-            if args.lora:
-                rows.append(measure_adapter(pool, directory, other, args.lora, args.rounds))
             if args.staging == "double":
                 pauses = _pauses(pool, own_layout(directory, other), args.rounds)
-    memcpy = [memcpy_seconds(_MEMCPY_BYTES) for _ in range(args.rounds)]
     figures = {
         "platform": devices[0].platform,
-        "engines": engines,
+        "engines": args.engines,
         "nbytes": nbytes,
-        "memcpy_gb_per_sec": _MEMCPY_BYTES / statistics.median(memcpy) / 1e9,
         "rows": rows,
         "pauses": pauses,
     }
@@ -136,21 +116,6 @@ def _return_memory_at_once() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-
-
-def _fitting(wanted: int, sets: int, nbytes: int) -> int:
-    """How many engines fit into memory, with so many sets of weights each."""
-    available = psutil.virtual_memory().available - _RESERVE
-    engines = min(wanted, int(available / nbytes - _SOURCE_SETS) // sets)
-    need = (
-        f"{available / 1e9:.1f} GB of memory are free, an engine takes {sets} × {nbytes / 1e9:.1f} "
-        f"GB and the source {_SOURCE_SETS} × as much"
-    )
-    if engines < 1:
-        sys.exit(f"no engine fits: {need}")
-    if engines < wanted:
-        print(f"{engines} engines instead of {wanted}: {need}")
-    return engines
 
 
 def _pauses(pool: EnginePool, leaves: Leaves, rounds: int) -> list[dict[str, Any]]:
@@ -190,11 +155,7 @@ def _show(figures: dict[str, Any]) -> None:
         "\nUpdates of idle engines. Stage + commit is compared with the peer. The total has the "
         "fingerprints\nand the wait for a step boundary, too."
     )
-    plain(
-        _HEADERS,
-        map(_line, figures["rows"]),
-    )
-    print(f"memcpy, one thread: {figures['memcpy_gb_per_sec']:.2f} GB/s")
+    plain(_HEADERS, map(_line, figures["rows"]))
     if figures["pauses"]:
         print("\nUpdates of engines that generate, staged beforehand.")
         plain(

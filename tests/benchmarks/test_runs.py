@@ -130,7 +130,7 @@ def test_weight_update_benchmark_counts_the_hosts_time(tmp_path):
     assert len(figures["rows"]) == 9
     for row in figures["rows"]:
         assert min(row["stage_cpu"], row["update_cpu"]) > 0
-        assert ("plain_cpu" in row) == ("every device" not in row["name"] or "cut" in row["name"])
+        assert ("plain_cpu" in row) == (row["name"] != "own layout, on every device")
         assert row["decode_share"] > 0
 
 
@@ -140,8 +140,6 @@ def test_weight_update_benchmark_moves_what_it_says(tmp_path):
     options = ["--size-gb", 0.005, "--engines", 2, "--rounds", 1, "--json", file]
     printed = run("benchmarks.weight_update", *options)
     assert "peer/sum" in printed
-    assert "memcpy" in printed
-
     figures = json.loads(file.read_text())
     rows = figures["rows"]
     sets = [2, 1, 0, 2, 2, 2, 2]
