@@ -22,9 +22,8 @@ Workloads:
   masks     sampled, with the sampling mask of every token (upstream's have none)
   grammars  decode, with a regular expression for every output (without upstream)
 
-"Thread" is the processor time of an engine's thread for a step. It includes prefill, admission and
-the ends of requests. "Of a steady step" is its time for a step of steady decode. "Fell back" is the
-share of a pool's decode steps that upstream's loop ran.
+"Fell back" is the share of a pool's decode steps that upstream's loop ran. `host_cost` says where
+the processor time of a step goes.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +56,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--engines", type=int, nargs="+", default=[1, 4, 8])
     add("--step-ms", type=float, nargs="+", default=[5.0, 10.0, 20.0])
-    add("--batch", type=int, nargs="+", default=[64], help="requests of an engine at a time")
+    add("--batch", type=int, default=64, help="requests of an engine at a time; default: 64")
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
     add("--contestants", nargs="+", choices=list(_KINDS), default=list(_KINDS))
-    add(
-        "--max-decode-steps",
-        type=int,
-        nargs="+",
-        help="one pool for each value; default: the pool's own",
-    )
-    add(
-        "--limiter-slots",
-        type=int,
-        nargs="+",
-        help="one pool for each value: how many engines run Python at once",
-    )
-    add("--tokens", type=int, default=200, help="of an output of workload decode; default: 200")
+    add("--tokens", type=int, default=200, help="of an output of decode; default: 200")
     add("--rounds", type=int, default=3)
     return parser.parse_args(argv)
 
@@ -84,43 +70,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="busy-") as folder:
         model = write_model(Path(folder, "model"), nano_config() | {"num_hidden_layers": _LAYERS})
         for engines in args.engines:
-            for batch in args.batch:
-                rows += _contest(engines, batch, model, args)
+            rows += _contest(engines, model, args)
     write_json(args, rows=rows)
     return 0
 
 
-def _contest(
-    engines: int, batch: int, model: Path, args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def _contest(engines: int, model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    options = _server_args(batch, args.tokens)
+    options = _server_args(args.batch, args.tokens)
     with ExitStack() as stack:
-        contestants = []
-        for name, kind, extra in _names(args):
-            number = {"engines": engines} if kind == "pool" else {"processes": engines}
-            contestant = Contestant(name, kind, model, options, hollow=True, **number, **extra)
-            contestants.append(stack.enter_context(closing(contestant)))
+        contestants = [
+            stack.enter_context(closing(Contestant(name, _KINDS[name], model, options, engines)))
+            for name in args.contestants
+        ]
         for workload in args.workload:
             for step_ms in args.step_ms:
                 those = [c for c in contestants if workload != "grammars" or c.kind == "pool"]
-                found = _measure(those, engines, batch, workload, step_ms, args)
-                _show(f"{workload}, batches of {batch}", found)
+                found = _measure(those, engines, workload, step_ms, args)
+                _show(f"{workload}, batches of {args.batch}", found)
                 rows += found
     return rows
-
-
-def _names(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The name and the kind of each contestant, and further options of a pool."""
-    for name in args.contestants:
-        kind = _KINDS[name]
-        if kind != "pool":
-            yield name, kind, {}
-            continue
-        for steps, slots in product(args.max_decode_steps or [None], args.limiter_slots or [None]):
-            told = {"max_decode_steps": steps, "limiter_slots": slots}
-            extra: dict[str, Any] = {key: value for key, value in told.items() if value is not None}
-            yield ", ".join([name, *(f"{key}={extra[key]}" for key in extra)]), kind, extra
 
 
 def _server_args(batch: int, tokens: int) -> dict[str, Any]:
@@ -141,7 +110,6 @@ def _server_args(batch: int, tokens: int) -> dict[str, Any]:
 def _measure(
     contestants: Sequence[Contestant],
     engines: int,
-    batch: int,
     workload: str,
     step_ms: float,
     args: argparse.Namespace,
@@ -149,10 +117,10 @@ def _measure(
     runs: dict[str, list[dict[str, float]]] = {}
     for number in range(args.rounds + 1):  # the first warms up
         for contestant in contestants:
-            done = contestant.run(_job(workload, engines * batch, step_ms, args, seed=number))
+            done = contestant.run(_job(workload, engines * args.batch, step_ms, args, seed=number))
             if number:
                 runs.setdefault(contestant.name, []).append(done)
-            if contestant is contestants[0] and contestant.name.startswith("pool"):
+            if contestant.kind == "pool":
                 alone = contestant.run({"step_ms": step_ms, "ceiling": args.tokens})
                 alone["busy_share"] *= engines  # of one engine
                 if number:
@@ -160,7 +128,7 @@ def _measure(
     rows = []
     for name, those in runs.items():
         row: dict[str, Any] = {"name": name, "workload": workload, "step_ms": step_ms}
-        row |= medians(those) | {"engines": 1 if name == "ceiling" else engines, "batch": batch}
+        row |= medians(those) | {"engines": 1 if name == "ceiling" else engines}
         row["spread"] = [run["busy_share"] for run in those]
         row["limited_by_cores"] = limited_by_cores(row["engines"], row["cpu_ms_per_step"], step_ms)
         rows.append(row)
@@ -184,8 +152,8 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print(f"{title}, on {CORES} cores:", flush=True)
     plain(
         [
-            *("engines", "step ms", "", "busy", "of each round", "tokens/s"),
-            *("thread ms a step", "of a steady step", "CPU ms a step", "fell back"),
+            *("engines", "step ms", "", "busy", "of each round", "tokens/s", "CPU ms a step"),
+            "fell back",
         ],
         [
             [
@@ -195,10 +163,8 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 f"{100 * row['busy_share']:.1f} %",
                 " ".join(f"{100 * share:.1f}" for share in row["spread"]),
                 f"{row['tokens_per_sec']:,.0f}" if row["name"] != "ceiling" else "",
-                f"{row['thread_ms_per_step']:.2f}" if row["thread_ms_per_step"] else "",
-                f"{row['steady_ms_per_step']:.2f}" if row["steady_ms_per_step"] else "",
                 f"{row['cpu_ms_per_step']:.2f}",
-                f"{100 * row['fallback_share']:.1f} %" if row["name"].startswith("pool") else "",
+                f"{100 * row['fallback_share']:.1f} %" if row["name"] == "pool" else "",
             ]
             for row in rows
         ],

@@ -21,25 +21,17 @@ class Contestant:
     """
 
     def __init__(
-        self,
-        name: str,
-        kind: str,
-        model: Path,
-        server_args: dict[str, Any],
-        *,
-        processes: int = 1,
-        engines: int = 1,
-        **options: Any,
+        self, name: str, kind: str, model: Path, server_args: dict[str, Any], engines: int
     ) -> None:
         """
         Args:
             kind: "pool", or "upstream" in its default.
             engines: How many engines a pool has, or how many processes upstream has.
-            options: See `peer_process.py`.
         """
         self.name, self.kind = name, kind
-        env = dict(os.environ)
+        env, processes = dict(os.environ), 1
         if kind != "pool":
+            processes, engines = engines, 1
             env["JAX_COMPILATION_CACHE_DIR"] = str(model.with_name("compiled"))
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         setup = {"kind": kind, "engines": engines, "model": str(model), "server_args": server_args}
@@ -54,7 +46,7 @@ class Contestant:
                 env=env,
             )
             self._processes.append(process)
-            _write(process, setup | options)
+            _write(process, setup)
             if _read(process) != "ready":
                 raise SystemExit(f"{name} did not start")
             process.send_signal(signal.SIGSTOP)
@@ -75,13 +67,11 @@ class Contestant:
             process.send_signal(signal.SIGSTOP)
         tokens = sum(answer["tokens"] for answer in answers)
         means = ("cpu_ms_per_step", "busy_share", "fallback_share")
-        highest = ("tokens_per_simulated_second", "thread_ms_per_step", "steady_ms_per_step")
         return {
             "wall_sec": wall,
             "tokens": tokens,
             "tokens_per_sec": tokens / wall,
             **{key: statistics.mean(answer[key] for answer in answers) for key in means},
-            **{key: max(answer[key] for answer in answers) for key in highest},
         }
 
     def close(self) -> None:

@@ -30,15 +30,17 @@ class Law:
         self.tokenizer, self.ends, self.vocabulary = tokenizer, ends, vocabulary
 
     def faults(
-        self, finished: Finished, params: Mapping[str, Any], logits: np.ndarray
+        self, finished: Finished, params: Mapping[str, Any], logits: np.ndarray | None = None
     ) -> list[str]:
         """What is wrong with an output.
 
         Args:
-            logits: The reference's, by token of the output.
+            logits: The reference's, by token of the output. None: its tokens are not checked.
         """
         output = _Output(self, finished, params)
-        found = [*output.end(), *output.text(), *output.tokens(logits)]
+        found = [*output.end(), *output.text(), *output.ids()]
+        if logits is not None and not found:
+            found += output.tokens(logits)
         return [f"{finished}, {dict(params)}: {text}" for text in found[:3]]
 
 
@@ -104,12 +106,15 @@ class _Output:
 
     # Its tokens
 
+    def ids(self) -> Iterator[str]:
+        entries = self._meta.get("output_token_logprobs")
+        given = self._ids if entries is None else [one for _, one, _ in entries]
+        if given != self._ids or len(given) != self._meta["completion_tokens"]:
+            yield "log-probabilities are of other ids"
+
     def tokens(self, logits: np.ndarray) -> Iterator[str]:
         ids, params = self._ids, self._params
         entries = self._meta["output_token_logprobs"]
-        if [one for _, one, _ in entries] != ids or len(ids) != self._meta["completion_tokens"]:
-            yield "log-probabilities are of other ids"
-            return
         temperature = params["temperature"] or 1.0
         near = _NEAR / min(1.0, temperature)
         greedy = params["temperature"] == 0 or params["top_k"] == 1

@@ -29,10 +29,10 @@ _GRAMMARS: list[dict[str, str]] = [
     {"json_schema": '{"enum": ["abc", "fed", "hhhh"]}'},
     {"json_schema": '{"type": "array", "items": {"type": "boolean"}, "maxItems": 5}'},
 ]
+_CHOICES = (None, *ADAPTERS)
 _SHARED = [97 + i % 7 for i in range(40)]
 # Tokens of a prefill. Longer prompts are prefilled in chunks.
 CHUNK = 256
-_EARLY, _LATE = (9, 8, 110), (6, 33, 40)  # requests, tokens of a prompt, of an output
 
 
 def fuzz_model(folder: Path, tp_size: int) -> Path:
@@ -54,17 +54,13 @@ class Questions:
     def prompt(self) -> list[int]:
         return self.random.choice(self._few) if self.random.random() < 0.3 else self.new_prompt()
 
-    def new_prompt(self, length: int = 0) -> list[int]:
+    def new_prompt(self) -> list[int]:
         draw = self.random
-        if not length:
-            length = (
-                draw.randint(CHUNK, CHUNK + 60) if draw.random() < 0.04 else draw.randint(1, 48)
-            )
-            if draw.random() < 0.3:
-                return _SHARED + self.new_prompt(length)
-        return draw.choices(range(32, 127), k=length)
+        length = draw.randint(CHUNK, CHUNK + 60) if draw.random() < 0.04 else draw.randint(1, 48)
+        own = draw.choices(range(32, 127), k=length)
+        return _SHARED + own if draw.random() < 0.3 else own
 
-    def params(self, *, grammars: bool = True) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         draw = self.random
         given: dict[str, Any] = {
             "max_new_tokens": draw.randint(1, 40),
@@ -82,7 +78,7 @@ class Questions:
             given["sampling_seed"] = draw.randrange(2**31)
         if draw.random() < 0.3:
             given["stop"] = ["".join(draw.choices(LETTERS, k=draw.randint(1, 4))) for _ in range(2)]
-        if grammars and draw.random() < 0.2:
+        if draw.random() < 0.2:
             return given | draw.choice(_GRAMMARS)
         if draw.random() < 0.3:
             given["min_new_tokens"] = draw.randint(1, given["max_new_tokens"])
@@ -93,7 +89,8 @@ class Questions:
 
     def options(self) -> dict[str, Any]:
         """Options of a call: its adapter, and the values that it asks for."""
-        draw, given = self.random, dict[str, Any](return_logprob=True, **self.adapter())
+        draw = self.random
+        given: dict[str, Any] = {"return_logprob": True, "lora_path": draw.choice(_CHOICES)}
         if draw.random() < 0.3:
             given["top_logprobs_num"] = draw.randint(1, 20)
         if draw.random() < 0.2:
@@ -101,9 +98,6 @@ class Questions:
         if draw.random() < 0.2:
             given["return_sampling_mask"] = True
         return given
-
-    def adapter(self) -> dict[str, Any]:
-        return {"lora_path": self.random.choice((None, *ADAPTERS))}
 
 
 @dataclass
@@ -119,7 +113,6 @@ class Load:
     """Calls of a pool from many threads, and their results.
 
     Attributes:
-        scored: Every scored text in the form of an output, with the score's result.
         faults: Results of one call that contradict each other.
         calls: How many of each kind.
         exceptions: How many calls raised it, by message.
@@ -130,7 +123,6 @@ class Load:
         self._pool, self._seed = pool, seed
         self._lock = threading.Lock()
         self.asked: list[Asked] = []
-        self.scored: list[tuple[Finished, dict[str, Any]]] = []
         self.faults: list[str] = []
         self.calls, self.exceptions = Counter[str](), Counter[str]()
         self.resumed = 0
@@ -139,16 +131,12 @@ class Load:
             "stream": self._stream,
             "timeout": self._timeout,
             "aborted": self._aborted,
-            "score": self._score,
-            "stop in a known text": self._again,
         }
 
     def run(self, outputs: int, callers: int) -> None:
         """Ask until so many outputs have ended."""
         number = 0
         while len(self.asked) < outputs and not self.exceptions:
-            if number % 4 == 0:
-                self._call("join late", self._late, Questions(f"{self._seed} {number}"))
             with ThreadPoolExecutor(callers) as executor:
                 for caller in range(4 * callers):
                     executor.submit(self._any_call, f"{self._seed} {number} {caller}")
@@ -239,62 +227,3 @@ class Load:
                 **options,
             )
         self._note(prompt, params, result, options)
-
-    def _score(self, questions: Questions) -> None:
-        lengths = [questions.random.randint(1, 60) for _ in range(3)]
-        pairs = [(questions.prompt(), questions.new_prompt(length)) for length in lengths]
-        prompts, continuations = map(list, zip(*pairs, strict=True))
-        of = questions.adapter()
-        results: Any = self._pool.score(input_ids=prompts, continuation_ids=continuations, **of)
-        with self._lock:
-            for (prompt, continuation), result in zip(pairs, results, strict=True):
-                given = {"output_ids": continuation, "meta_info": of}
-                self.scored.append((Finished(prompt, given), result))
-
-    def _again(self, questions: Questions) -> None:
-        """Ask a greedy prompt again, with a stop string from the middle of its text."""
-        with self._lock:
-            known = [one for one in self.asked[-200:] if not one.params["temperature"]]
-        if not known:
-            self._batch(questions)
-            return
-        one = questions.random.choice(known)
-        text = one.finished.result["text"]
-        start = questions.random.randrange(max(1, len(text)))
-        stop = text[start : start + questions.random.randint(3, 10)].replace("\ufffd", "")
-        params = one.params | {"stop": [stop or "a"], "n": 1}
-        prompt, options = one.finished.prompt, questions.options()
-        options["lora_path"] = one.adapter
-        [result] = self._pool.generate_all(input_ids=[prompt], sampling_params=params, **options)
-        self._note(prompt, params, result, options)
-
-    def _late(self, questions: Questions) -> None:
-        """Short prompts with long outputs on every engine, then longer prompts beside them. All the
-        tokens of these fit one step, and their pages do not. Half of them have a partial output."""
-        engines, of = len(self._pool.engines), questions.adapter()
-        always = {"temperature": 0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
-        (early, short, runs), (late, long, lasts) = _EARLY, _LATE
-        first = [questions.new_prompt(short) for _ in range(engines * early)]
-        then = [questions.new_prompt(long) for _ in range(engines * late)]
-        begun = [questions.new_prompt(long - 5) for _ in range(engines * late)]
-        parts = self._pool.generate_all(
-            input_ids=begun,
-            sampling_params=always | {"max_new_tokens": 5},
-            return_logprob=True,
-            **of,
-        )
-        for prompts, given in ((then, None), (begun, parts)):
-            with ThreadPoolExecutor(1) as executor:
-                running = executor.submit(self._whole, first, always | {"max_new_tokens": runs})
-                time.sleep(0.08)
-                self._whole(
-                    prompts, always | {"max_new_tokens": lasts}, partial_outputs=given, **of
-                )
-                running.result()
-
-    def _whole(self, prompts: list[list[int]], params: dict[str, Any], **options: Any) -> None:
-        results = self._pool.generate_all(
-            input_ids=prompts, sampling_params=params, return_logprob=True, **options
-        )
-        for prompt, result in zip(prompts, results, strict=True):
-            self._note(prompt, params, result, options)

@@ -4,25 +4,23 @@ The first line of standard input is a JSON object that says what to build. The a
 Every other line is a job. Its answer is a JSON object with what the run took. A job of "ceiling"
 steps is the device alone: one decode program, dispatched again and again.
 
-Setup: `kind`, `engines`, `model`, `server_args`; `hollow` (see `simulated.install`); of a pool,
-`max_decode_steps` and `limiter_slots`: how many engines run Python at once, 0 for all.
+Setup: `kind`, `engines`, `model`, `server_args`.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import os
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
 
 from benchmarks import simulated
-from enginepool.config import PoolConfig
-from enginepool.devices import resolve_devices
+from benchmarks.opening import upstreams_engine
 
 # How long an idle engine of upstream's sleeps. Without it the engine spins and starves others.
 _PARKED_SECONDS = 0.001
@@ -34,7 +32,7 @@ def main() -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr  # whatever else is printed is no answer
     setup = json.loads(sys.stdin.readline())
-    accelerator = simulated.install(hollow=setup.get("hollow", False))
+    accelerator = simulated.install()
     engines: _Engines = _Pool(setup) if setup["kind"] == "pool" else _Upstream(setup)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
@@ -50,11 +48,6 @@ class _Engines(Protocol):
 
     def flush(self) -> None: ...
 
-    def thread_seconds(self) -> tuple[float, float]:
-        """Processor time of a pool's engine threads, and the part of it that is steady decode.
-        Upstream's cannot be asked: 0."""
-        ...
-
     def decode_steps(self) -> tuple[int, int]:
         """Of a pool: steps of steady decode, and decode steps of upstream's own."""
         ...
@@ -65,20 +58,16 @@ def _run(
 ) -> dict[str, float]:
     engines.flush()
     accelerator.reset(job["step_ms"] / 1000)
-    threads, decoded = engines.thread_seconds(), engines.decode_steps()
+    decoded = engines.decode_steps()
     cpu = time.process_time()
     tokens = engines.generate(job)
     cpu = time.process_time() - cpu
-    thread, steady_thread = _since(threads, engines.thread_seconds())
-    steady, fallback = _since(decoded, engines.decode_steps())
+    steady, fallback = map(operator.sub, engines.decode_steps(), decoded)
     return {
         "tokens": tokens,
         "cpu_ms_per_step": 1000 * cpu / accelerator.steps,
-        "thread_ms_per_step": 1000 * thread / accelerator.steps,
-        "steady_ms_per_step": 1000 * steady_thread / max(1, steady),
         "fallback_share": fallback / max(1, steady + fallback),
         "busy_share": accelerator.busy_share(count),
-        "tokens_per_simulated_second": accelerator.tokens_per_second(tokens),
     }
 
 
@@ -86,22 +75,13 @@ class _Pool:
     def __init__(self, setup: dict[str, Any]) -> None:
         from enginepool import EnginePool
 
-        options = dict(setup["server_args"])
-        if "max_decode_steps" in setup:
-            options["max_decode_steps"] = setup["max_decode_steps"]
-        if "limiter_slots" in setup:
-            from enginepool.engine import pinned_engine
-            from enginepool.engine.gil_limiter import STEP_PATIENCE, Limiter
-
-            limiter = Limiter(setup["limiter_slots"] or sys.maxsize, STEP_PATIENCE)
-            pinned_engine.process_limiter = lambda: limiter
-        self._pool = EnginePool(setup["model"], devices=setup["engines"], **options).open()
-        self._workers = self._pool.runtime.workers
-        self._steady = [_timed(worker.scheduler.steady) for worker in self._workers]
+        self._pool = EnginePool(
+            setup["model"], devices=setup["engines"], **setup["server_args"]
+        ).open()
 
     def generate(self, job: dict[str, Any]) -> int:
         if steps := job.get("ceiling"):
-            worker = self._workers[0]
+            worker = self._pool.runtime.workers[0]
             worker.channel.run(lambda: _back_to_back(worker.scheduler, steps)).result()
             return steps
         prompts: dict[str, Any] = {"input_ids": job["prompts"], "sampling_params": job["params"]}
@@ -116,31 +96,10 @@ class _Pool:
     def flush(self) -> None:
         self._pool.flush_cache()
 
-    def thread_seconds(self) -> tuple[float, float]:
-        times = [worker.channel.run(time.thread_time) for worker in self._workers]
-        threads = sum(future.result() for future in times)
-        return threads, sum(seconds() for seconds in self._steady)  # after the last of its steps
-
     def decode_steps(self) -> tuple[int, int]:
         engines = self._pool.stats()["engines"]
         steady, fallback = ([e[key] for e in engines] for key in ("steady_steps", "fallback_steps"))
         return sum(steady), sum(fallback)
-
-
-def _timed(steady: Any) -> Callable[[], float]:
-    """Measure the processor time of steady decode. Returns a function that returns the seconds so
-    far."""
-    seconds, run = 0.0, steady.run
-
-    def timed(batch: Any) -> bool:
-        nonlocal seconds
-        began = time.thread_time()
-        decoded: bool = run(batch)
-        seconds += decoded * (time.thread_time() - began)
-        return decoded
-
-    steady.run = timed
-    return lambda: seconds
 
 
 def _back_to_back(scheduler: Any, steps: int) -> None:
@@ -170,10 +129,10 @@ class _Upstream:
     """Upstream's engine in its default, on a thread of its own, which runs its event loop."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        config = PoolConfig(setup["model"], server_args=setup["server_args"])
-        [[device]] = resolve_devices(1, 1)
         self._thread = ThreadPoolExecutor(1)
-        self._engine = self._thread.submit(_engine, config, device.platform).result()
+        made = self._thread.submit(upstreams_engine, setup["model"], setup["server_args"])
+        self._engine = made.result()
+        self._engine.scheduler_info["scheduler"].on_idle = lambda: time.sleep(_PARKED_SECONDS)
 
     def generate(self, job: dict[str, Any]) -> int:
         generate, prompts = self._engine.generate, job["prompts"]
@@ -183,26 +142,8 @@ class _Upstream:
     def flush(self) -> None:
         self._thread.submit(self._engine.flush_cache).result()
 
-    def thread_seconds(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
     def decode_steps(self) -> tuple[int, int]:
         return 0, 0
-
-
-def _engine(config: PoolConfig, platform: str) -> Any:
-    from sgl_jax.srt.entrypoints.engine import Engine
-
-    # The options that the pool gives its engines, except for compilation and overlap scheduling.
-    args = config.for_engine(platform, [0]) | {"disable_precompile": False}
-    engine = Engine(**args | {"disable_overlap_schedule": False})
-    scheduler: Any = engine.scheduler_info["scheduler"]
-    scheduler.on_idle = lambda: time.sleep(_PARKED_SECONDS)
-    return engine
-
-
-def _since(before: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any]:
-    return now[0] - before[0], now[1] - before[1]
 
 
 if __name__ == "__main__":

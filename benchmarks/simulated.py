@@ -70,23 +70,17 @@ class Accelerator:
         steps, nanoseconds = self._read()
         return steps * self.step_seconds / (engines * 1e-9 * nanoseconds) if steps else 0.0
 
-    def tokens_per_second(self, tokens: int) -> float:
-        """Of simulated time: at most the requests of a batch over the step time."""
-        slept = self.steps * self.step_seconds
-        return tokens / slept if slept else 0.0
-
     def _read(self) -> tuple[int, int]:
         out = (ctypes.c_int64 * 2)()
         self._library.accelerator_read(out)
         return out[0], out[1]
 
 
-def install(*, hollow: bool = False) -> Accelerator:
+def install() -> Accelerator:
     """Have engines that are built from now on take time for a step. Once in a process.
 
-    Args:
-        hollow: Layers and attention leave the CPU alone. Every weight and KV buffer stays an
-            argument and a result of the step. Ids then mean nothing. For Qwen3.
+    Layers and attention of a Qwen3 leave the CPU alone. Every weight and KV buffer stays an
+    argument and a result of the step. Ids then mean nothing.
 
     Raises:
         SystemExit: The host has no C++ compiler, or it fails.
@@ -108,8 +102,7 @@ def install(*, hollow: bool = False) -> Accelerator:
         )
 
     LogitsProcessor._get_logits = slow
-    if hollow:
-        _hollow_out()
+    _hollow_out()
     return Accelerator(library)
 
 

@@ -15,7 +15,7 @@ import sys
 from benchmarks import simulated
 
 # Not in a function: upstream's scheduler is another process, which imports the main module again.
-simulated.install(hollow=True).reset(float(os.environ["SIMULATED_STEP_MS"]) / 1000)
+simulated.install().reset(float(os.environ["SIMULATED_STEP_MS"]) / 1000)
 
 
 if __name__ == "__main__":

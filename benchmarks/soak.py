@@ -6,9 +6,8 @@
 
 Callers share prompts, time out, leave, abort and close their streams. Most name one of three
 adapters, for which there are two slots, and which are replaced in every mode and unloaded. Some
-give a stop string that the model spells in more tokens than the tokenizer does. With faults, some
-send a prompt without finite numbers, and now and then a step breaks during a swap. `max_restarts`
-is raised for the run.
+give a stop string that the model spells in more tokens than the tokenizer does. `max_restarts` is
+raised for the run.
 
 Exits with 1 unless:
 - every prompt has one answer, with the tokens that its versions of weights and adapter give in a
@@ -23,6 +22,7 @@ Exits with 1 unless:
 from __future__ import annotations
 
 import argparse
+import collections
 import random
 import sys
 import tempfile
@@ -34,38 +34,36 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from benchmarks.command import arguments, plain, write_json
+from benchmarks.fuzz_law import Law
 from benchmarks.injector import STEP_TIMEOUT, Injector
+from benchmarks.merges import VOCABULARY
 from benchmarks.micro_pool import (
     ADAPTED,
-    ADAPTERS,
-    chunks_beside_others,
     left_over,
     server_args,
-    spoil,
     two_models,
     write_adapters,
 )
 from benchmarks.soak_adapters import Adapters
 from benchmarks.soak_checks import (
     as_text,
-    check_end,
-    check_stop,
+    check_early_end,
+    check_modes,
     device_bytes,
-    early_ends,
     mixed_prompt,
     process,
-    recoveries,
-    stopped_at,
     unexplained,
     verifiable,
 )
 from benchmarks.soak_load import Callers
 from benchmarks.soak_swaps import Swaps
-from benchmarks.span_checks import check_spans, check_tokens
+from benchmarks.span_checks import Finished, check_spans, check_tokens
 from enginepool import EnginePool, EnginePoolError
+from enginepool.toy.files import END_ID
 from tests.support import faults
 
 _LULL_EVERY = 3.0  # seconds, at most, from one to the next
@@ -92,14 +90,12 @@ class Soak:
     ) -> None:
         self._adapters, self._args, self._injector = adapters, args, injector
         faulty = bool(args.faults_per_minute)
-        self._swaps = Swaps(pool, adapters.models, args.seed, injector if faulty else None)
+        self._swaps = Swaps(pool, adapters.models, args.seed, may_fail=faulty)
         self._random = random.Random(args.seed)
-        rng = random.Random(f"callers {args.seed}")
-        self._callers = Callers(pool, rng, ADAPTERS, bad=faulty)
+        self._callers = Callers(pool, random.Random(f"callers {args.seed}"))
         self._running = True
         self._lull = False
         self._in_call = 0
-        self._interrupted = 0
         self.violations: list[str] = []
 
     def run(self) -> None:
@@ -113,7 +109,7 @@ class Soak:
                 else:
                     self._callers.call_from_this_thread()
             except KeyboardInterrupt:
-                self._interrupted += 1
+                continue
             except EnginePoolError as error:
                 self.violations.append(f"a call raised {error!r}")
         load.join()
@@ -179,16 +175,15 @@ class Soak:
         if not self._args.faults_per_minute:
             self.violations += [f"an adapter: {said}" for said in self._adapters.refused]
         tokenizer: Any = AutoTokenizer.from_pretrained(self._adapters.models[0])
+        law = Law(tokenizer, {END_ID}, from_tokenizer(tokenizer, n_vocab=VOCABULARY))
         self.violations += self._callers.violations + self._swaps.violations
         for answer in answers:
-            finished, wanted = answer.finished, answer.wanted
-            found = check_spans(finished)
-            if answer.stop is not None:
-                at = stopped_at(finished, answer.stop, tokenizer)
-                found += check_stop(finished, answer.stop, at, tokenizer)
-                wanted = at or wanted
-            modes = self._swaps.mode_of, self._adapters.mode_of
-            found += check_end(finished, wanted, answer.may_end, *modes)
+            finished, modes = answer.finished, (self._swaps.mode_of, self._adapters.mode_of)
+            found = check_spans(finished) + check_modes(finished, *modes)
+            if finished.reason["type"] == "abort":
+                found += check_early_end(finished, answer.may_end)
+            else:
+                found += law.faults(finished, answer.params)
             self.violations += found
             if mixed_prompt(finished, self._args.page_size, self._adapters.mode_of):
                 mixed += 1
@@ -196,30 +191,23 @@ class Soak:
                 trusted.append(verifiable(finished, *modes))
         compared = check_tokens(trusted, self._adapters.model_of)
         self.violations += [f"{text}; modes {self._swaps.mode_of}" for text in compared.violations]
-        cached = [answer.finished.result["meta_info"]["cached_tokens"] for answer in answers]
         return {
             "faults": dict(self._injector.counts),
             "calls": dict(self._callers.calls),
             "requests answered": len(answers),
             "of them with adapters": sum(answer.finished.adapter is not None for answer in answers),
-            "of them with tokens from the prefix cache": sum(map(bool, cached)),
-            "tokens from prefix caches": sum(cached),
             "tokens": sum(len(answer.finished.output) for answer in answers),
             "tokens compared": compared.tokens,
             "ties": compared.ties,
             "prompts that a swap in place fell into, not compared": mixed,
-            **early_ends([answer.finished.reason for answer in answers]),
-            "calls that their callers left": self._callers.left,
-            "prompts without finite numbers, ended so": self._callers.not_finite,
-            "streams that the tokenizer broke": self._callers.broken_streams,
-            "calls ended by Control-C": self._interrupted,
-            "pauses": self._swaps.pauses,
+            "ended": dict(collections.Counter(_reason(answer.finished) for answer in answers)),
             "swaps": len(self._swaps.mode_of) - 1,
             "adapters loaded": sum(map(len, self._adapters.mode_of.values())),
-            "adapters unloaded": self._adapters.unloads,
-            "swaps refused": self._swaps.refused + len(self._adapters.refused),
-            "drains refused beside a pause": self._swaps.refused_paused,
         }
+
+
+def _reason(finished: Finished) -> str:
+    return finished.reason.get("err_type", finished.reason["type"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -231,13 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         **ADAPTED,
     }
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        models = [spoil(model) for model in two_models(Path(folder))]
+        models = two_models(Path(folder))
         folders = write_adapters(Path(folder), 2, models)
         with EnginePool(str(models[0]), devices=args.engines, **options) as pool:
             pool.generate_all(input_ids=[[1]] * args.requests)
             pool.update_weights(models[0], weight_version=0)
             before, used = process(), device_bytes(pool)
-            with faults.refusing_devices() as refusing, chunks_beside_others() as chunked:
+            with faults.refusing_devices() as refusing:
                 injector = Injector(pool, random.Random(f"faults {args.seed}"), refusing)
                 adapters = Adapters(pool, models, folders, args.seed)
                 soak = Soak(pool, adapters, args, injector)
@@ -250,12 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     violations += [f"{k}: {before[k]} became {after[k]}" for k in before if before[k] != after[k]]
     if abs(share - 1) > 0.02:
         violations.append(f"device memory is {share:.3f} of what it was")
-    report |= {
-        "prompts in chunks while others decoded": len(chunked),
-        **recoveries(events),
-        "device memory, end over start": share,
-        "violations": len(violations),
-    }
+    report |= {"device memory, end over start": share, "violations": len(violations)}
     plain(["what", "how many"], [[key, as_text(value)] for key, value in report.items()])
     print("\n".join(violations[:20]))
     write_json(args, **report | {"violations": violations})

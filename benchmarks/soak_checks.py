@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,26 +24,23 @@ type Modes = Mapping[int, str]
 type AdapterModes = Mapping[str, Modes]
 
 
-def check_end(
-    finished: Finished,
-    wanted: int,
-    may_end: Sequence[str],
-    mode_of: Modes,
-    adapters: AdapterModes | None = None,
-) -> list[str]:
-    """What is wrong with a request's end and with its versions.
+def check_early_end(finished: Finished, may_end: Sequence[str]) -> list[str]:
+    """What is wrong with the reason of a request that was ended early.
 
     Args:
-        wanted: Tokens.
-        may_end: The messages with which the request may have been ended early.
+        may_end: The messages with which it may have been.
     """
-    kind, length = finished.reason["type"], len(finished.output)
+    reason = finished.reason
+    if reason.get("err_type") == "tokenizer" or reason.get("message") in may_end:
+        return []
+    return [f"{finished}: {reason}"]
+
+
+def check_modes(
+    finished: Finished, mode_of: Modes, adapters: AdapterModes | None = None
+) -> list[str]:
+    """Whether the output has several versions only where the modes of the updates allow it."""
     found = []
-    if kind == "abort" and finished.reason.get("err_type") != "tokenizer":
-        if finished.reason.get("message") not in may_end:
-            found.append(f"{finished}: {finished.reason}")
-    elif length != wanted:
-        found.append(f"{finished}: {length} tokens of {wanted}, {finished.reason}")
     for spans, of in _both(finished, mode_of, adapters or {}):
         modes = _passed(spans[0], spans[-1], of) if spans else set()
         if not modes.issubset(_MIXING):
@@ -68,43 +64,6 @@ def _both(
 def _passed(first: list[Any], last: list[Any], mode_of: Modes) -> set[str]:
     """The modes of the updates between two spans."""
     return {mode for version, mode in mode_of.items() if first[2] < version <= last[2]}
-
-
-def stopped_at(finished: Finished, stop: str, tokenizer: Any) -> int | None:
-    """The number of tokens after which an output has a stop string; None without it."""
-    output = finished.output
-    return next(
-        (n for n in range(1, len(output) + 1) if stop in _text(output[:n], tokenizer)), None
-    )
-
-
-def check_stop(finished: Finished, stop: str, at: int | None, tokenizer: Any) -> list[str]:
-    """What is wrong where text, ids and log-probabilities should end at a stop string.
-
-    Args:
-        at: See `stopped_at`.
-    """
-    output, reason, found = finished.output, finished.reason, []
-    if at is not None and at < len(output):
-        found.append(f"said {stop!r} with token {at} of {len(output)}")
-    by_string = reason["type"] == "stop" and reason["matched"] == stop
-    if reason["type"] != "abort" and by_string != (at is not None):
-        found.append(f"ended as {reason}, and said {stop!r} with token {at} of {len(output)}")
-    entries = finished.result["meta_info"]["output_token_logprobs"]
-    if [token for _, token, _ in entries] != output:
-        found.append(f"{len(entries)} log-probabilities, not those of its {len(output)} tokens")
-    # An output that has ended early keeps its reason where the tokenizer fails on it.
-    unread = reason["type"] == "abort" and not finished.result["text"]
-    if reason.get("err_type") != "tokenizer" and not unread:
-        text, _, _ = _text(output, tokenizer).partition(stop)
-        if finished.result["text"] != text:
-            found.append(f"says {finished.result['text']!r}, its ids {text!r}")
-    return [f"{finished}, stop {stop!r}: {text}" for text in found]
-
-
-def _text(ids: list[int], tokenizer: Any) -> str:
-    """Without special tokens, as callers get it by default."""
-    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def verifiable(
@@ -164,33 +123,6 @@ def process() -> dict[str, Any]:
 def device_bytes(pool: EnginePool) -> int:
     gc.collect()
     return pool.stats()["memory"]["sum"]["bytes_in_use"]
-
-
-def recoveries(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many engines came back by a reset or a rebuild, and after how many milliseconds."""
-    down: dict[int, float] = {}
-    seconds: dict[str, list[float]] = {"reset": [], "rebuild": []}
-    for event in events:
-        if event["event"] == "engine_quarantined":
-            down.setdefault(event["engine"], event["time"])
-        elif event["event"] == "engine_recovered" and event["engine"] in down:
-            seconds[event["by"]].append(event["time"] - down.pop(event["engine"]))
-    return {f"engines back by {by}": len(times) for by, times in seconds.items()} | {
-        f"median ms until then, by {by}": 1000 * statistics.median(times)
-        for by, times in seconds.items()
-        if times
-    }
-
-
-def early_ends(reasons: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """How many outputs ended early, by reason."""
-    kinds = [reason.get("err_type", reason["type"]) for reason in reasons]
-    return {
-        "outputs ended by a stop string": kinds.count("stop"),
-        "ended by timeouts": kinds.count("timeout"),
-        "ended by aborts, of calls, swaps and pauses": kinds.count("cancelled"),
-        "outputs that the tokenizer failed on": kinds.count("tokenizer"),
-    }
 
 
 def as_text(value: Any) -> Any:

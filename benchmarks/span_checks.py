@@ -103,12 +103,13 @@ def _check_spans(finished: Finished, spans: list[list[Any]]) -> list[str]:
 
 
 def check_tokens(
-    outputs: Sequence[Finished], model_of: Callable[[int, int | None], Path]
+    outputs: Sequence[Finished], model_of: Callable[[int, int | None], Path], rows: int = ROWS
 ) -> Compared:
     """Whether every token is the best one after those before it, by the weights of its span.
 
     Args:
         model_of: The weights that a version and a version of an adapter make.
+        rows: How many outputs the reference computes at a time.
     """
     compared = Compared()
     by_model: dict[Path, dict[Finished, list[range]]] = {}
@@ -117,8 +118,8 @@ def check_tokens(
             mine = by_model.setdefault(model_of(version, adapter), {})
             mine.setdefault(finished, []).append(range(start, end))
     for model, mine in by_model.items():
-        for block in itertools.batched(mine, ROWS):
-            for finished, logits in zip(block, output_logits(model, block), strict=True):
+        for block in itertools.batched(mine, rows):
+            for finished, logits in zip(block, output_logits(model, block, rows), strict=True):
                 for steps in mine[finished]:
                     _compare(finished, logits, steps, model, compared)
     return compared
@@ -141,10 +142,10 @@ def _compare(
             return  # later tokens of this span depend on this one
 
 
-def output_logits(model: Path, block: Sequence[Finished]) -> list[np.ndarray]:
-    """The reference's logits for each output token, of up to `ROWS` requests."""
+def output_logits(model: Path, block: Sequence[Finished], rows: int = ROWS) -> list[np.ndarray]:
+    """The reference's logits for each output token, of up to so many requests."""
     longest = max(len(finished.prompt) + len(finished.output) for finished in block)
-    ids = np.zeros((ROWS, -(-longest // _PAD_TO) * _PAD_TO), np.int32)
+    ids = np.zeros((rows, -(-longest // _PAD_TO) * _PAD_TO), np.int32)
     for row, finished in enumerate(block):
         sequence = finished.prompt + finished.output
         ids[row, : len(sequence)] = sequence

@@ -29,7 +29,7 @@ _HEADERS += ["decode meanwhile", "beside plain JAX"]
 
 def measure(args: argparse.Namespace, devices: Sequence[jax.Device], other: jax.Device) -> None:
     """Print and write the host's time a leaf and engine, for every source."""
-    accelerator = simulated.install(hollow=True)
+    accelerator = simulated.install()
     config = _config(args.leaves)
     leaves = len(parameter_shapes(config))
     rows = []
