@@ -35,7 +35,6 @@ class Adapters:
         self._pool, self._folders = pool, folders
         self._random = random.Random(f"adapters {seed}")
         self.mode_of: dict[str, dict[int, str]] = {name: {} for name in ADAPTERS}
-        self.unloads = 0
         self.refused: list[str] = []
 
     async def change(self, running: Callable[[], bool]) -> None:
@@ -45,7 +44,6 @@ class Adapters:
             name, number = draw.choice(ADAPTERS), number + 1
             if name in self._pool.stats()["lora_adapters"] and draw.random() < _UNLOADED:
                 await self._pool.async_unload_lora_adapter(name)
-                self.unloads += 1
             mode: Any = draw.choice(_MODES)
             self.mode_of[name][number] = mode  # an output may have it before the call returns
             try:
