@@ -14,6 +14,8 @@ from enginepool import EnginePool
 from enginepool.doctor.first_run.checklist import Finding
 
 _LENGTHS, _SMALL_LENGTHS = (7, 33, 64, 120, 5, 90, 17, 200), (7, 3, 20, 12)
+# Of the reference: one output at a time, because a real vocabulary's logits are large; one program.
+_SHAPE = 1, 256
 # The largest error of a log-probability. On CPU it stays below a tenth of this.
 _LARGEST_ERROR = 1e-3
 
@@ -35,10 +37,9 @@ def float32(job: dict[str, Any], server_args: dict[str, Any], found: Finding) ->
             return_logprob=True,
         )
         outputs = [Finished(*pair) for pair in zip(prompts, results, strict=True)]
-        # One at a time, because a real vocabulary's logits are large.
-        compared = check_tokens(outputs, lambda *_: model, rows=1)
+        compared = check_tokens(outputs, lambda *_: model, _SHAPE)
         for one in outputs:
-            [logits] = output_logits(model, [one], rows=1)
+            [logits] = output_logits(model, [one], _SHAPE)
             values = jax.nn.log_softmax(logits)[np.arange(count), np.array(one.output)]
             entries = one.result["meta_info"]["output_token_logprobs"]
             errors += map(float, np.abs(values - np.array([value for value, *_ in entries])))

@@ -17,7 +17,7 @@ from benchmarks.synthetic import read_model
 from enginepool.toy.model import forward
 
 ROWS = 16
-_PAD_TO = 64  # few shapes, few compilations
+SHAPE = ROWS, 64  # few shapes, few compilations
 # Where the best two logits are closer than this, either token is right: rounding decides.
 NEAR_TIE = 1e-3
 
@@ -103,13 +103,16 @@ def _check_spans(finished: Finished, spans: list[list[Any]]) -> list[str]:
 
 
 def check_tokens(
-    outputs: Sequence[Finished], model_of: Callable[[int, int | None], Path], rows: int = ROWS
+    outputs: Sequence[Finished],
+    model_of: Callable[[int, int | None], Path],
+    shape: tuple[int, int] = SHAPE,
 ) -> Compared:
     """Whether every token is the best one after those before it, by the weights of its span.
 
     Args:
         model_of: The weights that a version and a version of an adapter make.
-        rows: How many outputs the reference computes at a time.
+        shape: How many outputs the reference computes at a time, padded to a multiple of how many
+            tokens.
     """
     compared = Compared()
     by_model: dict[Path, dict[Finished, list[range]]] = {}
@@ -118,8 +121,8 @@ def check_tokens(
             mine = by_model.setdefault(model_of(version, adapter), {})
             mine.setdefault(finished, []).append(range(start, end))
     for model, mine in by_model.items():
-        for block in itertools.batched(mine, rows):
-            for finished, logits in zip(block, output_logits(model, block, rows), strict=True):
+        for block in itertools.batched(mine, shape[0]):
+            for finished, logits in zip(block, output_logits(model, block, shape), strict=True):
                 for steps in mine[finished]:
                     _compare(finished, logits, steps, model, compared)
     return compared
@@ -142,10 +145,17 @@ def _compare(
             return  # later tokens of this span depend on this one
 
 
-def output_logits(model: Path, block: Sequence[Finished], rows: int = ROWS) -> list[np.ndarray]:
-    """The reference's logits for each output token, of up to so many requests."""
+def output_logits(
+    model: Path, block: Sequence[Finished], shape: tuple[int, int] = SHAPE
+) -> list[np.ndarray]:
+    """The reference's logits for each output token of these requests.
+
+    Args:
+        shape: See `check_tokens`.
+    """
+    rows, pad_to = shape
     longest = max(len(finished.prompt) + len(finished.output) for finished in block)
-    ids = np.zeros((rows, -(-longest // _PAD_TO) * _PAD_TO), np.int32)
+    ids = np.zeros((rows, -(-longest // pad_to) * pad_to), np.int32)
     for row, finished in enumerate(block):
         sequence = finished.prompt + finished.output
         ids[row, : len(sequence)] = sequence
