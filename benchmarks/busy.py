@@ -22,8 +22,9 @@ Workloads:
   masks     sampled, with the sampling mask of every token (upstream's have none)
   grammars  decode, with a regular expression for every output (without upstream)
 
-"Fell back" is the share of a pool's decode steps that upstream's loop ran. `host_cost` says where
-the processor time of a step goes.
+"Thread" is the processor time of an engine's thread for a step. It includes prefill, admission and
+the ends of requests. "Of a steady step" is the part that steady decode takes. "Fell back" is the
+share of a pool's decode steps that upstream's loop ran.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print(f"{title}, on {CORES} cores:", flush=True)
     plain(
         [
-            *("engines", "step ms", "", "busy", "of each round", "tokens/s", "CPU ms a step"),
-            "fell back",
+            *("engines", "step ms", "", "busy", "of each round", "tokens/s"),
+            *("thread ms a step", "of a steady step", "CPU ms a step", "fell back"),
         ],
         [
             [
@@ -163,6 +164,8 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 f"{100 * row['busy_share']:.1f} %",
                 " ".join(f"{100 * share:.1f}" for share in row["spread"]),
                 f"{row['tokens_per_sec']:,.0f}" if row["name"] != "ceiling" else "",
+                f"{row['thread_ms_per_step']:.2f}" if row["thread_ms_per_step"] else "",
+                f"{row['steady_ms_per_step']:.2f}" if row["steady_ms_per_step"] else "",
                 f"{row['cpu_ms_per_step']:.2f}",
                 f"{100 * row['fallback_share']:.1f} %" if row["name"] == "pool" else "",
             ]

@@ -8,8 +8,8 @@ Qwen3-0.6B's shape and random weights, which are written first; nothing is downl
 after the other, the most important first. Each has its own process and time limit:
 
 - exact: greedy ids and log-probabilities in float32 against plain JAX;
-- pool: start, tokens/s, new weights beside plain JAX, memory, and last the device's busy share by
-  JAX's profiler;
+- pool: start, tokens/s, new weights beside plain JAX, memory, bfloat16 against float32, a failed
+  step, the KV cache released and made again, and last the device's busy share by JAX's profiler;
 - single, default: upstream's Engine with overlap scheduling, in one process, and in processes as it
   starts them, into which the profiler cannot look;
 - all: a pool on all devices, if there are several.
@@ -142,9 +142,12 @@ def _rows(results: _Results) -> list[list[str]]:
     rows.append(row("device busy in decode, %", "busy", "percent"))
     rows.append(alone("float32: outputs that are not the reference's", "exact", "wrong", "{}"))
     rows.append(alone("float32: largest error of a log-probability", "exact", "largest_error"))
+    rows.append(alone("bfloat16: mean error of a log-probability", "pool_bfloat16", "mean_error"))
     for source, swap in results.seen("pool_swaps").get("sources", {}).items():
         both = f"{swap['gb_per_second']:.2f} (plain JAX {swap['plain_gb_per_second']:.2f})"
         rows.append([f"new weights, {source}, GB/s", both, "", ""])
+    rows.append(alone("failed step to serving, s", "pool_fault", "seconds"))
+    rows.append(alone("KV cache made again, s", "pool_kv", "resume_seconds"))
     rows.append(alone("memory in use, GB", "pool_memory", "gb"))
     if results.seen("all_decode"):
         rows.append(alone("all devices: decode, tokens/s", "all_decode", "tokens_per_second"))

@@ -68,6 +68,9 @@ def _pool(job: Job, checklist: Checklist) -> None:
         if name == "pool":
             checklist.run("pool_swaps", partial(_swaps, job, pool))
             checklist.run("pool_memory", partial(_memory, pool))
+            checklist.run("pool_bfloat16", partial(_bfloat16, job, pool))
+            checklist.run("pool_fault", partial(_fault, job, pool))
+            checklist.run("pool_kv", partial(_kv, job, pool))
             checklist.run("pool_busy", partial(_busy, job, pool.generate_all))
 
 
@@ -147,6 +150,51 @@ def _memory(pool: Any, found: Finding) -> None:
     found.seen["gb"] = found.seen["sum"]["bytes_in_use"] / 1e9
 
 
+def _bfloat16(job: Job, pool: Any, found: Finding) -> None:
+    """How far bfloat16's log-probabilities are from float32's. Other ids are no error."""
+    import jax
+
+    from benchmarks.device_exact import compare
+
+    with jax.default_matmul_precision("highest"):  # of the reference on this thread
+        compare(job, pool, found)
+
+
+def _fault(job: Job, pool: Any, found: Finding) -> None:
+    """A step raises. The engine must serve again, and every prompt must have its whole answer."""
+    before, events = _answers(job, pool), len(pool.events())
+    program = pool.runtime.workers[0].scheduler.steady.program
+
+    def fail(*_: Any, **__: Any) -> None:
+        del program.step  # once
+        raise RuntimeError("a step of the benchmark fails")
+
+    program.step = fail
+    after = _answers(job, pool)
+    down, *_, up = pool.events()[events:]
+    found.seen |= {"seconds": up["time"] - down["time"], "by": up.get("by")}
+    found.expect(up["event"] == "engine_recovered", f"the last event is {up['event']}")
+    found.expect(list(map(len, after)) == list(map(len, before)), "an answer is not whole")
+
+
+def _kv(job: Job, pool: Any, found: Finding) -> None:
+    """The KV cache is released and made again. The outputs must be those of before."""
+    before, sizes = _answers(job, pool), list[int]()
+    for name in ("release", "resume"):
+        change = getattr(pool, f"{name}_memory_occupation")
+        found.seen[f"{name}_seconds"] = _seconds(lambda run=change: sizes.append(run()))
+    released, resumed = sizes
+    found.seen["gb"] = released / 1e9
+    found.expect(resumed == released > 0, f"{released} bytes were released, {resumed} made again")
+    found.expect(_answers(job, pool) == before, "the outputs differ")
+
+
+def _answers(job: Job, pool: Any) -> list[list[int]]:
+    prompts, params = _requests(job, "decode", 1)
+    pool.flush_cache()
+    return [r["output_ids"] for r in pool.generate_all(input_ids=prompts, sampling_params=params)]
+
+
 def _busy(job: Job, generate: Callable[..., Any], found: Finding) -> None:
     """The device's busy share in decode. Last: a process was seen to end under the profiler."""
     from benchmarks.device_busy import busy_share
@@ -209,7 +257,7 @@ def _named(name: str, *checks: str) -> list[str]:
 _PARTS: dict[str, tuple[list[str], Callable[[Job, Checklist], None]]] = {
     "devices": (["devices"], _devices),
     "exact": (["exact"], _exact),
-    "pool": (_named("pool", "swaps", "memory", "busy"), _pool),
+    "pool": (_named("pool", "swaps", "memory", "bfloat16", "fault", "kv", "busy"), _pool),
     "single": (_named("single", "busy"), _upstream),
     "default": (_named("default"), _upstream),
     "all": (_named("all"), _pool),

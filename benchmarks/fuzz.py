@@ -4,9 +4,9 @@
     python -m benchmarks.fuzz --outputs 2000 --page-size 128 --tp-size 2 --engines 2 --seed 7
 
 The calls have temperatures, top-k, top-p, min-p, penalties, `min_new_tokens`, grammars, samples,
-stop ids and stop strings, seeds, shared prefixes, prompts in chunks, and streams. Many name one of
-three adapters, for which there are two slots. Outputs that timed out or were aborted are resumed
-from what they have. Requests join batches that decode.
+stop ids and stop strings, seeds, shared prefixes, prompts in chunks, streams and scores. Many name
+one of three adapters, for which there are two slots. Outputs that timed out or were aborted are
+resumed from what they have. Requests join batches that decode.
 
 Each output is compared with a plain JAX forward pass along it. Its tokens must be possible under
 its parameters, and the best ones where these are greedy. Its log-probabilities must be those of the
@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
@@ -33,10 +34,11 @@ from benchmarks.fuzz_law import Law
 from benchmarks.fuzz_load import CHUNK, ENDS, VOCABULARY, Load, fuzz_model
 from benchmarks.micro_pool import ADAPTED, ADAPTERS, left_over, write_adapters
 from benchmarks.soak_checks import FAILED
-from benchmarks.span_checks import ROWS, output_logits
+from benchmarks.span_checks import ROWS, output_logits, output_logprobs
 from enginepool import EnginePool
 
 _SLOTS = 16
+_NEAR = 1e-4
 _SHOWN = 20
 
 
@@ -71,7 +73,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(models: Mapping[str | None, Path], load: Load) -> list[str]:
-    """What is wrong with the outputs, by the reference.
+    """What is wrong with the outputs and the scores, by the reference.
 
     Args:
         models: By adapter, the weights that it makes.
@@ -89,6 +91,11 @@ def check(models: Mapping[str | None, Path], load: Load) -> list[str]:
                 found += law.faults(one.finished, one.params, rows)
                 if one.finished.adapter != adapter:
                     found.append(f"{one.finished} is of {one.finished.adapter}, not of {adapter}")
+        scored = [one for one in load.scored if one.adapter == adapter]
+        for block in itertools.batched(scored, ROWS):
+            for one, values in zip(block, output_logprobs(model, block), strict=True):
+                if np.abs(np.array(one.result["logprobs"]) - values).max() > _NEAR:
+                    found.append(f"a score after {one.prompt}: {one.result}, {values}")
     return found
 
 
@@ -120,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tokens": sum(len(one.output) for one in finished),
         "ended": dict(collections.Counter(one.reason["type"] for one in finished)),
         "outputs that went on from a part": load.resumed,
+        "scores": len(load.scored),
         "calls": dict(load.calls),
         "faults": len(faults),
     }

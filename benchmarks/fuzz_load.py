@@ -33,6 +33,8 @@ _CHOICES = (None, *ADAPTERS)
 _SHARED = [97 + i % 7 for i in range(40)]
 # Tokens of a prefill. Longer prompts are prefilled in chunks.
 CHUNK = 256
+_EARLY, _LATE = (9, 8, 110), (6, 33, 40)  # requests, tokens of a prompt, of an output
+_GREEDY: dict[str, Any] = {"temperature": 0, "top_k": -1, "top_p": 1.0, "min_p": 0.0}
 
 
 def fuzz_model(folder: Path, tp_size: int) -> Path:
@@ -57,8 +59,11 @@ class Questions:
     def new_prompt(self) -> list[int]:
         draw = self.random
         length = draw.randint(CHUNK, CHUNK + 60) if draw.random() < 0.04 else draw.randint(1, 48)
-        own = draw.choices(range(32, 127), k=length)
+        own = self.text(length)
         return _SHARED + own if draw.random() < 0.3 else own
+
+    def text(self, length: int) -> list[int]:
+        return self.random.choices(range(32, 127), k=length)
 
     def params(self) -> dict[str, Any]:
         draw = self.random
@@ -90,7 +95,7 @@ class Questions:
     def options(self) -> dict[str, Any]:
         """Options of a call: its adapter, and the values that it asks for."""
         draw = self.random
-        given: dict[str, Any] = {"return_logprob": True, "lora_path": draw.choice(_CHOICES)}
+        given: dict[str, Any] = {"return_logprob": True, **self.adapter()}
         if draw.random() < 0.3:
             given["top_logprobs_num"] = draw.randint(1, 20)
         if draw.random() < 0.2:
@@ -98,6 +103,9 @@ class Questions:
         if draw.random() < 0.2:
             given["return_sampling_mask"] = True
         return given
+
+    def adapter(self) -> dict[str, Any]:
+        return {"lora_path": self.random.choice(_CHOICES)}
 
 
 @dataclass
@@ -113,6 +121,7 @@ class Load:
     """Calls of a pool from many threads, and their results.
 
     Attributes:
+        scored: Every scored text in the form of an output, with the score's result.
         faults: Results of one call that contradict each other.
         calls: How many of each kind.
         exceptions: How many calls raised it, by message.
@@ -123,6 +132,7 @@ class Load:
         self._pool, self._seed = pool, seed
         self._lock = threading.Lock()
         self.asked: list[Asked] = []
+        self.scored: list[Finished] = []
         self.faults: list[str] = []
         self.calls, self.exceptions = Counter[str](), Counter[str]()
         self.resumed = 0
@@ -131,12 +141,16 @@ class Load:
             "stream": self._stream,
             "timeout": self._timeout,
             "aborted": self._aborted,
+            "score": self._score,
+            "stop in a known text": self._again,
         }
 
     def run(self, outputs: int, callers: int) -> None:
         """Ask until so many outputs have ended."""
         number = 0
         while len(self.asked) < outputs and not self.exceptions:
+            if number % 4 == 0:
+                self._call("join late", self._late, Questions(f"{self._seed} {number}"))
             with ThreadPoolExecutor(callers) as executor:
                 for caller in range(4 * callers):
                     executor.submit(self._any_call, f"{self._seed} {number} {caller}")
@@ -176,10 +190,16 @@ class Load:
         params = [questions.params() for _ in range(count)]
         if questions.random.random() < 0.5:
             params = [params[0] | {"n": questions.random.randint(1, 3)}] * count
+        self._ask(prompts, params, options)
+
+    def _ask(
+        self, prompts: list[list[int]], params: list[dict[str, Any]], options: dict[str, Any]
+    ) -> list[Any]:
         results = self._pool.generate_all(input_ids=prompts, sampling_params=params, **options)
         for result in results:
             index = result["meta_info"]["prompt_index"]
             self._note(prompts[index], params[index], result, options)
+        return results
 
     def _stream(self, questions: Questions) -> None:
         prompt, params, options = questions.prompt(), questions.params(), questions.options()
@@ -227,3 +247,46 @@ class Load:
                 **options,
             )
         self._note(prompt, params, result, options)
+
+    def _score(self, questions: Questions) -> None:
+        prompts = [questions.prompt() for _ in range(3)]
+        scored = [questions.text(questions.random.randint(1, 60)) for _ in prompts]
+        of = questions.adapter()
+        results: Any = self._pool.score(input_ids=prompts, continuation_ids=scored, **of)
+        with self._lock:
+            for prompt, ids, result in zip(prompts, scored, results, strict=True):
+                self.scored.append(Finished(prompt, result | {"output_ids": ids, "meta_info": of}))
+
+    def _again(self, questions: Questions) -> None:
+        """Ask a greedy prompt again, with a stop string from the middle of its text."""
+        with self._lock:
+            known = [one for one in self.asked[-200:] if not one.params["temperature"]]
+        if not known:
+            self._batch(questions)
+            return
+        one = questions.random.choice(known)
+        text = one.finished.result["text"]
+        start = questions.random.randrange(max(1, len(text)))
+        stop = text[start : start + questions.random.randint(3, 10)].replace("\ufffd", "")
+        params = one.params | {"stop": [stop or "a"], "n": 1}
+        self._ask([one.finished.prompt], [params], questions.options() | {"lora_path": one.adapter})
+
+    def _late(self, questions: Questions) -> None:
+        """Short prompts with long outputs on every engine, then longer prompts beside them. All the
+        tokens of these fit one step, and their pages do not. Half of them have a partial output."""
+        engines, of = len(self._pool.engines), questions.adapter()
+
+        def ask(prompts: list[list[int]], tokens: int, **options: Any) -> list[Any]:
+            params = _GREEDY | {"ignore_eos": True, "max_new_tokens": tokens}
+            return self._ask(prompts, [params] * len(prompts), {"return_logprob": True} | options)
+
+        (early, short, runs), (late, long, lasts) = _EARLY, _LATE
+        first = [questions.text(short) for _ in range(engines * early)]
+        then = [questions.text(long) for _ in range(engines * late)]
+        begun = [questions.text(long - 5) for _ in range(engines * late)]
+        for prompts, given in ((then, None), (begun, ask(begun, 5, **of))):
+            with ThreadPoolExecutor(1) as executor:
+                running = executor.submit(ask, first, runs)
+                time.sleep(0.08)
+                ask(prompts, lasts, partial_outputs=given, **of)
+                running.result()

@@ -7,10 +7,6 @@ that prefill `--batch` prompts of four tokens, for outputs of one token; and a f
 prefilled request joins whenever another ends. The table has medians. Those of the last run are per
 prefill, without the cost of decode steps. "GIL" is the processor time of the engine's thread, an
 upper bound of the time for which it holds the GIL. The last line is for a commit's message.
-
-With --lora the columns are decode steps of a larger model: of a pool without adapters, of a pool
-that could have them, and of that pool with eight adapters and the base in the batch. The line below
-says how much more the others cost than the first.
 """
 
 from __future__ import annotations
@@ -24,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import arguments, plain, write_json
-from benchmarks.synthetic import micro_config, nano_config, write_model
+from benchmarks.synthetic import nano_config, write_model
 from enginepool import EnginePool
 from enginepool.doctor.profile import profile
 from enginepool.doctor.step_profile import DECODE
-from tests.support.adapters import config, random_adapter
 
 _TOKENS = 200  # of a request, where it decodes
 _PREFILLS = 25  # steps
@@ -41,14 +36,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--batch", type=int, default=8, help="requests of the larger batch; default: 8")
     add("--rounds", type=int, default=5)
-    add("--lora", type=int, metavar="RANK", help="measure adapters of this rank instead")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.lora:
-        return _adapters(args)
     # Requests end one after the other. With so many steps between two ends no prefill is put off.
     lengths = [args.batch * (1 + min(n, args.batch - 1)) for n in range(args.batch + _JOINS)]
     # Name of a column: requests, tokens of each.
@@ -91,39 +83,6 @@ def _options(batch: int) -> dict[str, Any]:
         "precompile_token_paddings": [64],
         "precompile_bs_paddings": [1, batch],
     }
-
-
-def _adapters(args: argparse.Namespace) -> int:
-    names = [None, *(f"adapter-{n}" for n in range(8))]
-    mixed = [names[n % len(names)] for n in range(args.batch)]
-    lora = {"enable_lora": True, "max_lora_rank": args.lora, "lora_target_modules": ["all"]}
-    with tempfile.TemporaryDirectory(prefix="host-cost-") as folder:
-        model = write_model(Path(folder, "model"), micro_config())
-        with (
-            EnginePool(str(model), **_options(args.batch)) as plain_pool,
-            EnginePool(str(model), **_options(args.batch), **lora) as pool,
-        ):
-            arrays, fields = random_adapter(model, 0, rank=args.lora), config(args.lora)
-            for name in names[1:]:
-                pool.load_lora_adapter(str(name), arrays, config_dict=fields)
-            kinds = {"without": (plain_pool, None), "unused": (pool, None), "nine": (pool, mixed)}
-            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
-            for _ in range(args.rounds):
-                for kind, (which, adapters) in kinds.items():
-                    how = {"requests": args.batch, "tokens": _TOKENS, "lora_path": adapters}
-                    runs[kind].append(profile(which, **how))
-            programs = [each.stats()["executables"]["compiled"] for each in (plain_pool, pool)]
-    costs = [_medians(those) for those in runs.values()]
-    _show(kinds, costs)
-    (ms, gil), unused, nine = ([cost["whole step"][k] for k in ("ms", "gil_ms")] for cost in costs)
-    print(
-        f"adapters that nobody uses: {unused[0] / ms - 1:+.1%} ms a step, "
-        f"{unused[1] / gil - 1:+.1%} GIL; eight and the base in a batch of {args.batch}: "
-        f"{nine[0] / ms - 1:+.1%} ms a step, {nine[1] / gil - 1:+.1%} GIL"
-    )
-    print(f"programs compiled: {programs[0]} without, {programs[1]} with")
-    write_json(args, runs=runs)
-    return 0
 
 
 def _show(names: Iterable[str], costs: Sequence[dict[str, dict[str, float]]]) -> None:

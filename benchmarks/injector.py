@@ -46,12 +46,19 @@ class Injector:
     def inject(self) -> None:
         """Put one fault into one serving engine, if there is one."""
         kind = self._random.choice(sorted(self._kinds))
+        self._put(kind, self._kinds[kind])
+
+    def break_a_step(self, kind: str) -> None:
+        """Let one of the next steps of a serving engine raise; count it as this kind."""
+        self._put(kind, lambda i: faults.raise_in_step(self._pool, i, self._random.randint(1, 4)))
+
+    def _put(self, kind: str, fault: Callable[[int], Any]) -> None:
         engines = self._pool.stats()["engines"]
         serving = [e["engine_index"] for e in engines if e["state"] == "serving"]
         if not serving:
             return
         try:
-            self._kinds[kind](self._random.choice(serving))
+            fault(self._random.choice(serving))
         except (KeyError, AttributeError, IndexError):
             return  # the engine failed at this very moment and is taken apart
         self.counts[kind] += 1

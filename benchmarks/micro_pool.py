@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from benchmarks.merges import write_speller
-from benchmarks.synthetic import micro_config
+from benchmarks.synthetic import micro_config, read_model
 from enginepool import EnginePool, EnginePoolError
 from tests.support.adapters import config, merged, random_adapter, write_adapter
 
 # In tokens: a prefix that many prompts share, the longest prompt after it, the longest output.
 SHARED, PROMPT, OUTPUT = 32, 24, 32
+# A prompt with this token has no finite numbers, after `spoil`. It is no byte of a text and no
+# special token.
+BAD_TOKEN = 264
 # Callers name these, or the base.
 ADAPTERS = ("a", "b", "c")
 # Options of an engine that adapters share, with fewer slots than there are adapters.
@@ -23,12 +30,32 @@ ADAPTED: dict[str, Any] = {
     "max_loras_per_batch": 2,
     "lora_target_modules": ["all"],
 }
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def two_models(folder: Path) -> list[Path]:
     """Checkpoints of the same shape. They spell strings in twice as many tokens as their tokenizer
     does."""
     return [write_speller(folder / str(which), micro_config(), seed=which) for which in range(2)]
+
+
+def spoil(directory: Path) -> Path:
+    """Make the embedding of `BAD_TOKEN` NaN, in a checkpoint whose output matrix is the embedding.
+
+    The output matrix is written as a tensor of its own. In it this token is almost never the most
+    probable.
+    """
+    fields, params = read_model(directory)
+    params[_HEAD] = params[_EMBEDDING].copy()
+    params[_HEAD][BAD_TOKEN] = 0.0
+    params[_EMBEDDING] = params[_EMBEDDING].copy()
+    params[_EMBEDDING][BAD_TOKEN] = np.nan
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+    save_file(params, directory / "model.safetensors", metadata={"format": "pt"})
+    fields["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return directory
 
 
 def write_adapters(folder: Path, count: int, models: Sequence[Path]) -> list[Path]:

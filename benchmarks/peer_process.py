@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -48,6 +49,11 @@ class _Engines(Protocol):
 
     def flush(self) -> None: ...
 
+    def thread_seconds(self) -> tuple[float, float]:
+        """Processor time of a pool's engine threads, and the part of it that is steady decode.
+        Upstream's cannot be asked: 0."""
+        ...
+
     def decode_steps(self) -> tuple[int, int]:
         """Of a pool: steps of steady decode, and decode steps of upstream's own."""
         ...
@@ -58,14 +64,17 @@ def _run(
 ) -> dict[str, float]:
     engines.flush()
     accelerator.reset(job["step_ms"] / 1000)
-    decoded = engines.decode_steps()
+    threads, decoded = engines.thread_seconds(), engines.decode_steps()
     cpu = time.process_time()
     tokens = engines.generate(job)
     cpu = time.process_time() - cpu
+    thread, steady_thread = map(operator.sub, engines.thread_seconds(), threads)
     steady, fallback = map(operator.sub, engines.decode_steps(), decoded)
     return {
         "tokens": tokens,
         "cpu_ms_per_step": 1000 * cpu / accelerator.steps,
+        "thread_ms_per_step": 1000 * thread / accelerator.steps,
+        "steady_ms_per_step": 1000 * steady_thread / max(1, steady),
         "fallback_share": fallback / max(1, steady + fallback),
         "busy_share": accelerator.busy_share(count),
     }
@@ -78,10 +87,12 @@ class _Pool:
         self._pool = EnginePool(
             setup["model"], devices=setup["engines"], **setup["server_args"]
         ).open()
+        self._workers = self._pool.runtime.workers
+        self._steady = [_timed(worker.scheduler.steady) for worker in self._workers]
 
     def generate(self, job: dict[str, Any]) -> int:
         if steps := job.get("ceiling"):
-            worker = self._pool.runtime.workers[0]
+            worker = self._workers[0]
             worker.channel.run(lambda: _back_to_back(worker.scheduler, steps)).result()
             return steps
         prompts: dict[str, Any] = {"input_ids": job["prompts"], "sampling_params": job["params"]}
@@ -96,10 +107,31 @@ class _Pool:
     def flush(self) -> None:
         self._pool.flush_cache()
 
+    def thread_seconds(self) -> tuple[float, float]:
+        times = [worker.channel.run(time.thread_time) for worker in self._workers]
+        threads = sum(future.result() for future in times)
+        return threads, sum(seconds() for seconds in self._steady)  # after the last of its steps
+
     def decode_steps(self) -> tuple[int, int]:
         engines = self._pool.stats()["engines"]
         steady, fallback = ([e[key] for e in engines] for key in ("steady_steps", "fallback_steps"))
         return sum(steady), sum(fallback)
+
+
+def _timed(steady: Any) -> Callable[[], float]:
+    """Measure the processor time of steady decode. Returns a function that returns the seconds so
+    far."""
+    seconds, run = 0.0, steady.run
+
+    def timed(batch: Any) -> bool:
+        nonlocal seconds
+        began = time.thread_time()
+        decoded: bool = run(batch)
+        seconds += decoded * (time.thread_time() - began)
+        return decoded
+
+    steady.run = timed
+    return lambda: seconds
 
 
 def _back_to_back(scheduler: Any, steps: int) -> None:
@@ -141,6 +173,9 @@ class _Upstream:
 
     def flush(self) -> None:
         self._thread.submit(self._engine.flush_cache).result()
+
+    def thread_seconds(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def decode_steps(self) -> tuple[int, int]:
         return 0, 0

@@ -6,8 +6,9 @@
 
 Callers share prompts, time out, leave, abort and close their streams. Most name one of three
 adapters, for which there are two slots, and which are replaced in every mode and unloaded. Some
-give a stop string that the model spells in more tokens than the tokenizer does. `max_restarts` is
-raised for the run.
+give a stop string that the model spells in more tokens than the tokenizer does. With faults, some
+send a prompt without finite numbers, and now and then a step breaks during a swap. `max_restarts`
+is raised for the run.
 
 Exits with 1 unless:
 - every prompt has one answer, with the tokens that its versions of weights and adapter give in a
@@ -45,6 +46,7 @@ from benchmarks.micro_pool import (
     ADAPTED,
     left_over,
     server_args,
+    spoil,
     two_models,
     write_adapters,
 )
@@ -90,9 +92,9 @@ class Soak:
     ) -> None:
         self._adapters, self._args, self._injector = adapters, args, injector
         faulty = bool(args.faults_per_minute)
-        self._swaps = Swaps(pool, adapters.models, args.seed, may_fail=faulty)
+        self._swaps = Swaps(pool, adapters.models, args.seed, injector if faulty else None)
         self._random = random.Random(args.seed)
-        self._callers = Callers(pool, random.Random(f"callers {args.seed}"))
+        self._callers = Callers(pool, random.Random(f"callers {args.seed}"), bad=faulty)
         self._running = True
         self._lull = False
         self._in_call = 0
@@ -201,7 +203,9 @@ class Soak:
             "ties": compared.ties,
             "prompts that a swap in place fell into, not compared": mixed,
             "ended": dict(collections.Counter(_reason(answer.finished) for answer in answers)),
+            "prompts ended as not finite": self._callers.not_finite,
             "swaps": len(self._swaps.mode_of) - 1,
+            "swaps that a fault ended": self._swaps.refused + len(self._adapters.refused),
             "adapters loaded": sum(map(len, self._adapters.mode_of.values())),
         }
 
@@ -219,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **ADAPTED,
     }
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        models = two_models(Path(folder))
+        models = [spoil(model) for model in two_models(Path(folder))]
         folders = write_adapters(Path(folder), 2, models)
         with EnginePool(str(models[0]), devices=args.engines, **options) as pool:
             pool.generate_all(input_ids=[[1]] * args.requests)

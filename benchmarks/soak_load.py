@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 
 from benchmarks.merges import LETTERS
-from benchmarks.micro_pool import ADAPTERS, OUTPUT, PROMPT, SHARED
+from benchmarks.micro_pool import ADAPTERS, BAD_TOKEN, OUTPUT, PROMPT, SHARED
 from benchmarks.soak_checks import SWAP
 from benchmarks.span_checks import Finished
 from enginepool import EnginePool, InvalidRequest
@@ -25,6 +25,8 @@ from tests.support.faults import Fault
 
 _COPIES = 3
 _FEW_PROMPTS = 32  # which are asked again and again
+# The share of calls without finite numbers that is left out: each resets engines.
+_SELDOM = 0.7
 _LONG = 160  # tokens: several chunks
 # What models spell letter by letter. Their tokenizer writes it in half as many tokens.
 _SHORTEST_STOP = 4
@@ -53,13 +55,16 @@ class Callers:
 
     Attributes:
         calls: How many of each kind.
+        not_finite: Prompts that ended because numbers were not finite. A few calls have one with
+            `bad`.
     """
 
-    def __init__(self, pool: EnginePool, rng: random.Random) -> None:
+    def __init__(self, pool: EnginePool, rng: random.Random, *, bad: bool) -> None:
         self._pool, self._random = pool, rng
         self.answers: list[Answer] = []
         self.violations: list[str] = []
         self.calls: collections.Counter[str] = collections.Counter()
+        self.not_finite = 0
         self._kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "patient": self._patient,
             "timeout": self._timeout,
@@ -68,6 +73,8 @@ class Callers:
             "aborted": self._aborted,
             "stop string": self._stopped,
         }
+        if bad:
+            self._kinds["not finite"] = self._not_finite
         self._prompts = [self._prompt() for _ in range(_FEW_PROMPTS)]
 
     async def call(self) -> None:
@@ -75,6 +82,8 @@ class Callers:
         kind = "patient"
         if self._random.random() < 0.4:
             kind = self._random.choice(sorted(self._kinds))
+        if kind == "not finite" and self._random.random() < _SELDOM:
+            kind = "patient"
         self.calls[kind] += 1
         with suppress(Fault), self._unless_unloaded():  # a stream raises the tokenizer's
             await self._kinds[kind]()
@@ -178,6 +187,20 @@ class Callers:
         start = self._random.randint(0, len(spelled) - length)
         params |= {"max_new_tokens": OUTPUT, "stop": [spelled[start : start + length]]}
         await self._ask(one.finished.prompt, params, self._random.randint(1, _COPIES))
+
+    async def _not_finite(self) -> None:
+        """A prompt that is bad in its middle, between two that are good."""
+        prompt, params = self.question()
+        bad = [*prompt[: len(prompt) // 2], BAD_TOKEN, *prompt[len(prompt) // 2 :]]
+        first, result, last = await self._pool.async_generate_all(
+            **self._args([prompt, bad, prompt], params)
+        )
+        self._note(prompt, params, [first, last], 2)
+        reason = result["meta_info"]["finish_reason"]
+        ended = reason.get("err_type") == "not_finite"
+        self.not_finite += ended
+        if result["output_ids"] or not (ended or reason.get("message") in _EXPECTED):
+            self.violations.append(f"a prompt without finite numbers: {result}")
 
     def _note(
         self, prompt: list[int], params: dict[str, Any], results: list[Any], count: int, *ends: str

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 
+from benchmarks.injector import Injector
 from enginepool import EnginePool, InvalidRequest, WeightUpdateFailed
 
 # Seconds, at most, from one to the next.
@@ -16,25 +17,29 @@ _SWAP_EVERY = 2.0
 _PAUSE_EVERY = 5.0
 _MODES = ("drain", "retract", "abort", "in_place")
 _STAGINGS: tuple[Any, ...] = ("auto", "auto", "stream")
+# The share of swaps during which a step of one engine breaks.
+_BROKEN_SWAPS = 0.05
 
 
 class Swaps:
     """Changes weights between two models, and pauses.
 
     Args:
-        may_fail: Whether a fault may end a swap.
+        injector: Breaks steps during swaps. None: no swap may fail.
 
     Attributes:
         mode_of: The mode of each swap by version.
+        refused: Swaps that a fault ended.
         violations: Errors of swaps that have no cause.
     """
 
     def __init__(
-        self, pool: EnginePool, models: Sequence[Path], seed: int, *, may_fail: bool
+        self, pool: EnginePool, models: Sequence[Path], seed: int, injector: Injector | None
     ) -> None:
-        self._pool, self._models, self._may_fail = pool, models, may_fail
+        self._pool, self._models, self._injector = pool, models, injector
         self._random = random.Random(f"swaps {seed}")
         self.mode_of = {0: "drain"}
+        self.refused = 0
         self.violations: list[str] = []
 
     async def swap(self, running: Callable[[], bool]) -> None:
@@ -43,6 +48,8 @@ class Swaps:
             await anyio.sleep(draw.uniform(0.0, _SWAP_EVERY))
             mode: Any = draw.choice(_MODES)
             self.mode_of[number + 1] = mode
+            if self._injector is not None and draw.random() < _BROKEN_SWAPS:
+                self._injector.break_a_step("step raises during a swap")
             try:
                 await self._pool.async_update_weights(
                     self._models[(number + 1) % len(self._models)],
@@ -51,7 +58,8 @@ class Swaps:
                     staging=draw.choice(_STAGINGS),
                 )
             except WeightUpdateFailed as error:
-                if not self._may_fail:
+                self.refused += 1
+                if self._injector is None:
                     self.violations.append(f"an update raised {error!r}")
             except InvalidRequest as error:
                 # A drain is refused if a pause keeps a running request from finishing.

@@ -167,6 +167,16 @@ def output_logits(
     ]
 
 
+def output_logprobs(
+    model: Path, block: Sequence[Finished], shape: tuple[int, int] = SHAPE
+) -> list[np.ndarray]:
+    """The reference's log-probabilities of the output tokens of these requests."""
+    return [
+        np.asarray(jax.nn.log_softmax(rows))[np.arange(len(rows)), finished.output]
+        for finished, rows in zip(block, output_logits(model, block, shape), strict=True)
+    ]
+
+
 @functools.cache
 def _reference(model: Path) -> tuple[Any, dict[str, jax.Array]]:
     config, params = read_model(model)

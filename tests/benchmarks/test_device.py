@@ -12,7 +12,7 @@ from benchmarks.device_busy import shares
 ROOT = Path(__file__).parents[2]
 CHECKS = (
     *("devices", "exact", "pool_start", "pool_decode", "pool_sampled", "pool_arrivals"),
-    *("pool_swaps", "pool_memory", "pool_busy"),
+    *("pool_swaps", "pool_memory", "pool_bfloat16", "pool_fault", "pool_kv", "pool_busy"),
     *("single_start", "single_decode", "single_sampled", "single_arrivals", "single_busy"),
 )
 
@@ -37,8 +37,10 @@ def test_command(tmp_path: Path) -> None:
     seen = {check["check"]: check["seen"] for check in report["checks"]}
     assert (seen["exact"]["wrong"], seen["exact"]["tokens"]) == (0, 48)
     assert seen["exact"]["largest_error"] < 1e-4
+    assert 0 < seen["pool_bfloat16"]["mean_error"] < seen["pool_bfloat16"]["largest_error"] < 0.5
     assert list(seen["pool_swaps"]["sources"]) == ["on the device", "NumPy", "files"]
-    assert seen["pool_memory"]["gb"] > 0
+    assert seen["pool_fault"]["by"] == "reset"
+    assert 0 < seen["pool_kv"]["gb"] < seen["pool_memory"]["gb"]
     for who in ("pool", "single"):
         assert seen[f"{who}_start"]["seconds"] > 0
         assert seen[f"{who}_decode"]["tokens"] == 4 * 16
@@ -60,10 +62,11 @@ def trace(*spans: tuple[float, float]) -> list[dict]:
 
 
 def test_busy_share() -> None:
-    """Overlapping spans count once."""
+    """Overlapping spans count once. A gap is a time that no span covers."""
     found = shares(trace((1000, 2000), (1500, 1800), (1900, 2500), (2600, 3000)))
     assert found["percent"] == pytest.approx(95.0)
     assert found["window_ms"] == 2.0
+    assert (found["gaps_over_50_us"], found["longest_gap_ms"]) == (1, 0.1)
 
 
 def test_no_device_in_a_trace() -> None:
