@@ -3,8 +3,8 @@
     python -m benchmarks.weight_int8 --size-gb 0.5 --engines 2 --rounds 5
 
 Two pools on the same devices stage the same source, in turn, while their engines idle. The figures
-are medians of the report's "stage" phase. An update quantizes each matrix once, on the first engine's device, and copies the
-integers to the others.
+are medians of the report's "stage" phase. An update quantizes each matrix once, on the first
+engine's device, and copies the integers to the others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _stage(pool: EnginePool, source: Any) -> float:
     return pool.update_weights(source).seconds["stage"]
-
 
 
 if __name__ == "__main__":
