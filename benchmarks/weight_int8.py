@@ -1,6 +1,6 @@
 """How long a pool in int8 stages new weights, beside a pool in the model's dtype.
 
-    python -m benchmarks.weight_int8 --size-gb 0.5 --engines 2 --rounds 5
+    python -m benchmarks.weight_int8 --size-gb 0.5 --engines 4 --rounds 5
 
 Two pools on the same devices stage the same source, in turn, while their engines idle. The figures
 are medians of the report's "stage" phase. An update quantizes each matrix once, on the first
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments("weight_int8", __doc__)
     add = parser.add_argument
     add("--size-gb", type=float, default=0.5, help="10^9 bytes of weights; default: 0.5")
-    add("--engines", type=int, default=2)
+    add("--engines", type=int, default=4)
     add("--rounds", type=int, default=5)
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--quantization", default="int8.yaml", metavar="FILE")
