@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from enginepool.frontend.cancellation import async_twin
 from enginepool.pool.calls import CallGroup
 from enginepool.runtime import memory_occupation, update, weight_inspection
+from enginepool.runtime.forward_function import forward_function
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.staged_weights import StagedWeights, stage_weights
 from enginepool.runtime.swap_options import Options, Staging, Strategy
@@ -176,7 +177,7 @@ class WeightCalls(CallGroup):
                 cannot differentiate this model. The function itself raises `InvalidWeights` for
                 parameters that do not fit.
         """
-        return weight_inspection.forward_function(self.runtime)
+        return forward_function(self.runtime)
 
     # Async twins
 

@@ -1,5 +1,4 @@
-"""Looks at engines' weights: checksums, one tensor, noise that makes an update visible, and the
-forward as a function of them."""
+"""Looks at engines' weights: checksums, one tensor, and noise that makes an update visible."""
 
 from __future__ import annotations
 
@@ -12,12 +11,10 @@ import numpy as np
 from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.staging import Staged
-from enginepool.runtime.update_lock import updating
 from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
 
 if TYPE_CHECKING:
-    from enginepool.engine.exported_forward import ExportedForward
     from enginepool.engine.worker import EngineWorker
     from enginepool.weights.leaves import EngineLeaves
 
@@ -98,21 +95,6 @@ def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
         if mapping.turned(path):
             array = array.swapaxes(-1, -2)
     return array[:truncate_size].astype(np.float32).tolist()
-
-
-def forward_function(runtime: Runtime) -> ExportedForward:
-    """See `EnginePool.forward_function`."""
-    with updating(runtime, "forward_function()") as (worker, *_):
-        runtime.swap_programs.stop()  # it uses the mapping of names, too
-
-        def export() -> ExportedForward:
-            from enginepool.engine.exported_forward import ExportedForward  # after the patches
-
-            return ExportedForward(worker.scheduler)
-
-        exported = worker.channel.run(export).result()
-    exported.probe()
-    return exported
 
 
 def _weights(runtime: Runtime) -> dict[int, EngineLeaves]:
