@@ -19,12 +19,16 @@ from enginepool.ray.wire import Weights
 def _twin[C, **P, R](
     method: Callable[Concatenate[C, P], R],
 ) -> Callable[Concatenate[C, P], Coroutine[Any, Any, R]]:
-    """Make an async method that runs this one in a thread. Cancelling does not stop it."""
+    """Make an async method that runs this method in a thread. The pool's own function for it is not
+    public."""
 
     @functools.wraps(method)
     async def twin(calls: C, *args: P.args, **kwargs: P.kwargs) -> R:
         return await anyio.to_thread.run_sync(functools.partial(method, calls, *args, **kwargs))
 
+    twin.__doc__ = (
+        f"`{method.__name__}` without blocking the event loop. Cancelling does not stop it."
+    )
     return twin
 
 

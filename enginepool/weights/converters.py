@@ -89,12 +89,12 @@ def program(converters: tuple[Converter, ...], shardings: tuple[Any, ...]) -> An
     """The program that makes leaves from each list of tensors. See `convert`."""
 
     def convert_leaves(tensors: list[list[jax.Array]]) -> list[tuple[jax.Array, ...]]:
-        return run(converters, tensors)
+        return make_leaves(converters, tensors)
 
     return jax.jit(convert_leaves, out_shardings=list(shardings))
 
 
-def run(
+def make_leaves(
     converters: Sequence[Converter],
     groups: Sequence[Sequence[Any]],
     join: Callable[[Any], jax.Array] = lambda tensor: tensor,

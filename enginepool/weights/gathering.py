@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from enginepool.weights.arrays import Array, outside_meshes
-from enginepool.weights.converters import Converter, run
+from enginepool.weights.converters import Converter, make_leaves
 from enginepool.weights.parts import Box, bounds
 
 _PROGRAMS = 256  # how many are kept; a model has a few for each kind of source
@@ -193,7 +193,7 @@ def join_program(
             parts.append({place: its[index] for place, index in kind.holders})
         rest = iter(parts)
         groups = [[next(rest) for _ in range(size)] for size in sizes]
-        return run(converters, groups, _joined)
+        return make_leaves(converters, groups, _joined)
 
     return jax.jit(unpack, out_shardings=_whole(devices))
 
