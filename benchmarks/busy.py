@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=64, help="requests of an engine at a time; default: 64")
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
     add("--contestants", nargs="+", choices=list(_KINDS), default=list(_KINDS))
-    add("--tokens", type=int, default=200, help="of an output of decode; default: 200")
+    add("--tokens", type=int, default=200, help="tokens of an output of decode; default: 200")
     add("--rounds", type=int, default=3)
     return parser.parse_args(argv)
 
@@ -94,7 +94,7 @@ def _contest(engines: int, model: Path, args: argparse.Namespace) -> list[dict[s
 
 
 def _server_args(batch: int, tokens: int) -> dict[str, Any]:
-    """Engines that hold every batch at full length, in little more memory than that takes."""
+    """Options of engines whose KV cache has room for a batch at full length, and little more."""
     longest = max(_PROMPT[1] + _OUTPUT[1], _SHORT_PROMPT[1] + tokens)
     return {
         "dtype": "float32",

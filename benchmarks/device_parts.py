@@ -196,7 +196,8 @@ def _answers(job: Job, pool: Any) -> list[list[int]]:
 
 
 def _busy(job: Job, generate: Callable[..., Any], found: Finding) -> None:
-    """The device's busy share in decode. Last: a process was seen to end under the profiler."""
+    """The device's busy share in decode. It comes last, because a process once crashed under the
+    profiler."""
     from benchmarks.device_busy import busy_share
 
     prompts, params = _requests(job, "decode", 1)

@@ -9,7 +9,7 @@ one of three adapters, for which there are two slots. Outputs that timed out or 
 resumed from what they have. Requests join batches that decode.
 
 Each output is compared with a plain JAX forward pass along it. Its tokens must be possible under
-its parameters, and the best ones where these are greedy. Its log-probabilities must be those of the
+its parameters, and the best ones if it is greedy. Its log-probabilities must be those of the
 reference within 1e-4. Its text and ids must end where a stop says so. Nothing is broken on purpose:
 every exception and every engine that failed is a fault. Exits with 1 if there is a fault.
 """
@@ -76,7 +76,7 @@ def check(models: Mapping[str | None, Path], load: Load) -> list[str]:
     """What is wrong with the outputs and the scores, by the reference.
 
     Args:
-        models: By adapter, the weights that it makes.
+        models: By adapter, the checkpoint with the adapter merged into the base.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(models[None])
     law = Law(tokenizer, ENDS, from_tokenizer(tokenizer, n_vocab=VOCABULARY))

@@ -124,7 +124,7 @@ class Load:
         scored: Every scored text in the form of an output, with the score's result.
         faults: Results of one call that contradict each other.
         calls: How many of each kind.
-        exceptions: How many calls raised it, by message.
+        exceptions: How many calls raised an exception, by its message.
         resumed: How many outputs were resumed from a part.
     """
 
@@ -272,8 +272,9 @@ class Load:
         self._ask([one.finished.prompt], [params], questions.options() | {"lora_path": one.adapter})
 
     def _late(self, questions: Questions) -> None:
-        """Short prompts with long outputs on every engine, then longer prompts beside them. All the
-        tokens of these fit one step, and their pages do not. Half of them have a partial output."""
+        """Short prompts with long outputs on every engine, then longer prompts beside them. The
+        longer prompts fit one prefill step together; rounded up to whole pages they do not. Half of
+        them have a partial output."""
         engines, of = len(self._pool.engines), questions.adapter()
 
         def ask(prompts: list[list[int]], tokens: int, **options: Any) -> list[Any]:

@@ -36,8 +36,8 @@ def give_merges(folder: Path, strings: Sequence[str], first_id: int) -> Path:
 
     Args:
         strings: No two begin with the same two bytes.
-        first_id: Of the merged tokens, one for each beginning of two bytes or more. Special tokens
-            with these ids are dropped.
+        first_id: The id of the first merged token. Each prefix of two bytes or more is a token.
+            Special tokens with the ids of merged tokens are dropped.
     """
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ _FIRST: dict[str, Any] = {"input_ids": [[1, 2, 3]], "sampling_params": {"max_new
 
 
 def import_upstream() -> None:
-    """Import upstream's Engine, without the side effects of that. No platform is started."""
+    """Import upstream's Engine, without the side effects of the import. No platform is started."""
     applied = patches.apply()
     import sgl_jax.srt.entrypoints.engine  # noqa: F401
 
@@ -58,9 +58,9 @@ def upstreams_engine(
     """Upstream's Engine on the first device. It compiles by itself and has overlap scheduling on.
 
     Args:
-        platform: Its name in JAX. None starts JAX, and so holds the device, which an Engine in
-            processes needs for itself.
-        changes: Of the options that a pool gives its engines.
+        platform: Its name in JAX. If it is None, JAX is started and asked. This process then holds
+            the device, and an Engine in processes of its own cannot get it.
+        changes: Changes of the options that a pool gives its engines.
     """
     from sgl_jax.srt.entrypoints.engine import Engine
 

@@ -28,7 +28,7 @@ def check_early_end(finished: Finished, may_end: Sequence[str]) -> list[str]:
     """What is wrong with the reason of a request that was ended early.
 
     Args:
-        may_end: The messages with which it may have been.
+        may_end: The messages that its reason may have.
     """
     reason = finished.reason
     if reason.get("err_type") == "tokenizer" or reason.get("message") in may_end:
@@ -51,8 +51,8 @@ def check_modes(
 def _both(
     finished: Finished, mode_of: Modes, adapters: AdapterModes
 ) -> list[tuple[list[Any], Modes]]:
-    """Spans, and the modes of the updates between them. Of an adapter only updates that changed the
-    output count: after a draining update, older outputs keep their version."""
+    """Spans, and the modes of the updates between them. For an adapter, an update counts only if
+    the output has its version: after a draining update, older outputs keep their version."""
     found = [(finished.spans, mode_of)]
     if finished.adapter is not None:
         modes = adapters[finished.adapter]

@@ -55,8 +55,8 @@ class Callers:
 
     Attributes:
         calls: How many of each kind.
-        not_finite: Prompts that ended because numbers were not finite. A few calls have one with
-            `bad`.
+        not_finite: How many prompts ended because numbers were not finite. With `bad`, a few calls
+            have such a prompt.
     """
 
     def __init__(self, pool: EnginePool, rng: random.Random, *, bad: bool) -> None:
@@ -85,7 +85,7 @@ class Callers:
         if kind == "not finite" and self._random.random() < _SELDOM:
             kind = "patient"
         self.calls[kind] += 1
-        with suppress(Fault), self._unless_unloaded():  # a stream raises the tokenizer's
+        with suppress(Fault), self._unless_unloaded():  # a stream raises a broken tokenizer's
             await self._kinds[kind]()
 
     def call_from_this_thread(self) -> None:

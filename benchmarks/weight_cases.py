@@ -46,7 +46,7 @@ def cases(
     Args:
         devices: The engines', one each.
         other: The trainer's device. An engine's only if there is no other.
-        every: With an nnx.State, and a source of another width than the engines', as well.
+        every: Also an nnx.State, and a source in another dtype than the engines'.
     """
     count, own = len(devices), functools.partial(own_layout, directory)
     found = [

@@ -6,8 +6,8 @@
 Trainer and engines live in one process and on the same devices: plain JAX and optax beside a pool
 of engines. Every step samples a group of answers to each prompt, rewards those that are right,
 takes a few clipped policy-gradient steps, and gives the engines the new weights. It checks that
-every token came from the right version of the weights, and that trainer and engines agree on its
-probability.
+every token came from the right version of the weights, and logs how closely trainer and engines
+agree on its probability.
 
 With `--async` the engines generate the next step's groups while the trainer works on this step's,
 so samples are one step off policy. Weights are replaced under running outputs. Each token has the
@@ -62,7 +62,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--masks", action="store_true", help="train on probabilities among the ids of top-p")
     add("--updates", type=int, default=1, help="gradient steps on each step's samples")
     add("--learning-rate", type=float, help="default: 2e-4, with --lora 2e-3")
-    add("--evaluate-every", type=int, default=20, help="so many steps; default: 20")
+    add("--evaluate-every", type=int, default=20, help="steps from one to the next; default: 20")
     add("--async", dest="one_step_off", action="store_true", help="generate one step ahead")
     add("--lora", type=int, metavar="RANK", help="train an adapter of this rank alone")
     add("--dtype", default="float32", help="the dtype of the engines")

@@ -1,4 +1,4 @@
-"""Offline batches with Ray Data: prompts from JSONL or Parquet, results into the same, resumable.
+"""Offline batches with Ray Data: JSONL or Parquet in, the same format out, resumable.
 
     pip install -e '.[tpu,ray-data]'
     python examples/ray_data.py prompts.jsonl results --model Qwen/Qwen3-4B --hosts 4 \\
@@ -58,8 +58,7 @@ def run(given: argparse.Namespace) -> None:
         f"{output.rstrip('/')}.checkpoint",
         delete_checkpoint_on_success=False,  # a later start finds nothing to do, or new rows
     )
-    # Read both forms as Arrow, because the checkpoint's filter takes no pandas, which lines=True
-    # would give.
+    # The checkpoint's filter needs Arrow. `read_json` with lines=True would give pandas.
     parquet = ".parquet" in source or given.parquet
     rows = ray.data.read_parquet(source) if parquet else ray.data.read_json(source)
     # Small blocks: a block is written as a whole, and an actor's death loses its unfinished blocks.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-# Without the lock, of two threads that import at once one would save the state that the other's
+# Without the lock, two threads could import at once. One would then save the state that the other's
 # import has changed.
 _lock = threading.RLock()
 

@@ -8,9 +8,9 @@ Why: The penalizers count the tokens that were sampled since the batch was built
 at outputs from before.
 
 What we change: A penalizer that is prepared counts the requests' output ids too. For a request
-without outputs nothing changes. Under overlap scheduling upstream counts a token one step late. At
-a request's first decode step it counts the last output that the request already has. That output is
-then counted twice. For a request without outputs upstream counts the prompt's last token there.
+without outputs nothing changes. One error is left: under overlap scheduling upstream counts a token
+one step late. So at a resumed request's first decode step it counts the last earlier output a
+second time. (If a request has no outputs, upstream counts the prompt's last token at that step.)
 
 Remove when: Upstream's penalizers look at `req.output_ids` when they are prepared.
 """

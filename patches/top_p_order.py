@@ -13,8 +13,8 @@ logits and temperatures of one. The sorting path gets probabilities after top-k.
 every token (upstream drops a tail that is lost in rounding). Tokens that tie with the last kept one
 are kept, as in transformers. The sorting path keeps exactly k.
 
-Remove when: Every supported upstream has https://github.com/sgl-project/sglang-jax/pull/1563. From
-then on top-p is measured before top-k, as in SGLang, and the patch leaves that as it is.
+Remove when: Every supported upstream has https://github.com/sgl-project/sglang-jax/pull/1563. Such
+an upstream measures top-p before top-k, as SGLang does, and the probe says that it needs no patch.
 https://github.com/sgl-project/sglang-jax/pull/1638 removes the sorting path.
 """
 

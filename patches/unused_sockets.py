@@ -26,7 +26,7 @@ class _Reached(Exception):
 
 
 class _Options:
-    """Stands for ServerArgs, as far as the constructor reads them until then."""
+    """Stands for the ServerArgs that the constructor reads before it opens sockets."""
 
     node_rank = 0
     nnodes = 1

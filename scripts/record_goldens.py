@@ -6,7 +6,8 @@
 `rotary` writes into each case of rotary.json what transformers' own functions compute: the
 frequencies, and the factor of cosines and sines. `configurations` writes into each case of
 transformers5.json the config.json that transformers 5 makes of it. The cases themselves, by name
-and in the fields of transformers 4, are written by hand. The tests need neither of the two.
+and in the fields of transformers 4, are written by hand. The tests need neither
+torch nor transformers 5.
 """
 
 import json

@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
 }
 
 # Both engines and transformers read this as greedy decoding. (transformers warns of a temperature
-# beside `do_sample: false`, and engines do not look at the latter.)
+# beside `do_sample: false`, and upstream's Engine does not read `do_sample`.)
 GENERATION_CONFIG: dict[str, Any] = {
     "do_sample": True,
     "top_k": 1,

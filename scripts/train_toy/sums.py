@@ -37,7 +37,7 @@ def split() -> tuple[list[Pair], list[Pair]]:
 
 
 def question(pair: Pair) -> str:
-    """The prompt, which is the same for both checkpoints."""
+    """The prompt, which is the same for every checkpoint."""
     return f"{pair[0]}+{pair[1]}="
 
 
