@@ -19,8 +19,8 @@ class FaultHistory:
             infinity, and it has had no finite numbers since.
         nonfinite_under: The update of weights under which its own numbers were not finite.
         nonfinite_on: When its own numbers were not finite, in `time.perf_counter`, by engine index.
-        finite_under: The update of weights under which its numbers were finite again, after
-            `nonfinite_under`.
+        finite_under: The update of weights under which its own numbers have been finite since they
+            were last not finite.
     """
 
     __slots__ = (

@@ -2,7 +2,7 @@
 
 The pool takes the fields that upstream's `Engine.get_default_sampling_params` takes, and fields
 that have another name in the pool. If a field would change the output and engines do not compute
-it, the first call that needs the defaults is refused.
+it, calls that need the defaults are refused.
 """
 
 from __future__ import annotations

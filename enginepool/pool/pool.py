@@ -50,8 +50,8 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         model: A directory or hub id in Hugging Face layout. None: the toy model that ships with
             enginepool.
         devices: A count of engines, a list of device ids or `jax.Device`s, or None for every
-            local device. On the CPU platform, a count of N makes N virtual devices if JAX has not
-            started yet.
+            local device. On the CPU platform, a count of N makes N × `tp_size` virtual devices if
+            JAX has not started yet.
         tp_size: The number of devices of one engine.
         warmup: "sequential" compiles every program before the pool serves, one engine after the
             other. "parallel" does so on all engines at once. "none" compiles while serving.

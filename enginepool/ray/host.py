@@ -268,7 +268,7 @@ class Host:
         return await asyncio.to_thread(self._open().stats)
 
     async def ping(self) -> None:
-        """Whether the host answers."""
+        """Does nothing. The answer shows that the host lives."""
 
     def _open(self) -> EnginePool:
         if self._pool is None:

@@ -20,8 +20,8 @@ class ServeOptions:
         port: The port of the whole pool; 0 for any free one.
         engine_ports: A port for each engine, in the engines' order; empty for none.
         trusted_admins: Addresses and networks from which administrators come without a token.
-        model_root: Reloads read below this directory only; without it, only the model that the
-            server started with.
+        model_root: Reloads and adapters are read below this directory. The model that the
+            server started with, and the one that it serves, can always be loaded.
         lora_resolver_dir: An adapter that a request names, and that is not loaded, is loaded from
             the folder of its name in this directory.
         request_timeout: Seconds; a request that takes longer is ended. The reply is an error (504),

@@ -58,15 +58,15 @@ class EnginePoolRollout(BaseRollout):
         rollout_actor: The model that is trained.
         tokenizer: The tokenizer of the prompts. Outputs are decoded with the engines' own
             tokenizer.
-        mesh: Each of its devices gets an engine, unless `pool_args` has `devices`.
+        mesh: The engines run on its devices, unless `pool_args` has `devices`.
         rollout_config: `data_type`, `rollout_mapping_config` and, for LoRA,
             `rollout_sglang_jax_lora_scaling` hold for the whole run. Sampling parameters are taken
             from each call's config.
         pool: An existing pool. Its owner closes it.
         pool_args: The arguments of a pool to open instead, with `model`.
         lora_name: Sync the actor's LoRA parameters as an adapter of this name, and generate with
-            it. The base is synced once. The pool needs `enable_lora`, `max_lora_rank` and
-            `lora_target_modules`. None: adapters are merged into the weights.
+            it. The base is synced once, and when it is given again. The pool needs `enable_lora`,
+            `max_lora_rank` and `lora_target_modules`. None: adapters are merged into the weights.
         return_sampling_mask, return_routed_experts: `generate` returns a `ReplayRolloutOutput`. For
             experts the pool needs `enable_return_routed_experts=True`.
     """
@@ -161,8 +161,8 @@ class EnginePoolRollout(BaseRollout):
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
         """The log-probability of each token of a completion, computed by the engines: [B, T]
-        float32, 0 in the padding.
-        They are those of softmax(logits), at temperature 1, as in Tunix's own rollouts.
+        float32, 0 in the padding. It is that of softmax(logits), at temperature 1, as in Tunix's
+        own rollouts.
         """
         self._first_sync()
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
