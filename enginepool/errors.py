@@ -208,7 +208,7 @@ class RequestsFailed(ExceptionGroup[RequestFailed]):
 
     @staticmethod
     def check(results: list[dict[str, Any]]) -> None:
-        """Raise it if any of these results ended early."""
+        """Raise RequestsFailed if any of these results ended early."""
         errors = [
             RequestFailed(
                 str(reason.get("message") or "ended early"),

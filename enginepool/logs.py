@@ -1,7 +1,7 @@
-"""The library's logger: structlog if the host has configured it, `logging` otherwise.
+"""The library's logger: structlog if the program has configured it, `logging` otherwise.
 
 Structlog prints to standard output unless it is configured, and a library must not print. So events
-go to the `logging` logger "enginepool", to which the host may add handlers. If the host's structlog
+go to the `logging` logger "enginepool", to which the program may add handlers. If its structlog
 raises, a warning goes there too. A failure of logging ends no request and no engine.
 """
 
@@ -32,14 +32,14 @@ class _Logger:
         def log(event: str, **fields: Any) -> None:
             try:
                 getattr(self._bound, level)(event, **fields)
-            except Exception as error:  # a full disk, a closed stream, a processor of the host
+            except Exception as error:  # a full disk, a closed stream, a processor of the program
                 _stdlib.warning("enginepool.event_not_logged: %s: %r", event, error)
 
         return log
 
 
 def logger(**bound: Any) -> Any:
-    """A bound logger. Made for each event, since the host may configure structlog at any time."""
+    """A bound logger. Made for each event, because structlog may be configured at any time."""
     base = structlog.get_logger("enginepool") if structlog.is_configured() else _fallback
     return _Logger(base.bind(**bound))
 

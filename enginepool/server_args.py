@@ -131,7 +131,7 @@ def server_args_fields() -> dict[str, Any]:
 
 
 def check_server_args(server_args: Mapping[str, Any], own: Sequence[str]) -> None:
-    """Refuse options that upstream does not have or that cannot hold in a pool.
+    """Refuse options that upstream does not have or that are not possible in a pool.
 
     Args:
         own: The names of the pool's own options, for hints.

@@ -20,7 +20,7 @@ _REST = "enginepool.config_file"
 
 def take(context: typer.Context, path: Path | None) -> Path | None:
     """Callback of an eager option. The file's values become the defaults of the command's own
-    options. The other values are `left_to_upstream`."""
+    options. `left_to_upstream` returns the other values."""
     if path is None:
         return None
     own: dict[str, Any] = {one.name: one for one in context.command.params if one.name}

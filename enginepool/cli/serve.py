@@ -187,7 +187,7 @@ def serve(
             model, devices=parse_devices(devices), warmup=warmup, restart=restart,
             max_restarts=max_restarts, step_timeout=step_timeout,
             max_decode_steps=max_decode_steps, max_queued=max_queued_requests,
-            when_full="raise", progress=False, **server_args,  # its log says more
+            when_full="raise", progress=False, **server_args,  # the log shows the progress
         )  # fmt: skip
         _serve(pool, options, server_args.get("log_level"))
 

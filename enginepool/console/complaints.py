@@ -38,7 +38,7 @@ def clear_errors() -> Iterator[None]:
 
 
 class Commands(TyperGroup):
-    """All commands, with clear errors. They replace typer's own handling of errors and Ctrl-C."""
+    """All commands. `clear_errors` replaces typer's own handling of errors and Ctrl-C."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         with clear_errors():

@@ -1,4 +1,4 @@
-"""Work in a thread for a task, and whether the thread can see that the task was cancelled."""
+"""Runs work in a thread for a task. The thread can find out if the task was cancelled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Replaces upstream's TokenizerManager, for one engine or for the whole pool.
 
-Upstream's Engine and its serving classes call an object with these names. With this one,
+Upstream's Engine and its serving classes call this object instead of a TokenizerManager. So
 `pool.engines[i].generate(...)` works. All calls go through the pool's checks, queue and channel.
 
 What breaks: Upstream's Engine generates, streams and aborts through a TokenizerManager. It opens

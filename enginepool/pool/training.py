@@ -117,7 +117,7 @@ class WeightCalls(CallGroup):
         """Release the KV caches' memory. Returns the bytes.
 
         Running requests go back to the queue. They and new requests wait for
-        `resume_memory_occupation`.
+        `resume_memory_occupation`. `tags` is sglang's, and accepts its default only.
         """
         return memory_occupation.release_kv_cache(self.runtime, tags)
 

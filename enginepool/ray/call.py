@@ -13,7 +13,7 @@ from enginepool.ray.wire import Attempt
 
 # Prompts that share this many first tokens stay together.
 _SHARED = 64
-# Tokens between two reports of a host. When it is lost, later tokens are made again.
+# Tokens between two reports of a host. Tokens that a lost host has not reported are made again.
 _REPORT_EVERY = 16
 
 

@@ -44,7 +44,7 @@ class OutputRouter:
         return len(self._waiting)
 
     def uses(self, adapter: str) -> bool:
-        """Whether an output that has not ended is to have this adapter."""
+        """Whether an output that has not ended needs this adapter."""
         return any(
             output.options.get("lora_path") == adapter and not output.done
             for call in self.calls

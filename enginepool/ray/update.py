@@ -137,8 +137,8 @@ async def _commit(
         if isinstance(one, EnginePoolError) and not isinstance(one, StaleWeights)
     }
     for host in hosts:
-        # End it in either case. If others have the weights, it must catch up; if none has them, it
-        # must not have them either.
+        # It is not known whether a host without an answer has the weights. Once started again, it
+        # does not have them, and gets them if others have them.
         if host.index not in reports and host.index not in refused and host.state == "serving":
             fleet.end(host, f"it did not answer a commit: {said[host.index]}")
     if not reports:

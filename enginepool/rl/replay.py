@@ -68,8 +68,8 @@ def replay(
             replay it comes from the weights of `version`, so results may differ.
 
     Raises:
-        InvalidRequest: A result was made without `return_logprob`, or its prompt or its parameters
-            are not here.
+        InvalidRequest: A result was made without `return_logprob`, or `prompts` or
+            `sampling_params` has no entry for it.
     """
     parts = [
         _Replayed(index, result, prompts, sampling_params, start, end)

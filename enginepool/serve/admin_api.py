@@ -36,8 +36,8 @@ class ReloadStatus(BaseModel):
 
 
 class Checksum(Done):
-    """`checksum` is the sum that those scripts compute, of a few elements. `fingerprint` covers
-    every byte of every engine."""
+    """`checksum` is the sum of a few elements, as `enginepool reference` prints it. `fingerprint`
+    covers every byte of every engine."""
 
     checksum: float
     fingerprint: str

@@ -92,8 +92,8 @@ def error_object(error: Exception) -> dict[str, Any]:
 
 
 def error_reply(error: Exception, *, admin: bool = False) -> Response:
-    """The reply to a request that failed. With `admin` it has the error fields that the original
-    scripts' client and sglang's read, in the place of OpenAI's error object."""
+    """The reply to a request that failed. With `admin` it has the fields of `AdminError`, in the
+    place of OpenAI's error object."""
     refused = as_refused(error)
     body = error_object(refused)
     if admin:

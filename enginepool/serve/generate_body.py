@@ -9,7 +9,7 @@ from sgl_jax.srt.managers.io_struct import GenerateReqInput
 
 @dataclass
 class GenerateBody(GenerateReqInput):
-    """Upstream's, with sglang's `return_sampling_mask`. `lora_path` names an adapter for all
+    """Upstream's body, with sglang's `return_sampling_mask`. `lora_path` names an adapter for all
     prompts, or one (null: the base) for each."""
 
     lora_path: list[str | None] | str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -67,7 +67,7 @@ class History:
             self.take()
 
     def ended(self, record: ExchangeRecord) -> None:
-        """Count a request that was to generate."""
+        """Count a request to a route that generates."""
         self._interval.add(record)
 
     def take(self) -> None:

@@ -83,7 +83,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def ended(self, record: ExchangeRecord) -> None:
-        """Count a request that was to generate, and its outputs."""
+        """Count a request to a route that generates, and its outputs."""
         if record.path in GENERATING:
             self._replies.labels(record.path, record.outcome).inc()
         for output in record.outputs:

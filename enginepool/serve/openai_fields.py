@@ -111,7 +111,7 @@ def _check_chat(body: ChatBody, server_args: ServerArgs) -> None:
 
 
 def _check_reasoning(body: ChatBody, parser: str | None) -> None:
-    """Both fields are true by default."""
+    """`separate_reasoning` and `stream_reasoning` are true by default."""
     if parser is None and body.separate_reasoning and "separate_reasoning" in body.model_fields_set:
         raise Refused(
             400, "separate_reasoning: the server was started without --reasoning-parser, which "

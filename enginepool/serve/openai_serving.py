@@ -68,8 +68,8 @@ def _is_text(prompt: Any) -> bool:
 
 
 class _Serving:
-    """The differences of both serving classes from upstream. An error is raised and becomes the
-    reply's status. Upstream answers 500, or 200 with an error in the stream."""
+    """What `Completion` and `Chat` have in common. An error is raised and becomes the reply's
+    status. Upstream answers 500, or 200 with an error in the stream."""
 
     async def reply(self: Any, body: Any, raw: Request) -> Response:
         if message := self._validate_request(body):

@@ -24,7 +24,7 @@ class Error(BaseModel):
 
 
 class AdminError(BaseModel):
-    """The error fields of the original scripts' client and of sglang's."""
+    """The error fields that clients of `/admin/…` and sglang's clients read."""
 
     ok: bool
     error: str

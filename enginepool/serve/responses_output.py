@@ -137,7 +137,7 @@ class Events:
             yield event
         ended = self._answer.ended(error and {name: error[name] for name in ("code", "message")})
         yield self._event(f"response.{ended['status']}", response=ended)
-        if error is not None:  # which `openai` raises
+        if error is not None:  # OpenAI's client raises this event
             about = {name: error[name] for name in ("code", "message", "param")}
             yield self._event("error", **about, error=error)
 

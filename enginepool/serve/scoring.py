@@ -49,7 +49,7 @@ class ScoreExchange(Exchange):
             await self._wait(self.call)
         except Exception as error:
             self.failure = error
-            raise ValueError(str(error)) from error  # the only kind that upstream's catches
+            raise ValueError(str(error)) from error  # upstream's class catches only this
         values = [
             value
             for one in self.call.requests
@@ -110,7 +110,7 @@ class ScoreExchange(Exchange):
                 self.tokenizer.check_text(text)
             prompts = self._front.runtime.input_processor.tokenizer.encode(prompts)
         pairs = [(prompt, chunk) for prompt in prompts for chunk in _chunks(labels)]
-        # The first label follows the prompt. Its position gives the scores of all labels.
+        # The continuation is one label. At its position all labels of a chunk are scored.
         return self._front.make_score_call(
             [prompt for prompt, _ in pairs],
             [chunk[:1] for _, chunk in pairs],

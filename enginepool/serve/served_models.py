@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class ServedModels:
     """Used on the server's event loop only. Adapters are loaded one after the other.
 
-    An adapter that a request names and that is not loaded is read from the resolver's folder. To
-    make room for it, adapters of that folder are dropped that no request uses, the least recently
-    used first.
+    An adapter that a request names and that is not loaded is read from the resolver's folder. If
+    there is no room for it, an adapter of that folder that no request uses is dropped: the least
+    recently used one.
 
     Attributes:
         base: The name of the model without adapters.

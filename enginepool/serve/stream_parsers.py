@@ -97,7 +97,7 @@ class Calls:
         for _ in range(2 + len(self._whole)):
             try:
                 said, items = self._parser.parse_stream_chunk(text)
-            except Exception as error:  # over what a model has written
+            except Exception as error:  # the parser does not take the model's text
                 logger().warning("enginepool.tool_calls", error=type(error).__name__)
                 return
             if said:

@@ -25,7 +25,7 @@ def forward(
     """Logits of the next token at every position.
 
     Args:
-        config: what the checkpoint's config.json holds; only the default rotary embedding.
+        config: what the checkpoint's config.json holds. Only the default rotary embedding works.
         params: arrays of any float dtype by Hugging Face name. The computation is in float32.
         input_ids: [B, T] int32.  Right padding needs no mask, since attention is causal.
         mask: [B, T], true at the tokens that may be attended to; None means all of them.
@@ -120,7 +120,7 @@ def _rotation(length: int, dim: int, theta: float) -> tuple[jax.Array, jax.Array
 
 
 def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn [B, T, heads, dim] by position; an entry's partner is half a head away from it."""
+    """Rotate [B, T, heads, dim] by position. An entry's partner is half a head away from it."""
     cosine, sine = rotation
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate(
