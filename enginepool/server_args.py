@@ -12,13 +12,13 @@ from enginepool.values import did_you_mean, is_int, shown
 
 _NOT_IN_A_POOL = "it is not supported in a pool"
 _POOLS_OWN = "the pool sets it itself"
-_ONE_ENGINE_A_DEVICE = "every engine of a pool is its own replica; use devices= for more of them"
+_ENGINES_ARE_REPLICAS = "every engine of a pool is its own replica; use devices= for more of them"
 
 # Refused when set to anything but upstream's default, with the reason.
 REFUSED: Mapping[str, str] = {
     "model_path": "name the model as the first argument of EnginePool",
-    "dp_size": _ONE_ENGINE_A_DEVICE,
-    "dp_schedule_policy": _ONE_ENGINE_A_DEVICE,
+    "dp_size": _ENGINES_ARE_REPLICAS,
+    "dp_schedule_policy": _ENGINES_ARE_REPLICAS,
     "nnodes": "a pool lives in one process on one host",
     "node_rank": "a pool lives in one process on one host",
     "dist_init_addr": "a pool lives in one process on one host",

@@ -147,7 +147,7 @@ class Dispatch:
                 continue
             # Set first: every thread that moves the request checks it.
             request.abort_reason = reason
-            if self.queue.discard(request) or self.queue_limit.discard(request):
+            if self.queue.discard(request) or self.queue_limit.holds(request):
                 request.call.finish(request, reason)
             elif request.engine_index is not None:
                 by_engine.setdefault(request.engine_index, []).append(request)

@@ -48,9 +48,9 @@ class QueueLimit:
             else:
                 self._outside.append(call)
 
-    def discard(self, request: Request) -> bool:
-        """Tell whether the request waits in front of the queue. It stays there until `_let_in`,
-        which drops requests that have ended."""
+    def holds(self, request: Request) -> bool:
+        """Whether the request waits in front of the queue. If it ends meanwhile, `_let_in` drops
+        it."""
         with self._lock:
             return request.call in self._outside
 

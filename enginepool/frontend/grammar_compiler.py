@@ -140,20 +140,20 @@ class GrammarCompiler:
         while len(self.kept) > _KEPT or _total(self.kept) > _KEPT_BYTES:
             self.kept.popitem(last=False)
 
-    def _compile_tried(self, said: Mapping[str, Any]) -> Grammar:
+    def _compile_tried(self, answer: Mapping[str, Any]) -> Grammar:
         from llguidance import LLMatcher
 
-        if "error" in said:
-            raise _Refused(said["error"])
+        if "error" in answer:
+            raise _Refused(answer["error"])
         vocabulary = self._vocabulary
         assert vocabulary is not None
         # log_level=0: its log would go to standard error.
-        start = LLMatcher(vocabulary, said["form"], log_level=0, limits=parser_limits())
+        start = LLMatcher(vocabulary, answer["form"], log_level=0, limits=parser_limits())
         if not start.is_error():
             start.compute_bitmask()
         if start.is_error():
             raise _Refused(start.get_error())
-        return Grammar(start, vocabulary.eos_token, said["bytes"])
+        return Grammar(start, vocabulary.eos_token, answer["bytes"])
 
     def _first_lane(self) -> Lane:
         """The first lane. Lanes are made for the first grammar, because reading the vocabulary

@@ -19,7 +19,7 @@ from enginepool.errors import EnginePoolError
 _LOOKS_MS = 20  # how often it checks that a caller still waits
 _START_SECONDS = 120.0
 # Wall seconds for each CPU second of a trial, because other processes use the cores too.
-_STARVED = 10
+_WALL_PER_CPU_SECOND = 10
 
 
 class Vocabulary(NamedTuple):
@@ -92,7 +92,7 @@ class GrammarHelper:
             if process is None or process.poll() is not None:  # somebody may have killed it
                 self.end()
                 process = self._start()
-            return _exchange(process, list(source), self._seconds * _STARVED, gone)
+            return _exchange(process, list(source), self._seconds * _WALL_PER_CPU_SECOND, gone)
         except BaseException as error:
             self.end()
             if isinstance(error, TookTooLong):

@@ -76,8 +76,8 @@ class Lane:
 
     def _compile(self, job: Job) -> None:
         try:
-            said = self._helper.try_out(job.source, lambda: not job.waiting)
-            job.done.set_result(self._compile_tried(said))
+            answer = self._helper.try_out(job.source, lambda: not job.waiting)
+            job.done.set_result(self._compile_tried(answer))
         except TookTooLong as error:
             if self._then is None:
                 job.done.set_exception(error)

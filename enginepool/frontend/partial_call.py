@@ -158,7 +158,7 @@ class _Reading:
             "output_token_ids_logprobs": "token_ids_logprob" if self._named_ids else "",
         }
 
-    def partial(self, limits: Limits, prompt: int) -> PartialOutput:
+    def partial(self, limits: Limits, prompt_tokens: int) -> PartialOutput:
         meta = self._given.get("meta_info") if isinstance(self._given, Mapping) else self._given
         if not isinstance(meta, Mapping | None):
             raise self._refusal(
@@ -179,7 +179,7 @@ class _Reading:
             [([e[0] for e in entries], [e[1] for e in entries]) for entries in top or ()],
             self._named(meta, len(ids)),
             self._kept(meta, len(ids)),
-            self._experts(meta, prompt + len(ids) - 1, limits),
+            self._experts(meta, prompt_tokens + len(ids) - 1, limits),
             self._spans(meta, "weight_versions", len(ids)),
             self._spans(meta, "lora_versions", len(ids)),
             list(meta.get("prompt_weight_versions") or ()),

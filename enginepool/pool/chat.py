@@ -68,7 +68,7 @@ def _apply_template(
     if not messages:
         raise InvalidRequest("chat: messages are empty")
     template_options = {} if template_options is None else template_options
-    if not (isinstance(template_options, Mapping) and all(map(_is_name, template_options))):
+    if not (isinstance(template_options, Mapping) and all(map(_is_argument, template_options))):
         raise InvalidRequest(
             f"chat_template_kwargs={described(template_options)}: expected a dict by names"
         )
@@ -78,5 +78,5 @@ def _apply_template(
     return [apply(index, one, **template_options) for index, one in enumerate(messages)]
 
 
-def _is_name(key: Any) -> bool:
+def _is_argument(key: Any) -> bool:
     return isinstance(key, str) and key not in ("self", "index", "messages", "tokenize")

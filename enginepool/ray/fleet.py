@@ -268,9 +268,9 @@ class Fleet:
     ) -> dict[int, Any]:
         """Ask all hosts at the same time. Returns each one's answer or error, by host index."""
         asked = self.serving() if hosts is None else list(hosts)
-        answers: list[Awaitable[Any]] = [host.ask(method, *args, watched=True) for host in asked]
-        said = await asyncio.gather(*answers, return_exceptions=True)
-        return {host.index: one for host, one in zip(asked, said, strict=True)}
+        asking: list[Awaitable[Any]] = [host.ask(method, *args, watched=True) for host in asked]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        return {host.index: one for host, one in zip(asked, answers, strict=True)}
 
 
 class FleetCalls(ABC):

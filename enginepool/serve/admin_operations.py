@@ -44,7 +44,7 @@ class AdminOperations:
         self._pool, self._on_update, self._desired = pool, on_update, desired
         self._root = None if model_root is None else model_root.resolve()
         self._lock = asyncio.Lock()
-        self._read = desired.update  # the update that loaded `model_path`
+        self._loaded_update = desired.update  # of `model_path`
         self.model_path = pool.config.model
         self.reloading = False
         self.last_ok: bool | None = None
@@ -88,7 +88,7 @@ class AdminOperations:
         finally:
             self.reloading = False
         self.last_ok, self.last_error, self.model_path = True, None, path
-        self._read = self._desired.update
+        self._loaded_update = self._desired.update
         return report
 
     async def checksum(self) -> float:
@@ -151,7 +151,7 @@ class AdminOperations:
         async with self._lock:
             if _selected("weights", tags) and self._desired.no_weights is not None:
                 version = self._desired.weight_version
-                if self._desired.update != self._read:
+                if self._desired.update != self._loaded_update:
                     raise InvalidRequest(
                         f"the weights of version {version!r} did not come from a checkpoint and "
                         "are lost; load other weights with /update_weights_from_disk"

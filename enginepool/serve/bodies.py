@@ -37,12 +37,12 @@ class CheckedRoute(APIRoute):
         known = names_of(self.endpoint, "body")
         asked = names_of(self.endpoint, "query")
         # Probes may have any query.
-        acts = "POST" in self.methods or "admin" in self.tags
+        checks_query = "POST" in self.methods or "admin" in self.tags
         generates = self.path.startswith(("/v1/", "/generate", "/inference/"))
         generates = generates and "admin" not in self.tags
 
         async def checked(request: Request) -> Response:
-            if acts:
+            if checks_query:
                 check_query(request.query_params, asked)
             read = _Read(request.scope, request.receive)
             if request.method == "POST" and (content := await read.body()):

@@ -103,7 +103,7 @@ class ChatStream:
         for name, counts in self._counts.items():
             counts[index] = meta[name]
         if (answer := self._answers.get(index)) is None:
-            answer = self._answers[index] = self._begun()
+            answer = self._answers[index] = self._new_answer()
             yield self._delta(index, DeltaMessage(role="assistant", content=""))
         if self._body.logprobs:
             answer.take(output, logprobs)
@@ -123,7 +123,7 @@ class ChatStream:
             matched_stop=ended.get("matched"),
         )
 
-    def _begun(self) -> _Answer:
+    def _new_answer(self) -> _Answer:
         body, args = self._body, self._args
         calls = reasoning = None
         if body.tools and body.tool_choice != "none":

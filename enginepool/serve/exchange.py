@@ -70,14 +70,14 @@ class Exchange:
 
     def __init__(
         self,
-        running: OpenExchanges,
+        exchanges: OpenExchanges,
         front: FrontEnd,
         rendering: Rendering,
         models: ServedModels,
         options: ServeOptions,
         raw: Request,
     ) -> None:
-        self._running, self._front, self._options, self._raw = running, front, options, raw
+        self._exchanges, self._front, self._options, self._raw = exchanges, front, options, raw
         self.tokenizer, self.models = rendering, models
         self._max_queued = front.runtime.config.max_queued
         self.call: Call | None = None
@@ -90,7 +90,7 @@ class Exchange:
         self._first_output_seconds: float | None = None
         self._outputs: AsyncIterator[Any] | None = None
         self._first: Any = None
-        self._texts = True
+        self._wants_names = True
         self._seen: dict[int, int] = {}  # of each output of a stream, how many tokens
         self._ended = False
 
@@ -99,7 +99,7 @@ class Exchange:
 
     async def run(self, reply: Callable[[], Awaitable[Response]]) -> Response:
         """The reply, or an error's reply. If the client leaves, its requests are aborted."""
-        self._running.began()
+        self._exchanges.began()
         try:
             response = await while_present(self._raw, reply())
         except Exception as error:
@@ -132,15 +132,15 @@ class Exchange:
                 has an id of its own.
             prompt_logprobs, thinking, special_tokens: See `FrontEnd.make_call`.
         """
-        self._running.check_open()
+        self._exchanges.check_open()
         obj.sampling_params = translate_params(obj.sampling_params)
         prompts = count_prompts(obj)
         check_counts(obj, prompts, self._options, self._max_queued)
         given, rids = obj.rid, rids_of(obj.rid, prompts, id_prefix)
         if given is not None:
-            self.rids = self._running.claim(frozenset(rids or ()))
+            self.rids = self._exchanges.claim(frozenset(rids or ()))
         obj.rid = rids
-        self._texts = obj.return_text_in_logprobs
+        self._wants_names = obj.return_text_in_logprobs
         limiter = self.tokenizer.large if prompt_size(obj) > LARGE else None
         if limiter is None and has_grammar(obj.sampling_params):
             limiter = self.tokenizer.grammars
@@ -224,7 +224,7 @@ class Exchange:
             first_output_seconds=self._first_output_seconds,
             outputs=() if self.call is None else outputs_of(self.call),
         )
-        self._running.ended(record, self.rids)
+        self._exchanges.ended(record, self.rids)
 
     def _early_end(self) -> Exception | None:
         if self.failure is None and self.call is not None:
@@ -249,7 +249,7 @@ class Exchange:
         for one in output if isinstance(output, list) else [output]:
             meta = one["meta_info"]
             since = 0 if (index := one.get("index")) is None else self._note_tokens(one, index)
-            name = self.token_names if self._texts else None
+            name = self.token_names if self._wants_names else None
             for kind, first in (("input", 0), ("output", since if self.reads_new else 0)):
                 if f"{kind}_token_logprobs" in meta:
                     name_tokens(meta, kind, name, sampled_as_top=self.sampled_as_top, since=first)

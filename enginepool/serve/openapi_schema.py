@@ -66,13 +66,13 @@ _EVENT = {
 
 def events(model: type[BaseModel] | None = None) -> dict[str, Any]:
     """The reply with status 200: JSON or, with `"stream": true`, server-sent events."""
-    said: dict[str, Any] = {
+    reply: dict[str, Any] = {
         "description": 'JSON, or with "stream": true server-sent events up to `[DONE]`.',
         "content": {"text/event-stream": {"schema": _EVENT}},
     }
     if model is not None:
-        said["model"] = model
-    return said
+        reply["model"] = model
+    return reply
 
 
 def as_served(document: dict[str, Any]) -> dict[str, Any]:

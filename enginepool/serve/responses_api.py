@@ -32,10 +32,9 @@ class _Chat(Chat):
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(route_class=CheckedRoute)
+    reply = {**events(ResponsesReply), "description": "JSON, or OpenAI's server-sent events."}
 
-    said = {**events(ResponsesReply), "description": "JSON, or OpenAI's server-sent events."}
-
-    @routes.post("/v1/responses", responses={**GENERATION_ERRORS, 200: said})
+    @routes.post("/v1/responses", responses={**GENERATION_ERRORS, 200: reply})
     async def responses(body: ResponsesBody, raw: Request) -> Response:
         """OpenAI's responses. None is kept, so the whole conversation is the input."""
         exchange = service.exchange(raw)

@@ -41,7 +41,7 @@ class ScoreExchange(Exchange):
         """
         del request
         try:
-            self._running.check_open()
+            self._exchanges.check_open()
             labels = list(label_token_ids or ())
             prompts = self._prompts(query, items, labels, item_first)
             async with self.models.loaded(self.adapter):

@@ -83,12 +83,12 @@ class Service:
         return self._by_port.get(_port(raw), self.front)
 
     def exchange(self, raw: Request) -> Exchange:
-        return Exchange(*self._of_exchanges(raw))
+        return Exchange(*self._exchange_args(raw))
 
     def score_exchange(self, raw: Request) -> ScoreExchange:
-        return ScoreExchange(*self._of_exchanges(raw))
+        return ScoreExchange(*self._exchange_args(raw))
 
-    def _of_exchanges(self, raw: Request) -> Any:
+    def _exchange_args(self, raw: Request) -> Any:
         return (
             self.exchanges, self.front_of(raw), self._rendering, self.models, self.options, raw
         )  # fmt: skip

@@ -68,7 +68,7 @@ def test_a_call_that_ended_outside_does_not_enter() -> None:
     for call in (first, left, last):
         gate.enter(call)
     (request,) = left.requests
-    assert gate.discard(request)
+    assert gate.holds(request)
     request.abort_reason = {"type": "abort"}
     left.finish(request, request.abort_reason)
     assert take(queue, 1) == first.requests
