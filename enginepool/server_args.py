@@ -12,7 +12,7 @@ from enginepool.values import did_you_mean, is_int, shown
 
 _NOT_IN_A_POOL = "it is not supported in a pool"
 _POOLS_OWN = "the pool sets it itself"
-_ENGINES_ARE_REPLICAS = "every engine of a pool is its own replica; use devices= for more of them"
+_ENGINES_ARE_REPLICAS = "each engine of a pool is a replica; use devices= for more engines"
 
 # Refused when set to anything but upstream's default, with the reason.
 REFUSED: Mapping[str, str] = {
@@ -102,8 +102,8 @@ def check_lora(args: Mapping[str, Any]) -> None:
             raise InvalidConfig(f"{name}={shown(given[name])}: expected a count, 1 or more")
     if (path := args.get("quantization_config_path")) is not None:
         raise InvalidConfig(
-            f"quantization_config_path={shown(path)} beside enable_lora=True: upstream adapts no "
-            "quantized layer; leave one of them out"
+            f"quantization_config_path={shown(path)} beside enable_lora=True: upstream has no LoRA "
+            "for quantized layers; leave one of them out"
         )
     targets = given["lora_target_modules"]
     known = (*_TARGETS, "all")

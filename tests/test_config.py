@@ -45,7 +45,7 @@ OWN = ("warmup", "tp_size", "max_decode_steps", "devices")
         ({"tp_size": True}, "tp_size=True: expected a count"),
         ({"max_decode_steps": 0}, "max_decode_steps=0: expected a count from 1 to 8"),
         ({"max_decode_steps": 9}, "max_decode_steps=9: expected a count from 1 to 8; 1 for"),
-        ({"dp_size": 2}, "dp_size=2: every engine of a pool is its own replica; use devices="),
+        ({"dp_size": 2}, "dp_size=2: each engine of a pool is a replica; use devices="),
         ({"nnodes": 2}, "nnodes=2: a pool lives in one process"),
         ({"skip_tokenizer_init": True}, "skip_tokenizer_init=True: .*input_ids="),
         ({"device_indexes": [1]}, r"device_indexes=\[1\]: the pool sets it itself from devices="),

@@ -70,7 +70,7 @@ def _apply_template(
     template_options = {} if template_options is None else template_options
     if not (isinstance(template_options, Mapping) and all(map(_is_argument, template_options))):
         raise InvalidRequest(
-            f"chat_template_kwargs={described(template_options)}: expected a dict by names"
+            f"chat_template_kwargs={described(template_options)}: expected a dict by argument name"
         )
     apply = runtime.input_processor.tokenizer.apply_chat_template
     if isinstance(messages[0], Mapping):
@@ -79,4 +79,4 @@ def _apply_template(
 
 
 def _is_argument(key: Any) -> bool:
-    return isinstance(key, str) and key not in ("self", "index", "messages", "tokenize")
+    return isinstance(key, str) and key not in ("self", "index", "messages")

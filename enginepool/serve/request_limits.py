@@ -110,7 +110,7 @@ def check_values(call: Call) -> None:
     if values > MAX_VALUES:
         raise InvalidRequest(
             f"{values} log-probabilities of prompts are too many for one reply: at most "
-            f"{MAX_VALUES}; ask for fewer other tokens or samples, or send several"
+            f"{MAX_VALUES}; ask for fewer at each token, or for fewer samples, or send several"
         )
 
 

@@ -92,8 +92,8 @@ class ScoreExchange(Exchange):
         kind = str if isinstance(query, str) else list
         if query is None or any(not isinstance(item, kind) for item in items):
             raise InvalidRequest(
-                f"query={described(query)}: query and items are either texts or lists of token "
-                "ids, both the same"
+                f"query={described(query)}: query and items must all be texts, or all be lists of "
+                "token ids"
             )
         size = sum(len(query) + len(item) for item in items) * times
         if size > self._options.max_body_bytes:

@@ -205,7 +205,7 @@ def test_jsonl_that_cannot_be_read_is_named_by_its_line(line, message):
         (["--file", "no-such-file.txt"], "No such file"),
         (["a", "--devices", "all"], "expected a count such as 4"),
         (["a", "--server-arg", "context_lenght=64"], "did you mean context_length?"),
-        (["a", "--server-arg", "dp_size=2"], "every engine of a pool is its own replica"),
+        (["a", "--server-arg", "dp_size=2"], "each engine of a pool is a replica"),
         (["a", "--tp-size", "0"], "expected a count of devices"),
     ],
 )

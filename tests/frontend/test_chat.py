@@ -88,5 +88,6 @@ def test_a_template_of_the_hosts_own(chatting: EnginePool) -> None:
     )
     assert isinstance(answer, dict)
     assert (answer["text"], answer["meta_info"]["prompt_tokens"]) == ("19", 5)
-    with pytest.raises(InvalidRequest, match="the pool sets return_tensors itself"):
-        chatting.chat(messages, chat_template_kwargs={"return_tensors": "np"})
+    for name in ("return_tensors", "tokenize"):
+        with pytest.raises(InvalidRequest, match=f"the pool sets {name} itself"):
+            chatting.chat(messages, chat_template_kwargs={name: "np"})

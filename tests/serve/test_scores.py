@@ -251,8 +251,8 @@ def test_a_reply_has_a_limited_number_of_values(plain: Running) -> None:
     [
         ({"query": "a", "items": ["b"]}, "label_token_ids"),
         ({"query": "a", "items": [], "label_token_ids": [1]}, "items"),
-        ({"query": "a", "items": [[1]], "label_token_ids": [1]}, "both the same"),
-        ({"items": ["b"], "label_token_ids": [1]}, "both the same"),
+        ({"query": "a", "items": [[1]], "label_token_ids": [1]}, "must all be texts"),
+        ({"items": ["b"], "label_token_ids": [1]}, "must all be texts"),
         ({"query": "a", "items": ["b"], "label_token_ids": [100000]}, "100000"),
         ({"query": "a", "items": ["b"] * 600, "label_token_ids": [1] * 65}, "--max-queued"),
         ({"query": "a", "items": ["b"] * 600, "label_token_ids": [1] * 9000}, "send several"),
