@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from enginepool import InvalidRequest
-from enginepool.rl.batch import RolloutBatch
+from enginepool.rl.batch import RolloutBatch, checked_logprobs
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,7 @@ def agreement(batch: RolloutBatch, trainer_logprobs: ArrayLike) -> Agreement:
     Raises:
         InvalidRequest: The shape differs, or the batch has no token.
     """
-    trainer = np.asarray(trainer_logprobs)
-    if trainer.shape != batch.logprobs.shape:
-        raise InvalidRequest(
-            f"trainer_logprobs has shape {trainer.shape}, the batch's are {batch.logprobs.shape}: "
-            "expected one for each output token, padding included"
-        )
+    trainer = checked_logprobs(batch, trainer_logprobs)
     if not batch.output_mask.any():
         raise InvalidRequest(
             f"no output token to compare: {batch.aborted.sum()} of {len(batch.aborted)} results "

@@ -60,6 +60,17 @@ class RolloutBatch(NamedTuple):
     lora_versions: np.ndarray | None = None
 
 
+def checked_logprobs(batch: RolloutBatch, trainer_logprobs: ArrayLike) -> np.ndarray:
+    """A trainer's log-probabilities as an array, one for each output token of the batch."""
+    trainer = np.asarray(trainer_logprobs)
+    if trainer.shape != batch.logprobs.shape:
+        raise InvalidRequest(
+            f"trainer_logprobs has shape {trainer.shape}, the batch's are {batch.logprobs.shape}: "
+            "expected one for each output token, padding included"
+        )
+    return trainer
+
+
 def pad_results(
     results: Iterable[Mapping[str, Any]],
     prompts: Sequence[ArrayLike] | np.ndarray,

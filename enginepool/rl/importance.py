@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from enginepool import InvalidRequest
-from enginepool.rl.batch import RolloutBatch
+from enginepool.rl.batch import RolloutBatch, checked_logprobs
 
 
 def importance_weights(
@@ -30,12 +30,7 @@ def importance_weights(
     Raises:
         InvalidRequest: The shape differs, or `cap` is below 1.
     """
-    trainer = np.asarray(trainer_logprobs)
-    if trainer.shape != batch.logprobs.shape:
-        raise InvalidRequest(
-            f"trainer_logprobs has shape {trainer.shape}, the batch's are {batch.logprobs.shape}: "
-            "expected one for each output token, padding included"
-        )
+    trainer = checked_logprobs(batch, trainer_logprobs)
     if not cap >= 1:
         raise InvalidRequest(f"cap={cap!r}: expected 1 or more")
     mask = batch.output_mask
