@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from enginepool.cli.arguments import (
-    Devices,
-    WarmupOption,
-    parse_devices,
-    parse_ports,
-)
+from enginepool.cli.arguments import Devices, WarmupOption, parse_devices, parse_ports
 from enginepool.cli.config_file import left_to_upstream, take
 from enginepool.config import PoolConfig
 from enginepool.console.complaints import clear_errors

@@ -99,11 +99,7 @@ def _as_dict(
             meta["output_token_ids_logprobs"] = named_entries(rows, request.named_ids)
     if request.return_sampling_mask:
         meta |= mask_entries(request.kept[:count])
-    return {
-        "text": text,
-        "output_ids": output_ids,
-        "meta_info": meta,
-    }
+    return {"text": text, "output_ids": output_ids, "meta_info": meta}
 
 
 def _sampling_seed(request: Request) -> int:

@@ -143,12 +143,7 @@ def _check_length(index: int, partial: PartialOutput, sampling: PromptSampling, 
 class _Reading:
     """Reads one entry of `partial_outputs`: a result or a chunk, whole or in part."""
 
-    def __init__(
-        self,
-        index: int,
-        given: Any,
-        logprobs: Logprobs,
-    ) -> None:
+    def __init__(self, index: int, given: Any, logprobs: Logprobs) -> None:
         self._index, self._named_ids = index, logprobs.named_ids[index]
         self._sampling_mask, self._routed_experts = logprobs.sampling_mask, logprobs.routed_experts
         self._given: Mapping[str, Any] = {} if given is None else given

@@ -15,7 +15,6 @@ This module imports sgl_jax. Import it only after the patches are applied.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -235,7 +234,7 @@ class PortalLoop:
         except BaseException:
             awaitable.close()  # otherwise Python warns that it was never awaited
             raise
-        return portal.call(partial(_await, awaitable))
+        return portal.call(lambda: awaitable)
 
     def _open(self) -> BlockingPortal:
         dispatch = self._runtime.dispatch
@@ -257,10 +256,6 @@ def connect(runtime: Runtime) -> None:
         engine: Any = worker.engine
         engine.tokenizer_manager = FrontEnd(runtime, worker.index)
         engine.loop = loop
-
-
-async def _await[T](awaitable: Coroutine[Any, Any, T]) -> T:
-    return await awaitable
 
 
 def _given(value: Any) -> bool:

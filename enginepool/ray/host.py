@@ -156,7 +156,7 @@ class Host:
         return self._told
 
     async def _run(self, attempt: Attempt) -> None:
-        key, news = attempt.key, self._news
+        key = attempt.key
         try:
             stream = self._open().async_stream(
                 sampling_params=attempt.sampling_params,
@@ -192,8 +192,8 @@ class Host:
         source: Any,
     ) -> None:
         """Stage new weights, or an adapter, beside what serves."""
-        pool, source, options = self._open(), self._read(source), {**options}
-        options["weight_version"] = weight_version
+        pool, options = self._open(), {**options, "weight_version": weight_version}
+        source = source if isinstance(source, str) else unpack_tree(source)
         staged: StagedWeights | StagedAdapter
         if lora_name is None:
             staged = await pool.async_stage_weights(source, **options)
@@ -245,9 +245,6 @@ class Host:
     @_answering
     async def unload(self, name: str) -> None:
         await self._open().async_unload_lora_adapter(name)
-
-    def _read(self, source: Any) -> Any:
-        return source if isinstance(source, str) else unpack_tree(source)
 
     # Steering
 

@@ -105,7 +105,10 @@ class RaySteeringCalls(FleetCalls):
         Raises:
             EnginesDiffer: Hosts have different weights.
         """
-        sums = self._ask_all("checksum")
+        fleet = self.fleet
+        sums = _raise_first(fleet.run(fleet.on_all("checksum")))
+        if not sums:
+            raise fleet.failure()
         if len(set(sums.values())) > 1:
             listed = ", ".join(f"host {index}: {value}" for index, value in sums.items())
             raise EnginesDiffer(f"the hosts' weights differ: {listed}", checksums=sums)
@@ -156,16 +159,9 @@ class RaySteeringCalls(FleetCalls):
 
         _raise_first(fleet.run(steer()))  # a host that starts again reads `paused`
 
-    def _ask_all(self, method: str) -> dict[int, Any]:
-        fleet = self.fleet
-        said = _raise_first(fleet.run(fleet.on_all(method)))
-        if not said:
-            raise fleet.failure()
-        return said
-
 
 def _raise_first(said: Mapping[int, Any]) -> dict[int, Any]:
-    """The answers of the hosts that were not lost meanwhile."""
+    """The answers of the hosts that were not lost meanwhile. Raises the first error among them."""
     for answer in said.values():
         if isinstance(answer, Exception) and not isinstance(answer, HostLost):
             raise answer

@@ -85,7 +85,7 @@ def _rebuild(this: Run, before: int) -> None:
 
 def _kv_info(this: Run) -> dict[str, Any]:
     """One engine's buffers, and bytes and buffers of all engines together."""
-    caches = [this.scheduler(i).kv_cache for i in range(len(this.pool.engines))]
+    caches = [scheduler.kv_cache for scheduler in this.schedulers()]
     infos = [cache.describe() for cache in caches]
     info = infos[0] | {"fused_bytes_total": sum(info["fused_bytes_total"] for info in infos)}
     if caches[0].dropped:

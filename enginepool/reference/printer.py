@@ -42,7 +42,7 @@ class Printer:
         if self.sink is not None:
             self.sink(self._count, record)
         self._count += 1
-        return _in_use(memory)
+        return memory["jax_device_memory_summary"]["bytes_in_use_sum"]
 
     def determinism(self, same_output: bool, first: str, second: str) -> None:
         """Print the line that compares two outputs by their hashes. It is the only line that is not
@@ -82,11 +82,6 @@ def _snapshot(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "jax_device_memory_stats": by_device,
         "jax_device_memory_summary": _summary(by_device),
     }
-
-
-def _in_use(memory: dict[str, Any]) -> int:
-    """Bytes in use on all devices of a snapshot."""
-    return memory["jax_device_memory_summary"]["bytes_in_use_sum"]
 
 
 def _summary(by_device: Sequence[dict[str, int]]) -> dict[str, int]:

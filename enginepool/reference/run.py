@@ -36,12 +36,12 @@ class Run:
         self._counts = self.leaf_counts()
         self.ready_bytes = printer.phase("engine_ready_dummy", **self._engines())
 
-    def scheduler(self, engine_index: int) -> Any:
-        return self.pool.engines[engine_index].scheduler_info["scheduler"]
+    def schedulers(self) -> list[Any]:
+        return [engine.scheduler_info["scheduler"] for engine in self.pool.engines]
 
     def leaf_counts(self) -> list[int]:
         """The number of leaves that each engine's programs get."""
-        return [self.scheduler(i).leaves.count() for i in range(len(self.pool.engines))]
+        return [scheduler.leaves.count() for scheduler in self.schedulers()]
 
     @contextmanager
     def swapping(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Run:
             "tp_size": args.tp_size,
             "dp_size": args.dp_size,
             "num_engines": len(stats),
-            "dtype": str(next(iter(self.scheduler(0).leaves.specs.values())).dtype),
+            "dtype": str(next(iter(self.schedulers()[0].leaves.specs.values())).dtype),
             "load_format": args.load_format,
             "download_dir": args.download_dir,
             "hf_cache_dir": HF_HUB_CACHE,

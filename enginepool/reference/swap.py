@@ -57,9 +57,8 @@ def read_tree(this: Run) -> dict[str, Any]:
 
 def make_params(this: Run, tree: dict[str, Any], phase: str, before: int) -> dict[str, jax.Array]:
     """Make a set of parameters on the devices. `before` is the number of bytes in use before."""
-    engines = [this.scheduler(i).leaves for i in range(len(this.pool.engines))]
     with this.swapping():
-        params = on_devices(tree, engines)
+        params = on_devices(tree, [scheduler.leaves for scheduler in this.schedulers()])
     used = this.printer.phase(phase, num_params=len(params))
     this.printer.check_bytes(
         used, before + nbytes(params), f"{phase}: memory did not grow by one set of parameters"
@@ -74,8 +73,7 @@ def from_flax_tree(this: Run, tree: dict[str, Any], *, verify: bool) -> dict[str
         report = this.pool.update_weights(params)
     this.swapped("weights_swapped_from_mllm", report)
     if verify:
-        engines = [this.scheduler(i).leaves for i in range(len(this.pool.engines))]
-        found = sharing(params, engines)
+        found = sharing(params, [scheduler.leaves for scheduler in this.schedulers()])
         apart = [path for path, entry in found.items() if not entry["same_object"]]
         this.printer.phase(
             "param_sharing_check",

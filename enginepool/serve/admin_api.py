@@ -197,9 +197,7 @@ def sglang_router(service: Service) -> APIRouter:
         return Updated(message=f"weight version {report.weight_version!r} from {body.model_path}")
 
     @routes.post("/pause_generation")
-    async def pause_generation(
-        body: PauseAsSglang | None = None,
-    ) -> StatusMessage:
+    async def pause_generation(body: PauseAsSglang | None = None) -> StatusMessage:
         await admin.pause((body or PauseAsSglang()).mode)
         return StatusMessage(message="Generation is paused.")
 

@@ -76,12 +76,9 @@ class Rendering:
         assert tokenize
         fitted = self._tokenizer.chat.fit(messages, options.get("chat_template"))
         text = self._tokenizer.hf.apply_chat_template(fitted, tokenize=False, **options)
-        return self._encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False)
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        return self._encode(text, **options)
-
-    def _encode(self, text: str, **options: Any) -> list[int]:
         self.check_text(text)
         with self._tokenizer.lock:
             return self._tokenizer.hf(text, **options)["input_ids"]

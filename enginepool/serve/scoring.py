@@ -72,10 +72,9 @@ class ScoreExchange(Exchange):
         items = [items] if isinstance(items, str) else items
         if not items:
             raise InvalidRequest("items: give at least one")
-        limits = self._options.max_prompts, self._max_queued
-        if len(items) > limits[0]:
+        if len(items) > (most := self._options.max_prompts):
             raise InvalidRequest(
-                f"{len(items)} items: at most {limits[0]} are taken in one request (--max-prompts)"
+                f"{len(items)} items: at most {most} are taken in one request (--max-prompts)"
             )
         if len(items) * len(labels) > MAX_VALUES:
             raise InvalidRequest(
@@ -84,10 +83,10 @@ class ScoreExchange(Exchange):
             )
         times = len(_chunks(labels))
         count = len(items) * times
-        if limits[1] is not None and count > limits[1]:
+        if self._max_queued is not None and count > self._max_queued:
             raise InvalidRequest(
                 f"{len(items)} items with {len(labels)} labels are {count} requests, too many for "
-                f"one call: at most {limits[1]} may wait (--max-queued-requests)"
+                f"one call: at most {self._max_queued} may wait (--max-queued-requests)"
             )
         kind = str if isinstance(query, str) else list
         if query is None or any(not isinstance(item, kind) for item in items):

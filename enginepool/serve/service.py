@@ -52,21 +52,14 @@ class Service:
         self.runtime = self.front.runtime
         self.templates = TemplateManager()
         self.templates.initialize_templates(self.front.model_path)
-        tokenizer, limits = (
-            self.runtime.input_processor.tokenizer,
-            self.runtime.input_processor.limits,
-        )
+        processor = self.runtime.input_processor
+        tokenizer, limits = processor.tokenizer, processor.limits
         self.prompt_limits = PromptLimits(
             tokenizer, limits.prompt, limits.origin, options.max_prompts
         )
         self._rendering = Rendering(tokenizer, self.prompt_limits)
         self.metrics = Metrics(self.runtime)
-        self.admin = AdminOperations(
-            pool,
-            options.model_root,
-            self._updated,
-            self.runtime.desired,
-        )
+        self.admin = AdminOperations(pool, options.model_root, self._updated, self.runtime.desired)
         base = self.front.served_model_name or self.front.model_path
         self.models = ServedModels(pool, self.runtime, base, options)
         self.history = History(self.runtime)
