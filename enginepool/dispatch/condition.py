@@ -58,8 +58,8 @@ class _Phase:
 @dataclass
 class WeightsCondition:
     """The weights of one engine. Written on the engine's thread, with two exceptions. The thread
-    that finds non-finite numbers writes `nonfinite_under` of all engines. The thread of an
-    engine that copies its weights to another one writes that one's `missing` if the copy fails.
+    that finds non-finite numbers writes `nonfinite_under` of all engines. If a recovering
+    engine cannot copy its weights to another engine, its thread writes that engine's `missing`.
 
     Attributes:
         version: The label that tokens of the engine's next step carry.

@@ -171,7 +171,7 @@ class Request:
 
 def _extend(spans: list[list[Any]], given: int, count: int, version: int | str) -> None:
     """Extend an output's spans [start, end, version] to `count` tokens, with this version. The
-    first `given` tokens came with the request. Their spans may end before the last of them."""
+    first `given` tokens came with the request. The last of them may have no span."""
     while spans and spans[-1][0] >= count:
         spans.pop()
     end = spans[-1][1] if spans else 0

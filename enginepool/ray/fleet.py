@@ -86,7 +86,7 @@ class Fleet:
         """Start every host, and wait until all serve.
 
         Raises:
-            EnginePoolError: A host did not start. This is the error of the first of them.
+            EnginePoolError: The error of the first host that did not start.
         """
         begun = [self._start(host) for host in self.hosts]
         for answer in await asyncio.gather(*begun, return_exceptions=True):

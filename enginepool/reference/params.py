@@ -21,8 +21,8 @@ from enginepool.weights.placement import place
 if TYPE_CHECKING:
     from enginepool.weights.leaves import EngineLeaves
 
-# The leaves that `param_sharing_check` prints: the ends of the model, and both parts of its first
-# layer. All leaves are checked.
+# The leaves that `param_sharing_check` prints: the embedding, the last norm, and attention and MLP
+# of the first layer. All leaves are checked.
 SAMPLES = (
     "model.embed_tokens.embedding",
     "model.norm.scale",
@@ -104,8 +104,8 @@ def _flax(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
 
 
 def _everywhere(shardings: Sequence[Any]) -> NamedSharding:
-    """A sharding over all engines. Their meshes lie side by side along an axis that nothing uses,
-    so each engine has the sharding of one."""
+    """A sharding over all engines. Their meshes are stacked along an axis that the spec does not
+    use, so each engine has a whole copy, sharded as in its own mesh."""
     meshes = [sharding.mesh for sharding in shardings]
     devices = np.stack([mesh.devices for mesh in meshes])
     mesh = Mesh(devices, ("engine", *meshes[0].axis_names))

@@ -63,9 +63,9 @@ def replay(
             have them. The results may come from any pool, and from calls without a seed.
         prompts: The ids of that call's prompts, by `prompt_index`.
         sampling_params: The parameters of that call: one dict for all prompts, or one per prompt.
-        version: The version to repeat. Tokens of other versions are fed in and not sampled. If the
-            update had `mode="in_place"`, the KV of those tokens came from their weights. In the
-            replay it comes from the weights of `version`, so results may differ.
+        version: The version to repeat. Tokens of other versions are fed in and not sampled. Their
+            KV is computed with the weights of `version`. If it came from their own weights (an
+            update with `mode="in_place"`), results may differ.
 
     Raises:
         InvalidRequest: A result was made without `return_logprob`, or `prompts` or

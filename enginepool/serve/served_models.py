@@ -179,7 +179,7 @@ class ServedModels:
         return report
 
     def _make_room(self, name: str) -> None:
-        """Drop an adapter if another one would be one too many.
+        """Drop an adapter if there is no room for another one.
 
         Raises:
             Refused: All that are loaded are in use, or did not come from the resolver's folder.

@@ -91,7 +91,7 @@ class Calls:
             yield from self._rest()
 
     def _feed(self) -> Iterator[DeltaMessage]:
-        """Feed the parser what waits. It returns one thing at a time."""
+        """Feed the parser the text that waits. It returns text and calls one by one."""
         text, self._waiting = self._waiting, ""
         self._fed += len(text)
         for _ in range(2 + len(self._whole)):
