@@ -137,7 +137,7 @@ class GrammarCompiler:
 
     def _forget(self) -> None:
         """Drop the grammars that were used longest ago, until the others are within bounds."""
-        while len(self.kept) > _KEPT or _total(self.kept) > _KEPT_BYTES:
+        while len(self.kept) > _KEPT or sum(g.nbytes for g in self.kept.values()) > _KEPT_BYTES:
             self.kept.popitem(last=False)
 
     def _compile_tried(self, answer: Mapping[str, Any]) -> Grammar:
@@ -195,10 +195,6 @@ class GrammarCompiler:
                 f"structured output needs a fast Hugging Face tokenizer; llguidance does "
                 f"not take this {type(hf).__name__}: {error}"
             ) from error
-
-
-def _total(kept: Mapping[GrammarSource, Grammar]) -> int:
-    return sum(grammar.nbytes for grammar in kept.values())
 
 
 def _invalid(source: GrammarSource, why: str) -> InvalidGrammar:
