@@ -39,8 +39,8 @@ _DEVICE_WAIT = {"until_ready": "device"}
 _STEADY = {"append": "tokens"}
 _STEADY_PROGRAM = {"step": "launch", **dict.fromkeys(("begin", "tally"), "join")}
 _SENDER = {"batch": "join"}
-# Methods that run a prefill, and those that run decode steps.
-_PREFILLS, _STEPS = ("forward_batch_generation", "launch"), ("step",)
+# Methods that run a step of upstream's or a prefill, and those that run several decode steps.
+_SINGLE, _STEPS = ("forward_batch_generation", "launch"), ("step",)
 # The cost of decode steps, with or without prefills between them.
 DECODE = ("launch", "device", "tokens")
 SECTIONS = (
@@ -111,13 +111,13 @@ def profiled(worker: EngineWorker) -> Iterator[StepProfile]:
                 if hasattr(owner, name):
                     found.append((owner, name, vars(owner).get(name)))
                     method = getattr(owner, name)
-                    if name in (*_PREFILLS, *_STEPS):
-                        method = clock.beginning(scheduler, method)
+                    if name in (*_SINGLE, *_STEPS):
+                        method = clock.counted(scheduler, method)
                     setattr(owner, name, clock.timed(section, method))
 
         running = scheduler.running
         found.append((running, "sampled_first", None))
-        running.sampled_first = clock.seen_first(running.sampled_first)
+        running.sampled_first = clock.with_waits(running.sampled_first)
 
     def end() -> None:
         for owner, name, before in found:
@@ -139,18 +139,18 @@ class _Clock:
         # Wall and processor time of inner sections, for each open section.
         self._inner: list[list[float]] = []
 
-    def beginning(self, scheduler: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, scheduler: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def counting(*args: Any, **kwargs: Any) -> Any:
             steps = args[2] if method.__name__ in _STEPS else 1
             self.profile.steps += steps
-            self.profile.prefills += method.__name__ in _PREFILLS
+            self.profile.prefills += scheduler.cur_batch.forward_mode.is_extend()
             self.profile.tokens += steps * scheduler.cur_batch.batch_size()
             return method(*args, **kwargs)
 
         return counting
 
-    def seen_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def with_waits(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def noting(request: Request, req: Any) -> None:
             method(request, req)

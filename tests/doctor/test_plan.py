@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from enginepool.cli.main import app
+from enginepool.doctor.ahead_of_time.record import Compiled
 from enginepool.doctor.plan.bounds import CLEARLY_FASTER
+from enginepool.doctor.plan.compiled import by_the_compiler
 from enginepool.doctor.plan.plan import make
 from enginepool.doctor.plan.report import show
 from enginepool.errors import InvalidConfig
@@ -134,6 +137,14 @@ def test_sliding_layers_read_their_window() -> None:
 def test_bad_input(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidConfig, match=words):
         make(CONFIGS["0.6B"], **({"host": "v5e-8"} | options))
+
+
+@pytest.mark.parametrize("kind", ["decode", "steady"])
+def test_temporaries_of_every_decode_program_count(kind: str) -> None:
+    arithmetic: Any = SimpleNamespace(weights=1, kv=1, reserve=1)
+    programs = [Compiled(kind, "", temporaries=3), Compiled("prefill", "", temporaries=9)]
+    found = by_the_compiler(programs, arithmetic, arithmetic, 1)
+    assert found["decode_temporary_bytes"] == 3
 
 
 def invoke(*arguments: str) -> Any:

@@ -1,13 +1,14 @@
 """`enginepool doctor --profile` on a running pool."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from enginepool.cli.main import app
 from enginepool.doctor.profile import profile
-from enginepool.doctor.step_profile import SECTIONS
+from enginepool.doctor.step_profile import SECTIONS, StepProfile, _Clock
 from tests.support.pools import MakePool
 
 
@@ -31,6 +32,21 @@ def test_profile(make_pool: MakePool) -> None:
     assert 0 < report["gil_ms"] <= report["step_ms"]
     assert report["saturates_at"] >= 1
     assert report["compilations"] == 0
+
+
+@pytest.mark.parametrize("extend", [True, False])
+def test_upstreams_decode_step_is_no_prefill(extend: bool) -> None:
+    """One method of upstream's runs prefills and decode steps."""
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: extend), batch_size=lambda: 2
+    )
+
+    def forward_batch_generation() -> None:
+        pass
+
+    clock = _Clock(StepProfile())
+    clock.counted(SimpleNamespace(cur_batch=batch), forward_batch_generation)()
+    assert (clock.profile.steps, clock.profile.prefills) == (1, extend)
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def by_the_compiler(
         "argument_bytes": arguments,
         "argument_bytes_by_arithmetic": counted,
         "decode_temporary_bytes": _most(
-            "temporaries", [program for program in forward if program.kind == "decode"]
+            "temporaries", [program for program in forward if program.kind != "prefill"]
         ),
         "reserve_bytes": memory.reserve,
         "reserve_bytes_by_arithmetic": arithmetic.reserve,
