@@ -36,16 +36,17 @@ type Placed = Mapping[str, tuple[jax.Array, jax.Array]]
 
 
 class AdapterSlots:
-    """The adapters that an engine's device has. Used on the engine's thread, except `place`.
+    """The adapters that an engine's device has. Used on the engine's thread, except `held`,
+    `check_finite` and `place`.
 
     Attributes:
-        layers: The paths of the layers that adapters can change.
+        layers: The input and output size of each layer that adapters can change, by path.
         count: How many slots there are.
         rank: The highest rank of an adapter.
     """
 
     def __init__(self, model: nnx.Module, leaves: EngineLeaves) -> None:
-        self.layers: dict[str, tuple[int, int]] = {}  # in, out
+        self.layers: dict[str, tuple[int, int]] = {}
         self._leaves = leaves
         # The layers of each leaf, in the leaf's order.
         self._layers_of: dict[str, list[str]] = {}
@@ -70,18 +71,12 @@ class AdapterSlots:
         """The numbers of the adapters in slots, least recently used first."""
         return list(self._held)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one slot."""
-        specs = self._leaves.adapter_specs.values()
-        return sum(spec.size * spec.dtype.itemsize for spec in specs) // self.count
-
     def held(self) -> list[Adapter]:
         """The adapters in slots. Any thread."""
         return [adapter for _, adapter in list(self._held.values())]
 
     def row(self, adapter: Adapter | None) -> tuple[int, float]:
-        """The slot and the scale of an adapter's rows. It must be in a slot."""
+        """The slot and the scale of an adapter's rows. The adapter must be in a slot."""
         if adapter is None:
             return NO_SLOT, 0.0
         return self._held[adapter.number][0], adapter.scale
@@ -143,8 +138,8 @@ class AdapterSlots:
         return True
 
     def replace(self, numbers: Collection[int], adapter: Adapter, placed: Placed | None) -> None:
-        """Put an adapter into the slot of an older version. At least one of these `numbers` has a
-        slot."""
+        """Put an adapter into the slot of an older version. `numbers` are those of its older
+        versions. At least one of them has a slot."""
         slots = [self._held.pop(number)[0] for number in numbers if number in self._held]
         self._put(slots[0], adapter, placed)
 
@@ -155,12 +150,8 @@ class AdapterSlots:
     def renew(self) -> None:
         """Free all slots, and make new leaves: a failed write may have consumed the old ones."""
         self._held.clear()
-        self._leaves.put_adapters(
-            {
-                path: jax.device_put(jnp.zeros(spec.shape, spec.dtype), spec.sharding)
-                for path, spec in self._leaves.adapter_specs.items()
-            }
-        )
+        specs = self._leaves.adapter_specs.items()
+        self._leaves.put_adapters({path: self._zeros(spec) for path, spec in specs})
 
     def compile(self) -> None:
         """Compile what loads an adapter, by loading zeros into a slot that no request uses."""

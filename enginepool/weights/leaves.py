@@ -88,10 +88,6 @@ class EngineLeaves(Mapping[str, jax.Array]):
     def __len__(self) -> int:
         return len(self.specs)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(spec.size * spec.dtype.itemsize for spec in self.specs.values())
-
     def on_host(self, path: str) -> np.ndarray:
         """A leaf, by its path here or in `source_specs`. A quantized matrix comes as the floats
         that its integers and scales stand for."""
@@ -154,7 +150,7 @@ class EngineLeaves(Mapping[str, jax.Array]):
     def forget(self) -> None:
         """Drop all leaves, with the engine. Only `specs` can be read after this.
 
-        The Variables are emptied one by one. To list them through flax leaves a reference cycle.
+        The Variables are emptied one by one. Listing them through flax makes a reference cycle.
         """
         self._runner = None
         for variable in self._variables.values():
