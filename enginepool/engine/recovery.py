@@ -170,9 +170,9 @@ class Recovery:
         return decide_not_finite(faults, again=again, finite_on=finite_on)
 
     def _weights_are_broken(self, engine: PinnedEngine) -> bool:
-        """Whether the engine's weights are the likely fault. A request that was alone on this
-        engine had no finite numbers. Since then it had finite numbers on another engine, and no
-        request had finite numbers on this engine."""
+        """Whether the engine's weights are the likely fault: a request that was alone on this
+        engine got no finite numbers, later got finite numbers on another engine, and no request
+        has got finite numbers on this engine since."""
         weights = engine.condition.weights
         return any(
             update == weights.update == faults.finite_under and when > weights.finite_at
@@ -204,7 +204,7 @@ class Recovery:
     def _count(self, engine: PinnedEngine) -> int:
         """Count a failure of this engine. Returns how many there are in a row."""
         now = time.perf_counter()
-        since = max(engine.channel.running.last_output, now - WINDOW_SECONDS)
+        since = max(engine.channel.running.last_end, now - WINDOW_SECONDS)
         times = self._times.get(engine.index, [])
         self._times[engine.index] = [at for at in times if at > since] + [now]
         return len(self._times[engine.index])

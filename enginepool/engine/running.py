@@ -27,13 +27,13 @@ class RunningRequests:
 
     Attributes:
         held: The requests, by internal id.
-        last_output: When a request last ended here, in `time.perf_counter`.
+        last_end: When a request last ended here, in `time.perf_counter`.
     """
 
     def __init__(self, weights: WeightsCondition) -> None:
         self.held: dict[str, Request] = {}
         self.lock = threading.RLock()
-        self.last_output = 0.0
+        self.last_end = 0.0
         self._weights = weights
         self._starting: Request | None = None
 
@@ -162,7 +162,7 @@ class RunningRequests:
 
     def deliver(self, request: Request, req: Req) -> None:
         """Hand a finished upstream request to its caller."""
-        self.last_output = time.perf_counter()
+        self.last_end = time.perf_counter()
         if len(req.output_ids) > max(request.given, request.retracted_at):
             self._weights.record_finite()
         self.held.pop(request.internal_rid, None)
@@ -179,7 +179,7 @@ class RunningRequests:
         with self.lock:
             if self.held.pop(request.internal_rid, None) is None:
                 return
-            self.last_output = time.perf_counter()
+            self.last_end = time.perf_counter()
             if request.scored.logprobs[-1] is not None:  # else nothing was computed
                 self.record_finite(request)
             request.prompt_weight_versions = [request.scored.version]
@@ -201,8 +201,8 @@ class RunningRequests:
             alone: Whether no other request shared the step.
 
         Raises:
-            NotFinite: It is not known that these weights give no finite numbers, another request
-                shared the step, or the engine holds other requests. No request is ended then.
+            NotFinite: The weights are not yet known to be the fault, another request shared the
+                step, or the engine holds other requests. No request is ended then.
         """
         known = self._weights.nonfinite_under == self._weights.update
         if not (known and alone and len(requests) == len(self.held)):
@@ -261,6 +261,6 @@ def finish_reason(req: Req, reason: dict[str, Any]) -> dict[str, Any]:
 def _has_progressed(request: Request) -> bool:
     if request.req is not None:
         return len(request.req.output_ids) > request.retracted_at
-    # Its prompt is being scored. That is progress only before the first retract. Then the prompt
-    # starts again, and must be scored completely.
+    # Its prompt is being scored. That is progress, unless the request was retracted: a retract
+    # drops the scores so far, so the prompt must be scored completely.
     return request.scoring is not None and request.scored is None and not request.retracted

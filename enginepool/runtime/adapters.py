@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,8 +199,13 @@ class AdapterLoad:
         new: Adapter,
     ) -> int:
         """Run a job on every engine or, if one fails, on none. Returns how many returned True."""
+
+        def run(worker: EngineWorker) -> bool:
+            with naming(worker):
+                return job(worker, new)
+
         try:
-            done = engines.run(lambda worker: _named(worker, partial(job, worker, new)))
+            done = engines.run(run)
         except BaseException:
             with suppress(EnginePoolError):  # the first error says more
                 engines.run(lambda worker: self._put_back(worker, new))
@@ -248,11 +252,6 @@ class AdapterLoad:
             and (request.begun or request.req is not None)
         ]
         dispatch.abort(running, "load_lora_adapter(mode='abort')", "cancelled")
-
-
-def _named(worker: EngineWorker, job: Callable[[], bool]) -> bool:
-    with naming(worker):
-        return job()
 
 
 def _slots(worker: EngineWorker) -> AdapterSlots:

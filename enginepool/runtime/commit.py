@@ -31,7 +31,7 @@ def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Befo
     """
     before: dict[int, Before] = {}
 
-    def put(worker: EngineWorker) -> None:
+    def put_new(worker: EngineWorker) -> None:
         new, shared = staged[worker.index], worker.leaves.shared.copy()
         with naming(worker):
             before[worker.index] = worker.replace_weights(new.arrays, new.shared), shared
@@ -40,7 +40,7 @@ def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Befo
         worker.restore_weights(*before.get(worker.index, ({}, ())))
 
     try:
-        engines.run(put)
+        engines.run(put_new)
     except BaseException:  # Control-C too: restore the leaves that were replaced so far
         engines.run(put_back)
         raise
@@ -110,7 +110,7 @@ def _run(worker: EngineWorker, leaves: Mapping[str, Any], shared: Collection[str
     def run(some: Mapping[str, Any], name: str | None) -> None:
         job = partial(worker.leaves.replace, some, set(shared).intersection(some))
         with naming(worker, name):
-            worker.channel.run(lambda: job() and None).result()
+            worker.channel.run(lambda: job() and None).result()  # does not keep the old leaves
 
     if len(leaves) > 1:
         with suppress(WeightUpdateFailed):

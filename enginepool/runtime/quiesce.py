@@ -211,7 +211,7 @@ def _begin_drain(engines: StoppedEngines) -> None:
 
 
 def _unfinished(engines: StoppedEngines) -> bool:
-    """Whether these engines have begun requests, or could take some."""
+    """Whether these engines have requests, or can take begun ones from the queue."""
     able = [worker for worker in engines.workers if worker.condition.may_step]
     begun = engines.runtime.dispatch.queue.begun()
     return any(begun or worker.channel.load() for worker in able)

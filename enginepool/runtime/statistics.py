@@ -78,9 +78,9 @@ def engine(worker: EngineWorker) -> dict[str, Any]:
         "steady_steps": worker.channel.steady_steps,
         "steady_dispatches": worker.channel.steady_dispatches,
         "fallback_steps": worker.channel.fallback_steps,
-        # Seconds from the first step after idling to the last output. An idle engine shows those of
-        # the last time that it worked.
-        "busy_seconds": max(0.0, worker.channel.running.last_output - worker.channel.busy_since),
+        # Seconds from the first step after idling to the last end of a request. An idle engine
+        # shows those of the last time that it worked.
+        "busy_seconds": max(0.0, worker.channel.running.last_end - worker.channel.busy_since),
         "build_seconds": worker.assembly.build_seconds,
         "warmup_seconds": worker.assembly.warmup_seconds,
         "start": worker.assembly.start.report(),

@@ -53,7 +53,7 @@ class SwapReport:
             afterwards, while generation goes on again. "total".
         staged: The fingerprint of the weights as they were staged on the first engine. It equals
             the engines' fingerprints.
-        engines: One entry per engine.
+        engines: One entry for each engine that has the new weights.
         source: In a pool that quantizes: the fingerprint of the source's weights before they are
             quantized. If the source has all weights, it equals the fingerprint in a pool that does
             not quantize.

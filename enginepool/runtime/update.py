@@ -121,8 +121,8 @@ class Update:
         for worker in [w for w in self.workers if w.condition.reachable]:
             if lost := set(worker.leaves.lost()).difference(plan.paths):
                 raise InvalidWeights(
-                    f"engine {worker.index} has no weights to keep, and {len(lost)} of them are "
-                    "not in the source: update all weights",
+                    f"{len(lost)} weights are neither on engine {worker.index} nor in the source; "
+                    "update all weights",
                     names=sorted(lost),
                 )
 
@@ -249,8 +249,7 @@ class Update:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def _report(self, started: float) -> SwapReport:
-        # A program is compiled once for all engines' devices, where these can share it.
-        with self._timed("fingerprint"), self.runtime.cache.sharing():
+        with self._timed("fingerprint"):
             done = [w for w in self.workers if w.index in self.pauses.keys() - self.failed.keys()]
             staged, source, have = swap_fingerprints(self.runtime, self.plan, done, self.staged)
         self._add("total", time.perf_counter() - started)

@@ -13,7 +13,8 @@ from enginepool.runtime.runtime import Runtime
 
 @contextmanager
 def updating(runtime: Runtime, call: str) -> Iterator[list[EngineWorker]]:
-    """Hold the steering lock inside the block. Yields the engines whose loops run.
+    """Hold the steering lock and share compiled programs inside the block. Yields the engines whose
+    loops run.
 
     Args:
         call: The user's call that changes weights.
@@ -40,7 +41,7 @@ def updating(runtime: Runtime, call: str) -> Iterator[list[EngineWorker]]:
             if runtime.closed:
                 raise PoolClosed(f"pool {runtime.name!r} was closed") from error
             raise WeightUpdateFailed(
-                f"{error} since the update began; the engine comes back with the weights that the "
+                f"an engine failed during {call}: {error}; it comes back with the weights that the "
                 "pool has, try again",
                 engine_index=workers[0].index,
             ) from error

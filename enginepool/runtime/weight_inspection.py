@@ -89,7 +89,7 @@ def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
     if path not in leaves.specs and path not in leaves.source_specs:
         raise InvalidRequest(f"{name}: neither a Hugging Face name nor a leaf of this model")
     array = leaves.on_host(path)
-    if path in mapping.names and name in mapping.paths:
+    if name in mapping.paths:
         if len(group := mapping.names[path]) > 1:  # stacked experts
             array = array[group.index(name)]
         if mapping.turned(path):

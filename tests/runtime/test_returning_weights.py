@@ -93,7 +93,7 @@ def test_the_only_engine_loses_its_weights(
     until(lambda: alone.events()[-1]["event"] == "engine_recovered")  # after the waiting call
     assert "engine_unloaded" in [event["event"] for event in alone.events()]
     part = dict([next(iter(leaves(target).items()))])
-    with pytest.raises(InvalidWeights, match="has no weights to keep"):
+    with pytest.raises(InvalidWeights, match="neither on engine 0 nor in the source"):
         alone.update_weights(part, strict=False)
     alone.update_weights(target)
     serves(alone, target)

@@ -255,7 +255,7 @@ def test_later_engine(
     assert four.stats()["engines"][2]["reason"] == report.failed[2]
     assert versions(four) == {1}
     name = re.search(r"putting (\S+) on", report.failed[2])[1]
-    with pytest.raises(InvalidWeights, match="engine 2 has no weights to keep"):
+    with pytest.raises(InvalidWeights, match="neither on engine 2 nor in the source"):
         four.update_weights({name: leaves(target("qwen3"))[name]}, strict=False)
     four.update_weights(target("qwen3"))
     assert states(four) == ["serving"] * 4
