@@ -41,7 +41,7 @@ class AdapterAdmission:
         policy = SlotPolicy(self._slots.numbers, self._running.adapters(), self._slots.count)
 
         def ask(request: Request) -> bool:
-            # The request keeps this version from here on, whatever is loaded meanwhile.
+            # If the request cannot start yet, it is asked again, maybe with a newer version.
             adapter = self._adapters.for_start(request.adapter, begun=request.begun)
             request.adapter = adapter
             return policy.may_start(None if adapter is None else adapter.number)
@@ -54,7 +54,7 @@ class AdapterAdmission:
         if adapter is not None and not self._slots.load(adapter, self._running.adapters()):
             raise RuntimeError(f"no slot is free for adapter {adapter.name!r}")
 
-    def replace_upstreams(self, worker: Any) -> None:
+    def install(self, worker: Any) -> None:
         """Have upstream call `_prepare` before each forward."""
         worker.prepare_lora_batch = self._prepare
 

@@ -45,7 +45,7 @@ def message(request: Request, extra_key: str | None) -> TokenizedGenerateReqInpu
     )
 
 
-def resume(req: Req, request: Request) -> None:
+def fill(req: Req, request: Request) -> None:
     """Put into upstream's request what its message does not carry: the outputs so far, the grammar,
     and that it has an adapter."""
     if request.output_ids:
@@ -53,8 +53,8 @@ def resume(req: Req, request: Request) -> None:
         req.output_token_logprobs_val = list(request.logprobs)
         req.output_token_logprobs_idx = list(request.output_ids)
     if request.adapter is not None:
-        req.lora_id = request.internal_rid  # its adapter may be replaced
+        req.lora_id = request.internal_rid  # the request's, because its adapter may be replaced
     if request.grammar is not None:
         ends = end_ids(req.eos_token_ids, req.tokenizer)
-        held: Any = req
-        held.grammar = RequestGrammar(request.grammar, ends, request.output_ids, request.thinking)
+        target: Any = req
+        target.grammar = RequestGrammar(request.grammar, ends, request.output_ids, request.thinking)

@@ -93,7 +93,7 @@ class Assembly:
         started = time.perf_counter()
         if compile_programs:
             with self.start.listening(), self.start.stage("warm_up"):
-                warm_up(self._built(), self.start)
+                warm_up(self.built(), self.start)
         self.warmup_seconds = time.perf_counter() - started
 
     def reset(self) -> None:
@@ -101,7 +101,7 @@ class Assembly:
 
         The engine's requests must have been taken out before.
         """
-        scheduler = self._built()
+        scheduler = self.built()
         scheduler.reset()
         self._channel.attach(scheduler)
 
@@ -115,7 +115,8 @@ class Assembly:
         new.tokenizer_manager, new.loop = old.tokenizer_manager, old.loop
         self.warm_up(compile_programs=self._compile_programs)
 
-    def _built(self) -> PinnedScheduler:
+    def built(self) -> PinnedScheduler:
+        """Upstream's scheduler. The engine must be built."""
         scheduler = self.scheduler
         assert scheduler is not None, "the engine is not built"
         return scheduler
@@ -131,9 +132,9 @@ class Assembly:
             self.engine = build_engine(
                 server_args, self._devices, self._channel, self.precision, self.start, source
             )
-            scheduler = self._built()
+            scheduler = self.built()
             self.leaves = scheduler.leaves
-            # A copy, or a rebuilt engine, has the model of an engine that was checked.
+            # A copy, or an engine rebuilt with placeholders, has a model that was checked.
             if source is None and server_args.get("load_format") != "dummy":
                 runner = scheduler.tp_worker.worker.model_runner
                 with self.start.stage("check"), self.precision.on_this_thread():

@@ -33,7 +33,7 @@ class DeviceWait:
             result.block_until_ready()
 
     def _compute_logprobs_and_wait(self, *args: Any) -> Any:
-        """Replaces the last program of an upstream step. Upstream would then read its result."""
+        """Run the last program of an upstream step, whose result upstream reads next."""
         logprobs = self._compute_logprobs(*args)
         self.until_ready(logprobs)
         return logprobs

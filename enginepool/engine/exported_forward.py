@@ -72,8 +72,8 @@ class ExportedForward:
             converter = mapping.converter(path, tensors) if tensors else None
             if converter is None:
                 raise InvalidConfig(
-                    f"forward_function is not possible in this pool: {path} is not made of tensors "
-                    "with Hugging Face names in one program"
+                    "forward_function is not possible in this pool: no single program makes "
+                    f"{path} from tensors with Hugging Face names"
                 )
             self._leaves.append((tensors, converter))
         self._tensors = {name: one for tensors, _ in self._leaves for name, one in tensors.items()}
@@ -149,22 +149,22 @@ class ExportedForward:
         # Set through `vars`, as in `steady/forward.py`.
         vars(model)["logits_processor"] = _Logits(model.logits_processor)
         length = len(ids)
-        place, whole = jnp.arange(length, dtype=jnp.int32), jnp.array([length], jnp.int32)
-        none = jnp.zeros(1, jnp.int32)
+        positions, lengths = jnp.arange(length, dtype=jnp.int32), jnp.array([length], jnp.int32)
+        zero = jnp.zeros(1, jnp.int32)
         with jax.sharding.use_abstract_mesh(self._mesh):
             batch = ForwardBatch(
                 bid=0,
                 forward_mode=ForwardMode.EXTEND,
                 batch_size=1,
                 input_ids=self._put(ids),
-                req_pool_indices=self._put(none),
-                seq_lens=self._put(whole),
-                out_cache_loc=self._put(place + 1),
-                positions=self._put(place),
+                req_pool_indices=self._put(zero),
+                seq_lens=self._put(lengths),
+                out_cache_loc=self._put(positions + 1),
+                positions=self._put(positions),
                 attn_backend=_Attention(0, 0, self._mesh),
-                cache_loc=self._put(place + 1),
-                extend_prefix_lens=self._put(none),
-                extend_seq_lens=self._put(whole),
+                cache_loc=self._put(positions + 1),
+                extend_prefix_lens=self._put(zero),
+                extend_seq_lens=self._put(lengths),
                 spec_algorithm=SpeculativeAlgorithm.NONE,
                 capture_hidden_mode=CaptureHiddenMode.NULL,
             )

@@ -63,8 +63,8 @@ class RequestGrammar:
         self.failure: str | None = None
         self._owed = 0.0  # seconds taken beyond the allowance of its tokens
         self._thought = None if thinking is None else Thought(thinking)
-        going = [token for token in output_ids if token not in self._ends]
-        if answer := list(itertools.dropwhile(self._is_thought, going)):
+        without_ends = [token for token in output_ids if token not in self._ends]
+        if answer := list(itertools.dropwhile(self._is_thought, without_ends)):
             with self._taking(len(answer)):
                 self._matcher.consume_tokens(answer)
 
@@ -75,7 +75,7 @@ class RequestGrammar:
                 self._matcher.consume_token(token)
 
     def _is_thought(self, token: int) -> bool:
-        """Follow the thinking by one output token. Returns whether the token comes before the part
+        """Advance the thinking by one output token. Returns whether the token comes before the part
         that the grammar describes."""
         if self._thought is None:
             return False

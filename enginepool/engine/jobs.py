@@ -43,7 +43,7 @@ class Jobs:
     def add(self, job: Callable[[], T]) -> Future[T]:
         """Run `job` at the next step boundary.
 
-        The future fails with `EngineStopped` when the engine has stopped or stops before.
+        The future fails with `EngineStopped` if the engine stops before the job runs.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -71,8 +71,8 @@ class Jobs:
             self._closed = None
 
     def close(self, why: str, *, last: Callable[[], object] | None = None) -> None:
-        """Take no more jobs, except `last`. Jobs that wait fail, and so does a job that another
-        thread is running."""
+        """Take no more jobs, except `last`. Jobs that wait fail. With `last`, the running job fails
+        too."""
         with self._lock:
             self._closed = why
             jobs, self._jobs = self._jobs, deque()

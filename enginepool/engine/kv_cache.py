@@ -1,6 +1,7 @@
 """An engine's KV cache as device memory: its buffers are freed, and allocated again.
 
-On a TPU `sizing/kv_size.py` decides its size. Elsewhere upstream or the user decides it.
+Unless the user decides its size, `sizing/kv_size.py` does on a TPU, `config.py` on a CPU, and
+upstream on a GPU.
 
 Reaches into upstream's memory pools, which hold the buffers (`model_runner.memory_pools`). Every
 other part refers to these pools, so the pools stay and only their buffers change.

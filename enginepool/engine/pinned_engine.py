@@ -79,9 +79,7 @@ class PinnedEngine:
     @property
     def scheduler(self) -> PinnedScheduler:
         """Upstream's Scheduler. The engine must be built."""
-        scheduler = self.assembly.scheduler
-        assert scheduler is not None, "the engine is not built"
-        return scheduler
+        return self.assembly.built()
 
     @property
     def leaves(self) -> EngineLeaves:

@@ -4,8 +4,8 @@ Reaches into upstream's models: the layers' `self_attn.rotary_emb`.
 
 What breaks: Wrong frequencies go unnoticed: outputs stay plausible, but the trainer's policy is
 another one.
-Why: Upstream ignores a setting that it does not know, or reads a setting and computes with another.
-Known cases are repaired in `patches/`. This check finds the next case.
+Why: Upstream ignores settings that it does not know, and computes others wrongly. Known cases are
+repaired in `patches/`. This check finds the next case.
 Remove when: Never. If upstream's models have other parts, the log says that they are not checked.
 """
 
@@ -78,7 +78,7 @@ def _check(embedding: Any, expected: Rotation, layer: int, fields: Mapping[str, 
             raise InvalidConfig(
                 f"the rotary embedding of layer {layer} differs from config.json ({asked}): entry "
                 f"{entry} of a head, at position {positions[entry]}, is off by "
-                f"{wrong[entry]:.3g}. This sglang-jax does not implement it"
+                f"{wrong[entry]:.3g}. This sglang-jax does not implement these settings"
             )
 
 

@@ -3,9 +3,9 @@
 Reaches into upstream's model runner, scheduler and prefix cache: their methods are wrapped.
 
 What breaks: Upstream has one capturer of experts per process, so several engines write into one
-buffer. A thread fills the buffer. The scheduler sleeps in a loop until a finished request's step is
-there, and no other request runs meanwhile. Steady decode does not call the capturer.
-Why: It expects one engine per process.
+buffer. A thread fills the buffer. The scheduler polls until the buffer has a finished request's
+last step, and no other request runs meanwhile. Steady decode does not call the capturer.
+Why: Upstream expects one engine per process.
 Remove when: A step returns the experts of its batch with its tokens.
 
 The host keeps the experts of every KV slot. So a request whose prefix was found in the prefix cache

@@ -8,7 +8,7 @@ or top-k.
 Why: Upstream's sampler draws from the filtered logits and drops them.
 Remove when: Upstream's sampler returns what its filters left.
 
-The order is that of patches/top_p_order.py.
+The filters are applied in the order of patches/top_p_order.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from sgl_jax.srt.managers.scheduler import Scheduler
 from enginepool.dispatch.request import aborted
 from enginepool.engine.adapter_admission import AdapterAdmission
 from enginepool.engine.adapter_slots import AdapterSlots
-from enginepool.engine.admission import message, resume
+from enginepool.engine.admission import fill, message
 from enginepool.engine.common_programs import share
 from enginepool.engine.config_reads import noted_reads
 from enginepool.engine.device_wait import DeviceWait
@@ -99,7 +99,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         if self.leaves.adapter_specs:
             slots = self.adapters = AdapterSlots(model_runner.model, self.leaves)
             self._adapter_admission = AdapterAdmission(channel.adapters, slots, self.running)
-            self._adapter_admission.replace_upstreams(self.tp_worker.worker)
+            self._adapter_admission.install(self.tp_worker.worker)
         experts = expert_dtype(model_runner.model_config) if with_experts else None
         upstream_prefill = UpstreamPrefill(self.tp_worker.worker, self.adapters, experts)
         routing = upstream_prefill.routing() if with_experts else None
@@ -178,7 +178,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         """Admit requests.
 
         A waiting request has no KV cache. Its prefix is looked up among entries of the current
-        weights, even if the request came before they did.
+        weights, even if the request is older than these weights.
         """
         self.scorer.make_way(running_count(self))
         held = self.running.held
@@ -253,7 +253,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
             return None
         self.handle_generate_request(message(request, self.running.cache_key(request)))
         req = self.waiting_queue[-1]
-        resume(req, request)
+        fill(req, request)
         if request.given and not request.begun:
             req.check_finished()
             if req.finished():

@@ -88,9 +88,7 @@ class ScoreHead:
         self._width = min(MAX_TOP_LOGPROBS, vocab_size)
 
     def __call__(self, hidden_states: jax.Array, lm_head: Embed, *args: Any, **kwargs: Any) -> Any:
-        """The processor's result, and the scores. These are, for each target: its log-probability,
-        the most probable ids' log-probabilities, these ids, and the named ids' log-probabilities.
-        Scores that are not wanted are zeros."""
+        """The processor's result, and the `Scores`. Scores that are not wanted are zeros."""
         output = self._processor(hidden_states, lm_head, *args, **kwargs)
         return output, self._scores(hidden_states, lm_head)
 

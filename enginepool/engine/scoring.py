@@ -33,7 +33,6 @@ class _Prompt:
 
     def __init__(self, request: Request, scoring: Scoring) -> None:
         self.ids, self.scoring, self.requests = request.input_ids, scoring, [request]
-        self.adapter: Adapter | None = None
         self.slots: np.ndarray | None = None
         self.begin_anew()
 
@@ -50,7 +49,7 @@ class _Prompt:
         self.computed = 0
         self.version: int | str = 0
         self.update: int | None = None
-        self.adapter = self.requests[0].adapter
+        self.adapter: Adapter | None = self.requests[0].adapter
         first = self.scoring.start == 0
         self.logprobs: list[float | None] = [None] if first else []
         self.top_logprobs: list[tuple[list[float], list[int]] | None] = [None] if first else []
@@ -97,8 +96,8 @@ class _Prompt:
 class Scorer:
     """The prompts that one engine scores. Used on the engine's thread only.
 
-    A request that it takes leaves it when `step` returns it, when it is given to `cannot_hold`, or
-    by `drop` or `forget`.
+    A request that was taken stays here until `step` returns it, `cannot_hold` ends it, or `drop` or
+    `forget` drops it.
 
     Args:
         scheduler: The engine's scheduler. Prompts use its KV cache.
@@ -190,8 +189,8 @@ class Scorer:
         room, slots = self.program.tokens, self.program.slots
         weights = self._weights
         for prompt in self._begun[: self.program.sequences]:
-            replaced = prompt.adapter is not prompt.requests[0].adapter
-            if prompt.update != weights.update or replaced:  # it began with other ones
+            new_adapter = prompt.adapter is not prompt.requests[0].adapter
+            if prompt.update != weights.update or new_adapter:
                 prompt.begin_anew()
                 prompt.version, prompt.update = weights.version, weights.update
             piece = prompt.next_piece(room, self.program.page_size)

@@ -58,7 +58,8 @@ class SingleStepping:
 
 @contextmanager
 def one_step_at_a_time(engines: Sequence[SingleStepping]) -> Iterator[None]:
-    """Have engines launch one step at a time. At most one is in flight when the block begins.
+    """Have engines launch one step at a time. The block begins when at most one is in flight, or
+    after `_PATIENCE` seconds.
 
     The engine that stops first idles until the last one has stopped. Without this the last one
     may have two launches of several steps in flight.

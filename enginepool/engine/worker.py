@@ -249,7 +249,7 @@ class EngineWorker(PinnedEngine):
         """Record that the engine has no weights. It takes no step until `load`, and its requests go
         back to the queue."""
         self.condition.weights.missing = reason
-        self.condition.change(EngineState.SERVING)  # `since` is the time of this change
+        self.condition.change(EngineState.SERVING)  # sets `since` to now
         requests = self.channel.retract()
         self.queue.detach(self.index)
         self._recovery.engine_unloaded(self, requests)

@@ -1,6 +1,6 @@
 """The size of an engine's KV cache on a TPU, as a share of the chip's memory.
 
-On other platforms it is `max_total_tokens`, given by the user or by `config.py`.
+On a CPU it is `max_total_tokens`, by default that of `config.py`. On a GPU upstream decides it.
 """
 
 from __future__ import annotations
