@@ -129,8 +129,7 @@ def _parts(array: jax.Array) -> list[jax.Array]:
         return [array.addressable_data(0)]
     parts = {}
     for shard in array.addressable_shards:
-        place = tuple(part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True))
-        parts.setdefault(place, shard.data)
+        parts.setdefault(bounds(shard.index, array.shape), shard.data)
     return [parts[place] for place in sorted(parts)]
 
 

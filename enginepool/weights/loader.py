@@ -74,7 +74,7 @@ def loader_for(
 
     With `source`, the leaves are copies of that engine's, sharded over this mesh in the same way.
     A model that upstream quantizes reads the checkpoint itself. So does a model that derives
-    weights while it loads: before that, its leaves differ from those of the source.
+    weights while it loads, because an empty model does not have these leaves yet.
 
     Args:
         check: Raises if the model may not be loaded.
@@ -164,8 +164,8 @@ def _copy(model: nnx.Module, source: EngineLeaves, mesh: Mesh) -> bool:
     there = {path: (spec.shape, spec.dtype) for path, spec in source.specs.items()}
     devices = dict(zip(source.devices, mesh.devices.flat, strict=True))
     shardings = {path: _moved(spec.sharding, devices) for path, spec in source.specs.items()}
-    upstreams = source.quantized and source.quantization is None
-    if upstreams or wanted != there or None in shardings.values():
+    by_upstream = source.quantized and source.quantization is None
+    if by_upstream or wanted != there or None in shardings.values():
         return False
     for path, variable in variables.items():
         sharding: Any = shardings[path]

@@ -104,18 +104,18 @@ def _nearest(holders: Mapping[jax.Device, jax.Array], device: jax.Device) -> jax
 
 def _cut_pieces(parts: Sequence[_Part]) -> None:
     """Cut each piece to the box that is wanted, by one program per device."""
-    aside = [
+    offloaded = [  # by a trainer, to the host
         (part, index)
         for part in parts
         for index, piece in enumerate(part.pieces)
         if piece.sharding.memory_kind != part.there.memory_kind
-    ]  # pieces that a trainer has offloaded to the host
+    ]
     own = [
         SingleDeviceSharding(*part.pieces[i].devices(), memory_kind=part.there.memory_kind)
-        for part, i in aside
+        for part, i in offloaded
     ]
     for (part, i), piece in zip(
-        aside, jax.device_put([part.pieces[i] for part, i in aside], own), strict=True
+        offloaded, jax.device_put([part.pieces[i] for part, i in offloaded], own), strict=True
     ):
         part.pieces[i] = piece
     by_device: dict[jax.Device, list[tuple[_Part, int, Any]]] = {}

@@ -229,7 +229,7 @@ class Plan:
         )
         leaves = dict(zip(paths, made, strict=True))
         if self._source.stream is not None and self._tied.path in leaves:
-            self._tied.made(self._tied.path, leaves[self._tied.path])
+            self._tied.made(leaves[self._tied.path])
         shared = {path for path, its in zip(paths, lent, strict=True) if its and not copy}
         return leaves, shared
 
@@ -248,7 +248,7 @@ class Plan:
         return Piece(path, array, tensors, self._quantizers.get(path))
 
     def _as_it_is(self, path: str) -> Any:
-        """The spec of the source's array for this leaf, if it is in the model's layout."""
+        """The source's array for this leaf, or its spec. None if none is in the model's layout."""
         if self._source.stream is not None or path not in self._parts or path in self._quantizers:
             return None
         if self._source.by_path or self._mapping.keeps(path):

@@ -63,10 +63,8 @@ class TiedHead:
         else:
             self._head = tensor
 
-    def made(self, path: str, leaf: jax.Array) -> None:
-        """Take a leaf that is on an engine."""
-        if path != self.path:
-            return
+    def made(self, leaf: jax.Array) -> None:
+        """Take the embedding's leaf, which is on an engine."""
         head, self._head, self._embedding = self._head, None, leaf
         if head is not None:
             self.compare(head, leaf)
