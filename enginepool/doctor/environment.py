@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str
         The findings. `problems` keep a pool from running. `warnings` are about its settings on a
         TPU and about other defects. Both are lists of `{"problem", "remedy"}`.
     """
-    # Before the process below starts JAX and holds the TPU itself.
+    # This comes first, because the process that starts JAX holds the TPU itself.
     holders, hidden = device_holders()
     lock = lock_file(LOCK_FILE, holders, hidden)
     report: dict[str, Any] = {
@@ -118,7 +118,7 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
     found, hidden = [], 0
     for folder in proc.glob("[0-9]*"):
         try:
-            links = [os.readlink(fd) for fd in _links(folder / "fd")]
+            links = [os.readlink(entry.path) for entry in os.scandir(folder / "fd")]
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
         except PermissionError:
             hidden += 1
@@ -129,10 +129,6 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
         if files:
             found.append({"pid": int(folder.name), "command": command, "files": files})
     return sorted(found, key=lambda holder: holder["pid"]), hidden
-
-
-def _links(folder: Path) -> Iterable[Path]:
-    return [Path(entry.path) for entry in os.scandir(folder)]
 
 
 def _is_tpu(link: str) -> bool:

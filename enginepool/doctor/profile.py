@@ -47,7 +47,7 @@ def profile(
     started = time.perf_counter()
     with profiled(pool.runtime.workers[0]) as found:
         engine.generate(input_ids=prompts, sampling_params=params, **options)
-    # Read late, because the thread goes on after its caller has the answer.
+    # This includes the end of `profiled`: the thread goes on after its caller has the answer.
     seconds = time.perf_counter() - started
     step, gil = seconds / found.steps, found.per_step(found.cpu)
     return {

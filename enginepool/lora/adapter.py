@@ -126,7 +126,7 @@ class Adapters:
             return self._numbers
 
     def set(self, adapter: Adapter) -> None:
-        """From now on, calls that name it get this one."""
+        """Give this version to later calls that name the adapter."""
         with self._lock:
             self._by_name[adapter.name] = adapter
 

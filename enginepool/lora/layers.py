@@ -73,20 +73,20 @@ class AdaptedLinear(LinearBase):
         lora_a, lora_b = (
             jax.lax.index_in_dim(each, self.lora_index, keepdims=False) for each in (all_a, all_b)
         )
-        of = jax.typeof(output).sharding
-        rows = of.spec[0]
+        sharding = jax.typeof(output).sharding
+        rows = sharding.spec[0]
         low = jnp.einsum(
             "td,xrd->txr",
             x,
             lora_a,
             preferred_element_type=jnp.float32,
-            out_sharding=NamedSharding(of.mesh, PartitionSpec(rows, None, None)),
+            out_sharding=NamedSharding(sharding.mesh, PartitionSpec(rows, None, None)),
         )
         mine = slots[:, None] == jnp.arange(len(lora_a))
         # Not a product: another adapter may overflow, and infinity times zero is NaN.
         low = jnp.where(mine[:, :, None], low * scales[:, None, None], 0).astype(lora_b.dtype)
         added = jnp.einsum(
-            "txr,xor->to", low, lora_b, preferred_element_type=jnp.float32, out_sharding=of
+            "txr,xor->to", low, lora_b, preferred_element_type=jnp.float32, out_sharding=sharding
         )
         return (output + added).astype(output.dtype)
 

@@ -85,10 +85,8 @@ def read_adapter(
         arrays: dict[str, Any] = {name: file.load(name) for name in file.tensors}
         what = str(folder)
     elif isinstance(source, Mapping):
-        arrays, what = (
-            {name: as_array(str(name), value) for name, value in source.items()},
-            "source",
-        )
+        arrays = {name: as_array(str(name), value) for name, value in source.items()}
+        what = "source"
     else:
         raise InvalidWeights(
             f"load_lora_adapter cannot read a {type(source).__name__}; it takes a PEFT folder, or "
@@ -216,7 +214,7 @@ def _fitted(
             if not convertible(array.dtype, jax.numpy.float32):
                 raise InvalidWeights(
                     f"{name}.lora_{side}: dtype {array.dtype} is no floating-point type that the "
-                    f"engines convert",
+                    "engines convert",
                     names=[name],
                 )
         mine = _scale(config, rank, _pattern(config, "alpha_pattern", name, config["lora_alpha"]))

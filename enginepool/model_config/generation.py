@@ -29,7 +29,7 @@ def written_generation(model: str, revision: str | None = None) -> dict[str, Any
 
     try:
         place = cached_file(model, NAME, revision=revision)
-    except OSError:  # no such file, or no network: loading the model fails by itself then
+    except OSError:  # no such file; or no network, and then loading the model fails by itself
         return {}
     if place is None:
         return {}

@@ -12,7 +12,7 @@ _BACKEND = "TokenizersBackend"
 def check_tokenizer_class(path: str, revision: str | None, trust_remote_code: bool) -> None:
     """Check that transformers has the class that a tokenizer names.
 
-    Without this check, upstream fails minutes later and its error names another remedy.
+    Without this check, upstream fails minutes later and its error names a wrong remedy.
 
     Args:
         path: A directory or hub id. The .json and .gguf files that upstream takes have no class.

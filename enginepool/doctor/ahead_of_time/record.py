@@ -96,7 +96,7 @@ class Compiled:
         if self.kind == "gather":
             return self.results + _MIB  # a copy of the leaf
         narrower = {"cast": 0.5, "convert": 0.9}.get(self.kind, 0)
-        if self.results < self.arguments * narrower:  # sums that int8 is made with
+        if self.results < self.arguments * narrower:  # it quantizes to int8
             matrix = self.largest // 2 if self.kind == "cast" else 0  # in the model's dtype
             return matrix + self.arguments // 16 + _MIB
         if self.kind in ("kv_zeros", *WEIGHTS):
@@ -131,7 +131,7 @@ class Record:
     Attributes:
         listening: Whether programs count. Set when the engine is built: programs that made its
             arrays do not count.
-        kv_bytes: The size of its KV cache on the chip.
+        kv_bytes: The size of the engine's KV cache on one chip.
         adapter_specs: The leaves that hold adapters.
         warm: Whether the warm-up is over. From then on any new program is a mistake.
         steps: The number of steps since the warm-up.
@@ -217,8 +217,8 @@ def _nbytes(array: Any) -> int:
 
 
 def _to_take_over(kind: str, lowered: Any) -> tuple[Any, Any]:
-    """The arguments of steady decode's programs (engine/steady/program.py), without the KV cache,
-    and of the one that loads an adapter: first the donated arguments, then the others."""
+    """The arguments that a program donates, without the KV cache, and its other arguments. Both are
+    empty unless it is steady decode's (engine/steady/program.py), or loads an adapter."""
     if kind == "steady":
         (leaves, sampler, _, state, *others), _ = lowered.args_info
         return state, (leaves, sampler, others)

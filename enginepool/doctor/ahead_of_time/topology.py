@@ -66,8 +66,8 @@ def chips_of(host: Topology) -> list[Any]:
 def libtpu_environment() -> Iterator[None]:
     """A block with the environment variables that libtpu and upstream read.
 
-    JAX itself runs on the CPU: it has read its platform at its start. `ServerArgs` reads it again,
-    and must find the device that it is given.
+    JAX itself runs on the CPU, because it read JAX_PLATFORMS when it started. `ServerArgs`
+    reads JAX_PLATFORMS again, and must find the TPU there.
     """
     import jax
 

@@ -27,8 +27,7 @@ SERVER_ARGS: dict[str, Any] = {
     "precompile_token_paddings": [256],
     "precompile_bs_paddings": [load.BATCH],
 }
-# A step of the toy takes milliseconds. An engine that fails is not brought back, so that the
-# failure is visible.
+# A step of the toy takes milliseconds.
 STEP_SECONDS = 60.0
 
 # The checks in order, each with the seconds that must be left to begin it.
@@ -90,7 +89,7 @@ def check_open_pool(pool: EnginePool, checklist: Checklist) -> None:
 def check_variant(
     name: str, options: dict[str, Any], checklist: Checklist, say: Callable[[str], None]
 ) -> None:
-    """One engine on the first device, built anew with these options: the sums, a long output."""
+    """Build one engine with these options on the first device. Check sums and a long output."""
 
     def check(found: Finding) -> None:
         try:
@@ -113,6 +112,7 @@ def opened(
 ) -> EnginePool:
     """An open pool of the toy. `found` gets the build times of its engines, even if one fails."""
     entries = found.seen["engines"] = []
+    # An engine that fails is not brought back, so that the failure is visible.
     settings = {"restart": False, "step_timeout": STEP_SECONDS, **SERVER_ARGS, **options}
     pool = EnginePool(devices=devices, **settings)
     with counted() as programs:

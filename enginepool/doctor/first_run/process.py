@@ -49,18 +49,18 @@ def run_stage(
         said.append(text)
         say(text)
 
-    as_it_should = False
+    complete = False
     try:
         with tempfile.TemporaryFile() as errors:
             ended = _run([*command, json.dumps(job)], env, errors, job, told, heard)
-            as_it_should = ended is None
+            complete = ended is None
             if ended is not None:
                 planned, why = ended
                 errors.seek(0)
                 tail = errors.read().decode(errors="replace").splitlines()[-_TAIL:]
                 _report_rest(planned, why, {"said": said, "standard_error": scrub(tail)}, report)
     finally:
-        if not as_it_should and not lock_was_there:
+        if not complete and not lock_was_there:
             _remove_stale_lock()
 
 

@@ -116,7 +116,7 @@ class _Run:
         run_stage(job, self._add, self._say)
 
     def _engine_seconds(self) -> float:
-        """The seconds that an engine took before, as far as they are known."""
+        """The seconds that a stage with one engine needs, by the slowest engine so far."""
         built = [
             engine["build_seconds"] + engine["warmup_seconds"]
             for check in self._checks

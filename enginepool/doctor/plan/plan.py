@@ -40,8 +40,8 @@ def make(
             process can do nothing else meanwhile.
 
     Raises:
-        InvalidConfig: The topology or an option is unknown, the model cannot be counted, or libtpu
-            is missing.
+        InvalidConfig: The topology, an option or the sizes of the model are unknown, or libtpu is
+            missing.
     """
     given = dict(server_args or {})
     if context is not None:
