@@ -103,11 +103,8 @@ class CurrentWeights:
             yield sibling.leaves
         for other in self._engines:
             condition = other.condition
-            if (
-                other is engine
-                or not self.are_current(other)
-                or condition.weights.missing is not None
-            ):
+            has_them = self.are_current(other) and condition.weights.missing is None
+            if other is engine or not has_them:
                 continue
             if not condition.recovering or condition.kv_not_finite:
                 continue  # its device may be at fault, or hang

@@ -37,15 +37,10 @@ def test_profile(make_pool: MakePool) -> None:
 @pytest.mark.parametrize("extend", [True, False])
 def test_upstreams_decode_step_is_no_prefill(extend: bool) -> None:
     """One method of upstream's runs prefills and decode steps."""
-    batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_extend=lambda: extend), batch_size=lambda: 2
-    )
-
-    def forward_batch_generation() -> None:
-        pass
-
+    mode = SimpleNamespace(is_extend=lambda: extend)
+    batch = SimpleNamespace(forward_mode=mode, batch_size=lambda: 2)
     clock = _Clock(StepProfile())
-    clock.counted(SimpleNamespace(cur_batch=batch), forward_batch_generation)()
+    clock.counted(SimpleNamespace(cur_batch=batch), list)()
     assert (clock.profile.steps, clock.profile.prefills) == (1, extend)
 
 

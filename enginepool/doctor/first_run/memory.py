@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginepool import toy
 from enginepool.doctor.first_run.checklist import Finding
-from enginepool.doctor.first_run.goldens import (
-    GREEDY,
-    PROMPTS,
-    differing,
-    serving,
-)
+from enginepool.doctor.first_run.goldens import GREEDY, PROMPTS, differing, serving
 from enginepool.runtime import statistics
 
 if TYPE_CHECKING:
