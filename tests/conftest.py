@@ -222,3 +222,12 @@ def retracted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(ScheduleBatch, "retract_decode", counting)
     return counts
+
+
+@pytest.fixture
+def control_c() -> Iterator[None]:
+    """Python's own handler, even if the tests run in a shell's background, which ignores
+    Control-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

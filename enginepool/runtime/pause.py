@@ -23,19 +23,22 @@ def pause(runtime: Runtime, mode: str, engine_index: int | None = None) -> None:
         if engine_index is None:
             runtime.desired.pause_reasons.add("paused")
 
-        def stop(worker: EngineWorker) -> list[Request]:
-            worker.pause("paused")
-            return [] if mode == "in_place" else worker.channel.retract()
-
-        taken = [request for group in runtime.on_engines(stop, engine_index) for request in group]
-        if mode == "abort":
-            if engine_index is None:
-                taken += dispatch.take_waiting()
+        def end(requests: list[Request]) -> None:
             reason = aborted("pause_generation(mode='abort')", "cancelled")
-            for request in taken:
+            for request in requests:
                 request.call.finish(request, reason)
-        else:
-            dispatch.resume(taken)
+
+        give_back = end if mode == "abort" else dispatch.resume
+
+        def stop(worker: EngineWorker) -> None:
+            worker.pause("paused")
+            if mode != "in_place":
+                # Here, on the engine's thread, because Control-C may end the wait for it.
+                give_back(worker.channel.retract())
+
+        runtime.on_engines(stop, engine_index)
+        if mode == "abort" and engine_index is None:
+            end(dispatch.take_waiting())
 
 
 def resume(runtime: Runtime, engine_index: int | None = None) -> None:
@@ -56,6 +59,7 @@ def flush_cache(runtime: Runtime, engine_index: int | None = None) -> None:
     Upstream refuses this while a request runs. Here running requests are retracted with the tokens
     that they have, and resume afterwards.
     """
+    dispatch = runtime.dispatch
     with runtime.steering.hold("flush_cache()"):
-        taken = runtime.on_engines(lambda worker: worker.channel.retract(), engine_index)
-        runtime.dispatch.resume(request for group in taken for request in group)
+        # On the engine's thread, as in `pause`.
+        runtime.on_engines(lambda worker: dispatch.resume(worker.channel.retract()), engine_index)

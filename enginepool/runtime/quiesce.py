@@ -133,21 +133,27 @@ class _Stop:
             self._engines.run(self._stop)
         if self._mode == "abort":
             # The queue has the requests that a failed engine had begun.
-            for request in (*self._taken, *self._queue.take_begun()):
+            self._taken += self._queue.take_begun()
+            while self._taken:
+                request = self._taken.pop(0)
                 request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
 
     def undo(self) -> None:
         for future in self._waits:
             future.cancel()
-        engines = self._engines
         # Queue the retracted requests before the engines go on, so that they run first.
-        engines.runtime.dispatch.resume(self._taken if self._mode != "abort" else [])
-        futures = [w.channel.run(lambda w=w: self._go_on(w)) for w in engines.workers]
+        self._resume()
+        futures = [w.channel.run(lambda w=w: self._go_on(w)) for w in self._engines.workers]
         for future in futures:
             try:
                 future.result()
             except EngineStopped:
                 continue  # it has failed; its requests went to other engines
+        self._resume()  # Control-C may have come while an engine was about to stop
+
+    def _resume(self) -> None:
+        taken = [self._taken.pop(0) for _ in range(len(self._taken))]
+        self._engines.runtime.dispatch.resume(taken)
 
     def _wait_until_due(self) -> None:
         workers = self._engines.workers

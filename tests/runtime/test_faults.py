@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -302,15 +302,6 @@ def test_all_engines_fail(spare: Spare) -> None:
     pool.continue_generation()
     pool.close()
     assert not [t for t in threading.enumerate() if t.name.startswith(pool.name)]
-
-
-@pytest.fixture
-def control_c() -> Iterator[None]:
-    """Python's own handler, even if the tests run in a shell's background, which ignores
-    Control-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_keyboard_interrupt(pool: EnginePool, expected: dict[str, Any], control_c: None) -> None:

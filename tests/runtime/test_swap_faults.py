@@ -1,7 +1,9 @@
 """Updates fail on one device. Every serving engine has the same version, and the error or the
 report names the device."""
 
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,8 @@ import numpy as np
 import pytest
 
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
+from enginepool.dispatch.dispatch import Dispatch
+from enginepool.engine.channel import Channel
 from enginepool.runtime.quiesce import StoppedEngines
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.faults import (
@@ -177,6 +181,56 @@ def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> 
         with pytest.raises(KeyboardInterrupt):
             four.update_weights(target("qwen3"))
         assert len(replaced) == 8
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(lambda pool, new: pool.update_weights(new, mode="abort"), id="abort"),
+        pytest.param(lambda pool, new: pool.update_weights(new, mode="retract"), id="retract"),
+        pytest.param(lambda pool, new: pool.pause_generation(mode="retract"), id="pause"),
+        pytest.param(lambda pool, new: pool.flush_cache(), id="flush"),
+    ],
+)
+def test_interrupted_stop(
+    four: EnginePool,
+    target: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    control_c: None,
+    stop: Callable[[EnginePool, Path], Any],
+) -> None:
+    """Control-C comes while an engine gives its requests back. They go on, with the weights that
+    they had."""
+    long = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 60}
+    expected = four.generate_all(input_ids=PROMPTS, sampling_params=long, return_logprob=True)
+    retract, resume = Channel.retract, Dispatch.resume
+    sent, left = threading.Event(), threading.Event()
+
+    def interrupting(channel: Channel) -> Any:
+        if not sent.is_set():
+            sent.set()
+            os.kill(os.getpid(), signal.SIGINT)
+            left.wait(SECONDS)
+        return retract(channel)
+
+    def resuming(dispatch: Dispatch, requests: Any) -> None:
+        resume(dispatch, requests)
+        if threading.current_thread() is threading.main_thread():
+            left.set()
+
+    with callers(1) as executor:
+        call = executor.submit(
+            four.generate_all, input_ids=PROMPTS, sampling_params=long, return_logprob=True
+        )
+        until(lambda: running(four) == len(PROMPTS))
+        monkeypatch.setattr(Channel, "retract", interrupting)
+        monkeypatch.setattr(Dispatch, "resume", resuming)
+        with pytest.raises(KeyboardInterrupt):
+            stop(four, target("qwen3"))
+        left.set()
+        four.continue_generation()
+        same(call.result(SECONDS), expected)
+    assert sent.is_set()
 
 
 def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
