@@ -13,8 +13,9 @@ from jax.sharding import Sharding
 
 from enginepool.weights.arrays import Array, jax_dtype, lies_in, same_buffer
 from enginepool.weights.converters import Converter, cast, convert
-from enginepool.weights.gathering import gathered, gathering_devices
+from enginepool.weights.gathering import Devices, gathered, gathering_devices, shards_of
 from enginepool.weights.placement import first_of, place, place_all
+from enginepool.weights.shard_quantizing import ShardedMatrix, quantized_shards, sharded_matrix
 from enginepool.weights.sources import Specs
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def in_layout(
     batch: Sequence[Piece], engines: Sequence[Specs], mapping: Any, *, private: bool
 ) -> tuple[dict[str, Array], dict[str, Measured]]:
     """The leaves of a batch in the model's layout. A leaf that needs no conversion is the source's
-    own array. One program makes the others. It runs on the first engine's first device, or, if the
-    source is sharded over the engines' devices, on all of them.
+    own array. One program on the first engine's first device makes the others. If the source is
+    sharded over the engines' devices, programs on all of them do.
 
     Args:
         mapping: The first engine's `HuggingFaceMapping`.
@@ -72,38 +73,23 @@ def in_layout(
     """
     made: dict[str, Array] = {}
     measured: dict[str, Measured] = {}
-    work: dict[Any, list[tuple[Piece, Converter, list[Array]]]] = {}
     shardings: list[Any] = [specs[batch[0].leaves[0]].sharding for specs in engines]
+    work: dict[Devices | None, list[_Job]] = {}
     for piece in batch:
-        tensors: list[Array] = list(piece.tensors.values())
-        quantizer = piece.quantizer
-        devices = gathering_devices(tensors, shardings)
-        if devices is None and piece.array is not None and quantizer is None:
-            made[piece.path] = piece.array
-            continue
-        if piece.array is not None:
-            spec = engines[0][piece.path] if quantizer is None else quantizer
-            converter: Any = cast(spec.dtype)
+        devices = gathering_devices(piece.tensors.values(), shardings)
+        job = _job(piece, devices, engines[0], mapping, private)
+        if isinstance(job, _Job):
+            work.setdefault(job.devices, []).append(job)
         else:
-            converter = mapping.converter(piece.path, piece.tensors)
-        turned = piece.array is None and mapping.turned(piece.path)
-        if quantizer is not None:
-            if converter is None:
-                tensors = [_in_steps(piece, mapping, private)]
-                devices, converter, turned = None, cast(quantizer.dtype), False
-            there: Any = engines[0][piece.leaves[0]].sharding
-            converter = quantizer.after(converter, quantizer.turned_sharding(there), turned=turned)
-        elif converter is None or (devices is None and len(shardings[0].device_set) > 1):
-            made[piece.path] = _in_steps(piece, mapping, private)
-            continue
-        work.setdefault(devices, []).append((piece, converter, tensors))
+            made[piece.path] = job
     for devices, jobs in work.items():
-        pieces, converters, groups = zip(*jobs, strict=True)
         if devices is not None:
-            results = gathered(converters, groups, devices)
+            results = _gathered(jobs, devices)
         else:
-            results = _converted(converters, groups, first_of(shardings[0]))
-        for piece, result in zip(pieces, results, strict=True):
+            groups = [job.tensors for job in jobs]
+            results = _converted([job.converter for job in jobs], groups, first_of(shardings[0]))
+        for job, result in zip(jobs, results, strict=True):
+            piece = job.piece
             if piece.quantizer is not None:
                 *result, error, sums = result
                 measured[piece.path] = Measured(error, sums)
@@ -111,13 +97,69 @@ def in_layout(
     return made, measured
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What makes a piece's leaves.
+
+    Attributes:
+        devices: The devices that the tensors are sharded over; None if they are not.
+        matrix: What is quantized before it is gathered; None if nothing is.
+    """
+
+    piece: Piece
+    converter: Converter
+    tensors: list[Any]
+    devices: Devices | None
+    matrix: ShardedMatrix | None = None
+
+
+def _job(
+    piece: Piece, devices: Devices | None, engine: Specs, mapping: Any, private: bool
+) -> _Job | Array:
+    """What makes a piece's leaves, or the leaf itself if no program is to make it."""
+    tensors: list[Any] = list(piece.tensors.values())
+    quantizer = piece.quantizer
+    if devices is None and piece.array is not None and quantizer is None:
+        return piece.array
+    if piece.array is not None:
+        spec = engine[piece.path] if quantizer is None else quantizer
+        converter: Any = cast(spec.dtype)
+    else:
+        converter = mapping.converter(piece.path, piece.tensors)
+    there: Any = engine[piece.leaves[0]].sharding
+    if quantizer is None:
+        if converter is None or (devices is None and len(there.device_set) > 1):
+            return _in_steps(piece, mapping, private)
+        return _Job(piece, converter, tensors, devices)
+    turned = piece.array is None and mapping.turned(piece.path)
+    if converter is None:
+        tensors = [_in_steps(piece, mapping, private)]
+        devices, converter, turned = None, cast(quantizer.dtype), False
+    matrix = None
+    if devices is not None:
+        matrix = sharded_matrix(quantizer, converter, tensors, devices)
+    converter = quantizer.after(converter, quantizer.turned_sharding(there), transposes=turned)
+    return _Job(piece, converter, tensors, devices, matrix)
+
+
+def _gathered(jobs: Sequence[_Job], devices: Devices) -> list[tuple[jax.Array, ...]]:
+    """The leaves of jobs whose tensors are sharded over these devices."""
+    converters: list[Converter] = [job.converter for job in jobs]
+    groups = [[shards_of(tensor, devices) for tensor in job.tensors] for job in jobs]
+    early = {i: job.matrix for i, job in enumerate(jobs) if job.matrix is not None}
+    made = quantized_shards([*early.values()], [groups[i][0] for i in early], devices)
+    for i, (converter, shards) in zip(early, made, strict=True):
+        converters[i], groups[i] = converter, shards
+    return gathered(converters, groups, devices)
+
+
 def _converted(
     converters: Sequence[Converter], groups: Sequence[Sequence[Array]], device: Sharding
 ) -> list[tuple[jax.Array, ...]]:
     flat = [tensor for group in groups for tensor in group]
     dtypes = [jax_dtype(tensor.dtype) for tensor in flat]
-    # `private` because no copy is needed: the program makes new arrays, and it ends before the
-    # caller can change the source's.
+    # No copy of NumPy arrays is needed, hence `private`: the program makes new arrays, and the
+    # update waits for it before the caller can change the old ones.
     placed = iter(place_all(flat, [device] * len(flat), dtypes, private=True))
     tensors = [[next(placed) for _ in group] for group in groups]
     return convert(converters, tensors, [device] * len(converters))

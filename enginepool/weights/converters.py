@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from enginepool.weights.arrays import outside_meshes
 
-_PROGRAMS = 256  # how many are kept; a model has a few for each kind of source
+PROGRAMS = 256  # how many programs of a kind are kept; a model has a few for each kind of source
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Converter:
     does_nothing: bool
     _make: Callable[..., tuple[jax.Array, ...]] = field(compare=False, repr=False)
     in_turn: bool = False
+    swaps: bool | None = None
 
     def __call__(self, *tensors: jax.Array) -> tuple[jax.Array, ...]:
         return self._make(*tensors)
@@ -47,13 +48,37 @@ def traced(make: Callable[..., jax.Array], tensors: Sequence[Any]) -> Converter:
     run = jaxpr_as_fun(program)
     (shape,) = (spec.shape for spec in program.out_avals)
     steps = f"{program} {program.consts}"
-    return Converter(steps, shape, not program.eqns, lambda *arrays: tuple(run(*arrays)))
+    make_all = lambda *arrays: tuple(run(*arrays))  # noqa: E731
+    return Converter(steps, shape, not program.eqns, make_all, swaps=_swaps(program.jaxpr))
+
+
+def _swaps(program: Any) -> bool | None:
+    """See `Converter.swaps`."""
+    if len(program.invars) != 1:
+        return None
+    (value,) = program.invars
+    unchanged = list(range(value.aval.ndim))
+    order, casts = unchanged, 0
+    for each in program.eqns:
+        if each.invars != [value]:
+            return None
+        if each.primitive.name == "transpose":
+            order = [order[axis] for axis in each.params["permutation"]]
+        elif each.primitive.name == "convert_element_type" and not casts:
+            casts = 1
+        else:
+            return None
+        (value,) = each.outvars
+    if program.outvars != [value]:
+        return None
+    return {(*unchanged,): False, (*unchanged[:-2], *unchanged[:-3:-1]): True}.get((*order,))
 
 
 @functools.cache
 def cast(dtype: Any) -> Converter:
     """The converter that casts a leaf's only tensor to this dtype."""
-    return Converter(f"cast to {dtype}", None, False, lambda array: (array.astype(dtype),))
+    make = lambda array: (array.astype(dtype),)  # noqa: E731
+    return Converter(f"cast to {dtype}", None, False, make, swaps=False)
 
 
 COPY = Converter("copy", None, False, lambda array: (jnp.copy(array),))
@@ -84,7 +109,7 @@ def convert(
     ]
 
 
-@functools.lru_cache(maxsize=_PROGRAMS)
+@functools.lru_cache(maxsize=PROGRAMS)
 def program(converters: tuple[Converter, ...], shardings: tuple[Any, ...]) -> Any:
     """The program that makes leaves from each list of tensors. See `convert`."""
 

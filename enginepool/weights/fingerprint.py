@@ -101,7 +101,7 @@ def part_sums(array: jax.Array, sharding: Sharding, *, turned: bool = False) -> 
     for cut in distinct_boxes(shape, sharding):
         box = cut[:-2] + cut[:-3:-1] if turned else cut
         part = jax.lax.slice(array, *zip(*box, strict=True))
-        sums.append(_weighted_sum(part, turned=turned))
+        sums.append(weighted_sum(part, turned=turned))
     return jnp.stack(sums)
 
 
@@ -150,23 +150,40 @@ def _part_specs(spec: jax.ShapeDtypeStruct) -> list[tuple[jax.Device, jax.ShapeD
 @jax.jit
 def weighted_sums(arrays: list[jax.Array]) -> jax.Array:
     """The weighted sum of each array. All arrays lie on one device."""
-    return jnp.stack([_weighted_sum(array) for array in arrays])
+    return jnp.stack([weighted_sum(array) for array in arrays])
 
 
-def _weighted_sum(array: jax.Array, *, turned: bool = False) -> jax.Array:
-    """The sum of all words, each multiplied by the factor of its place."""
+def weighted_sum(
+    array: jax.Array,
+    begin: Sequence[Any] | None = None,
+    shape: tuple[int, ...] | None = None,
+    *,
+    turned: bool = False,
+) -> jax.Array:
+    """The sum of all words, each multiplied by the factor of its place.
+
+    Args:
+        begin, shape: If the array is a part of another: the index where it begins, and the other's
+            shape. The sums of all parts add up to that of the other.
+        turned: Whether both have their last two axes exchanged.
+    """
     words = jax.lax.bitcast_convert_type(array, _WORD[array.dtype.itemsize]).astype(jnp.uint32)
     words = words.reshape((1,) * (2 - words.ndim) + words.shape)
+    shape = shape or words.shape
+
+    def place(axis: int) -> jax.Array:
+        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        return index if begin is None else index + begin[axis].astype(jnp.uint32)
+
     axes = list(range(words.ndim))
     if turned:
         axes[-2:] = axes[:-3:-1]
     *rows, columns = axes
     row, count = jnp.uint32(0), 1
     for axis in reversed(rows):  # all axes but the last count as one
-        row += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(count)
-        count *= words.shape[axis]
-    column = jax.lax.broadcasted_iota(jnp.uint32, words.shape, columns)
-    factor = (row * _ROW + column * _COLUMN) | 1
+        row += place(axis) * np.uint32(count)
+        count *= shape[axis]
+    factor = (row * _ROW + place(columns) * _COLUMN) | 1
     return jax.lax.platform_dependent(words * factor, cpu=_sum_of_groups, default=_sum)
 
 

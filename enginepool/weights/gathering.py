@@ -20,10 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from enginepool.weights.arrays import Array, outside_meshes
-from enginepool.weights.converters import Converter, make_leaves
+from enginepool.weights.converters import PROGRAMS, Converter, make_leaves
 from enginepool.weights.parts import Box, bounds
-
-_PROGRAMS = 256  # how many are kept; a model has a few for each kind of source
 
 # A part of at least this many bytes is not packed: that would take longer than another transfer.
 _LARGE = 1 << 18
@@ -49,6 +47,13 @@ class Kind(NamedTuple):
         return math.prod(self.part) * self.dtype.itemsize < _LARGE
 
 
+class Shards(NamedTuple):
+    """A tensor that is sharded over the devices."""
+
+    parts: Parts
+    kind: Kind
+
+
 def gathering_devices(arrays: Iterable[Array], shardings: Sequence[Sharding]) -> Devices | None:
     """The devices that all of these arrays are sharded over, if `gathered` can gather them there.
     None if the arrays are on other devices than the engines', or if an engine has several."""
@@ -70,24 +75,28 @@ def _cut_over(source: Sharding, shardings: tuple[Sharding, ...]) -> Devices | No
     return in_order if source.device_set <= theirs else None
 
 
+def shards_of(tensor: jax.Array, devices: Devices) -> Shards:
+    kind = kind_of(tensor.shape, tensor.dtype, tensor.sharding, devices)
+    return Shards(parts_of(tensor), kind)
+
+
 def gathered(
-    converters: Sequence[Converter], tensors: Sequence[Sequence[jax.Array]], devices: Devices
+    converters: Sequence[Converter], tensors: Sequence[Sequence[Shards]], devices: Devices
 ) -> list[tuple[jax.Array, ...]]:
     """Make leaves from tensors that are sharded over these devices. Each device gets all leaves."""
     flat = [tensor for group in tensors for tensor in group]
-    kinds = tuple(kind_of(tensor.shape, tensor.dtype, tensor.sharding, devices) for tensor in flat)
+    kinds = tuple(tensor.kind for tensor in flat)
     sizes = tuple(len(group) for group in tensors)
-    parts = [(_parts(tensor), kind) for tensor, kind in zip(flat, kinds, strict=True)]
-    loads = [its for its, kind in parts if not kind.small]
+    loads = [tensor.parts for tensor in flat if not tensor.kind.small]
     with outside_meshes():
-        if small := tuple(kind for kind in kinds if kind.small):
-            stacked = [_stacked(its, devices) for its, kind in parts if kind.small]
-            loads += map(_parts, pack_program(small, devices)(stacked))
+        if small := [tensor for tensor in flat if tensor.kind.small]:
+            pack = pack_program(tuple(tensor.kind for tensor in small), devices)
+            loads += map(parts_of, pack([stacked(tensor.parts, devices) for tensor in small]))
         sent = _sent(loads, senders_of(kinds), devices)
         return join_program(tuple(converters), sizes, kinds, devices)(sent)
 
 
-def _parts(array: jax.Array) -> Parts:
+def parts_of(array: jax.Array) -> Parts:
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
@@ -101,7 +110,7 @@ def kind_of(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, devices
     return Kind(sharding.shard_shape(shape), dtype, holders)
 
 
-def _stacked(parts: Parts, devices: Devices) -> jax.Array:
+def stacked(parts: Parts, devices: Devices) -> jax.Array:
     """The devices' parts as one array, one after the other along the first axis. Nothing moves."""
     length, *rest = parts[devices[0]].shape
     return jax.make_array_from_single_device_arrays(
@@ -109,7 +118,7 @@ def _stacked(parts: Parts, devices: Devices) -> jax.Array:
     )
 
 
-@functools.lru_cache(maxsize=_PROGRAMS)
+@functools.lru_cache(maxsize=PROGRAMS)
 def pack_program(kinds: tuple[Kind, ...], devices: Devices) -> Callable[[list[jax.Array]], Any]:
     """The program in which each device packs its parts into one array per dtype."""
 
@@ -161,7 +170,7 @@ def _sent(
     ]
 
 
-@functools.lru_cache(maxsize=_PROGRAMS)
+@functools.lru_cache(maxsize=PROGRAMS)
 def join_program(
     converters: tuple[Converter, ...],
     sizes: tuple[int, ...],

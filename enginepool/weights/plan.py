@@ -238,7 +238,7 @@ class Plan:
         spec = self._specs[path]
         names = () if self._source.stream is not None else self._parts[path]
         wide = [jax_dtype(self._source.specs[name].dtype).itemsize for name in names]
-        # A matrix is quantized whole, on the first device of an engine.
+        # A matrix is quantized whole, on the first device of an engine. In parts it needs less.
         size = spec.size if path in self._quantizers else _part_size(spec)
         return size * max(spec.dtype.itemsize, *wide, 0)
 

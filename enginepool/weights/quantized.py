@@ -99,7 +99,8 @@ def quantize_model(model: nnx.Module, model_config: Any, mapped: Any) -> Quantiz
 
 
 def _check_experts(quantizers: Sequence[Quantizer], before: Specs) -> None:
-    """Except on a TPU, upstream's kernel also reads outside a narrow expert's scales, maybe NaN."""
+    """Except on a TPU, upstream's kernel reads beyond the scales of a narrow expert, where NaN may
+    be."""
     if jax.default_backend() == "tpu":
         return
     for path in (each.path for each in quantizers if not each.turned):

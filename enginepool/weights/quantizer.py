@@ -6,7 +6,7 @@ which makes other integers. Here every program multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from enginepool.weights.converters import Converter, convert
 from enginepool.weights.fingerprint import distinct_boxes, part_sums
 from enginepool.weights.placement import first_of, place, place_all
-from enginepool.weights.rounding_error import rounding_error
+from enginepool.weights.rounding_error import OutputErrors, output_errors, rounding_error
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,45 @@ class Quantizer:
         Args:
             axis: The axis of the inputs in the matrix: -2 as in the model, or -1.
         """
-        most = jnp.iinfo(self.to).max if self._rounds else float(jnp.finfo(self.to).max)
         if self.dtype != np.float32 and any(each.dtype != self.dtype for each in tensors):
             # The barrier keeps the compiler from leaving out the cast to the matrix's dtype.
             tensors, make = (jax.lax.optimization_barrier(make(*tensors)),), lambda made: made
         wide = lambda *tensors: make(*tensors).astype(jnp.float32)  # noqa: E731
-        scale = jnp.abs(wide(*tensors)).max(axis=axis, keepdims=True)
-        scale = scale * np.float32(1 / np.float32(most))
+        scale = self.scale(jnp.abs(wide(*tensors)).max(axis=axis, keepdims=True))
+        integers, errors = self.rounded(wide, tensors, scale, axis)
+        return self.finished(integers, scale, errors, axis)
+
+    def scale(self, largest: jax.Array) -> jax.Array:
+        """The scale of outputs whose largest elements, without their signs, are these."""
+        most = jnp.iinfo(self.to).max if self._rounds else float(jnp.finfo(self.to).max)
+        scale = largest * np.float32(1 / np.float32(most))
         # Processors differ in whether a subnormal number is zero. Its reciprocal may be infinite.
-        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
+        return jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
+
+    def rounded(
+        self, make_wide: Callable[..., jax.Array], tensors: Any, scale: jax.Array, axis: int
+    ) -> tuple[jax.Array, OutputErrors]:
+        """The integers, not transposed, and the errors of a matrix or of a shard.
+
+        Args:
+            make_wide: Makes it of these tensors, in float32.
+        """
         inverse = 1 / jnp.where(scale == 0, 1, scale)
         # XLA for CPU would store the matrix in float32 for its several uses. To make it again for
         # each use is cheaper. The barriers make each use a computation of its own.
         tensors, inverse = jax.lax.optimization_barrier((tensors, inverse))
-        integers = self._nearest(wide(*tensors) * inverse).astype(self.to)
+        integers = self._nearest(make_wide(*tensors) * inverse).astype(self.to)
         tensors, inverse = jax.lax.optimization_barrier((tensors, inverse))
-        exact = wide(*tensors) * inverse
-        norm, error = rounding_error(exact, exact - self._nearest(exact), scale, axis)
+        exact = make_wide(*tensors) * inverse
+        return integers, output_errors(exact, exact - self._nearest(exact), axis)
+
+    def finished(
+        self, integers: jax.Array, scale: jax.Array, errors: OutputErrors, axis: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The integers and the scales as the model has them, and the `rounding_error`."""
+        error = rounding_error(errors, scale)
         # XLA's maximum ignores NaN on a CPU. The scale of an output with NaN or infinity is NaN.
-        scale = jnp.where(jnp.isnan(norm), jnp.nan, scale)
+        scale = jnp.where(jnp.isnan(errors.norm), jnp.nan, scale)
         if (axis == -1) != self.turned:
             integers = integers.swapaxes(-1, -2)
         return integers, scale.reshape(self.scales), error
@@ -86,28 +106,28 @@ class Quantizer:
         """Whether the dtype has integers only, so that values are rounded before the cast."""
         return jnp.issubdtype(self.to, jnp.integer)
 
-    def after(self, converter: Converter, sharding: Sharding, *, turned: bool) -> Converter:
+    def after(self, converter: Converter, sharding: Sharding, *, transposes: bool) -> Converter:
         """The converter that makes the matrix and quantizes it. It makes integers, scales, the
         error, and `part_sums` of the matrix.
 
         Args:
             sharding: The sharding of the matrix before the model is quantized.
-            turned: Whether the converter transposes. If so, its result is transposed back, and the
-                compiler drops both.
+            transposes: Whether the converter transposes. If so, its result is transposed back, and
+                the compiler drops both.
         """
-        axis = -1 if turned else -2
+        axis = -1 if transposes else -2
 
         def make(*tensors: jax.Array) -> jax.Array:
             (matrix,) = converter(*tensors)
-            return matrix.swapaxes(-1, -2) if turned else matrix
+            return matrix.swapaxes(-1, -2) if transposes else matrix
 
         def make_all(*tensors: jax.Array) -> tuple[jax.Array, ...]:
             matrix = make(*jax.lax.optimization_barrier(tensors))
-            return *self(make, tensors, axis), part_sums(matrix, sharding, turned=turned)
+            return *self(make, tensors, axis), part_sums(matrix, sharding, turned=transposes)
 
         parts = distinct_boxes(self.shape, sharding)
         steps = f"{converter.steps}, quantized: {self.to} {self.turned} {self.scales} {parts}"
-        return Converter(f"{steps} {turned}", None, False, make_all, in_turn=True)
+        return Converter(f"{steps} {transposes}", None, False, make_all, in_turn=True)
 
     def quantized(
         self, matrix: jax.Array, scales: Any

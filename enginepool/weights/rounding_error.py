@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,25 @@ import numpy as np
 from enginepool.weights.fingerprint import folded
 
 
-def rounding_error(
-    exact: jax.Array, rest: jax.Array, scale: jax.Array, axis: int
-) -> tuple[jax.Array, jax.Array]:
-    """The squared norm of each output, divided by its scale squared, and the error of the matrix:
-    the norm of the error relative to the norm of the matrix, and the largest error.
+class OutputErrors(NamedTuple):
+    """The error of each output, in units of its scale.
+
+    Attributes:
+        norm: The squared norm of the output. NaN if the output has NaN or infinity.
+        lost: The squared norm of its error.
+        largest: The largest error of an element.
+    """
+
+    norm: jax.Array
+    lost: jax.Array
+    largest: jax.Array
+
+
+def output_errors(exact: jax.Array, rest: jax.Array, axis: int) -> OutputErrors:
+    """The error of each output of a matrix, or of a shard of it.
 
     Args:
         exact, rest: The matrix and its error, divided by the scales.
-        scale: The scale of each output.
         axis: The axis of the inputs: -1 or -2.
     """
 
@@ -35,15 +45,23 @@ def rounding_error(
         return at_once(*jax.lax.optimization_barrier(some))
 
     of = jnp.square(exact), jnp.square(rest), jnp.abs(rest)
-    norm, lost, largest = jax.lax.platform_dependent(*of, cpu=in_groups, default=at_once)
+    return OutputErrors(*jax.lax.platform_dependent(*of, cpu=in_groups, default=at_once))
+
+
+def rounding_error(errors: OutputErrors, scale: jax.Array) -> jax.Array:
+    """The norm of a matrix's error relative to the norm of the matrix, and its largest error.
+
+    Args:
+        scale: The scale of each output.
+    """
     # Scales are divided by the largest one, so that the square of an outlier is finite.
     top = scale.max()
     part = jnp.square(scale / jnp.where(top == 0, 1, top))
-    whole = (norm * part).sum()
-    relative = jnp.sqrt((lost * part).sum() / jnp.where(whole == 0, 1, whole))
-    most = (largest * scale).max()
+    whole = (errors.norm * part).sum()
+    relative = jnp.sqrt((errors.lost * part).sum() / jnp.where(whole == 0, 1, whole))
+    most = (errors.largest * scale).max()
     # XLA's maximum for CPU ignores NaN; a sum does not.
-    return norm, jnp.stack([relative, jnp.where(jnp.isnan(relative), jnp.nan, most)])
+    return jnp.stack([relative, jnp.where(jnp.isnan(relative), jnp.nan, most)])
 
 
 def _joined(one: Any, other: Any) -> tuple[Any, ...]:

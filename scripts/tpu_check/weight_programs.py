@@ -12,12 +12,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from enginepool.doctor.ahead_of_time.record import Record
 from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray
-from enginepool.weights import batches, converters, fingerprint, gathering, parts, tied
+from enginepool.weights import (
+    batches,
+    converters,
+    fingerprint,
+    gathering,
+    parts,
+    shard_quantizing,
+    tied,
+)
 from enginepool.weights.arrays import outside_meshes
+from enginepool.weights.shard_quantizing import sharded_matrix
 
 
 def weight_programs(scheduler: Any, chips: list[Any], record: Record) -> None:
@@ -69,7 +79,14 @@ class _Quantizing:
         if quantizer is None:
             return converter
         there = self._specs[quantizer.leaves[0]].sharding
-        return quantizer.after(converter, quantizer.turned_sharding(there), turned=turned)
+        return quantizer.after(converter, quantizer.turned_sharding(there), transposes=turned)
+
+    def sharded(self, path: str, converter: Any, tensors: Any, chips: list[Any]) -> Any:
+        """What is quantized before it is gathered, or None."""
+        quantizer = self._quantizers.get(path)
+        if quantizer is None:
+            return None
+        return sharded_matrix(quantizer, converter, tensors, tuple(chips))
 
 
 def _on(chip: Any, spec: Any) -> AbstractArray:
@@ -81,9 +98,8 @@ def _of_leaves(
 ) -> None:
     specs = leaves.values()
     wide = [[_on(chips[0], jax.ShapeDtypeStruct(spec.shape, jnp.float32))] for spec in specs]
-    casts = [
-        quantizing.converter(path, converters.cast(spec.dtype)) for path, spec in leaves.items()
-    ]
+    plain = {path: converters.cast(spec.dtype) for path, spec in leaves.items()}
+    casts = [quantizing.converter(path, make) for path, make in plain.items()]
     if record.wants("cast"):
         there = [SingleDeviceSharding(chips[0])] * len(casts)
         record.add("cast", name, _lowered(casts, wide, there))
@@ -94,8 +110,12 @@ def _of_leaves(
     _parts(list(specs), chips, name, record)
     if record.wants("gather"):
         for dtype in {jnp.dtype(jnp.float32), *(spec.dtype for spec in specs)}:
-            tensors = [[_cut(spec.shape, dtype, chips)] for spec in specs]
-            _gathered(casts, tensors, chips, name, record)
+            groups = [[_cut(spec.shape, dtype, chips)] for spec in specs]
+            matrices = [
+                quantizing.sharded(path, make, group, chips)
+                for (path, make), group in zip(plain.items(), groups, strict=True)
+            ]
+            _gathered(casts, groups, matrices, chips, f"{name} of {dtype}", record)
 
 
 def _parts(leaves: Sequence[Any], chips: list[Any], name: str, record: Record) -> None:
@@ -134,7 +154,7 @@ def _conversion(
     """Upstream's transposes, reshapes and stacking: of leaves on one chip, and of leaves that are
     sharded over all chips."""
     on_chip = SingleDeviceSharding(chips[0])
-    makes, whole, cut = [], [], []
+    makes, whole, cut, matrices = [], [], [], []
     for path, spec in leaves.items():
         shape = mapping.source_shape(path)
         tensor = jax.ShapeDtypeStruct(shape, spec.dtype)
@@ -143,10 +163,11 @@ def _conversion(
         count = len(mapping.names[path])
         whole.append([AbstractArray(shape, spec.dtype, on_chip)] * count)
         cut.append([_cut(shape, spec.dtype, chips)] * count)
+        matrices.append(quantizing.sharded(path, converter, cut[-1], chips))
     if record.wants("convert"):
         record.add("convert", name, _lowered(makes, whole, [on_chip] * len(makes)))
     if record.wants("gather"):
-        _gathered(makes, cut, chips, f"and convert {name}", record)
+        _gathered(makes, cut, matrices, chips, f"and convert {name}", record)
 
 
 def _cut(shape: Any, dtype: Any, chips: list[Any]) -> AbstractArray:
@@ -162,48 +183,84 @@ def _axis(shape: Sequence[int], chips: Sequence[Any]) -> int | None:
 
 
 def _gathered(
-    makes: Sequence[Any], tensors: Any, chips: list[Any], name: str, record: Record
+    makes: Sequence[Any],
+    tensors: Sequence[Sequence[Any]],
+    matrices: Sequence[Any],
+    chips: list[Any],
+    name: str,
+    record: Record,
 ) -> None:
-    """What packs small parts, and what joins all parts, of the leaves that can be cut."""
-    cut = [
-        (make, group)
-        for make, group in zip(makes, tensors, strict=True)
-        if not any(tensor.sharding.is_fully_replicated for tensor in group)
-    ]
-    if not cut:
-        return
-    devices, count = tuple(chips), len(chips)
-    mesh = gathering.mesh_of(devices)
-    kinds = tuple(
-        gathering.kind_of(tensor.shape, tensor.dtype, tensor.sharding, devices)
-        for _, group in cut
-        for tensor in group
-    )
+    """What gathers the leaves that can be cut, and quantizes some of them first."""
+    devices, converters_, kinds, early = tuple(chips), [], [], []
+    for make, group, matrix in zip(makes, tensors, matrices, strict=True):
+        if any(tensor.sharding.is_fully_replicated for tensor in group):
+            continue
+        if matrix is None:
+            converters_.append(make)
+            kinds.append([gathering.kind_of(x.shape, x.dtype, x.sharding, devices) for x in group])
+        else:
+            early.append(matrix)
+            converters_.append(shard_quantizing.joining(matrix))
+            kinds.append(matrix.quantized)
+    if early:
+        _quantized(tuple(early), devices, name, record)
+    if kinds:
+        _gathered_kinds(converters_, kinds, devices, name, record)
+
+
+def _quantized(matrices: Any, devices: Any, name: str, record: Record) -> None:
+    """What finds the largest elements of sharded matrices, and what quantizes each part."""
+    parts = [_stacked(matrix.kind, devices) for matrix in matrices]
+    everywhere = NamedSharding(gathering.mesh_of(devices), PartitionSpec())
+    with outside_meshes():
+        program: Any = shard_quantizing.largest_program.__wrapped__(matrices, devices)
+        record.add("gather", f"find the largest of {name}", program.lower(parts).program)
+        largest = [
+            AbstractArray(matrix.largest_shape, np.float32, everywhere) for matrix in matrices
+        ]
+        program = shard_quantizing.quantize_program.__wrapped__(matrices, devices)
+        record.add("gather", f"quantize {name}", program.lower(parts, largest).program)
+    makes = [shard_quantizing.of_all(matrix.axis) for matrix in matrices]
+    kinds = [[matrix.largest] for matrix in matrices]
+    _gathered_kinds(makes, kinds, devices, f"largest of {name}", record)
+
+
+def _gathered_kinds(
+    makes: Sequence[Any],
+    groups: Sequence[Sequence[gathering.Kind]],
+    devices: Any,
+    name: str,
+    record: Record,
+) -> None:
+    """What packs small parts, and what joins all parts."""
+    kinds = tuple(kind for group in groups for kind in group)
     small = tuple(kind for kind in kinds if kind.small)
     shapes = [(kind.part, kind.dtype) for kind in kinds if not kind.small]
     if small:
-        sharding = NamedSharding(mesh, PartitionSpec("all"))
-        stacked = [
-            AbstractArray((count * kind.part[0], *kind.part[1:]), kind.dtype, sharding)
-            for kind in small
-        ]
         with outside_meshes():
             lowered: Any = gathering.pack_program.__wrapped__(small, devices)
+            stacked = [_stacked(kind, devices) for kind in small]
             record.add("gather", f"pack {name}", lowered.lower(stacked).program)
         sizes: dict[Any, int] = {}
         for kind in small:
             sizes[kind.dtype] = sizes.get(kind.dtype, 0) + math.prod(kind.part)
         shapes += [((size,), dtype) for dtype, size in sizes.items()]
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere = NamedSharding(gathering.mesh_of(devices), PartitionSpec())
     sent = [
         [AbstractArray(shape, dtype, everywhere) for _ in senders]
         for (shape, dtype), senders in zip(shapes, gathering.senders_of(kinds), strict=True)
     ]
-    converters_ = tuple(make for make, _ in cut)
-    lengths = tuple(len(group) for _, group in cut)
+    lengths = tuple(map(len, groups))
     with outside_meshes():
-        lowered = gathering.join_program.__wrapped__(converters_, lengths, kinds, devices)
+        lowered = gathering.join_program.__wrapped__(tuple(makes), lengths, kinds, devices)
         record.add("gather", name, lowered.lower(sent).program)
+
+
+def _stacked(kind: gathering.Kind, devices: Any) -> AbstractArray:
+    """All devices' parts of a tensor, as one array."""
+    sharding = NamedSharding(gathering.mesh_of(devices), PartitionSpec("all"))
+    shape = (len(devices) * kind.part[0], *kind.part[1:])
+    return AbstractArray(shape, kind.dtype, sharding)
 
 
 def _lowered(makes: Sequence[Any], tensors: Any, shardings: Sequence[Any]) -> Any:

@@ -183,12 +183,13 @@ def _experts(config: Config, leaf: Leaf, x: jax.Array, router: _Router) -> jax.A
     if config["norm_topk_prob"]:
         share = share / share.sum(axis=-1, keepdims=True)
     share = share.astype(x.dtype)
-    gate, up, down = (
-        jnp.stack([leaf(f"mlp.experts.{i}.{n}_proj.weight") for i in range(config["num_experts"])])
-        for n in ("gate", "up", "down")
-    )
-    hidden = jax.nn.silu(jnp.einsum("th,ewh->tew", x, gate)) * jnp.einsum("th,ewh->tew", x, up)
-    return jnp.einsum("te,tew,ehw->th", share, hidden, down)
+
+    def expert(index: int) -> jax.Array:
+        its: Leaf = lambda name: leaf(name.replace("mlp.", f"mlp.experts.{index}."))  # noqa: E731
+        return _gated(jax.nn.silu, its, x)
+
+    each = jnp.stack([expert(index) for index in range(config["num_experts"])])
+    return jnp.einsum("te,eth->th", share, each)
 
 
 def _norm(x: jax.Array, weight: jax.Array, epsilon: float, offset: float = 0.0) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from enginepool.weights import gathering
 from enginepool.weights.converters import cast, traced
-from enginepool.weights.gathering import gathered, gathering_devices
+from enginepool.weights.gathering import gathered, gathering_devices, shards_of
 
 P = PartitionSpec
 SPECS = (P("a"), P(None, "b"), P("a", "b"))
@@ -43,7 +43,9 @@ def test_whole_on_every_device(spec: PartitionSpec, order: int) -> None:
     assert devices == tuple(jax.devices()[:4])
     converters = [cast(np.dtype(array.dtype)) for array in host]
     for (made,), wanted in zip(
-        gathered(converters, [[one] for one in sources], devices), host, strict=True
+        gathered(converters, [[shards_of(one, devices)] for one in sources], devices),
+        host,
+        strict=True,
     ):
         assert {shard.device for shard in made.addressable_shards} == set(devices)
         for shard in made.addressable_shards:
@@ -55,13 +57,13 @@ def test_leaves_of_several_tensors() -> None:
     host = [values((8, 12)) + offset for offset in range(3)]
     sources = [cut(array, spec) for array, spec in zip(host, SPECS, strict=True)]
     stack = traced(lambda *parts: jnp.stack(parts).swapaxes(-1, -2), sources)
-    ((made,),) = gathered([stack], [sources], tuple(jax.devices()[:4]))
+    devices = tuple(jax.devices()[:4])
+    ((made,),) = gathered([stack], [[shards_of(one, devices) for one in sources]], devices)
     np.testing.assert_array_equal(np.asarray(made), np.stack(host).swapaxes(-1, -2))
 
 
-def test_no_program_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise every device would wait for the step of the slowest engine, and two threads that
-    start such programs might wait for each other."""
+def programs_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The compiled text of each program that gathers, once it runs."""
     programs = []
     jit = jax.jit
 
@@ -77,9 +79,17 @@ def test_no_program_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "jit", noted)
     gathering.pack_program.cache_clear()
     gathering.join_program.cache_clear()
+    return programs
+
+
+def test_no_program_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every device would wait for the step of the slowest engine, and two threads that
+    start such programs might wait for each other."""
+    programs = programs_of(monkeypatch)
     sources = [cut(values(shape), P("a", "b")) for shape in SHAPES.values()]
     converters = [cast(np.dtype(jnp.bfloat16))] * len(sources)
-    gathered(converters, [[one] for one in sources], tuple(jax.devices()[:4]))
+    devices = tuple(jax.devices()[:4])
+    gathered(converters, [[shards_of(one, devices)] for one in sources], devices)
     assert len(programs) == 2
     words = ("all-gather", "all-reduce", "all-to-all", "collective", "send", "recv")
     assert [word for text in programs for word in words if word in text] == []

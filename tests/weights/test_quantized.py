@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from enginepool import EnginePool, InvalidConfig, NoWeights, WeightUpdateFailed
+from enginepool.weights.shard_quantizing import quantize_program
 from tests.runtime.test_swap_faults import (
     FOR_EVER,
     FULL,
@@ -90,9 +91,13 @@ SOURCES = [dict, from_shards, from_a_device, from_a_state, from_shards_in_layout
     + [(source, "stream") for source in (dict, from_shards, from_a_state, from_an_iterator)],
 )
 def test_sources(int8: EnginePool, target: Model, source: Any, staging: Any) -> None:
-    given = source(tensors(target("qwen3")))
+    given, known = source(tensors(target("qwen3"))), quantize_program.cache_info
+    before = known().hits + known().misses
     report = int8.update_weights(given, staging=staging)
     assert report.staging == staging
+    # Parts are quantized where they are if all engines read the source.
+    early = source in (from_shards, from_shards_in_layout) and staging == "double"
+    assert (known().hits + known().misses > before) == early
     assert not report.left
     assert {each.fingerprint for each in report.engines} == {report.staged}
     has(int8, target("qwen3"))
@@ -329,6 +334,17 @@ def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert lost == {"model.layers.0.mlp.wi_1"}
         scales = held(pool, 1)["model.layers.0.mlp.wi_1_scale"]
         assert np.argwhere(np.isnan(scales)).tolist() == [[2, 0, 0, 3]]
+
+
+def test_experts_with_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an expert multiplies is quantized too, a scale for each token."""
+    monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
+    models = [make_random_model(tmp_path / str(seed), "qwen3_moe", seed) for seed in (1, 2)]
+    with EnginePool(str(models[0]), devices=2, warmup="none", **SMALL, **BOTH) as pool:
+        serves_quantized(pool, models[0], activations=True)
+        pool.update_weights(from_shards(tensors(models[1])))
+        has(pool, models[1])
+        serves_quantized(pool, models[1], activations=True)
 
 
 def test_perturbed(int8: EnginePool) -> None:
