@@ -10,7 +10,7 @@ def launch(pace: Pace, times: int, *, idle: bool) -> list[int]:
     steps = []
     for _ in range(times):
         pace.launched(idle=idle)
-        steps.append(pace.steps(unnoticed=1))
+        steps.append(pace.steps(without_delay=1))
     return steps
 
 
@@ -44,7 +44,7 @@ def test_few_where_outputs_are_short() -> None:
     for tokens, most in ((40, 2), (10, 1), (1, 1), (200, 8)):
         for _ in range(100):
             pace.ended(tokens)
-        assert pace.steps(unnoticed=1) == pace.steps(unnoticed=8) == most
+        assert pace.steps(without_delay=1) == pace.steps(unnoticed=8) == most
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_few_where_outputs_are_short() -> None:
 def test_about_40_ms_of_steps_where_nobody_waits(milliseconds: float, most: int) -> None:
     """Only while no request streams and none waits to join."""
     pace = Pace(8)
-    assert pace.steps(unnoticed=8) == 1  # nothing is known yet
+    assert pace.steps(without_delay=8) == 1  # nothing is known yet
     for _ in range(100):
         pace.took(milliseconds / 1000)
-    assert pace.steps(unnoticed=8) == most
-    assert pace.steps(unnoticed=1) == 1
+    assert pace.steps(without_delay=8) == most
+    assert pace.steps(without_delay=1) == 1
     for _ in range(100):
         pace.took(0.1)
-    assert pace.steps(unnoticed=8) == 1
+    assert pace.steps(without_delay=8) == 1

@@ -104,7 +104,7 @@ class Admission:
         return scorer.has_prompts and (self._freed or not scorer.waits_for_room)
 
     @property
-    def unnoticed(self) -> int:
+    def without_delay(self) -> int:
         """How many steps a launch may have without making a request or a prompt wait longer."""
         if self._scorer.has_prompts:
             return 1

@@ -179,7 +179,7 @@ class SteadyDecode:
         if self._channel.single_stepping.on:
             return 1
         busy = behind_prefill or in_flight.batch.streamed
-        return self._pace.steps(unnoticed=1 if busy else self.admission.unnoticed)
+        return self._pace.steps(without_delay=1 if busy else self.admission.without_delay)
 
     # Reading
 

@@ -161,7 +161,7 @@ class StepsInFlight:
         # If the prefix cache already had the same tokens, it has freed the pages of these requests.
         self._stale = self._block_table.refresh(rows) or bool(ended) or self._stale
         for row, token in zip(rows, ids.tolist(), strict=True):
-            if row in self._new:  # not sent yet; `_samples` may be another prefill's by then
+            if row in self._new:  # it is sent later, when `_samples` may be another prefill's
                 batch.state[0, row], batch.table.origin[row] = token, FROM_TABLE
         if ended:
             self.remove(ended)

@@ -36,15 +36,15 @@ class Pace:
         self.length: float | None = None
         self._seconds: float | None = None  # of steps, on average
 
-    def steps(self, *, unnoticed: int) -> int:
+    def steps(self, *, without_delay: int) -> int:
         """How many steps the next launch has at most.
 
         Args:
-            unnoticed: How many steps it may have without delaying a request that streams or waits.
+            without_delay: How many steps it may have and delay no request that streams or waits.
         """
         steps = self._steps
         if steps == 1 and self._seconds:
-            steps = min(self._most, unnoticed, round(_PATIENCE / self._seconds))
+            steps = min(self._most, without_delay, round(_PATIENCE / self._seconds))
         if self.length is not None:
             steps = min(steps, int(self.length / _SHARE))
         return max(1, steps)

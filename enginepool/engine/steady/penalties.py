@@ -75,10 +75,7 @@ def _entries(row: int, ids: Sequence[int], amount: int) -> np.ndarray:
 
 def stop_ids(req: Req) -> list[int]:
     """The ids that end a request, as upstream's `check_finished` has them."""
-    if req.sampling_params.ignore_eos:
-        return []
-    named = {*(req.sampling_params.stop_token_ids or ())}
-    return sorted(named | end_ids(req.eos_token_ids, req.tokenizer))
+    return [] if req.sampling_params.ignore_eos else sorted(_banned_ids(req))
 
 
 def _banned_ids(req: Req) -> set[int]:

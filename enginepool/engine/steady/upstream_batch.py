@@ -1,4 +1,4 @@
-"""Keeps upstream's batch of running requests in order while steps are in flight.
+"""Updates upstream's batch of running requests while steps are in flight.
 
 Reaches into upstream's batches.
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def drop_ended(batch: ScheduleBatch) -> None:
-    """Remove requests that have ended from upstream's batch, so that others find room in it. Only
-    `write_back_batch` brings its arrays in order."""
+    """Remove requests that have ended from upstream's batch, so that others find room in it. Its
+    arrays are not updated before `write_back_batch`."""
     info = batch.reqs_info[0]
     left = [req for req in info.reqs if not req.finished()]
     if len(left) < len(info.reqs):
