@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from sgl_jax.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 
 from enginepool.dispatch.routed_experts import Routing
@@ -92,6 +93,7 @@ class StepProgram:
         ]
         self._no_samples = self._place(np.zeros((2, manager.max_padded_batch_size), np.int32))
         mesh, vocab_size = self._runner.mesh.abstract_mesh, self._runner.model_config.vocab_size
+        self._vocab_size: int = vocab_size
         about = mesh, vocab_size, self._pages
         self._begin = programs.common(["begin", *about], lambda: build_begin(*about))
         self._tally = programs.common(["tally", mesh], lambda: build_tally(mesh))
@@ -109,14 +111,22 @@ class StepProgram:
             compiled, the other for the limiter's slot that the first one holds.
         """
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
-        leaves, (state, batch) = self._runner.model_state_leaves, self._empty(rows)
+        # Described, not made: that compiles two programs, for which the others would wait.
+        state = DecodeState(*map(self._described, [(2, rows), (rows, self._vocab_size)]))
+        leaves, batch = self._runner.model_state_leaves, self.empty(rows)
         args = leaves, self.sampler, kv, state, batch, self._no_samples, self._launches[1][False]
         return lambda: self._step.compile(*args)
+
+    def _described(self, shape: tuple[int, ...]) -> Any:
+        """Describe an array of the state. It stands in for the array in a compilation."""
+        everywhere = NamedSharding(self._runner.mesh, PartitionSpec(*[None] * len(shape)))
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=everywhere)
 
     def compile(self) -> None:
         """Run every program once, on batches without requests. The engine does not change."""
         for rows in self.buckets:
-            state, batch = self._empty(rows)
+            batch = self.empty(rows)
+            state = self.tally(self.begin(batch.numbers), [], entries([], []))
             _, sampled = self.step(state, batch, 1)
             sampled.ids.block_until_ready()
 
@@ -124,10 +134,6 @@ class StepProgram:
         """Send a batch without requests."""
         pages = np.zeros((rows, self._pages), np.int32)
         return self.sender.batch(RowTable(rows), pages, no_names(rows), Features())
-
-    def _empty(self, rows: int) -> tuple[DecodeState, SentBatch]:
-        batch = self.empty(rows)
-        return self.tally(self.begin(batch.numbers), [], entries([], [])), batch
 
     def adapter_row(self, adapter: Adapter | None) -> tuple[int, float]:
         """The slot and the scale of a row with this adapter."""
