@@ -44,7 +44,7 @@ def test_few_where_outputs_are_short() -> None:
     for tokens, most in ((40, 2), (10, 1), (1, 1), (200, 8)):
         for _ in range(100):
             pace.ended(tokens)
-        assert pace.steps(without_delay=1) == pace.steps(unnoticed=8) == most
+        assert pace.steps(without_delay=1) == pace.steps(without_delay=8) == most
 
 
 @pytest.mark.parametrize(
